@@ -1,0 +1,82 @@
+"""Observers: what a step did, summed until it is logged, and every logged line in a file. They never act."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from . import distributed
+from .chunking import ChunkedBatch
+from .gradient_cache import CachedStep
+
+
+class StepMeter:
+    """Sums what cached steps did since the last log. Host numbers come from the chunks, so adding costs no
+    synchronisation; the loss's metrics stay on the device until they are read."""
+
+    def __init__(self) -> None:
+        self.last_tokens = (0, 0)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = self._chunks = self._rows = self._real = self._computed = 0
+        self._contrastive_batch = 0
+        self._metrics: dict[str, torch.Tensor] = {}
+
+    def add(self, step: CachedStep, chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
+        if self._steps == 0:
+            self._metrics = {}
+        self.last_tokens = chunked.count_tokens()
+        self._real += self.last_tokens[0]
+        self._computed += self.last_tokens[1]
+        self._steps += 1
+        self._chunks += step.num_chunks
+        self._rows += sum(table.num_rows for table in chunked.tables)
+        self._contrastive_batch = sum(next(iter(counts.values())))
+        for name, value in step.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """Means over the steps since the last read, over all ranks; then starts anew. Collective: every rank calls it."""
+        if self._steps == 0:
+            return {}
+        seconds = time.perf_counter() - self._started
+        names = sorted(self._metrics)
+        own = torch.tensor(
+            [self._rows / seconds, self._real / seconds, self._real, self._computed], dtype=torch.float64
+        )
+        means = [self._metrics[name].to(device) / self._steps for name in names]
+        parts = [own.float().to(device), *[m.reshape(1) for m in means]]
+        total = torch.cat(parts)
+        if distributed.world_size() > 1:
+            torch.distributed.all_reduce(total)
+        rows_per_second, tokens_per_second, real, computed, *values = total.tolist()
+        report = {
+            "num_chunks": self._chunks / self._steps,
+            "contrastive_batch_size": self._contrastive_batch,
+            "rows_per_second": round(rows_per_second, 2),
+            "tokens_per_second": round(tokens_per_second, 1),
+            "padding_share": round(1 - real / computed, 4) if computed else 0.0,
+        }
+        report.update({name: value / distributed.world_size() for name, value in zip(names, values, strict=True)})
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            report["peak_memory_gib"] = round(module.max_memory_allocated(device) / 2**30, 3)
+        self._reset()
+        return report
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every logged line to `metrics.jsonl` in the output folder, on the first process."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **others: Any) -> None:
+        if state.is_world_process_zero and logs:
+            os.makedirs(args.output_dir, exist_ok=True)
+            with open(os.path.join(args.output_dir, "metrics.jsonl"), "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")

@@ -1,0 +1,164 @@
+"""What is written into a checkpoint, and read back.
+
+(1) the loss's own parameters and their optimizer state stand in a file of their own, `loss.safetensors` and
+    `loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model
+(2) a model with `save_pretrained` that is no PreTrainedModel (EmbeddingModel) writes the folder others can serve
+(3) the token of the hub never reaches a file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .trainer import DistTrainer
+
+LOSS_WEIGHTS = "loss.safetensors"
+LOSS_OPTIMIZER = "loss_optimizer.pt"
+SECRETS = ("hub_token", "push_to_hub_token")
+
+# ---- (1) the loss ----
+
+
+def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Let the optimizer train the loss's parameters, without weight decay (a temperature has no reason to shrink)."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [p for p in parameters if id(p) not in owned]
+    if missing:
+        _bare(optimizer).add_param_group({"params": missing, "weight_decay": 0.0})
+
+
+@contextlib.contextmanager
+def loss_state_apart(trainer: DistTrainer, save_to: str | None = None, load_from: str | None = None) -> Iterator[None]:
+    """While inside, the optimizer holds the model's parameters only; the loss's state is saved to or loaded from the
+    checkpoint's own files and put back on leaving."""
+    parameters = trainer._loss_parameters() if trainer.loss is not None else []
+    if not parameters or trainer.optimizer is None:
+        yield
+        return
+    optimizer = _bare(trainer.optimizer)
+    ids = {id(p) for p in parameters}
+    groups = [g for g in optimizer.param_groups if any(id(p) in ids for p in g["params"])]
+    state = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
+    optimizer.param_groups[:] = [g for g in optimizer.param_groups if g not in groups]
+    if save_to is not None and trainer.args.should_save:
+        _save_loss(trainer, parameters, groups, state, save_to)
+    try:
+        yield
+    finally:
+        if load_from is not None:
+            state = _load_loss(trainer, parameters, groups, load_from)
+        optimizer.param_groups.extend(groups)
+        optimizer.state.update(state)
+
+
+def _save_loss(trainer: DistTrainer, parameters: list, groups: list, state: dict, folder: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    save_file(
+        {k: v.detach().cpu().contiguous() for k, v in trainer.loss.state_dict().items()}, _at(folder, LOSS_WEIGHTS)
+    )
+    hyper = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    torch.save({"state": [state.get(p, {}) for p in parameters], "groups": hyper}, _at(folder, LOSS_OPTIMIZER))
+
+
+def _load_loss(trainer: DistTrainer, parameters: list, groups: list, folder: str) -> dict:
+    load_loss(trainer, folder)
+    path = _at(folder, LOSS_OPTIMIZER)
+    if not os.path.isfile(path):
+        raise UsageError(f"{folder} holds no {LOSS_OPTIMIZER}: the loss's parameters can not be resumed from it.")
+    saved = torch.load(path, map_location=trainer.args.device, weights_only=True)
+    for group, hyper in zip(groups, saved["groups"], strict=True):
+        group.update(hyper)
+    # a step counter stays where its optimizer keeps it (on the CPU unless capturable or fused)
+    return {
+        parameter: {
+            key: value.cpu() if key == "step" and not _keeps_step_on_device(groups[0]) else value
+            for key, value in state.items()
+        }
+        for parameter, state in zip(parameters, _as_tensors(saved["state"]), strict=True)
+        if state
+    }
+
+
+def load_loss(trainer: DistTrainer, folder: str) -> None:
+    """Load the loss's parameters from a checkpoint; nothing to do for a loss without any."""
+    if trainer.loss is None or not trainer._loss_parameters():
+        return
+    path = _at(folder, LOSS_WEIGHTS)
+    if not os.path.isfile(path):
+        raise UsageError(f"{folder} holds no {LOSS_WEIGHTS}: the loss's parameters can not be resumed from it.")
+    trainer.loss.load_state_dict(load_file(path, device=str(trainer.args.device)))
+
+
+def _as_tensors(states: list[dict]) -> list[dict]:
+    return [dict(state) for state in states]
+
+
+def _keeps_step_on_device(group: dict) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+# ---- (2) the model ----
+
+
+def _folder_model(trainer: DistTrainer) -> nn.Module | None:
+    """The unwrapped model when it reads and writes its own folder layout, else None."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return model if hasattr(model, "weights_from_folder") else None
+
+
+def save_model_folder(trainer: DistTrainer, output_dir: str, state_dict: dict | None) -> None:
+    """Write `EmbeddingModel`'s folder: it holds the weights, the tokenizer and the layout servers read."""
+    model = _folder_model(trainer)
+    if model is None or not trainer.args.should_save:
+        return
+    flat = _at(output_dir, "model.safetensors")
+    if os.path.isfile(flat):
+        os.remove(flat)  # Trainer's own flat copy under other key names; the folder's weights take its place
+    extras = trainer.model_folder_extras
+    model.save_pretrained(output_dir, state_dict=state_dict, tokenizer=trainer.processing_class, **extras)
+
+
+def load_model_folder(trainer: DistTrainer, folder: str, model: nn.Module | None) -> bool:
+    """Load an `EmbeddingModel` from its folder; False when the model is another or FSDP reads its own format."""
+    ours = _folder_model(trainer)
+    if ours is None or trainer.is_fsdp_enabled:
+        return False
+    ours.load_weights(folder)
+    return True
+
+
+# ---- (3) secrets ----
+
+
+@contextlib.contextmanager
+def without_secrets(args: Any) -> Iterator[None]:
+    """Trainer pickles its arguments beside the weights; meanwhile they hold no token."""
+    kept = {name: getattr(args, name) for name in SECRETS if getattr(args, name, None) is not None}
+    for name in kept:
+        setattr(args, name, None)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(args, name, value)
+
+
+def _at(folder: str, name: str) -> str:
+    return os.path.join(folder, name)

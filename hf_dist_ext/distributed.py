@@ -1,0 +1,227 @@
+"""Everything that differs between one process, DDP and FSDP2.
+
+(1) processes on a machine without an accelerator become a gloo group, FSDP included
+(2) rows travel: a differentiable gather whose gradients return to the rank that made the row
+(3) reduction: which forward and backward of a step runs its collectives
+(4) gradients that no wrapper owns (the loss's own parameters) are averaged by hand
+
+The loss is the mean over the global batch. Each rank scores its own rows against everyone's columns; the gather's
+backward sums what all ranks say about a row, and DDP and FSDP average over ranks, so no world-size factor appears.
+Ranks that hold more rows weigh more: `row_weight`. Letters: B own rows, N all ranks' rows, D embedding, W ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from .errors import UsageError
+from .gradient_cache import Phase
+
+# ---- (1) processes without an accelerator ----
+
+
+def launched_processes() -> int:
+    """Processes of this run as its launcher says; 1 when there is no launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def must_use_cpu() -> bool:
+    """Several processes and no accelerator: without `use_cpu` every rank would train alone into one output_dir."""
+    return launched_processes() > 1 and not torch.accelerator.is_available()
+
+
+@contextmanager
+def fsdp_on_cpu() -> Iterator[None]:
+    """Around the making of an `Accelerator`: let FSDP2 be FSDP2 on gloo.
+
+    accelerate 1.15 (state.py, AcceleratorState.__init__) looks at FSDP only when the distributed type is one of the
+    accelerators' and otherwise trains DDP without a word. Remove when MULTI_CPU reaches that branch;
+    tests/distributed/test_upstream.py tells.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    state = PartialState._shared_state
+    if wants_fsdp and state.get("distributed_type") == DistributedType.MULTI_CPU:
+        if os.environ.get("FSDP_VERSION", "2") == "1":
+            raise UsageError("FSDP version 1 does not run without an accelerator; set fsdp_version: 2 in the YAML.")
+        state["distributed_type"] = DistributedType.MULTI_GPU
+    yield
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+# ---- (2) rows travel ----
+
+
+def exchange(numbers: list[int], device: torch.device) -> list[list[int]]:
+    """Every rank's list of integers, in rank order: one small all-gather and one copy to the host."""
+    if world_size() == 1:
+        return [numbers]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = mine.new_empty(world_size() * len(numbers))
+    dist.all_gather_into_tensor(everyone, mine)
+    return everyone.view(world_size(), -1).tolist()
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+        ctx.counts = counts
+        most = max(counts)
+        padded = (
+            rows if rows.shape[0] == most else torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
+        )
+        everyone = rows.new_empty(len(counts) * most, *rows.shape[1:])
+        dist.all_gather_into_tensor(everyone, padded.contiguous())
+        if min(counts) == most:
+            return everyone  # (W*B, D)
+        return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        counts, most = ctx.counts, max(ctx.counts)
+        if min(counts) != most:
+            padded = gradient.new_zeros(len(counts), most, *gradient.shape[1:])
+            for part, to, count in zip(gradient.split(counts), padded, counts, strict=True):
+                to[:count] = part
+            gradient = padded.flatten(0, 1)
+        mine = gradient.new_empty(most, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradient.contiguous())
+        return mine[: counts[rank()]], None
+
+
+def gather_rows(rows: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
+    """(B, ...) -> (N, ...) in rank order, differentiable: the gradients of all ranks for a row are summed at its owner.
+
+    `counts` holds every rank's number of rows (see `exchange`). One all-gather forward, one reduce-scatter backward.
+    """
+    return rows if world_size() == 1 else _GatherRows.apply(rows, tuple(counts))
+
+
+class GatheredColumns(Mapping):
+    """column -> (N, D), gathered when first asked for: a column that the loss never reads is never sent.
+
+    Every rank runs the same loss and so asks for the same columns in the same order.
+    """
+
+    def __init__(self, own: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]]):
+        self._own, self._counts, self._gathered = own, counts, {}
+
+    def __getitem__(self, column: str) -> torch.Tensor:
+        if column not in self._gathered:
+            self._gathered[column] = gather_rows(self._own[column], self._counts[column])
+        return self._gathered[column]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def gather_ids(
+    ids: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], anchor: str
+) -> dict[str, torch.Tensor]:
+    """Text hashes of all ranks, column -> (N,), in one all-gather. Keys that are no column have one id per anchor."""
+    per_key = [counts.get(name, counts[anchor]) for name in ids]
+    lengths = [sum(of_rank) for of_rank in zip(*per_key, strict=True)]  # per rank, all keys end to end
+    with torch.no_grad():
+        everyone = gather_rows(torch.cat(list(ids.values())), lengths)
+    parts = [part.split([count[r] for count in per_key]) for r, part in enumerate(everyone.split(lengths))]
+    return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(ids)}
+
+
+def row_weight(own_rows: int, counts: Iterable[int]) -> float:
+    """W * B / N: what a rank's mean loss is worth, so that the mean over ranks is the mean over all rows."""
+    counts = list(counts)
+    return len(counts) * own_rows / sum(counts)
+
+
+# ---- (3) reduction ----
+
+
+class Reduction:
+    """Says, per phase of a step, which collectives run. `is_sync_step()` is the outer state (gradient accumulation).
+
+    One process and DDP: everything but the phase that completes the step runs inside `no_sync`, its forward included
+    (a synchronised forward arms DDP's reducer for the next backward). FSDP2, "speed": weights are gathered once per
+    step and gradients reduce-scattered once; "memory": every chunk gathers and reduces, nothing is kept unsharded.
+    """
+
+    def __init__(self, model: torch.nn.Module, is_sync_step: Callable[[], bool], fsdp_mode: str = "auto"):
+        from torch.distributed.fsdp import FSDPModule
+
+        self.model, self.is_sync_step = model, is_sync_step
+        self.is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+        self.fsdp_mode = choose_fsdp_mode(model) if self.is_fsdp and fsdp_mode == "auto" else fsdp_mode
+
+    def __call__(self, phase: Phase) -> AbstractContextManager:
+        completes = phase.is_last and self.is_sync_step()
+        if self.is_fsdp:
+            return self._fsdp(completes)
+        if isinstance(self.model, torch.nn.parallel.DistributedDataParallel) and not completes:
+            return self.model.no_sync()
+        return nullcontext()
+
+    @contextmanager
+    def _fsdp(self, completes: bool) -> Iterator[None]:
+        root = _fsdp_root(self.model)
+        is_sharded_between = self.fsdp_mode == "memory"
+        root.set_requires_gradient_sync(completes or is_sharded_between)
+        if not is_sharded_between:
+            root.set_reshard_after_forward(False)
+            root.set_reshard_after_backward(completes)
+        root.set_is_last_backward(completes or is_sharded_between)
+        try:
+            yield
+        finally:
+            root.set_is_last_backward(True)
+            # Trainer's own no_sync sets this to True when it ends, so the outer state is what this step was part of.
+            root.set_requires_gradient_sync(self.is_sync_step())
+
+
+def choose_fsdp_mode(model: torch.nn.Module) -> str:
+    """ "speed" when unsharded weights and gradients take under a quarter of the memory free on every rank, else
+    "memory". Without an accelerator: "speed"."""
+    if not torch.accelerator.is_available():
+        return "speed"
+    device = torch.accelerator.current_accelerator()
+    free, _ = torch.get_device_module(device).mem_get_info()
+    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
+    fits = torch.tensor([int(needed < free / 4)], device=device)
+    dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+    return "speed" if fits.item() else "memory"
+
+
+def _fsdp_root(model: torch.nn.Module) -> torch.nn.Module:
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+# ---- (4) gradients that no wrapper owns ----
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Mean over ranks of each `.grad` (missing ones count as 0), in one all-reduce. DDP's rule, for what it does not own."""
+    parameters = [p for p in parameters if p.requires_grad]
+    if world_size() == 1 or not parameters:
+        return
+    flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+    dist.all_reduce(flat)
+    flat /= world_size()
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter).to(parameter.dtype)

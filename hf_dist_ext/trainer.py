@@ -1,0 +1,370 @@
+"""`DistTrainer`: Trainer's hooks, wired to the gradient cache. No maths lives here.
+
+With `loss=None` every override hands straight to Trainer. With a loss over embeddings:
+
+(1) a batch is column -> features; `chunking` cuts it, all ranks agree on the number of chunks
+(2) `gradient_cache` encodes, scores and replays the chunks; without a cache each column is one chunk whose graph is kept
+(3) `distributed` gathers embeddings and says which backward reduces
+(4) the division by gradient accumulation and the fp16 scale enter in `_backward`, that is once
+(5) the loss's own parameters join the optimizer, the clipping, the reduction and the checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.utils import logging
+
+from . import checkpointing, distributed
+from .callbacks import MetricsFile, StepMeter
+from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
+from .errors import UsageError
+from .gradient_cache import cached_step
+from .layer_classes import repeated_layer_classes
+from .training_args import DistTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+Batch = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class DistTrainer(Trainer):
+    """Drop-in for `transformers.Trainer`, plus `loss`.
+
+    Args:
+        loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`). Batches
+            are then mappings column -> features; the first column is the anchor, the second its positive, further ones
+            hold hard negatives. None: the model's own loss, exactly as Trainer.
+
+    Raises:
+        UsageError: a model or setup that the gradient cache can not be exact with.
+    """
+
+    args: DistTrainingArguments
+
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
+        self.loss = loss
+        if args is None:
+            args = DistTrainingArguments(output_dir="tmp_trainer")
+        if loss is not None:
+            _prepare_arguments(args)
+            if options.get("compute_metrics") is None and len(more) < 7:
+                options["compute_metrics"] = _retrieval_metrics
+        super().__init__(model, args, *more, **options)
+        self.meter = StepMeter()
+        self.add_callback(MetricsFile())
+        if loss is None:
+            return
+        if isinstance(loss, nn.Module):
+            loss.to(self.args.device)
+        self._takes_column = "column" in _forward_parameters(self.model)
+        self._reduction: distributed.Reduction | None = None
+        self._loss_gradients_are_used = True
+        _check_setup(self)
+
+    # ---- setting up ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with distributed.fsdp_on_cpu():
+            super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled and self.model is not None:
+            _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model)
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        if self.loss is not None and self.args.ddp_find_unused_parameters is None:
+            # The last backward of a step reaches every trainable parameter; searching for unused ones costs a graph
+            # walk per forward. Models that skip parameters on some batches set the argument to True.
+            self.args.ddp_find_unused_parameters = False
+        return super()._build_accelerator_args(**options)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        # Trainer makes the scheduler when the optimizer is prepared: the first moment at which a parameter that no
+        # wrapper owns may join it (accelerate's FSDP2 refuses optimizers with foreign parameters).
+        if self.loss is not None and self.optimizer is not None:
+            checkpointing.add_loss_group(self.optimizer, self._loss_parameters())
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _loss_parameters(self) -> list[nn.Parameter]:
+        parameters = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
+        return [p for p in parameters if p.requires_grad]
+
+    def get_train_dataloader(self):
+        if self.loss is not None:
+            _check_enough_rows(self)
+        return super().get_train_dataloader()
+
+    def _get_train_sampler(self, train_dataset: Any = None):
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if self.loss is not None and self.args.train_sampling_strategy == "random":
+            from .sampling import no_duplicates_sampler
+
+            sampler = no_duplicates_sampler(
+                dataset,
+                collator=self.data_collator,
+                wanted=self.args.no_duplicates_in_batch,
+                window=self._train_batch_size * self.args.world_size,
+                seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            )
+            if sampler is not None:
+                return sampler
+        return super()._get_train_sampler(train_dataset)
+
+    # ---- a step ----
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.loss is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        if self._loss_gradients_are_used and isinstance(self.loss, nn.Module):
+            self.loss.zero_grad()
+        if self._reduction is None or self._reduction.model is not model:
+            self._reduction = distributed.Reduction(
+                model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp
+            )
+        batch, ids = split_ids(self._prepare_inputs(inputs))
+        uses_cache = self.args.uses_gradient_cache
+        chunked, counts = self._cut(batch, self._limits() if uses_cache else ChunkLimits())
+        step = cached_step(
+            chunked,
+            encode=lambda chunk: self._encode(model, chunk),
+            score=lambda embeddings: self._score(embeddings, ids, counts),
+            backward=self._backward,
+            sync=self._reduction,
+            loss_parameters=self._loss_parameters(),
+            keep_graph=self.args.gradient_cache_keep_graph if uses_cache else len(chunked.chunks()),
+            backward_together=not self._reduction.is_fsdp,
+        )
+        self._loss_gradients_are_used = self.accelerator.sync_gradients
+        if self.accelerator.sync_gradients:
+            distributed.average_gradients(self._loss_parameters())
+        self.meter.add(step, chunked, counts)
+        return step.loss / self.current_gradient_accumulation_steps
+
+    def _limits(self) -> ChunkLimits:
+        args = self.args
+        return ChunkLimits(
+            args.gradient_cache_chunk_size, args.gradient_cache_chunk_tokens, args.gradient_cache_width_multiple
+        )
+
+    def _cut(self, batch: Batch, limits: ChunkLimits) -> tuple[ChunkedBatch, dict[str, list[int]]]:
+        """Chunks of this rank's batch, and every rank's number of rows per column."""
+        config = getattr(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), "config", None)
+        is_cut = limits.max_rows is not None or limits.max_tokens is not None
+        chunked = lay_out(
+            batch,
+            limits,
+            shares_tower=is_cut and not self._takes_column,
+            pad_values={"input_ids": getattr(config, "pad_token_id", None) or 0},
+            can_trim=is_cut and getattr(config, "model_type", "") not in FIXED_WIDTH_MODEL_TYPES,
+            can_shift=getattr(config, "rope_parameters", None) is not None,
+            sort=is_cut and self.args.gradient_cache_sort,
+        )
+        rows = [next(iter(features.values())).shape[0] for features in batch.values()]
+        everyone = distributed.exchange([*rows, *chunked.num_chunks()], self.args.device)
+        if self.is_fsdp_enabled:  # a forward is a collective: every rank runs as many as the one that needs most
+            chunked.agree([max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)])
+        return chunked, {name: [row[i] for row in everyone] for i, name in enumerate(batch)}
+
+    def _encode(self, model: nn.Module, chunk: Chunk) -> torch.Tensor:
+        column = {"column": chunk.column} if self._takes_column else {}
+        with self.compute_loss_context_manager():
+            output = model(**chunk.features, **column)
+        embeddings = output if isinstance(output, torch.Tensor) else _field(output, "embeddings")
+        if not isinstance(embeddings, torch.Tensor) or embeddings.dim() != 2 or len(embeddings) != chunk.num_rows:
+            found = tuple(embeddings.shape) if isinstance(embeddings, torch.Tensor) else type(output).__name__
+            raise UsageError(
+                f"{type(self.model).__name__} does not return embeddings: a loss over embeddings needs a tensor "
+                f"({chunk.num_rows}, D) or an output with the field `embeddings`, got {found}. "
+                "Wrap the backbone in hf_dist_ext.EmbeddingModel."
+            )
+        return embeddings
+
+    def _score(self, embeddings: dict[str, torch.Tensor], ids: Any, counts: dict[str, list[int]]):
+        anchor = next(iter(embeddings))
+        everyone, row_offset = None, 0
+        if distributed.world_size() > 1 and getattr(self.loss, "cross_device_negatives", True):
+            everyone = distributed.GatheredColumns(embeddings, counts)
+            row_offset = sum(counts[anchor][: distributed.rank()])
+            ids = None if ids is None else distributed.gather_ids(ids, counts, anchor)
+        output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids)
+        loss, metrics = output if isinstance(output, tuple) else (output, {})
+        weight = distributed.row_weight(embeddings[anchor].shape[0], counts[anchor])
+        return loss * weight, {name: value * weight for name, value in metrics.items()}
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss / self.current_gradient_accumulation_steps)
+
+    def _clip_grad_norm(self, model: nn.Module):
+        if self.loss is None or not self._loss_parameters():
+            return super()._clip_grad_norm(model)
+        parameters = chain(model.parameters(), self._loss_parameters())
+        return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
+
+    # ---- evaluation ----
+
+    @torch.no_grad()
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
+        """With a loss: (loss, embeddings of anchors and positives, own row numbers); the loss of the training step."""
+        if self.loss is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        batch, ids = split_ids(self._prepare_inputs(inputs))
+        chunked, counts = self._cut(batch, self._limits() if self.args.uses_gradient_cache else ChunkLimits())
+        chunks = chunked.chunks()
+        embeddings = chunked.to_columns([self._encode(model, chunk).float() for chunk in chunks], chunks)
+        loss, _ = self._score(embeddings, ids, counts)
+        if prediction_loss_only:
+            return loss, None, None
+        anchors, positives, *_ = embeddings.values()
+        return loss, (anchors.contiguous(), positives.contiguous()), torch.zeros(len(anchors), device=loss.device)
+
+    # ---- logging ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.loss is not None and "loss" in logs:
+            logs.update(self.meter.read(self.args.device))
+        super().log(logs, start_time)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.loss is None:
+            return super()._track_num_input_tokens(inputs)
+        if self.args.include_num_input_tokens_seen != "no":
+            # host numbers of this rank's chunks, so counting costs no synchronisation but the gather itself
+            real, computed = self.meter.last_tokens
+            seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
+            self.state.num_input_tokens_seen += sum(row[0] for row in distributed.exchange([seen], self.args.device))
+
+    # ---- checkpoints ----
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with checkpointing.without_secrets(self.args):
+            super()._save(output_dir, state_dict)
+        checkpointing.save_model_folder(self, output_dir or self.args.output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with checkpointing.loss_state_apart(self, save_to=output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with checkpointing.loss_state_apart(self, load_from=checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not checkpointing.load_model_folder(self, resume_from_checkpoint, model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not checkpointing.load_model_folder(self, self.state.best_model_checkpoint, None):
+            super()._load_best_model()
+        checkpointing.load_loss(self, self.state.best_model_checkpoint)
+
+
+# SigLIP text pools the last position of a fixed width: trimming moves the embedding.
+FIXED_WIDTH_MODEL_TYPES = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
+
+
+def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], Any]:
+    """The batch's columns, and the reserved `ids` (text hashes) that never reach the model."""
+    if not isinstance(inputs, Mapping) or not all(isinstance(value, Mapping) for value in inputs.values()):
+        raise UsageError(
+            "with a loss over embeddings a batch is a mapping column -> features, e.g. "
+            f'{{"query": {{"input_ids": ...}}, "positive": {{...}}}}; got {_shape_of(inputs)}. '
+            "Use hf_dist_ext.data.ContrastiveCollator."
+        )
+    columns = {name: features for name, features in inputs.items() if name != "ids"}
+    if len(columns) < 2:
+        raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
+    return columns, inputs.get("ids")
+
+
+def _shape_of(inputs: Any) -> str:
+    return f"keys {list(inputs)}" if isinstance(inputs, Mapping) else type(inputs).__name__
+
+
+def _field(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def _forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inspect.signature(base.forward).parameters
+
+
+def _prepare_arguments(args: DistTrainingArguments) -> None:
+    if not isinstance(args, DistTrainingArguments):
+        raise UsageError(
+            f"DistTrainer with a loss needs DistTrainingArguments, got {type(args).__name__}; the fields are the same."
+        )
+    args.remove_unused_columns = False  # the dataset's columns are the batch's columns, not the model's arguments
+    if args.accelerator_config.dispatch_batches is None:
+        # A dispatched batch is cut by rows of its first tensor; columns may hold different numbers of rows.
+        args.accelerator_config.dispatch_batches = False
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"{args.n_gpu} GPUs are visible to one process, which Trainer would wrap in nn.DataParallel: no negatives "
+            "across devices and wrong gradients for cached chunks. Start it with `accelerate launch`, or make one "
+            "device visible (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+def _check_setup(trainer: DistTrainer) -> None:
+    args, model = trainer.args, trainer.model
+    if trainer.is_deepspeed_enabled:
+        raise UsageError(
+            "a loss over embeddings does not run under DeepSpeed yet: use the multi_gpu_ddp or multi_gpu_fsdp preset."
+        )
+    if not args.uses_gradient_cache:
+        return
+    was_training = model.training
+    model.train()  # what Trainer does before every step; a model may keep its own modules in eval there
+    coupled = [
+        name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
+    ]
+    model.train(was_training)
+    if coupled:
+        raise UsageError(
+            f"the gradient cache can not be exact with {coupled[0]!r} ({len(coupled)} batch normalisations in training "
+            "mode): its output depends on which rows share a chunk. Keep it in eval mode, replace it by a LayerNorm or "
+            "GroupNorm, or switch the cache off."
+        )
+    if args.activation_checkpointing:
+        logger.info(
+            "gradient cache and activation checkpointing are both on: the cache encodes every chunk twice and keeps one "
+            "chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks alone "
+            "unless a single chunk does not fit."
+        )
+
+
+def _check_enough_rows(trainer: DistTrainer) -> None:
+    try:
+        rows = len(trainer.train_dataset)
+    except TypeError:  # streaming
+        return
+    batch = trainer._train_batch_size * trainer.args.world_size
+    if rows < batch:
+        raise UsageError(
+            f"the training set has {rows} rows, fewer than one global batch of {batch} "
+            f"({trainer._train_batch_size} per device x {trainer.args.world_size} processes). "
+            "Lower per_device_train_batch_size or add data."
+        )
+
+
+def _name_layers_to_shard(plugin: Any, model: nn.Module) -> None:
+    """accelerate's own choice crashes for many encoders or shards almost nothing (layer_classes.py says which)."""
+    if plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model) or None
+
+
+def _retrieval_metrics(prediction: Any) -> dict[str, float]:
+    from .metrics import retrieval_metrics
+
+    anchors, positives = prediction.predictions
+    return retrieval_metrics(torch.from_numpy(anchors), torch.from_numpy(positives))

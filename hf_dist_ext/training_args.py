@@ -1,0 +1,107 @@
+"""`DistTrainingArguments`: TrainingArguments with our fields, their help and their cross-field rules."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from .distributed import must_use_cpu
+from .errors import UsageError
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class DistTrainingArguments(TrainingArguments):
+    """TrainingArguments for `DistTrainer`. Differences from the parent's behaviour:
+
+    * started as several processes on a machine without an accelerator, `use_cpu` is set, so that they form a gloo
+      group instead of each training alone;
+    * `bf16`/`fp16` follow the mixed precision of the accelerate YAML when neither is set, so that code which asks the
+      arguments agrees with what runs.
+
+    No default of the parent is changed.
+    """
+
+    gradient_cache_chunk_size: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. "
+            "'auto' finds it in the first step. Null: no cache unless gradient_cache_chunk_tokens is set."
+        },
+    )
+    gradient_cache_chunk_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."},
+    )
+    gradient_cache_fsdp: Literal["auto", "speed", "memory"] = field(
+        default="auto",
+        metadata={
+            "help": "FSDP with the cache. 'speed': gather weights and reduce gradients once per step, keeping both whole "
+            "in between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory."
+        },
+    )
+    gradient_cache_keep_graph: int = field(
+        default=0,
+        metadata={"help": "Chunks whose graph is kept from the first pass instead of being encoded twice."},
+    )
+    gradient_cache_width_multiple: int = field(
+        default=8,
+        metadata={
+            "help": "Chunk widths are rounded up to a multiple of this many tokens, so that kernels see few shapes."
+        },
+    )
+    gradient_cache_sort: bool = field(
+        default=True,
+        metadata={"help": "Sort the rows of a batch by length before cutting it; false trims neighbours only."},
+    )
+    no_duplicates_in_batch: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Order the training rows so that no global batch holds the same text twice in a column. Null: on "
+            "with a loss over embeddings and a map-style dataset that has text columns."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False, metadata={"help": "Train into an output_dir that already holds another run."}
+    )
+
+    def __post_init__(self) -> None:
+        self._check_gradient_cache()
+        if must_use_cpu():
+            self.use_cpu = True
+        yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if not (self.bf16 or self.fp16) and yaml_precision in ("bf16", "fp16"):
+            setattr(self, yaml_precision, True)
+            logger.info(f"{yaml_precision}=True, as the accelerate configuration's mixed_precision says.")
+        super().__post_init__()
+
+    def _check_gradient_cache(self) -> None:
+        size = self.gradient_cache_chunk_size
+        if isinstance(size, str) and size.isdigit():
+            size = self.gradient_cache_chunk_size = int(size)
+        if size is not None and size != "auto" and not _is_positive_int(size):
+            raise UsageError(
+                f"gradient_cache_chunk_size={size!r}: it is a positive number of rows, 'auto' or null (no cache)."
+            )
+        for name in ("gradient_cache_chunk_tokens", "gradient_cache_width_multiple"):
+            value = getattr(self, name)
+            if value is not None and not _is_positive_int(value):
+                raise UsageError(f"{name}={value!r}: it is a positive number of tokens.")
+        if self.gradient_cache_fsdp not in ("auto", "speed", "memory"):
+            raise UsageError(f"gradient_cache_fsdp={self.gradient_cache_fsdp!r}: choose 'auto', 'speed' or 'memory'.")
+        keep = self.gradient_cache_keep_graph
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+            raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more.")
+
+    @property
+    def uses_gradient_cache(self) -> bool:
+        return self.gradient_cache_chunk_size is not None or self.gradient_cache_chunk_tokens is not None
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
