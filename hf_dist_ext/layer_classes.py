@@ -1,0 +1,46 @@
+"""Which classes of a model are its transformer layers, read off its own structure: what FSDP should shard one by one.
+
+The lists that ship with the models (`_no_split_modules`), accelerate's default, cannot be used: some also name
+embeddings and inner blocks (Bert, Roberta, XLM-R, ModernBert, SigLIP: "Invariant encountered"), others name nothing
+(DistilBert, Deberta, MPNet: only the root and the word embeddings get sharded, silently).
+
+(1) Walk the modules from the root. A stack is a ModuleList, or a Sequential of one class with two or more children.
+(2) Its children are layers when they have parameters and parts of their own; a list of plain Linears is no stack.
+(3) Never look inside a stack: experts, inner Sequentials and LoRA matrices belong to their layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def repeated_layer_classes(model: nn.Module) -> list[str]:
+    """Class names of the transformer layers of every tower of `model`, largest stack first; empty if there are none.
+
+    A model with none is still sharded, as one unit. Call it before wrapping; PEFT wrappers are seen through.
+    """
+    parameter_counts: dict[str, int] = {}
+    for layer in _layers(model):
+        name = type(layer).__name__
+        parameter_counts[name] = parameter_counts.get(name, 0) + sum(p.numel() for p in layer.parameters())
+    return sorted(parameter_counts, key=lambda name: -parameter_counts[name])  # stable: ties keep the model's order
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        layers = _stacked_layers(child)  # (1) (2)
+        if layers:
+            yield from layers
+        else:
+            yield from _layers(child)  # (3): only outside of stacks
+
+
+def _stacked_layers(container: nn.Module) -> list[nn.Module]:
+    if not isinstance(container, nn.ModuleList | nn.Sequential):
+        return []
+    children = list(container)
+    if isinstance(container, nn.Sequential) and (len(children) < 2 or len({type(child) for child in children}) > 1):
+        return []  # a head such as Linear -> GELU -> Linear, or a wrapper around one module
+    return [child for child in children if list(child.children()) and list(child.parameters())]
