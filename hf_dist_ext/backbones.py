@@ -117,10 +117,11 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype | None:
 
 
 def _auto_class(config: PreTrainedConfig) -> type:
-    # A whole encoder-decoder asks for decoder inputs, which an embedding does not have.
-    if config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
-        return AutoModelForTextEncoding
-    return AutoModel
+    # A whole encoder-decoder asks for decoder inputs, which an embedding does not have. By class name, as the saved
+    # config of a T5EncoderModel says is_encoder_decoder=False, with which AutoModel builds a T5Model all the same.
+    text_class = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
+    is_encoder_alone = isinstance(text_class, type) and text_class.__name__.endswith("EncoderModel")
+    return AutoModelForTextEncoding if is_encoder_alone else AutoModel
 
 
 def _pooler_option(config: PreTrainedConfig) -> dict[str, bool]:

@@ -1,0 +1,71 @@
+"""Configs that are built in milliseconds, and a tokenizer to match, for the tests of several files."""
+
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+WORDS = "parse a date from text read file into list of lines search : sort the numbers by key".split()
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+VOCAB = {word: index for index, word in enumerate([*SPECIAL, *dict.fromkeys(WORDS)])}
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
+SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+TEXT_CONFIGS = {
+    "bert": SMALL,
+    "roberta": SMALL,
+    "xlm-roberta": SMALL,
+    "modernbert": {**SMALL, **SPECIAL_IDS, "cls_token_id": 2, "sep_token_id": 3},
+    "distilbert": {
+        "vocab_size": 32,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 48,
+        "max_position_embeddings": 40,
+    },
+    "mpnet": SMALL,
+    "deberta-v2": {
+        **SMALL,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
+    "qwen3": {**SMALL, **SPECIAL_IDS, "num_key_value_heads": 1, "head_dim": 16},
+    "llama": {**SMALL, **SPECIAL_IDS, "num_key_value_heads": 1},
+}
+
+EXPERTS_CONFIG = {
+    **TEXT_CONFIGS["qwen3"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
+def model_config(name: str, **changes) -> dict:
+    return {"model_type": name, **TEXT_CONFIGS[name], **changes}
+
+
+def tiny_tokenizer(padding_side: str = "right", max_length: int = 24) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", VOCAB["[CLS]"]), ("[SEP]", VOCAB["[SEP]"])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        padding_side=padding_side,
+        model_max_length=max_length,
+    )
