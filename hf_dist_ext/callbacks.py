@@ -43,7 +43,7 @@ class StepMeter:
             self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
 
     def read(self, device: torch.device) -> dict[str, float]:
-        """Means over the steps since the last read, over all ranks; then starts anew. Collective: every rank calls it."""
+        """Means over the steps since the last read and over all ranks; then starts anew. Every rank must call it."""
         if self._steps == 0:
             return {}
         seconds = time.perf_counter() - self._started

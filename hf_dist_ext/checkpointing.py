@@ -2,7 +2,7 @@
 
 (1) the loss's own parameters and their optimizer state stand in a file of their own, `loss.safetensors` and
     `loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model
-(2) a model with `save_pretrained` that is no PreTrainedModel (EmbeddingModel) writes the folder others can serve
+(2) an `EmbeddingModel` reads back the folder that others can serve
 (3) the token of the hub never reaches a file
 """
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LOSS_WEIGHTS = "loss.safetensors"
 LOSS_OPTIMIZER = "loss_optimizer.pt"
+MODULES = "modules.json"  # written by EmbeddingModel.save_pretrained, last
 SECRETS = ("hub_token", "push_to_hub_token")
 
 # ---- (1) the loss ----
@@ -117,30 +118,15 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 # ---- (2) the model ----
 
 
-def _folder_model(trainer: DistTrainer) -> nn.Module | None:
-    """The unwrapped model when it reads and writes its own folder layout, else None."""
+def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
+    """Load an `EmbeddingModel` from its folder, whose key names are the backbone's own: Trainer's loading would
+    match nothing and say so in a warning only. False when the model is another, or FSDP reads its own format."""
+    from .modeling import EmbeddingModel, load_weights, weights_from_folder
+
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    return model if hasattr(model, "weights_from_folder") else None
-
-
-def save_model_folder(trainer: DistTrainer, output_dir: str, state_dict: dict | None) -> None:
-    """Write `EmbeddingModel`'s folder: it holds the weights, the tokenizer and the layout servers read."""
-    model = _folder_model(trainer)
-    if model is None or not trainer.args.should_save:
-        return
-    flat = _at(output_dir, "model.safetensors")
-    if os.path.isfile(flat):
-        os.remove(flat)  # Trainer's own flat copy under other key names; the folder's weights take its place
-    extras = trainer.model_folder_extras
-    model.save_pretrained(output_dir, state_dict=state_dict, tokenizer=trainer.processing_class, **extras)
-
-
-def load_model_folder(trainer: DistTrainer, folder: str, model: nn.Module | None) -> bool:
-    """Load an `EmbeddingModel` from its folder; False when the model is another or FSDP reads its own format."""
-    ours = _folder_model(trainer)
-    if ours is None or trainer.is_fsdp_enabled:
+    if not isinstance(model, EmbeddingModel) or trainer.is_fsdp_enabled or not os.path.isfile(_at(folder, MODULES)):
         return False
-    ours.load_weights(folder)
+    load_weights(model, weights_from_folder(folder), source=folder)
     return True
 
 

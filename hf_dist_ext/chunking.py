@@ -6,8 +6,9 @@
 (4) a chunk is a slice of the sorted table, trimmed to its own longest row
 (5) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
-Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is that
-of the full batch up to float rounding. Letters: R rows of a table, L its token width, b rows of a chunk, D embedding.
+Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
+that of the full batch up to float rounding. Letters: R rows of a table, L its token width, b rows of a chunk,
+D embedding.
 """
 
 from __future__ import annotations
@@ -199,7 +200,8 @@ def lay_out(
             name to the model and never mixes columns.
         pad_values: value for new padding per key when columns of different width are laid into one table (0 if unset).
         can_trim: False for models that read a fixed position of a fixed width (SigLIP text).
-        can_shift: positions are relative (rotary), so padding on the left may be trimmed as well.
+        can_shift: the model takes `position_ids` and counts from the left edge without them (rotary decoders), so
+            padding on the left may be trimmed as well; the positions rows had are then handed along.
         sort: False keeps the batch's order (rows are then trimmed among their neighbours).
 
     Raises:
@@ -277,6 +279,11 @@ def _make_table(
         ]
         laid = values[0] if len(values) == 1 else torch.cat(values)
         features[key] = laid if is_sorted else laid.index_select(0, index)
+    if pads_left and can_shift and "position_ids" not in features and "attention_mask" in features:
+        shifts = [width - own for own, count in zip(widths, row_counts, strict=True) for _ in range(count)]
+        shift = torch.tensor([shifts[i] for i in order], device=device)
+        # The positions every row had in its own width: rotary tables are rounded, so equal distances are not enough.
+        features["position_ids"] = (torch.arange(width, device=device) - shift[:, None]).clamp(min=0)
     return Table(
         columns=names,
         row_counts=row_counts,

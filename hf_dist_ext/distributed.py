@@ -104,7 +104,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(rows: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
-    """(B, ...) -> (N, ...) in rank order, differentiable: the gradients of all ranks for a row are summed at its owner.
+    """(B, ...) -> (N, ...) in rank order, differentiable: what all ranks say about a row is summed at its owner.
 
     `counts` holds every rank's number of rows (see `exchange`). One all-gather forward, one reduce-scatter backward.
     """
@@ -216,7 +216,7 @@ def _fsdp_root(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Mean over ranks of each `.grad` (missing ones count as 0), in one all-reduce. DDP's rule, for what it does not own."""
+    """Mean over ranks of each `.grad` (a missing one counts as 0), in one all-reduce: what DDP does for its own."""
     parameters = [p for p in parameters if p.requires_grad]
     if world_size() == 1 or not parameters:
         return

@@ -1,12 +1,12 @@
-"""Gradient cache (GradCache, https://huggingface.co/papers/2101.06983): the full batch's gradient at one chunk's memory.
+"""Gradient cache (https://huggingface.co/papers/2101.06983): the full batch's gradient at one chunk's memory.
 
 (1) encode every chunk without a graph, remembering the random state it began with
 (2) score the embeddings, and backward from the loss to the embeddings only: the cache
 (3) encode every chunk again under its random state, and backward <embedding, cached gradient>
 
-(3) is the chain rule: sum_i <e_i(theta), dL/de_i> has dL/dtheta as its gradient, so chunks may be replayed one at a time
-and their gradients add up to the full batch's. Chunks whose graph is kept in (1) skip their second forward; with one
-chunk, or all kept, the step costs what the plain step costs.
+(3) is the chain rule: sum_i <e_i(theta), dL/de_i> has dL/dtheta as its gradient, so chunks may be replayed one at a
+time and their gradients add up to the full batch's. Chunks whose graph is kept in (1) skip their second forward; with
+one chunk, or all kept, the step costs what the plain step costs.
 
     >>> import torch
     >>> from hf_dist_ext.chunking import ChunkLimits, lay_out

@@ -3,7 +3,7 @@
 With `loss=None` every override hands straight to Trainer. With a loss over embeddings:
 
 (1) a batch is column -> features; `chunking` cuts it, all ranks agree on the number of chunks
-(2) `gradient_cache` encodes, scores and replays the chunks; without a cache each column is one chunk whose graph is kept
+(2) `gradient_cache` encodes, scores and replays them; without a cache each column is one chunk whose graph is kept
 (3) `distributed` gathers embeddings and says which backward reduces
 (4) the division by gradient accumulation and the fp16 scale enter in `_backward`, that is once
 (5) the loss's own parameters join the optimizer, the clipping, the reduction and the checkpoint
@@ -11,7 +11,6 @@ With `loss=None` every override hands straight to Trainer. With a loss over embe
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -39,9 +38,9 @@ class DistTrainer(Trainer):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
-        loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`). Batches
-            are then mappings column -> features; the first column is the anchor, the second its positive, further ones
-            hold hard negatives. None: the model's own loss, exactly as Trainer.
+        loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`).
+            Batches are then mappings column -> features; the first column is the anchor, the second its positive,
+            further ones hold hard negatives. None: the model's own loss, exactly as Trainer.
 
     Raises:
         UsageError: a model or setup that the gradient cache can not be exact with.
@@ -247,7 +246,6 @@ class DistTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with checkpointing.without_secrets(self.args):
             super()._save(output_dir, state_dict)
-        checkpointing.save_model_folder(self, output_dir or self.args.output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with checkpointing.loss_state_apart(self, save_to=output_dir):
@@ -258,11 +256,11 @@ class DistTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not checkpointing.load_model_folder(self, resume_from_checkpoint, model):
+        if not checkpointing.load_embedding_model(self, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not checkpointing.load_model_folder(self, self.state.best_model_checkpoint, None):
+        if not checkpointing.load_embedding_model(self, self.state.best_model_checkpoint):
             super()._load_best_model()
         checkpointing.load_loss(self, self.state.best_model_checkpoint)
 
@@ -331,15 +329,15 @@ def _check_setup(trainer: DistTrainer) -> None:
     model.train(was_training)
     if coupled:
         raise UsageError(
-            f"the gradient cache can not be exact with {coupled[0]!r} ({len(coupled)} batch normalisations in training "
-            "mode): its output depends on which rows share a chunk. Keep it in eval mode, replace it by a LayerNorm or "
-            "GroupNorm, or switch the cache off."
+            f"the gradient cache can not be exact with {coupled[0]!r} ({len(coupled)} batch normalisations in "
+            "training mode): its output depends on which rows share a chunk. Keep it in eval mode, replace it by a "
+            "LayerNorm or GroupNorm, or switch the cache off."
         )
     if args.activation_checkpointing:
         logger.info(
-            "gradient cache and activation checkpointing are both on: the cache encodes every chunk twice and keeps one "
-            "chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks alone "
-            "unless a single chunk does not fit."
+            "gradient cache and activation checkpointing are both on: the cache encodes every chunk twice and keeps "
+            "one chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks "
+            "alone unless a single chunk does not fit."
         )
 
 

@@ -41,8 +41,8 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_fsdp: Literal["auto", "speed", "memory"] = field(
         default="auto",
         metadata={
-            "help": "FSDP with the cache. 'speed': gather weights and reduce gradients once per step, keeping both whole "
-            "in between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory."
+            "help": "FSDP with the cache. 'speed': gather weights and reduce gradients once per step, keeping both "
+            "whole in between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory."
         },
     )
     gradient_cache_keep_graph: int = field(

@@ -1,0 +1,49 @@
+"""Prints the exactness table: configuration, and the largest relative gradient error per way of running it.
+
+python tests/parity/exactness_table.py            # about two minutes on two cores
+python tests/parity/exactness_table.py --output exactness.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.launching import launch  # noqa: E402
+
+WORKER = Path(__file__).with_name("exactness_worker.py")
+RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2)}  # fmt: skip  # noqa: E501
+
+
+def measure(run: str) -> dict[str, dict[str, float]]:
+    """Case name -> {"error", "tolerance"} of one way of running."""
+    preset, num_processes = RUNS[run]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "errors.json"
+        launch(preset, num_processes, WORKER, "--output", output, timeout=600)
+        return json.loads(output.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", help="also write every figure to this JSON file")
+    options = parser.parse_args()
+    table = {run: measure(run) for run in RUNS}
+    names = list(dict.fromkeys(name for errors in table.values() for name in errors))
+    print("| configuration | bound | " + " | ".join(RUNS) + " |")
+    print("|---|---|" + "---|" * len(RUNS))
+    for name in names:
+        cells = [f"{table[run][name]['error']:.1e}" if name in table[run] else "" for run in RUNS]
+        bound = next(errors[name]["tolerance"] for errors in table.values() if name in errors)
+        print(f"| {name} | {bound:.0e} | " + " | ".join(cells) + " |")
+    if options.output:
+        Path(options.output).write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+r"""One process of the exactness table: what DistTrainer hands to the optimizer, against naive full-batch lines.
+
+(1) a case says the model, the columns, the chunks and the arguments; rows are made from their number alone
+(2) the reference builds every rank's rows, one plain forward and one autograd loss per micro-batch, in float64
+(3) the trainer runs the same steps; its gradients are read just before the optimizer uses them
+(4) the figure is |trainer - reference| / |reference| over all gradients and steps, the largest of all ranks
+
+    accelerate launch --config_file configs/accelerate/multi_gpu_ddp.yaml \
+        tests/parity/exactness_worker.py --output errors.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_dist_ext.distributed import launched_processes, rank
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+
+BATCH = 6  # rows per rank and micro-batch
+WIDTHS = {"query": 9, "positive": 30, "negative": 17, "other": 12}
+BERT = dict(model_type="bert", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+BERT |= dict(intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+QWEN = dict(model_type="qwen3", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16)
+QWEN |= dict(num_key_value_heads=1, intermediate_size=48)
+
+
+# ---- (1) cases ----
+
+
+@dataclass
+class Case:
+    """What differs from the base case: a shared Bert, two columns, chunks of 4 rows, one step."""
+
+    name: str
+    model: str = "bert"
+    columns: dict[str, int] = field(default_factory=lambda: {"query": 1, "positive": 1})  # rows per anchor
+    loss: dict = field(default_factory=dict)
+    arguments: dict = field(default_factory=dict)
+    rows: int | None = None  # rows in the dataset; None: one global batch per step
+    steps: int = 1
+    shorter_on_rank: int | None = None  # that rank's batches lack two rows
+    same_masks: bool = False  # dropout: the reference is the same run with every graph kept
+    dtype: str = "float64"
+    tolerance: float = 1e-10
+    worlds: tuple[int, ...] = (1, 2, 3)
+
+
+THREE = {"query": 1, "positive": 1, "negative": 3}
+CASES = [
+    Case("no cache", arguments={"gradient_cache_chunk_size": None}),
+    Case("chunk 1", arguments={"gradient_cache_chunk_size": 1}, worlds=(1, 2)),
+    Case("chunk 3, divides", arguments={"gradient_cache_chunk_size": 3}),
+    Case("chunk 4, does not divide"),
+    Case("chunk 6, the batch", arguments={"gradient_cache_chunk_size": 6}, worlds=(1, 2)),
+    Case("chunk 100, above the batch", arguments={"gradient_cache_chunk_size": 100}),
+    Case("64 tokens per chunk", arguments={"gradient_cache_chunk_size": None, "gradient_cache_chunk_tokens": 64}),
+    Case("batch order, not sorted", arguments={"gradient_cache_sort": False}, worlds=(1,)),
+    Case("2 graphs kept", arguments={"gradient_cache_keep_graph": 2}),
+    Case("all graphs kept", arguments={"gradient_cache_keep_graph": 99}),
+    Case("three columns, 3 hard negatives", columns=THREE),
+    Case("four columns", columns=THREE | {"other": 1}, worlds=(1, 2)),
+    Case("tower per column", model="towers"),
+    Case("tower per column, no cache", model="towers", arguments={"gradient_cache_chunk_size": None}),
+    Case("first tower frozen", model="towers:query"),
+    Case("last tower frozen", model="towers:positive"),
+    Case("decoder, last token, left padding", model="qwen3"),
+    Case("gradient checkpointing", arguments={"activation_checkpointing": True}),
+    Case("LoRA", model="lora"),
+    Case("LoRA with LoRA dropout", model="lora:0.3", same_masks=True),
+    Case("dropout", model="dropout", same_masks=True),
+    Case("dropout and gradient checkpointing", model="dropout", same_masks=True,
+         arguments={"activation_checkpointing": True}),
+    Case("learnable temperature", loss={"learnable_temperature": True}, steps=2),
+    Case("symmetric", loss={"symmetric": True}),
+    Case("own negatives only", loss={"cross_device_negatives": False}),
+    Case("max_grad_norm", arguments={"max_grad_norm": 0.01}, loss={"learnable_temperature": True}),
+    Case("accumulation 2, short last window", arguments={"gradient_accumulation_steps": 2}, steps=3, rows=5),
+    Case("accumulation, temperature", arguments={"gradient_accumulation_steps": 2}, steps=2, rows=4,
+         loss={"learnable_temperature": True}),
+    Case("a last batch that is smaller", rows=-2, steps=2, worlds=(1,)),
+    Case("ranks with different row counts", shorter_on_rank=1, worlds=(2, 3)),
+    Case("FSDP, every chunk reduced", arguments={"gradient_cache_fsdp": "memory"}, worlds=()),
+    Case("FSDP, every chunk reduced, accumulation", arguments={"gradient_cache_fsdp": "memory",
+         "gradient_accumulation_steps": 2}, steps=2, rows=4, worlds=()),
+    Case("float32", dtype="float32", tolerance=2e-5, worlds=(1, 2)),
+    Case("bf16 autocast", dtype="float32", arguments={"bf16": True}, tolerance=3e-2, worlds=(1, 2)),
+]  # fmt: skip
+
+
+class Towers(nn.Module):
+    """One tower per column: takes the column's name."""
+
+    def __init__(self, frozen: str | None):
+        super().__init__()
+        self.towers = nn.ModuleDict({name: EmbeddingModel.from_config(BERT) for name in ("query", "positive")})
+        if frozen:
+            self.towers[frozen].requires_grad_(False)
+
+    def forward(self, column: str, **features):
+        return self.towers[column](**features)
+
+    def gradient_checkpointing_enable(self, **options):
+        for tower in self.towers.values():
+            tower.gradient_checkpointing_enable(**options)
+
+
+def build_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    kind, _, option = kind.partition(":")
+    if kind == "towers":
+        return Towers(option or None)
+    if kind == "qwen3":
+        return _with_norms_in_its_own_precision(EmbeddingModel.from_config(QWEN, pooling="last"))
+    if kind == "dropout":
+        return EmbeddingModel.from_config(BERT | {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2})
+    model = EmbeddingModel.from_config(BERT, projection_dim=16)
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=float(option or 0))
+        )
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter)  # zero at init would make the gradient of lora_A vanish
+    return model
+
+
+def _with_norms_in_its_own_precision(model: nn.Module) -> nn.Module:
+    """Qwen3's RMSNorm rounds to float32 inside, where a difference in the last float64 bit becomes one of 1e-8; the
+    case is about positions and padding, so its norms are torch's."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if "RMSNorm" in type(child).__name__:
+                setattr(module, name, nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon))
+    return model
+
+
+def features_of(rows: list[int], column: str, per_anchor: int, on_left: bool) -> dict[str, torch.Tensor]:
+    width = WIDTHS[column]
+    ids = torch.zeros(len(rows) * per_anchor, width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        for k in range(per_anchor):
+            generator = torch.Generator().manual_seed(1000 * row + 10 * k + len(column))
+            length = int(torch.randint(2, width + 1, (), generator=generator))
+            real = slice(width - length, width) if on_left else slice(0, length)
+            ids[i * per_anchor + k, real] = torch.randint(1, 99, (length,), generator=generator)
+            mask[i * per_anchor + k, real] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def collate(case: Case, rows: list[int], of_rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    rows = rows[:-2] if case.shorter_on_rank == of_rank else rows
+    return {
+        name: features_of(rows, name, per_anchor, case.model == "qwen3") for name, per_anchor in case.columns.items()
+    }
+
+
+# ---- (2) the reference ----
+
+
+def naive_loss(embeddings: dict[str, torch.Tensor], temperature, symmetric: bool) -> torch.Tensor:
+    query, *documents = [nn.functional.normalize(e, dim=-1) for e in embeddings.values()]
+    labels = torch.arange(len(query))
+    loss = nn.functional.cross_entropy(query @ torch.cat(documents).T / temperature, labels)
+    if symmetric:
+        loss = (loss + nn.functional.cross_entropy(documents[0] @ query.T / temperature, labels)) / 2
+    return loss
+
+
+def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows: int) -> list[list[torch.Tensor]]:
+    """Gradients of every optimizer step, from naive lines over the rows of all ranks."""
+    trained = [p for p in [*model.parameters(), *loss.parameters()] if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
+    accumulation = case.arguments.get("gradient_accumulation_steps", 1)
+    of_steps = []
+    order = list(range(num_rows))
+    batches = [order[i : i + BATCH] for i in range(0, num_rows, BATCH)]
+    micro_batches = [batches[i : i + launched_processes()] for i in range(0, len(batches), launched_processes())]
+    for start in range(0, len(micro_batches), accumulation):
+        window = micro_batches[start : start + accumulation]
+        optimizer.zero_grad()
+        for per_rank in window:
+            parts = [collate(case, rows, r) for r, rows in enumerate(per_rank)]
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.arguments.get("bf16", False))
+            encoded = []
+            for part in parts:
+                with autocast:
+                    takes = "column" if case.model.startswith("towers") else None
+                    outputs = {c: model(**f, **({takes: c} if takes else {})).embeddings for c, f in part.items()}
+                encoded.append(outputs)
+            anchors = sum(len(e["query"]) for e in encoded)
+            groups = [{c: torch.cat([e[c] for e in encoded]) for c in case.columns}]
+            if not case.loss.get("cross_device_negatives", True):
+                groups = encoded
+            for group in groups:
+                temperature = torch.exp(-loss.log_inverse_temperature) if list(loss.parameters()) else 0.1
+                value = naive_loss(group, temperature, case.loss.get("symmetric", False))
+                (value * len(group["query"]) / anchors / len(window)).backward(retain_graph=True)
+        if case.arguments.get("max_grad_norm", 0):
+            nn.utils.clip_grad_norm_(trained, case.arguments["max_grad_norm"])
+        of_steps.append([p.grad.clone() for p in trained])
+        optimizer.step()
+    return of_steps
+
+
+# ---- (3) the trainer ----
+
+LEARNING_RATE = 0.1
+
+
+class GradientRecorder(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: list[list[torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **others):
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            assert all(hasattr(p, "full_tensor") for p in model.parameters()), "FSDP did not shard"
+        found = [p.grad for p in [*model.parameters(), *self.loss.parameters()] if p.requires_grad]
+        assert all(g is not None for g in found), "a trainable parameter has no gradient"
+        self.steps.append([(g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for g in found])
+
+
+def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows: int, **more) -> list:
+    recorder = GradientRecorder()
+    recorder.loss = loss
+    arguments = dict(gradient_cache_chunk_size=4, max_grad_norm=0, max_steps=case.steps) | case.arguments | more
+    with tempfile.TemporaryDirectory() as folder:
+        args = DistTrainingArguments(
+            output_dir=folder, per_device_train_batch_size=BATCH, optim="sgd", learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True, logging_strategy="no",
+            train_sampling_strategy="sequential", use_cpu=True, seed=7, **arguments,
+        )  # fmt: skip
+        trainer = DistTrainer(
+            model,
+            args,
+            data_collator=lambda rows: collate(case, rows, rank()),
+            train_dataset=list(range(num_rows)),
+            loss=loss,
+            callbacks=[recorder],
+        )
+        trainer.train()
+    return recorder.steps
+
+
+# ---- (4) the figure ----
+
+
+def measure(case: Case) -> float:
+    num_rows = case.rows if case.rows and case.rows > 0 else case.steps
+    num_rows = num_rows * BATCH * launched_processes() + (case.rows if case.rows and case.rows < 0 else 0)
+    dtype = getattr(torch, case.dtype)
+    build = lambda: (build_model(case.model).to(dtype).train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype))  # noqa: E731
+    if case.same_masks:
+        expected = trained_gradients(case, *build(), num_rows, gradient_cache_keep_graph=99)
+    else:
+        expected = reference_gradients(case, *[copy.deepcopy(part) for part in build()], num_rows)
+    found = trained_gradients(case, *build(), num_rows)
+    assert len(found) == len(expected) == case.steps, (len(found), len(expected))
+    worst = 0.0
+    for of_step, wanted in zip(found, expected, strict=True):
+        assert len(of_step) == len(wanted)
+        scale = torch.cat([w.flatten() for w in wanted]).norm()
+        assert scale > 0, "a comparison of zeros proves nothing"
+        difference = torch.cat([(f - w).flatten() for f, w in zip(of_step, wanted, strict=True)]).norm()
+        worst = max(worst, float(difference / scale))
+    return worst
+
+
+def runs_here(case: Case, is_fsdp: bool) -> bool:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if is_fsdp:
+        return case.dtype == "float64" and (2 in case.worlds or not case.worlds)
+    return world in case.worlds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--only")
+    options = parser.parse_args()
+    is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    errors = {}
+    for case in CASES:
+        if not runs_here(case, is_fsdp) or (options.only and options.only not in case.name):
+            continue
+        own = torch.tensor(measure(case), dtype=torch.float64)
+        if launched_processes() > 1:
+            torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
+        errors[case.name] = {"error": own.item(), "tolerance": case.tolerance}
+        if rank() == 0:
+            print(f"{case.name:45s} {own.item():.1e}", flush=True)
+            with open(options.output, "w") as file:
+                json.dump(errors, file)
+    if launched_processes() > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Every case of the exactness table, on one process, DDP and FSDP2; `exactness_table.py` prints the same figures."""
+
+import pytest
+
+from tests.parity.exactness_table import RUNS, measure
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_cached_gradients_are_the_full_batch_gradients(run):
+    errors = measure(run)
+    assert len(errors) > 20, "cases went missing"
+    wrong = {name: found for name, found in errors.items() if not found["error"] <= found["tolerance"]}
+    assert not wrong
