@@ -1,7 +1,6 @@
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from tiny_models import EXPERTS_CONFIG, TEXT_CONFIGS, model_config
 from transformers import AutoModel, Trainer, TrainingArguments
 
 from hf_dist_ext.errors import UsageError
@@ -13,6 +12,7 @@ from hf_dist_ext.modeling import (
     unused_parameters,
     weights_from_folder,
 )
+from tests.tiny_models import EXPERTS_CONFIG, TEXT_CONFIGS, model_config
 
 DECODERS = ("qwen3", "llama")
 

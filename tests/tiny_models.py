@@ -1,7 +1,18 @@
 """Configs that are built in milliseconds, and a tokenizer to match, for the tests of several files."""
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    SiglipTextConfig,
+    SiglipTextModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
 
 WORDS = "parse a date from text read file into list of lines search : sort the numbers by key".split()
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -69,3 +80,19 @@ def tiny_tokenizer(padding_side: str = "right", max_length: int = 24) -> PreTrai
         padding_side=padding_side,
         model_max_length=max_length,
     )
+
+
+def tiny_towers(family: str = "clip") -> dict[str, PreTrainedModel]:
+    """A text and an image tower that end in vectors of the same width."""
+    layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**layers, "vocab_size": 32, "max_position_embeddings": 40, **SPECIAL_IDS}
+    image = {**layers, "image_size": 16, "patch_size": 8}
+    if family == "clip":
+        return {
+            "text": CLIPTextModelWithProjection(CLIPTextConfig(**text, projection_dim=8)),
+            "image": CLIPVisionModelWithProjection(CLIPVisionConfig(**image, projection_dim=8)),
+        }
+    return {
+        "text": SiglipTextModel(SiglipTextConfig(**text, projection_size=32)),
+        "image": SiglipVisionModel(SiglipVisionConfig(**image)),
+    }
