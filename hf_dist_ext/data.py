@@ -1,0 +1,508 @@
+"""Datasets as contrastive training wants them: rows of named columns in, batches of features out.
+
+    train, evaluation = load_datasets(run)           # run: config.RunConfig; columns become query, positive, ...
+    collator = ContrastiveCollator(tokenizer, column_names(run, train), max_length={"query": 64, "positive": 256})
+    collator([train[0], train[1]])                   # {"query": {"input_ids", "attention_mask"}, ..., "ids": {...}}
+
+(1) open: the built-in dataset, a hub id, a file, a folder -> splits
+(2) choose the training and the evaluation rows
+(3) columns: the user's names -> ours, in the order that has meaning (query, positive, negatives); the rest is dropped
+(4) check that every row has text where text must be, before anything is built
+(5) collate: rows -> features and ids, in the loader's workers
+
+Letters: B rows of one rank, K negatives of a row, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset, IterableDataset
+
+from hf_dist_ext.code_search import load_code_search
+from hf_dist_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_dist_ext.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+CODE_SEARCH = "code-search"
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+DEFAULT_COLUMNS = ("query", "positive", "negative")
+NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
+# Not the run's seed: the held-out rows must stay the same when only the training seed changes.
+HOLDOUT_SEED = 42
+SHUFFLE_BUFFER_ROWS = 10_000
+
+AnyDataset = Dataset | IterableDataset
+Source = str | list[str]  # one dataset column, or several that are joined into a list per row
+
+
+def load_datasets(run: RunConfig) -> tuple[AnyDataset, AnyDataset | None]:
+    """The run's training rows and its evaluation rows (None when it names none), in the columns `column_names` gives.
+
+    A streamed training set is shuffled through a buffer, since no sampler can. Raises UsageError for what is not
+    there: the dataset, a split, a column, a row, a text.
+    """
+    if not run.dataset_name:
+        raise UsageError('dataset_name is missing. Give "code-search", a hub id, or a json/csv/parquet/arrow file.')
+    if run.eval_holdout and run.dataset_name != CODE_SEARCH and (run.eval_split or run.eval_dataset_name):
+        raise UsageError(
+            "eval_holdout takes evaluation rows from the training split, but eval_split or eval_dataset_name is given "
+            "too. Keep one."
+        )
+    # (1), (2)
+    splits = open_splits(run.dataset_name, run)
+    train = pick_split(splits, run.train_split, run.dataset_name, "train_split")
+    train_name, eval_name = f"{run.dataset_name} ({run.train_split})", None
+    evaluation = None
+    if run.eval_dataset_name:
+        eval_splits = open_splits(run.eval_dataset_name, run)
+        eval_split = run.eval_split or only_split(eval_splits, run.eval_dataset_name)
+        evaluation = pick_split(eval_splits, eval_split, run.eval_dataset_name, "eval_split")
+        eval_name = f"{run.eval_dataset_name} ({eval_split})"
+    elif run.eval_split or run.dataset_name == CODE_SEARCH:
+        eval_split = run.eval_split or "test"
+        evaluation = pick_split(splits, eval_split, run.dataset_name, "eval_split")
+        eval_name = f"{run.dataset_name} ({eval_split})"
+
+    # (3), (4)
+    train = prepare(train, run, train_name)
+    if evaluation is not None:
+        evaluation = prepare(evaluation, run, eval_name)
+    elif run.eval_holdout:
+        train, evaluation = hold_out(train, run.eval_holdout, train_name)
+    train = first_rows(train, run.max_train_samples)
+    if isinstance(train, IterableDataset):
+        train = train.shuffle(seed=HOLDOUT_SEED, buffer_size=SHUFFLE_BUFFER_ROWS)
+    return train, first_rows(evaluation, run.max_eval_samples) if evaluation is not None else None
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def open_splits(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
+    if name == CODE_SEARCH:
+        if run.streaming:
+            raise UsageError(
+                'streaming=true with dataset_name "code-search", which is read in memory. Drop streaming.'
+            )
+        return load_code_search(held_out=run.eval_holdout) if run.eval_holdout else load_code_search()
+    path = Path(name).expanduser()
+    with loading_errors(name):
+        if path.is_dir() and any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+            return open_saved_folder(path, run.streaming)
+        if path.is_dir():
+            return datasets.load_dataset(str(path), run.dataset_config_name, streaming=run.streaming)
+        if path.is_file():
+            return open_file(path, run.streaming)
+        if looks_like_a_path(name):
+            raise UsageError(f'Dataset "{name}": there is no such file or folder. Paths start at {Path.cwd()}.')
+        hub_id, _, revision = name.partition("@")
+        return datasets.load_dataset(
+            hub_id, run.dataset_config_name, revision=revision or None, streaming=run.streaming
+        )
+
+
+@contextlib.contextmanager
+def loading_errors(name: str) -> Iterator[None]:
+    """What `datasets` raises for a name, a connection or a file that is not right, as one line with the remedy."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (
+        datasets.exceptions.DatasetsError,
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        RuntimeError,
+        StopIteration,  # datasets 5.2 on a JSON file of zero bytes
+    ) as error:
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
+        if isinstance(cause, StopIteration) or "corresponds to no data" in reason or "No columns to parse" in reason:
+            raise UsageError(
+                f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.'
+            ) from error
+        raise UsageError(
+            f'Dataset "{name}" could not be loaded: {reason.rstrip(".")}. Give "code-search", a hub id that this '
+            "machine can reach or has cached (id@revision pins it), or a json/csv/parquet/arrow file or folder."
+        ) from error
+
+
+def open_saved_folder(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
+    saved = datasets.load_from_disk(str(path))
+    splits = saved if isinstance(saved, dict) else {"train": saved}
+    return {name: split.to_iterable_dataset() for name, split in splits.items()} if streaming else splits
+
+
+def open_file(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    file_format = FILE_FORMATS.get(suffixes[-1]) if suffixes else None
+    if file_format is None:
+        raise UsageError(
+            f'Dataset "{path}": can not read this kind of file. Kinds: {", ".join(FILE_FORMATS)}, or .gz.'
+        )
+    # pandas would turn the texts "NA" and "null" into missing values.
+    options = {"keep_default_na": False} if file_format == "csv" else {}
+    return datasets.load_dataset(file_format, data_files={"train": str(path)}, streaming=streaming, **options)
+
+
+def looks_like_a_path(name: str) -> bool:
+    is_relative_or_absolute = name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    return is_relative_or_absolute or any(suffix in FILE_FORMATS for suffix in Path(name).suffixes)
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def pick_split(splits: Mapping[str, AnyDataset], split: str, name: str, option: str) -> AnyDataset:
+    if split not in splits:
+        raise UsageError(f'{option}="{split}" is no split of {name}. Splits: {", ".join(splits)}.')
+    return splits[split]
+
+
+def only_split(splits: Mapping[str, AnyDataset], name: str) -> str:
+    if len(splits) > 1:
+        raise UsageError(f"eval_dataset_name {name} has several splits: {', '.join(splits)}. Choose with eval_split.")
+    return next(iter(splits))
+
+
+def hold_out(train: AnyDataset, num_rows: int, name: str) -> tuple[AnyDataset, AnyDataset]:
+    """Split off `num_rows`: a fixed random draw, or the first rows of a stream."""
+    if isinstance(train, IterableDataset):
+        return train.skip(num_rows), train.take(num_rows)
+    if num_rows >= len(train):
+        raise UsageError(f"eval_holdout={num_rows}, but {name} has {len(train)} rows. Hold out fewer.")
+    parts = train.train_test_split(test_size=num_rows, seed=HOLDOUT_SEED)
+    return parts["train"], parts["test"]
+
+
+def first_rows(dataset: AnyDataset, num_rows: int | None) -> AnyDataset:
+    if num_rows is None:
+        return dataset
+    if isinstance(dataset, IterableDataset):
+        return dataset.take(num_rows)
+    return dataset.select(range(min(num_rows, len(dataset))))
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def column_names(run: RunConfig, dataset: AnyDataset) -> list[str]:
+    """The columns of a dataset from `load_datasets` that are embedded, in order: anchor, positive, negatives."""
+    names = list(run.columns) if run.columns else DEFAULT_COLUMNS
+    available = columns_of(dataset)
+    return [name for name in names if name in available]
+
+
+def prepare(dataset: AnyDataset, run: RunConfig, name: str) -> AnyDataset:
+    """Check the columns the run needs, rename them, drop the rest."""
+    with loading_errors(name):
+        # Reading a row is the only way to know that a stream has one, and where its first error shows.
+        is_empty = not len(dataset) if isinstance(dataset, Dataset) else next(iter(dataset), None) is None
+    if is_empty:
+        raise UsageError(f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.')
+    available = columns_of(dataset)
+    columns = resolve_columns(run.columns, available, name)
+    if run.id_column:
+        if run.id_column in columns and columns[run.id_column] != run.id_column:
+            raise UsageError(
+                f'id_column="{run.id_column}" is also a name in columns. Call that column something else.'
+            )
+        require_column(run.id_column, available, name, "id_column")
+    if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
+        for index, (column, source) in enumerate(columns.items()):
+            check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, name)
+        if run.id_column:
+            check_no_nulls(dataset, run.id_column, name)
+    return rename(dataset, {**columns, **({run.id_column: run.id_column} if run.id_column else {})}, available)
+
+
+def columns_of(dataset: AnyDataset) -> list[str]:
+    """A stream may know its columns only once a row is read."""
+    return list(dataset.column_names or next(iter(dataset), {}))
+
+
+def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], name: str) -> dict[str, Source]:
+    """Our column name -> the dataset's column or columns, all of which exist."""
+    if columns is None:
+        columns = {column: column for column in DEFAULT_COLUMNS if column in available}
+        if len(columns) < NUM_PAIR_COLUMNS or list(columns)[1] != "positive":
+            raise UsageError(
+                f"{name} has the columns {', '.join(available)}, not query and positive. "
+                'Map them: columns={"query": "...", "positive": "..."}.'
+            )
+    if len(columns) < NUM_PAIR_COLUMNS:
+        raise UsageError(f"columns={dict(columns)} names {len(columns)} column. A query and its positive are needed.")
+    for index, (column, source) in enumerate(columns.items()):
+        if column == "ids":
+            raise UsageError(
+                'columns: the name "ids" is reserved for the rows\' ids. Call that column something else.'
+            )
+        if not isinstance(source, str) and index < NUM_PAIR_COLUMNS:
+            raise UsageError(
+                f'columns["{column}"] is a list, but a row has one {column}. Only negatives may be several.'
+            )
+        for dataset_column in [source] if isinstance(source, str) else source:
+            require_column(dataset_column, available, name, f'columns["{column}"]')
+    return dict(columns)
+
+
+def require_column(column: str, available: list[str], name: str, option: str) -> None:
+    if column not in available:
+        nearest = difflib.get_close_matches(column, available, n=1)
+        hint = f' Closest: "{nearest[0]}".' if nearest else ""
+        raise UsageError(f'{option}: {name} has no column "{column}". Columns: {", ".join(available)}.{hint}')
+
+
+def rename(dataset: AnyDataset, columns: dict[str, Source], available: list[str]) -> AnyDataset:
+    """Exactly `columns`, in that order. Several negative columns become one column of lists."""
+    sources = list(columns.values())
+    if all(isinstance(source, str) for source in sources) and len(set(sources)) == len(sources):
+        dataset = dataset.select_columns(sources)
+        # `datasets` refuses to rename a column to its own name.
+        changes = {source: column for column, source in columns.items() if source != column}
+        return (dataset.rename_columns(changes) if changes else dataset).select_columns(list(columns))
+    return dataset.map(join_columns, batched=True, remove_columns=available, fn_kwargs={"columns": columns})
+
+
+def join_columns(rows: dict[str, list], columns: dict[str, Source]) -> dict[str, list]:
+    """A row's texts of several columns as one list. A column without text in a row is one negative less."""
+    joined = {}
+    for column, source in columns.items():
+        if isinstance(source, str):
+            joined[column] = rows[source]
+        else:
+            several = zip(*(rows[dataset_column] for dataset_column in source), strict=True)
+            joined[column] = [[text for value in values for text in as_list(value) if text] for values in several]
+    return joined
+
+
+def as_list(value: Any) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, name: str) -> None:
+    """Every row of a query or positive has a text (or an image); every row has at least one negative."""
+    sources = [source] if isinstance(source, str) else source
+    kinds = [column_kind(dataset.features[dataset_column]) for dataset_column in sources]
+    for dataset_column, kind in zip(sources, kinds, strict=True):
+        if kind is None or (is_pair and kind == "texts"):
+            allowed = "text or images" if is_pair else "text, lists of text or images"
+            raise UsageError(
+                f'{name}, column "{dataset_column}" (row 0 and all others) holds '
+                f"{type_name(dataset.features[dataset_column])}; {column} must be {allowed}. Choose another column."
+            )
+    row_offset = 0
+    for table in arrow_batches(dataset.select_columns(list(dict.fromkeys(sources)))):
+        # (rows,) booleans: this row has something to embed in at least one of the sources
+        has_content = np.zeros(len(table), dtype=bool)
+        for dataset_column in sources:
+            has_content |= content_mask(table.column(dataset_column))
+        if not has_content.all():
+            row = row_offset + int(np.argmin(has_content))
+            shown = '", "'.join(sources)
+            raise UsageError(
+                f'{name}, row {row} (counted from 0), column "{shown}" is empty or null; every row needs a {column}. '
+                "Remove the row" + ("." if is_pair else ", or leave the negatives out of columns.")
+            )
+        row_offset += len(table)
+
+
+def check_no_nulls(dataset: Dataset, column: str, name: str) -> None:
+    row_offset = 0
+    for table in arrow_batches(dataset.select_columns([column])):
+        is_null = table.column(column).is_null().to_numpy()
+        if is_null.any():
+            row = row_offset + int(np.argmax(is_null))
+            raise UsageError(
+                f'{name}, row {row} (counted from 0): id_column "{column}" is null. Give every row an id.'
+            )
+        row_offset += len(table)
+
+
+def column_kind(feature: Any) -> str | None:
+    """ "text", "texts" (a list per row), "image", or None for what can not be embedded."""
+    if isinstance(feature, datasets.Image):
+        return "image"
+    if isinstance(feature, datasets.Value):
+        # A column of nothing but nulls is typed "null"; the row check names its first row.
+        return "text" if "string" in feature.dtype or feature.dtype == "null" else None
+    inner = getattr(feature, "feature", None) if isinstance(feature, (datasets.List, datasets.LargeList)) else None
+    return "texts" if inner is not None and column_kind(inner) == "text" else None
+
+
+def type_name(feature: Any) -> str:
+    return feature.dtype if isinstance(feature, datasets.Value) else type(feature).__name__
+
+
+def arrow_batches(dataset: Dataset, num_rows: int = 10_000) -> Iterator[pa.Table]:
+    return dataset.with_format("arrow").iter(batch_size=num_rows)
+
+
+def content_mask(values: pa.ChunkedArray) -> np.ndarray:
+    """(rows,) True where a text is not empty, a list holds a text, an image is there."""
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        mask = np.zeros(len(values), dtype=bool)
+        # (texts,) the row of each text, without null rows
+        rows = pc.list_parent_indices(values).to_numpy()
+        mask[rows[content_mask(pc.list_flatten(values))]] = True
+        return mask
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        return pc.fill_null(pc.greater(pc.binary_length(values), 0), False).to_numpy(zero_copy_only=False)
+    return pc.is_valid(values).to_numpy(zero_copy_only=False)
+
+
+# (5) ---------------------------------------------------------------------------------------------------------------
+
+
+class ContrastiveCollator:
+    """Rows -> {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, the same in every process.
+
+    The first two columns hold one text (or image) per row. A further column holds the row's negatives, one or a list;
+    they are flattened row by row, and rows may have different numbers of them. A negative column that the rows do not
+    have is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
+    tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        columns: Sequence[str],
+        prompts: Mapping[str, str] | None = None,
+        max_length: int | Mapping[str, int] | None = None,
+        id_column: str | None = None,
+        pad_to_multiple_of: int | None = None,
+        with_ids: bool = True,
+        processor: Any = None,
+    ):
+        assert len(columns) >= NUM_PAIR_COLUMNS and "ids" not in columns, columns
+        for option, value in (("prompts", prompts), ("max_length", max_length)):
+            for column in value if isinstance(value, Mapping) else ():
+                if column not in columns:
+                    raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
+        for column in columns if pad_to_multiple_of else ():
+            limit = max_length.get(column) if isinstance(max_length, Mapping) else max_length
+            if limit and limit % pad_to_multiple_of:
+                raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={pad_to_multiple_of}.")
+        if tokenizer is not None and tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
+            # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
+            logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
+            tokenizer.pad_token = tokenizer.eos_token
+        self.tokenizer = tokenizer
+        self.columns = list(columns)
+        self.prompts = dict(prompts or {})
+        self.max_length = max_length
+        self.id_column = id_column
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.with_ids = with_ids
+        self.processor = processor
+        # Loader workers tokenize in parallel already; the tokenizer's own threads do not survive their fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def __call__(self, rows: list[dict]) -> dict[str, dict[str, torch.Tensor]]:
+        batch, ids = {}, {}
+        for index, column in enumerate(self.columns):
+            is_pair = index < NUM_PAIR_COLUMNS
+            if column not in rows[0]:
+                if is_pair:
+                    raise UsageError(f'The rows have no column "{column}", only {", ".join(rows[0])}. Check columns.')
+                continue
+            values = [row[column] for row in rows]  # B
+            if not is_pair:
+                values = [value for row_values in values for value in as_list(row_values)]  # K_0 + ... + K_(B-1)
+            batch[column] = self.features(column, values)  # tensors of (rows, T) or (rows, ...)
+            ids[column] = content_ids(values)
+        if self.id_column is not None:
+            ids["group"] = content_ids([row[self.id_column] for row in rows])
+        if self.with_ids:
+            batch["ids"] = ids
+        return batch
+
+    def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
+        if values and all(isinstance(value, str) for value in values):
+            return self.text_features(column, values)
+        for value in values:
+            if value is None or isinstance(value, (str, int, float, list, dict)):
+                raise UsageError(
+                    f'Column "{column}" holds {value!r}, which is not text. Remove the row or map a column.'
+                )
+        if not values:
+            raise UsageError(f'No row of this batch has a text in column "{column}". Remove these rows or the column.')
+        if self.processor is None:
+            raise UsageError(f'Column "{column}" holds images, but the model has no image processor.')
+        image_processor = getattr(self.processor, "image_processor", self.processor)
+        images = image_processor(images=values, return_tensors="pt")
+        return {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
+
+    def text_features(self, column: str, texts: list[str]) -> dict[str, torch.Tensor]:
+        prompt = self.prompts.get(column, "")
+        limit = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
+        limit = limit or self.tokenizer.model_max_length
+        has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
+        encoded = self.tokenizer(
+            [prompt + text for text in texts],
+            padding=True,
+            truncation=has_limit,
+            max_length=limit if has_limit else None,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors="pt",
+        )
+        return dict(encoded)
+
+
+def content_ids(values: Sequence) -> torch.Tensor:
+    return torch.tensor([content_id(value) for value in values], dtype=torch.long)
+
+
+def content_id(value: Any) -> int:
+    """63 bits that are equal for equal content in every process and run, which Python's own hash is not."""
+    if isinstance(value, bytes):
+        content = value
+    elif hasattr(value, "tobytes"):  # an image
+        content = f"{value.mode}{value.size}".encode() + value.tobytes()
+    else:
+        content = str(value).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+
+
+def row_ids(dataset: Dataset, columns: Sequence[str], id_column: str | None = None) -> np.ndarray:
+    """(rows, columns) int64: for each row what no other row of its batch may share: query, positive, group.
+
+    Negatives are left out: two rows with a common hard negative do not disturb each other.
+    """
+    names = [*columns[:NUM_PAIR_COLUMNS], *([id_column] if id_column else [])]
+    ids = np.empty((len(dataset), len(names)), dtype=np.int64)
+    for column_index, name in enumerate(names):
+        if isinstance(dataset.features[name], datasets.Image):  # the file's bytes, not the decoded pixels
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+        row = 0
+        for table in arrow_batches(dataset.select_columns([name])):
+            values = table.column(name).to_pylist()
+            values = [value["bytes"] or value["path"] if isinstance(value, dict) else value for value in values]
+            ids[row : row + len(values), column_index] = [content_id(value) for value in values]
+            row += len(values)
+    return ids
