@@ -305,8 +305,9 @@ def _check_value(name: str, value: Any, origin: str) -> None:
     takes = describe(alternatives)
     choices = [detail for kind, detail in alternatives if kind == "literal"]
     if len(choices) > 12:
-        near = difflib.get_close_matches(str(value), choices, 3, 0.3) or choices[:3]
-        takes = f"one of {len(choices)} names; closest: {', '.join(map(json.dumps, near))}"
+        near = [name for name in choices if name.startswith(str(value))]
+        near += difflib.get_close_matches(str(value), choices, 3, 0.3) or choices
+        takes = f"one of {len(choices)} names; closest: {', '.join(map(json.dumps, near[:3]))}"
     raise UsageError(f"{name}={show(value, name)} in {origin} is {kind_of(value)}; it takes {takes}.")
 
 

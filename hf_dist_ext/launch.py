@@ -1,0 +1,294 @@
+"""From a run to its processes: stay in this one, or hand over to accelerate's own launcher.
+
+`hand_over_if_needed(run)` is the first thing a training script does. Depending on who started the process:
+
+(1) plain `python`, one process: return; of several GPUs one stays visible, or Trainer would use nn.DataParallel
+(2) plain `python`, several processes: accelerate's launcher runs the script again in each; exit with their exit code
+(3) a process that (2) started: return
+(4) `accelerate launch` or torchrun: compare what runs with what the run file asks (`check_running`), return
+
+The module imports no torch; the launcher is imported when it takes over.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dist_ext.config import Run
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.presets import find_preset, is_shipped, load_preset
+from hf_dist_ext.run_folder import check_output_dir
+
+HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
+CPU_PROCESSES = 2  # where no device says how many
+
+
+def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | None = None) -> None:
+    """Returns in a process that shall train; does not return in one that only starts others. Raises UsageError.
+
+    `script` and `argv` are what the started processes run; None is what this process runs.
+    """
+    if is_launched():
+        if os.environ.get(HANDED_OVER) != "1":
+            check_running(run)  # (4)
+        return
+    _refuse_lonely_tasks()
+    check_output_dir(run.training)
+    devices = 0 if run.training.get("use_cpu") else count_devices()
+    plan = plan_launch(run, devices)
+    if plan.kind == "NO":
+        _keep_one_device(devices)  # (1)
+        return
+    where = f"{devices} visible GPU(s)" if devices else "no GPU visible: on the CPU over gloo, slowly"
+    _say(f"{plan.path.stem}: starting {plan.num_processes} process(es), {where}")
+    sys.exit(_run_launcher(plan, devices, script or sys.argv[0], sys.argv[1:] if argv is None else argv))  # (2)
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process. accelerate sets a world size for several processes only, but always
+    says how to compile."""
+    return any(name in os.environ for name in ("WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_DYNAMO_MODE"))
+
+
+def _say(text: str) -> None:
+    print(f"hf-dist: {text}", file=sys.stderr, flush=True)
+
+
+# Devices -------------------------------------------------------------------------------------------------------------
+
+
+def count_devices() -> int:
+    """Visible GPUs, asked of the driver and not of torch, which takes seconds to import."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return 0  # this torch could not use them
+    nvidia = _count_nvidia()
+    if nvidia:
+        return _count_visible(nvidia, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    amd = 0
+    for path in glob.glob("/sys/class/kfd/kfd/topology/nodes/*/properties"):  # a node with compute units is a GPU
+        amd += re.search(r"^simd_count [1-9]", Path(path).read_text(encoding="utf-8"), re.MULTILINE) is not None
+    masks = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return _count_visible(amd, next((os.environ[name] for name in masks if name in os.environ), None))
+
+
+def _count_nvidia() -> int:
+    if shutil.which("nvidia-smi"):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        if listed.returncode == 0:
+            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _count_visible(installed: int, mask: str | None) -> int:
+    """How many of the installed devices a mask such as "0,2" shows. As in CUDA, a wrong entry hides what follows."""
+    if mask is None:
+        return installed
+    count = 0
+    for entry in mask.split(","):
+        entry = entry.strip()
+        if not entry or (entry.lstrip("-").isdigit() and not 0 <= int(entry) < installed):
+            break
+        count += 1
+    return min(count, installed) if "MIG" not in mask else count
+
+
+def _keep_one_device(devices: int) -> None:
+    if devices < 2:
+        return
+    name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
+    first = os.environ.get(name, "0").split(",")[0].strip()
+    os.environ[name] = first
+    _say(f"one process: using the first of {devices} visible GPUs ({name}={first}); accelerate_config spreads a run")
+
+
+# (2) -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """`kind` is accelerate's distributed_type in capitals; "NO" is this process alone."""
+
+    path: Path
+    kind: str
+    num_processes: int
+
+
+def plan_launch(run: Run, devices: int) -> LaunchPlan:
+    """What a run asks for on a machine with so many visible devices. Raises UsageError when that cannot be."""
+    asked, wanted = run.run.accelerate_config or "auto", run.run.num_processes
+    if asked == "auto":
+        asked = "multi_gpu_ddp" if (wanted or devices) > 1 else "single_gpu"
+    path = find_preset(asked)
+    preset = load_preset(path)
+    kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")  # YAML reads a bare NO as false
+    _refuse_impossible(run, kind, _fsdp_version(preset), devices, f'accelerate_config="{path.stem}"')
+    if kind == "NO":
+        if wanted not in (None, 1):
+            raise UsageError(
+                f'num_processes={wanted}, but "{path.stem}" is one process. Use "multi_gpu_ddp" or "auto".'
+            )
+        return LaunchPlan(path, kind, 1)
+    if kind == "MULTI_CPU":
+        raise UsageError(
+            f"{path}: accelerate starts MULTI_CPU through mpirun only. Use multi_gpu_ddp, without GPUs too."
+        )
+    if int(preset.get("num_machines") or 1) > 1:
+        raise UsageError(
+            f"{path} names {preset['num_machines']} machines. Start it on each of them with: accelerate launch "
+            f"--config_file {path} --machine_rank N {sys.argv[0]} --config {run.path}"
+        )
+    gpu_ids = str(preset.get("gpu_ids") or "all")
+    if gpu_ids != "all":
+        devices = len(gpu_ids.split(","))
+    if wanted is None and not is_shipped(path):
+        wanted = preset.get("num_processes")
+    wanted = int(wanted or devices or CPU_PROCESSES)
+    _refuse_too_many(wanted, devices, "Set num_processes to null")
+    return LaunchPlan(path, kind, wanted)
+
+
+def _fsdp_version(preset: dict[str, Any]) -> int:
+    return int((preset.get("fsdp_config") or {}).get("fsdp_version", 1))
+
+
+def _refuse_impossible(run: Run, kind: str, fsdp_version: int, devices: int, what: str) -> None:
+    if kind == "FSDP" and fsdp_version == 1 and devices == 0:
+        raise UsageError(
+            f"{what}: FSDP version 1 does not run without a GPU. Set fsdp_version: 2, or use multi_gpu_fsdp."
+        )
+    if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(f"{what}: DeepSpeed is not installed. Run: pip install -e '.[deepspeed]'")
+    if run.training.get("fsdp") and kind != "FSDP" and (kind == "NO" or devices == 0):
+        # Trainer would take the field and train without sharding: alone, or as DDP over gloo
+        raise UsageError(f'fsdp is set, but {what} does not shard. Set "accelerate_config": "multi_gpu_fsdp" instead.')
+
+
+def _refuse_too_many(processes: int, devices: int, remedy: str) -> None:
+    if 0 < devices < processes:
+        raise UsageError(f"{processes} processes were asked for, but {devices} GPU(s) are visible. {remedy}.")
+
+
+def _refuse_lonely_tasks() -> None:
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        tasks = os.environ.get(name, "1")
+        if tasks.isdigit() and int(tasks) > 1:
+            raise UsageError(
+                f"{tasks} tasks run this script ({name}) and each would train alone. Start one task per machine with: "
+                "accelerate launch --num_machines ... --machine_rank ... or run without srun/mpirun."
+            )
+
+
+def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) -> int:
+    """accelerate's launcher in this process; its children's exit code, 128 + the signal's number when one ended it."""
+    os.environ[HANDED_OVER] = "1"
+    words = ["--config_file", str(plan.path), "--num_processes", str(plan.num_processes)]
+    if not load_preset(plan.path).get("main_process_port"):
+        words += ["--main_process_port", "0"]  # a free one
+    if devices == 0 and "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        words += ["--num_cpu_threads_per_process", str(max(1, cores // plan.num_processes))]
+
+    import torch.distributed.run  # noqa: F401, so that its loggers exist below
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # A rank prints its own traceback, and a usage error needs none: one line below says the rest.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        launch_command(launch_command_parser().parse_args([*words, script, *argv]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        if code != 2:
+            how = f"exit code {code}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
+            _say(f"rank {rank} ended with {how}; the others were stopped")
+        return code
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    except SignalException as error:
+        _say(f"{signal.Signals(error.sigval).name}: all processes were stopped")
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except ValueError as error:
+        raise UsageError(f"accelerate refuses {plan.path}: {error}") from None
+    return 0
+
+
+# (4) -----------------------------------------------------------------------------------------------------------------
+
+
+def check_running(run: Run) -> None:
+    """Under the user's own launcher: what runs against what the run file asks. Rank 0 looks and speaks for all.
+
+    A difference that works is one warning; one that cannot work is an error, and so is an output_dir of another run.
+    The others cannot overtake rank 0: the first thing they do is to wait for it in the process group.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    check_output_dir(run.training)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    on_cpu = run.training.get("use_cpu") or _is_set("ACCELERATE_USE_CPU")
+    devices = 0 if on_cpu else count_devices()
+    kind = _running_kind(processes)
+    version = int(os.environ.get("FSDP_VERSION", "1"))
+    runs = _in_words(kind, version) + ("" if kind == "NO" else f" on {processes} process(es)")
+    _refuse_impossible(run, kind, version, devices, f"The launcher started {runs}")
+    _refuse_too_many(local, devices, f"Add to accelerate launch: --num_processes {devices}")
+    if processes == 1 and "LOCAL_RANK" not in os.environ:
+        _keep_one_device(devices)
+    elif devices > local:
+        _say(f"{local} processes use {local} of {devices} visible GPUs; --num_processes {devices} uses all")
+    elif devices == 0 and processes > 1:
+        _say(f"no GPU visible: {processes} processes on the CPU over gloo, slowly")
+    asks = _what_is_asked(run, kind, processes)
+    if asks:
+        _say(f"warning: the launcher started {runs}, the run file asks for {asks}. What the launcher started runs.")
+
+
+def _running_kind(processes: int) -> str:
+    if _is_set("ACCELERATE_USE_FSDP"):
+        return "FSDP"
+    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+        return "DEEPSPEED"
+    return "MULTI_GPU" if processes > 1 else "NO"
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1")
+
+
+def _in_words(kind: str, fsdp_version: int) -> str:
+    names = {"NO": "one process", "MULTI_GPU": "DDP", "FSDP": f"FSDP version {fsdp_version}", "DEEPSPEED": "DeepSpeed"}
+    return names.get(kind, kind)
+
+
+def _what_is_asked(run: Run, kind: str, processes: int) -> str | None:
+    """What the run file asks for, in words, when that is not what runs."""
+    asked, wanted = run.run.accelerate_config or "auto", run.run.num_processes
+    if asked != "auto":
+        preset = load_preset(find_preset(asked))
+        asked_kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")
+        version = _fsdp_version(preset)
+        is_same = asked_kind == kind or (asked_kind == "MULTI_GPU" and processes == 1 and kind == "NO")
+        if not is_same or (kind == "FSDP" and version != int(os.environ.get("FSDP_VERSION", "1"))):
+            return f'accelerate_config="{asked}" ({_in_words(asked_kind, version)})'
+    if wanted not in (None, processes):
+        return f"num_processes={wanted}"
+    return None
