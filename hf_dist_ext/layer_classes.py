@@ -29,12 +29,12 @@ def repeated_layer_classes(model: nn.Module) -> list[str]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    layers = _stacked_layers(module)  # (1) (2)
+    if layers:
+        yield from layers  # (3)
+        return
     for child in module.children():
-        layers = _stacked_layers(child)  # (1) (2)
-        if layers:
-            yield from layers
-        else:
-            yield from _layers(child)  # (3): only outside of stacks
+        yield from _layers(child)
 
 
 def _stacked_layers(container: nn.Module) -> list[nn.Module]:

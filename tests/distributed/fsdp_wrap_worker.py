@@ -1,0 +1,101 @@
+"""Each rank: shard every tiny model with accelerate's FSDP2 by `repeated_layer_classes`, take one SGD step, compare it
+with the step of one process on the whole batch. Rank 0 prints a JSON line per model; test_fsdp_wrap.py reads them."""
+
+import copy
+import json
+
+import torch
+from accelerate import Accelerator, PartialState
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from hf_dist_ext.distributed import fsdp_on_cpu
+from hf_dist_ext.layer_classes import repeated_layer_classes
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.towers import TowerModel
+from tests.tiny_models import TEXT_CONFIGS, model_config, tiny_towers
+
+ROWS = 4  # over all ranks
+TOWERS = ("clip", "siglip")
+
+
+def build(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if name in TOWERS:
+        model = TowerModel(tiny_towers(name), {"query": "text", "positive": "image"})
+    else:
+        pooling = "last" if name in ("qwen3", "llama") else "mean"
+        model = EmbeddingModel.from_config(model_config(name), pooling=pooling, projection_dim=8)
+    return model.double().eval()  # no dropout, so that the two steps can be equal
+
+
+def build_batch(name: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    mask = torch.ones(ROWS, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    batch = {"input_ids": torch.randint(4, 32, (ROWS, 6)), "attention_mask": mask}
+    if name in TOWERS:
+        return batch | {"pixel_values": torch.randn(ROWS, 3, 16, 16, dtype=torch.float64)}
+    return batch | {"target": torch.randn(ROWS, 8, dtype=torch.float64)}
+
+
+def mean_loss(name: str, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean over rows, so that the mean over equal ranks is the mean over the whole batch."""
+    text = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    if name not in TOWERS:
+        return (model(**text).embeddings * batch["target"]).sum(dim=-1).mean()
+    queries = model(column="query", **text).embeddings
+    images = model(column="positive", pixel_values=batch["pixel_values"]).embeddings
+    return (queries * images).sum(dim=-1).mean()
+
+
+def take_step(name, model, batch, accelerator=None) -> dict[str, torch.Tensor]:
+    """Every parameter after one step, whole."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        rows = ROWS // accelerator.num_processes
+        batch = {key: value.split(rows)[accelerator.process_index] for key, value in batch.items()}
+    mean_loss(name, model, batch).backward()
+    optimizer.step()
+    parameters = {key: value.detach() for key, value in model.named_parameters()}
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in parameters.items()}
+
+
+def examine(name: str, accelerator: Accelerator) -> dict:
+    model, batch = build(name), build_batch(name)
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    expected = take_step(name, copy.deepcopy(model), batch)
+
+    plugin = accelerator.state.fsdp_plugin  # one Accelerator for all models: give each the policy it starts with
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model)
+    layers = [m for m in model.modules() if type(m).__name__ in plugin.transformer_cls_names_to_wrap]
+    found = take_step(name, model, batch, accelerator)
+    assert found.keys() == expected.keys()
+    return {
+        "model": name,
+        "num_layers": len(layers),
+        "num_sharded_layers": sum(isinstance(layer, FSDPModule) for layer in layers),
+        "num_parameters": len(found),
+        "num_sharded_parameters": sum(isinstance(parameter, DTensor) for parameter in model.parameters()),
+        "largest_change": max((expected[key] - before[key]).abs().max().item() for key in before),
+        "largest_difference": max((expected[key] - found[key]).abs().max().item() for key in before),
+    }
+
+
+def main() -> None:
+    PartialState(cpu=True)
+    with fsdp_on_cpu():
+        accelerator = Accelerator(cpu=True)
+    assert accelerator.is_fsdp2 and accelerator.num_processes == 2, accelerator.state
+    for name in (*TEXT_CONFIGS, *TOWERS):
+        result = examine(name, accelerator)
+        if accelerator.is_main_process:
+            print(json.dumps(result), flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
