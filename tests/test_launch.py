@@ -304,6 +304,7 @@ def test_plain_python_hands_over_to_accelerate(start):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert sorted(output.splitlines()) == [f"rank {rank}: 2 {threads} true 2" for rank in (0, 1)]
     assert process.returncode == 0 and "multi_gpu_fsdp: starting 2 process" in errors
+    assert errors.count("over gloo") == 1  # the starter has said it; its ranks do not check once more
 
 
 @pytest.mark.parametrize(("preset", "env"), [("ddp", "None None"), ("fsdp", "true 2")])

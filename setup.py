@@ -1,0 +1,52 @@
+"""The package's metadata. Tool settings are in pyproject.toml, the tested versions in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+
+# The floors are what the code is checked against: torch 2.7 has the FSDP2 and torch.accelerator calls that
+# distributed.py makes; transformers 5.20 takes warmup_steps as a share of all steps and FSDP version 2 from a boolean;
+# accelerate 1.14 reads every key of configs/accelerate.
+REQUIRED = [
+    "torch>=2.7",
+    "transformers>=5.20",
+    "accelerate>=1.14",
+    "datasets>=4.0",
+    "evaluate>=0.4.6",
+    "huggingface_hub>=1.31",
+    "numpy>=1.26",
+    "peft>=0.18",
+    "pyarrow>=20",
+    "pyyaml>=6.0",
+    "rich>=13",
+    "safetensors>=0.5",
+    "tokenizers>=0.22",
+]
+TEST = ["jsonschema>=4.20", "pytest>=8", "scikit-learn>=1.4", "sentence-transformers>=5.2", "tensorboard>=2.16"]
+TRACKING = ["tensorboard>=2.16", "wandb>=0.19"]
+
+setup(
+    name="hf_dist_ext",
+    version=re.search(r'^__version__ = "(.+)"', (HERE / "hf_dist_ext" / "__init__.py").read_text(), re.MULTILINE)[1],
+    description="Exact full-batch contrastive training for the Hugging Face Trainer, from one process to DDP and FSDP",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    install_requires=REQUIRED,
+    extras_require={
+        "test": TEST,
+        "dev": [*TEST, "matplotlib>=3.8", "ruff>=0.12"],
+        "deepspeed": ["deepspeed>=0.19.1"],  # 0.19.0 and older lost gradients with ZeRO-1/2 and CPU offload
+        "tracking": TRACKING,
+    },
+    # The presets live in configs/accelerate, where a user looks for them; a wheel carries them inside the package.
+    packages=[*find_namespace_packages(include=["hf_dist_ext*"], exclude=["*__pycache__*"]), "hf_dist_ext._configs"],
+    package_dir={"hf_dist_ext._configs": "configs/accelerate"},
+    package_data={"hf_dist_ext._configs": ["*.yaml"]},
+    entry_points={"console_scripts": ["hf-dist = hf_dist_ext.cli:main"]},
+)
