@@ -1,6 +1,10 @@
 """InfoNCE against plain autograd over the full logits, written out below; float64 unless a test is about dtypes."""
 
+import json
 import math
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -360,6 +364,18 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(dtype, autocast)
         assert_close(actual, wanted, TOLERANCES[dtype])
 
 
+def test_a_loss_scale_saves_gradients_below_the_range_of_fp16():
+    columns = make_columns(rows=64, width=32, dtype=torch.float16)
+    columns = {name: (c.detach() * 1000).requires_grad_() for name, c in columns.items()}  # long vectors turn slowly
+    exact = {name: c.detach().double().requires_grad_() for name, c in columns.items()}
+    expected, _ = naive_infonce(exact)
+    wanted_gradients = gradients(expected * 2.0**16, *exact.values())
+    assert ((wanted_gradients[0] / 2.0**16).half() == 0).double().mean() > 0.2
+    found = torch.autograd.grad(InfoNCELoss(TEMPERATURE)(columns).loss * 2.0**16, list(columns.values()))
+    for actual, wanted in zip(found, wanted_gradients, strict=True):
+        assert_close(actual, wanted, TOLERANCES[torch.float16])
+
+
 def test_many_tiny_contributions_survive_float32_accumulation():
     # Each of 4096 rows pushes the one negative by about 1 / 4096: summed in bf16 they would stall at 2^8 of them.
     columns = make_columns(rows=4096, negatives=(1,), width=8, dtype=torch.bfloat16)
@@ -407,12 +423,12 @@ def test_no_tensor_is_as_large_as_the_logits():
     columns = make_columns(rows=rows, width=16, dtype=torch.float32)
     ids = {name: torch.arange(rows) for name in columns}
     loss = InfoNCELoss(
-        TEMPERATURE, symmetric=True, matryoshka_dims=[16, 8], false_negative_margin=0.1, rows_per_tile=32
+        TEMPERATURE, symmetric=True, matryoshka_dims=[16, 8], false_negative_margin=0.1, rows_per_tile=64
     )
     with LargestTensor() as largest:
         loss(columns, ids=ids).loss.backward()
     assert columns["query"].grad.abs().max() > 0
-    assert 32 * rows <= largest.numel < rows * rows // 32
+    assert 64 * rows <= largest.numel < rows * rows // 32
 
 
 def test_the_learnable_temperature_is_held_as_documented_and_can_come_back():
@@ -492,6 +508,19 @@ def test_embeddings_that_cannot_be_are_refused():
         loss(columns, ids={"negatives": torch.arange(3)})
     with pytest.raises(UsageError, match="up to 10"):
         InfoNCELoss(matryoshka_dims=[10, 11])(columns)
+
+
+def test_the_benchmark_runs_and_its_gradients_agree_with_sentence_transformers(tmp_path, monkeypatch):
+    pytest.importorskip("sentence_transformers")
+    report = tmp_path / "report.json"
+    options = ["--rows", "50", "--chunk", "8", "--widths", "12", "--negatives", "1", "--mini_batches", "16"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", *options, "--turns", "1", "--json", str(report)])
+    script = Path(__file__).parents[1] / "scripts" / "benchmark_loss_stage.py"
+    runpy.run_path(str(script), run_name="__main__")
+    (result,) = json.loads(report.read_text())["results"]
+    assert result["max_relative_gradient_error"]["float64"] < 1e-10
+    assert result["loss_stage_over_sentence_transformers"] > 0
+    assert len(result["peak_bytes"]) == 4 and min(result["peak_bytes"].values()) > 0
 
 
 @pytest.mark.cuda
