@@ -1,25 +1,19 @@
-"""Datasets as contrastive training wants them: rows of named columns in, batches of features out.
+"""Datasets as contrastive training wants them: rows of named columns, all of them checked.
 
     train, evaluation = load_datasets(run)           # run: config.RunConfig; columns become query, positive, ...
-    collator = ContrastiveCollator(tokenizer, column_names(run, train), max_length={"query": 64, "positive": 256})
-    collator([train[0], train[1]])                   # {"query": {"input_ids", "attention_mask"}, ..., "ids": {...}}
+    collator = ContrastiveCollator(tokenizer, column_names(run, train), max_length=run.max_length)      # collator.py
 
 (1) open: the built-in dataset, a hub id, a file, a folder -> splits
 (2) choose the training and the evaluation rows
 (3) columns: the user's names -> ours, in the order that has meaning (query, positive, negatives); the rest is dropped
 (4) check that every row has text where text must be, before anything is built
-(5) collate: rows -> features and ids, in the loader's workers
-
-Letters: B rows of one rank, K negatives of a row, T tokens.
+(5) ids of rows, so that a sampler can keep equal ones apart
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
-import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,23 +22,20 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from datasets import Dataset, IterableDataset
 
 from hf_dist_ext.code_search import load_code_search
+from hf_dist_ext.collator import NUM_PAIR_COLUMNS, ContrastiveCollator, as_list, content_id
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from hf_dist_ext.config import RunConfig
 
-logger = logging.getLogger(__name__)
+__all__ = ["ContrastiveCollator", "column_names", "load_datasets", "row_ids"]
 
 CODE_SEARCH = "code-search"
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 DEFAULT_COLUMNS = ("query", "positive", "negative")
-NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
 # Not the run's seed: the held-out rows must stay the same when only the training seed changes.
 HOLDOUT_SEED = 42
 SHUFFLE_BUFFER_ROWS = 10_000
@@ -104,19 +95,18 @@ def open_splits(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
             )
         return load_code_search(held_out=run.eval_holdout) if run.eval_holdout else load_code_search()
     path = Path(name).expanduser()
+    config_name = run.dataset_config_name if name == run.dataset_name else None
     with loading_errors(name):
         if path.is_dir() and any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
             return open_saved_folder(path, run.streaming)
         if path.is_dir():
-            return datasets.load_dataset(str(path), run.dataset_config_name, streaming=run.streaming)
+            return datasets.load_dataset(str(path), config_name, streaming=run.streaming)
         if path.is_file():
             return open_file(path, run.streaming)
         if looks_like_a_path(name):
             raise UsageError(f'Dataset "{name}": there is no such file or folder. Paths start at {Path.cwd()}.')
         hub_id, _, revision = name.partition("@")
-        return datasets.load_dataset(
-            hub_id, run.dataset_config_name, revision=revision or None, streaming=run.streaming
-        )
+        return datasets.load_dataset(hub_id, config_name, revision=revision or None, streaming=run.streaming)
 
 
 @contextlib.contextmanager
@@ -165,7 +155,7 @@ def open_file(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    is_relative_or_absolute = name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    is_relative_or_absolute = name.startswith((".", "~", "/")) or name.count("/") > 1
     return is_relative_or_absolute or any(suffix in FILE_FORMATS for suffix in Path(name).suffixes)
 
 
@@ -295,10 +285,6 @@ def join_columns(rows: dict[str, list], columns: dict[str, Source]) -> dict[str,
     return joined
 
 
-def as_list(value: Any) -> list:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 # (4) ---------------------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +349,7 @@ def arrow_batches(dataset: Dataset, num_rows: int = 10_000) -> Iterator[pa.Table
 def content_mask(values: pa.ChunkedArray) -> np.ndarray:
     """(rows,) True where a text is not empty, a list holds a text, an image is there."""
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+    if isinstance(values.type, (pa.ListType, pa.LargeListType, pa.FixedSizeListType)):
         mask = np.zeros(len(values), dtype=bool)
         # (texts,) the row of each text, without null rows
         rows = pc.list_parent_indices(values).to_numpy()
@@ -375,118 +361,6 @@ def content_mask(values: pa.ChunkedArray) -> np.ndarray:
 
 
 # (5) ---------------------------------------------------------------------------------------------------------------
-
-
-class ContrastiveCollator:
-    """Rows -> {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, the same in every process.
-
-    The first two columns hold one text (or image) per row. A further column holds the row's negatives, one or a list;
-    they are flattened row by row, and rows may have different numbers of them. A negative column that the rows do not
-    have is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
-    tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        columns: Sequence[str],
-        prompts: Mapping[str, str] | None = None,
-        max_length: int | Mapping[str, int] | None = None,
-        id_column: str | None = None,
-        pad_to_multiple_of: int | None = None,
-        with_ids: bool = True,
-        processor: Any = None,
-    ):
-        assert len(columns) >= NUM_PAIR_COLUMNS and "ids" not in columns, columns
-        for option, value in (("prompts", prompts), ("max_length", max_length)):
-            for column in value if isinstance(value, Mapping) else ():
-                if column not in columns:
-                    raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
-        for column in columns if pad_to_multiple_of else ():
-            limit = max_length.get(column) if isinstance(max_length, Mapping) else max_length
-            if limit and limit % pad_to_multiple_of:
-                raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={pad_to_multiple_of}.")
-        if tokenizer is not None and tokenizer.pad_token is None:
-            if tokenizer.eos_token is None:
-                raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
-            # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
-            logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
-            tokenizer.pad_token = tokenizer.eos_token
-        self.tokenizer = tokenizer
-        self.columns = list(columns)
-        self.prompts = dict(prompts or {})
-        self.max_length = max_length
-        self.id_column = id_column
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.with_ids = with_ids
-        self.processor = processor
-        # Loader workers tokenize in parallel already; the tokenizer's own threads do not survive their fork.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-    def __call__(self, rows: list[dict]) -> dict[str, dict[str, torch.Tensor]]:
-        batch, ids = {}, {}
-        for index, column in enumerate(self.columns):
-            is_pair = index < NUM_PAIR_COLUMNS
-            if column not in rows[0]:
-                if is_pair:
-                    raise UsageError(f'The rows have no column "{column}", only {", ".join(rows[0])}. Check columns.')
-                continue
-            values = [row[column] for row in rows]  # B
-            if not is_pair:
-                values = [value for row_values in values for value in as_list(row_values)]  # K_0 + ... + K_(B-1)
-            batch[column] = self.features(column, values)  # tensors of (rows, T) or (rows, ...)
-            ids[column] = content_ids(values)
-        if self.id_column is not None:
-            ids["group"] = content_ids([row[self.id_column] for row in rows])
-        if self.with_ids:
-            batch["ids"] = ids
-        return batch
-
-    def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
-        if values and all(isinstance(value, str) for value in values):
-            return self.text_features(column, values)
-        for value in values:
-            if value is None or isinstance(value, (str, int, float, list, dict)):
-                raise UsageError(
-                    f'Column "{column}" holds {value!r}, which is not text. Remove the row or map a column.'
-                )
-        if not values:
-            raise UsageError(f'No row of this batch has a text in column "{column}". Remove these rows or the column.')
-        if self.processor is None:
-            raise UsageError(f'Column "{column}" holds images, but the model has no image processor.')
-        image_processor = getattr(self.processor, "image_processor", self.processor)
-        images = image_processor(images=values, return_tensors="pt")
-        return {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
-
-    def text_features(self, column: str, texts: list[str]) -> dict[str, torch.Tensor]:
-        prompt = self.prompts.get(column, "")
-        limit = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
-        limit = limit or self.tokenizer.model_max_length
-        has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
-        encoded = self.tokenizer(
-            [prompt + text for text in texts],
-            padding=True,
-            truncation=has_limit,
-            max_length=limit if has_limit else None,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors="pt",
-        )
-        return dict(encoded)
-
-
-def content_ids(values: Sequence) -> torch.Tensor:
-    return torch.tensor([content_id(value) for value in values], dtype=torch.long)
-
-
-def content_id(value: Any) -> int:
-    """63 bits that are equal for equal content in every process and run, which Python's own hash is not."""
-    if isinstance(value, bytes):
-        content = value
-    elif hasattr(value, "tobytes"):  # an image
-        content = f"{value.mode}{value.size}".encode() + value.tobytes()
-    else:
-        content = str(value).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
 def row_ids(dataset: Dataset, columns: Sequence[str], id_column: str | None = None) -> np.ndarray:

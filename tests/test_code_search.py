@@ -8,10 +8,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from hf_dist_ext.code_search import load_code_search, one_row_per_query, read_functions, train_tokenizer
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.search import embed, load, search, show
 
 MODULE = '''
 import functools
@@ -141,7 +144,8 @@ def test_identifiers_are_cut_into_the_words_that_a_docstring_uses(tmp_path):
     words = tokenizer("read http header v 2").input_ids
     assert tokenizer("readHTTPHeader_v2").input_ids == tokenizer("__READ_HTTP__header(V2)").input_ids == words
     assert tokenizer("XMLParser").input_ids == tokenizer("xml parser").input_ids
-    assert tokenizer.unk_token_id not in tokenizer("Zürich 東京 == !").input_ids  # bytes know every text
+    assert tokenizer.unk_token_id not in tokenizer("Zürich 東京").input_ids  # bytes know every text
+    assert tokenizer("(xml, [parser]) = {'xml'}").input_ids == tokenizer("xml parser xml").input_ids
     assert tokenizer.decode(tokenizer("parse_date").input_ids, skip_special_tokens=True).strip() == "parse date"
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -153,3 +157,33 @@ def test_identifiers_are_cut_into_the_words_that_a_docstring_uses(tmp_path):
         "[SEP]",
     )
     assert words[0] == loaded.cls_token_id and words[-1] == loaded.sep_token_id
+
+
+def test_search_ranks_the_functions_of_a_saved_model(tmp_path, library, capsys):
+    tokenizer = train_tokenizer([row["positive"] for row in read_functions(library)], vocab_size=400)
+    config = {"model_type": "bert", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config(config, max_length=60, prompts={"query": "def "})
+    model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
+    loaded = load(str(tmp_path / "model"))
+    texts = ["lift", "async close it", "lift " * 100]
+    together = embed(*loaded, texts, "positive")
+    for text, vector in zip(texts, together, strict=True):  # order, padding and length do not depend on the batch
+        alone = loaded[0](**loaded[1]([text], truncation=True, max_length=60, return_tensors="pt")).embeddings[0]
+        torch.testing.assert_close(vector, alone.float(), atol=1e-6, rtol=0)
+    assert not torch.allclose(embed(*loaded, ["lift"], "query"), together[:1])  # the prompt counts
+
+    wanted = {row["name"]: row for row in read_functions(library)}["a.Box.Lid.lift"]
+    question = wanted["positive"].removeprefix("def ")
+    results = search(str(tmp_path / "model"), question, top_k=3, root=library)
+    assert results[0][1] == wanted and results[0][0] == pytest.approx(1.0, abs=1e-5)
+    scores = [score for score, _ in results]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    show("lift it", results)
+    printed = capsys.readouterr().out
+    assert f"a.py:{wanted['line']}" in printed and "Lift the lid." in printed and "1.000" in printed
+    with pytest.raises(UsageError, match="top_k=0"):
+        search(str(tmp_path / "model"), "x", top_k=0, root=library)
+    with pytest.raises(UsageError, match="query is empty"):
+        search(str(tmp_path / "model"), " ", root=library)

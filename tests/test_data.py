@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from hf_dist_ext.code_search import train_tokenizer
+from hf_dist_ext.collator import ContrastiveCollator, content_id
 from hf_dist_ext.config import RunConfig
-from hf_dist_ext.data import ContrastiveCollator, column_names, content_id, load_datasets, row_ids
+from hf_dist_ext.data import column_names, load_datasets, row_ids
 from hf_dist_ext.errors import UsageError
 
 ROWS = [{"query": f"query number {i}", "positive": f"document number {i}", "other": i} for i in range(12)]
@@ -197,6 +198,11 @@ def test_a_row_without_text_is_named(tmp_path):
     assert 'row 5 (counted from 0), column "negative"' in refusal(write(tmp_path / "d.parquet", negatives))
     negatives[5]["negative"] = None
     assert 'row 5 (counted from 0), column "negative"' in refusal(write(tmp_path / "e.parquet", negatives))
+    fixed = datasets.Features({key: datasets.Value("string") for key in ("query", "positive")})
+    fixed["negative"] = datasets.List(datasets.Value("string"), length=2)
+    rows = {"query": ["a", "b"], "positive": ["c", "d"], "negative": [["x", None], [None, ""]]}
+    datasets.Dataset.from_dict(rows, features=fixed).save_to_disk(str(tmp_path / "fixed"))
+    assert 'row 1 (counted from 0), column "negative"' in refusal(tmp_path / "fixed")
     groups = [{**row, "group": i if i != 2 else None} for i, row in enumerate(ROWS)]
     assert 'row 2 (counted from 0): id_column "group"' in refusal(
         write(tmp_path / "f.jsonl", groups), id_column="group"
@@ -211,7 +217,7 @@ def collate(tokenizer, rows, **options):
 
 
 def texts_of(tokenizer, features):
-    return tokenizer.batch_decode(features["input_ids"], skip_special_tokens=True)
+    return [text.strip() for text in tokenizer.batch_decode(features["input_ids"], skip_special_tokens=True)]
 
 
 def test_rows_become_features_and_ids_with_negatives_flattened_row_by_row(tokenizer):
@@ -229,6 +235,10 @@ def test_rows_become_features_and_ids_with_negatives_flattened_row_by_row(tokeni
     assert batch["ids"]["query"][0] == batch["ids"]["positive"][1]  # equal text, equal id, whatever the column
     assert batch["ids"]["query"][0] != batch["ids"]["query"][1]
     assert batch["ids"]["group"].tolist() == [content_id(5)] * 2
+    gaps = collate(
+        tokenizer, [{"query": "a", "positive": "b", "negative": negatives} for negatives in (["x", None], [])]
+    )
+    assert texts_of(tokenizer, gaps["negative"]) == ["x"]
     single = collate(tokenizer, [{"query": "a", "positive": "b", "negative": "c"}], with_ids=False)
     assert list(single) == ["query", "positive", "negative"] and len(single["negative"]["input_ids"]) == 1
     without = ContrastiveCollator(tokenizer, ["query", "positive", "negative"])([{"query": "a", "positive": "b"}])
@@ -251,7 +261,7 @@ def test_padding_prompts_and_lengths_are_per_column(tokenizer):
 
 
 def test_ids_are_the_same_in_every_process_and_fit_63_bits():
-    code = "from hf_dist_ext.data import content_id; print([content_id(f'text {i}') for i in range(50)])"
+    code = "from hf_dist_ext.collator import content_id; print([content_id(f'text {i}') for i in range(50)])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     ids = [content_id(f"text {i}") for i in range(50)]
     assert out.strip() == str(ids)

@@ -1,0 +1,145 @@
+"""Rows -> a batch of features per column, with ids that tell equal content from different content.
+
+    collator = ContrastiveCollator(tokenizer, ["query", "positive"], max_length={"query": 64, "positive": 256})
+    collator([{"query": "add", "positive": "def add(a, b): ..."}, ...])
+    # {"query": {"input_ids", "attention_mask"}, "positive": {...}, "ids": {"query": ..., "positive": ...}}
+
+It runs in the loader's workers: it can be pickled, and needs neither the dataset nor a process group.
+Letters: B rows of one rank, K_i negatives of row i, T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_dist_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
+
+
+class ContrastiveCollator:
+    """Rows -> {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, the same in every process.
+
+    The first two columns hold one text (or image) per row. A further column holds the row's negatives, one or a list;
+    they are flattened row by row, and rows may have different numbers of them. A negative column that the rows do not
+    have is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
+    tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        columns: Sequence[str],
+        prompts: Mapping[str, str] | None = None,
+        max_length: int | Mapping[str, int] | None = None,
+        id_column: str | None = None,
+        pad_to_multiple_of: int | None = None,
+        with_ids: bool = True,
+        processor: Any = None,
+    ):
+        assert len(columns) >= NUM_PAIR_COLUMNS and "ids" not in columns, columns
+        for option, value in (("prompts", prompts), ("max_length", max_length)):
+            for column in value if isinstance(value, Mapping) else ():
+                if column not in columns:
+                    raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
+        for column in columns if pad_to_multiple_of else ():
+            limit = max_length.get(column) if isinstance(max_length, Mapping) else max_length
+            if limit and limit % pad_to_multiple_of:
+                raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={pad_to_multiple_of}.")
+        if tokenizer is not None and tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
+            # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
+            logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
+            tokenizer.pad_token = tokenizer.eos_token
+        self.tokenizer = tokenizer
+        self.columns = list(columns)
+        self.prompts = dict(prompts or {})
+        self.max_length = max_length
+        self.id_column = id_column
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.with_ids = with_ids
+        self.processor = processor
+        # Loader workers tokenize in parallel already; the tokenizer's own threads do not survive their fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def __call__(self, rows: list[dict]) -> dict[str, dict[str, torch.Tensor]]:
+        batch, ids = {}, {}
+        for index, column in enumerate(self.columns):
+            is_pair = index < NUM_PAIR_COLUMNS
+            if column not in rows[0]:
+                if is_pair:
+                    raise UsageError(f'The rows have no column "{column}", only {", ".join(rows[0])}. Check columns.')
+                continue
+            values = [row[column] for row in rows]  # B
+            if not is_pair:
+                # K_0 + ... + K_(B-1) values; an empty one is no negative
+                values = [value for of_row in values for value in as_list(of_row) if value is not None and value != ""]
+            batch[column] = self.features(column, values)  # tensors of (rows, T) or (rows, ...)
+            ids[column] = content_ids(values)
+        if self.id_column is not None:
+            ids["group"] = content_ids([row[self.id_column] for row in rows])
+        if self.with_ids:
+            batch["ids"] = ids
+        return batch
+
+    def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
+        if values and all(isinstance(value, str) for value in values):
+            return self.text_features(column, values)
+        for value in values:
+            if value is None or isinstance(value, (str, int, float, list, dict)):
+                raise UsageError(
+                    f'Column "{column}" holds {value!r}, which is not text. Remove the row or map a column.'
+                )
+        if not values:
+            raise UsageError(f'No row of this batch has a text in column "{column}". Remove these rows or the column.')
+        if self.processor is None:
+            raise UsageError(f'Column "{column}" holds images, but the model has no image processor.')
+        image_processor = getattr(self.processor, "image_processor", self.processor)
+        images = image_processor(images=values, return_tensors="pt")
+        return {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
+
+    def text_features(self, column: str, texts: list[str]) -> dict[str, torch.Tensor]:
+        prompt = self.prompts.get(column, "")
+        limit = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
+        limit = limit or self.tokenizer.model_max_length
+        has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
+        encoded = self.tokenizer(
+            [prompt + text for text in texts],
+            padding=True,
+            truncation=has_limit,
+            max_length=limit if has_limit else None,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors="pt",
+        )
+        return dict(encoded)
+
+
+def content_ids(values: Sequence) -> torch.Tensor:
+    return torch.tensor([content_id(value) for value in values], dtype=torch.long)
+
+
+def content_id(value: Any) -> int:
+    """63 bits that are equal for equal content in every process and run, which Python's own hash is not."""
+    if isinstance(value, bytes):
+        content = value
+    elif hasattr(value, "tobytes"):  # an image
+        content = f"{value.mode}{value.size}".encode() + value.tobytes()
+    else:
+        content = str(value).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+
+
+def as_list(value: Any) -> list:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
