@@ -76,18 +76,18 @@ def _load_loss(trainer: DistTrainer, parameters: list, groups: list, folder: str
     path = _at(folder, LOSS_OPTIMIZER)
     if not os.path.isfile(path):
         raise UsageError(f"{folder} holds no {LOSS_OPTIMIZER}: the loss's parameters can not be resumed from it.")
-    saved = torch.load(path, map_location=trainer.args.device, weights_only=True)
+    saved = torch.load(path, map_location="cpu", weights_only=True)
     for group, hyper in zip(groups, saved["groups"], strict=True):
         group.update(hyper)
-    # a step counter stays where its optimizer keeps it (on the CPU unless capturable or fused)
-    return {
-        parameter: {
-            key: value.cpu() if key == "step" and not _keeps_step_on_device(groups[0]) else value
-            for key, value in state.items()
-        }
-        for parameter, state in zip(parameters, _as_tensors(saved["state"]), strict=True)
-        if state
-    }
+    step_follows = groups[0].get("capturable") or groups[0].get("fused")  # else a step counter stays on the CPU
+    states = {}
+    for parameter, state in zip(parameters, saved["state"], strict=True):
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and (key != "step" or step_follows):
+                state[key] = value.to(parameter.device)
+        if state:
+            states[parameter] = state
+    return states
 
 
 def load_loss(trainer: DistTrainer, folder: str) -> None:
@@ -97,15 +97,7 @@ def load_loss(trainer: DistTrainer, folder: str) -> None:
     path = _at(folder, LOSS_WEIGHTS)
     if not os.path.isfile(path):
         raise UsageError(f"{folder} holds no {LOSS_WEIGHTS}: the loss's parameters can not be resumed from it.")
-    trainer.loss.load_state_dict(load_file(path, device=str(trainer.args.device)))
-
-
-def _as_tensors(states: list[dict]) -> list[dict]:
-    return [dict(state) for state in states]
-
-
-def _keeps_step_on_device(group: dict) -> bool:
-    return bool(group.get("capturable") or group.get("fused"))
+    trainer.loss.load_state_dict(load_file(path))
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

@@ -32,7 +32,12 @@ def launched_processes() -> int:
 
 def must_use_cpu() -> bool:
     """Several processes and no accelerator: without `use_cpu` every rank would train alone into one output_dir."""
-    return launched_processes() > 1 and not torch.accelerator.is_available()
+    return launched_processes() > 1 and not has_accelerator()
+
+
+def has_accelerator() -> bool:
+    """A device that processes can share work over; Apple's is visible to one process only."""
+    return torch.accelerator.is_available() and torch.accelerator.current_accelerator().type != "mps"
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class InfoNCELoss(nn.Module):
         accumulated in float32, under autocast too.
         """
         everyone = own if everyone is None else everyone
-        columns = _checked_columns(own, everyone, row_offset)  # (1)
+        columns = _checked_columns(own, everyone, row_offset, self.symmetric or everyone is own)  # (1)
         anchor, positive, *negatives = columns
         rows = own[anchor]
         if self.matryoshka is not None and self.matryoshka[0][0] > rows.shape[1]:
@@ -183,7 +183,8 @@ def _keys(
     for name, values in ids.items():
         if name not in (*columns, "group"):
             raise UsageError(f"ids has {name!r}, which is no column. Give ids of {', '.join(columns)} or 'group'.")
-        num_rows = everyone[anchor if name == "group" else name].shape[0]
+        # As many anchors and groups as positives; asking for everyone's anchors would gather them.
+        num_rows = everyone[positive if name in (anchor, "group") else name].shape[0]
         if values.shape != (num_rows,):
             raise UsageError(f"ids[{name!r}] has the shape {tuple(values.shape)}. Give one id per row: ({num_rows},).")
     names = dict.fromkeys(name for name in (anchor, positive, "group") if name in ids)
@@ -204,7 +205,9 @@ def _ranks(ids: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch.empty_like(rank).scatter_(0, order, rank).to(dtype).split([len(part) for part in ids]))
 
 
-def _checked_columns(own: Mapping[str, Tensor], everyone: Mapping[str, Tensor], row_offset: int) -> list[str]:
+def _checked_columns(
+    own: Mapping[str, Tensor], everyone: Mapping[str, Tensor], row_offset: int, reads_anchors: bool
+) -> list[str]:
     columns = list(own)
     if len(columns) < 2:
         raise UsageError(f"InfoNCE needs an anchor and a positive column, got {columns}. Add the positives.")
@@ -213,19 +216,20 @@ def _checked_columns(own: Mapping[str, Tensor], everyone: Mapping[str, Tensor], 
     anchor, positive = columns[:2]
     width = own[anchor].shape[-1]
     for column in columns:
-        for rows in (own[column], everyone[column]):
+        # Everyone's anchors are read by the symmetric loss only, and reading a column is what gathers it.
+        for rows in (own[column],) if column == anchor and not reads_anchors else (own[column], everyone[column]):
             if rows.ndim != 2 or rows.shape[1] != width:
                 raise UsageError(
                     f"column {column!r} has embeddings of shape {tuple(rows.shape)}, {anchor!r} has width {width}. "
                     "Return (rows, dimensions) of one width for every column, by a projection where towers differ."
                 )
-    for rows in (own, everyone):
+    for rows in (own, everyone) if reads_anchors else (own,):
         if rows[anchor].shape[0] != rows[positive].shape[0]:
             raise UsageError(
                 f"{anchor!r} has {rows[anchor].shape[0]} rows, its positives {positive!r} {rows[positive].shape[0]}. "
                 "Give every anchor one positive."
             )
-    own_rows, all_rows = own[anchor].shape[0], everyone[anchor].shape[0]
+    own_rows, all_rows = own[anchor].shape[0], everyone[positive].shape[0]
     if not 0 <= row_offset <= all_rows - own_rows:
         raise UsageError(
             f"row_offset={row_offset} puts {own_rows} own rows outside everyone's {all_rows}. "

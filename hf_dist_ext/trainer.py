@@ -101,19 +101,27 @@ class DistTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        if self.loss is not None and self.args.train_sampling_strategy == "random":
-            from .sampling import no_duplicates_sampler
-
-            sampler = no_duplicates_sampler(
-                dataset,
-                collator=self.data_collator,
-                wanted=self.args.no_duplicates_in_batch,
-                window=self._train_batch_size * self.args.world_size,
-                seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            )
-            if sampler is not None:
-                return sampler
+        wanted, columns = self.args.no_duplicates_in_batch, getattr(self.data_collator, "columns", None)
+        if self.loss is not None and wanted is not False and self.args.train_sampling_strategy == "random":
+            is_possible = columns is not None and hasattr(dataset, "column_names") and hasattr(dataset, "__len__")
+            if is_possible or wanted:
+                return self._no_duplicates_sampler(dataset, columns)
         return super()._get_train_sampler(train_dataset)
+
+    def _no_duplicates_sampler(self, dataset: Any, columns: Any):
+        from .sampling import no_duplicates_sampler
+
+        if columns is None:
+            raise UsageError(
+                "no_duplicates_in_batch=true needs a data_collator that names its columns: ContrastiveCollator."
+            )
+        return no_duplicates_sampler(
+            dataset,
+            columns[:2],
+            window=self._train_batch_size * self.args.world_size,  # accelerate deals consecutive batches to ranks
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            id_column=getattr(self.data_collator, "id_column", None),
+        )
 
     # ---- a step ----
 
@@ -358,7 +366,7 @@ def _check_enough_rows(trainer: DistTrainer) -> None:
 def _name_layers_to_shard(plugin: Any, model: nn.Module) -> None:
     """accelerate's own choice crashes for many encoders or shards almost nothing (layer_classes.py says which)."""
     if plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model) or None
+        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model)  # empty: one unit, not accelerate's guess
 
 
 def _retrieval_metrics(prediction: Any) -> dict[str, float]:
