@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 LOSS_WEIGHTS = "loss.safetensors"
 LOSS_OPTIMIZER = "loss_optimizer.pt"
+BUDGET = "gradient_cache.json"
 MODULES = "modules.json"  # written by EmbeddingModel.save_pretrained, last
 SECRETS = ("hub_token", "push_to_hub_token")
 
@@ -120,6 +122,20 @@ def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
         return False
     load_weights(model, weights_from_folder(folder), source=folder)
     return True
+
+
+def save_budget(trainer: DistTrainer, folder: str) -> None:
+    """Keep what the automatic chunk size measured, so that a resumed run cuts the same chunks from its first step."""
+    if trainer._budget is not None and trainer.args.should_save:
+        with open(_at(folder, BUDGET), "w", encoding="utf-8") as file:
+            json.dump(trainer._budget.state(), file)
+
+
+def load_budget(trainer: DistTrainer, folder: str) -> None:
+    """Missing, or measured on another kind of device: it is measured again."""
+    if trainer._budget is not None and os.path.isfile(_at(folder, BUDGET)):
+        with open(_at(folder, BUDGET), encoding="utf-8") as file:
+            trainer._budget.resume(json.load(file))
 
 
 # ---- (3) secrets ----

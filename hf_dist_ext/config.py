@@ -131,6 +131,7 @@ LOSS_FIELDS = (
 _LOG_LEVEL = 'Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]'
 EXACT_TYPES = {
     "gradient_cache_chunk_size": 'int | Literal["auto"] | None',
+    "gradient_cache_keep_graph": 'int | Literal["auto"]',
     "resume_from_checkpoint": "bool | str | None",  # true: the newest one of output_dir
     "log_level": _LOG_LEVEL,
     "log_level_replica": _LOG_LEVEL,

@@ -57,6 +57,7 @@ class CachedStep:
     metrics: dict[str, torch.Tensor]
     num_chunks: int
     num_forwards: int
+    drew_randomness: bool
 
 
 class RandomState:
@@ -67,6 +68,12 @@ class RandomState:
         self.device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self.device = device
         self.on_device = None if self.device_module is None else self.device_module.get_rng_state(device)
+
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since; from host copies, no synchronisation."""
+        now = RandomState(self.device)
+        same_on_device = self.on_device is None or torch.equal(self.on_device, now.on_device)
+        return same_on_device and torch.equal(self.cpu, now.cpu)
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -97,6 +104,7 @@ def cached_step(
     loss_parameters: Iterable[torch.nn.Parameter] = (),
     keep_graph: int = 0,
     backward_together: bool = True,
+    wide: ChunkedBatch | None = None,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
@@ -110,6 +118,8 @@ def cached_step(
         keep_graph: number of chunks whose graph is kept from pass 1 (at least as many as there are chunks: all).
         backward_together: chunks whose graphs are alive at once go through one backward, as the plain step does. False
             runs one backward per chunk (wrappers whose hooks count forwards, such as FSDP2).
+        wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
+            forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
 
     Raises:
         ValueError: nothing that was encoded requires a gradient.
@@ -121,17 +131,28 @@ def cached_step(
     kept = set(range(len(chunks))) if keep_all else set([i for i in range(len(chunks)) if i not in final][:keep_graph])
 
     # (1)
+    start = RandomState(_device(chunks[0]))
+    columns, num_forwards = None, 0
+    if wide is not None and not kept:
+        columns, num_forwards = _encode_wide(wide, encode, sync), len(wide.chunks())
+        if not start.is_now():
+            start.restore()
+            columns = None
     outputs: list[torch.Tensor] = []
-    states: list[RandomState | None] = []
-    for i, chunk in enumerate(chunks):
+    states: list[RandomState | None] = [None] * len(chunks)
+    for i, chunk in enumerate(chunks if columns is None else ()):
         has_graph = i in kept
-        states.append(None if has_graph else RandomState(_device(chunk)))
+        states[i] = None if has_graph else RandomState(start.device)
         with sync(Phase(has_graph, is_last=keep_all and i == len(chunks) - 1)), torch.set_grad_enabled(has_graph):
             outputs.append(encode(chunk))
+        num_forwards += 1
+    drew_randomness = not start.is_now()
+    if columns is None:
+        columns = batch.to_columns([output.detach() for output in outputs], chunks)
 
     # (2)
     leaves = {}
-    for name, rows in batch.to_columns([output.detach() for output in outputs], chunks).items():
+    for name, rows in columns.items():
         # Half precision leaves would round the cache before the fp16 scale is applied; the plain step scales first.
         leaves[name] = (rows.float() if rows.dtype.itemsize < 4 else rows.detach()).requires_grad_()
     loss, metrics = score(leaves)
@@ -152,10 +173,9 @@ def cached_step(
         return (output * cache[i]).sum() if output.requires_grad else None
 
     def replay(i: int) -> torch.Tensor:
-        with _replayed(states[i]):
+        with _replayed(states[i]) if drew_randomness else nullcontext():
             return encode(chunks[i])
 
-    num_forwards = len(chunks)
     num_backwards = 0
     kept_not_last = [i for i in sorted(kept) if not (keep_all and i == len(chunks) - 1)]
     if keep_all and backward_together:
@@ -193,7 +213,15 @@ def cached_step(
         num_forwards += len(final)
     if num_backwards == 0:
         raise ValueError("nothing that was encoded requires a gradient: no trainable parameter is used by the model.")
-    return CachedStep(loss.detach(), metrics, len(chunks), num_forwards)
+    return CachedStep(loss.detach(), metrics, len(chunks), num_forwards, drew_randomness)
+
+
+def _encode_wide(batch: ChunkedBatch, encode: Callable[[Chunk], torch.Tensor], sync: Callable) -> Embeddings:
+    chunks, outputs = batch.chunks(), []
+    for chunk in chunks:
+        with sync(Phase(with_graph=False)), torch.no_grad():
+            outputs.append(encode(chunk))
+    return batch.to_columns(outputs, chunks)
 
 
 def _finish(terms: Sequence[torch.Tensor | None], backward: Callable[[torch.Tensor], None]) -> int:

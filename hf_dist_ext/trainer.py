@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from . import checkpointing, distributed
 from .callbacks import MetricsFile, StepMeter
+from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
 from .errors import UsageError
 from .gradient_cache import cached_step
@@ -49,7 +50,7 @@ class DistTrainer(Trainer):
     args: DistTrainingArguments
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
-        self.loss = loss
+        self.loss, self._budget = loss, None
         if args is None:
             args = DistTrainingArguments(output_dir="tmp_trainer")
         if loss is not None:
@@ -66,6 +67,8 @@ class DistTrainer(Trainer):
         self._takes_column = "column" in _forward_parameters(self.model)
         self._reduction: distributed.Reduction | None = None
         self._loss_gradients_are_used = True
+        self._may_widen = True
+        self._budget = self._make_budget()
         _check_setup(self)
 
     # ---- setting up ----
@@ -138,18 +141,23 @@ class DistTrainer(Trainer):
                 model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp
             )
         batch, ids = split_ids(self._prepare_inputs(inputs))
-        uses_cache = self.args.uses_gradient_cache
-        chunked, counts = self._cut(batch, self._limits() if uses_cache else ChunkLimits())
+        encode, sync = (lambda chunk: self._encode(model, chunk)), self._reduction
+        chunked, wide, counts = self._cut(batch)
+        is_measured = self._budget is not None and self._budget.is_measuring
         step = cached_step(
             chunked,
-            encode=lambda chunk: self._encode(model, chunk),
+            encode=self._budget.encode(encode) if is_measured else encode,
             score=lambda embeddings: self._score(embeddings, ids, counts),
             backward=self._backward,
-            sync=self._reduction,
+            sync=self._budget.sync(sync) if is_measured else sync,
             loss_parameters=self._loss_parameters(),
-            keep_graph=self.args.gradient_cache_keep_graph if uses_cache else len(chunked.chunks()),
+            keep_graph=self._num_kept_graphs(chunked),
             backward_together=not self._reduction.is_fsdp,
+            wide=wide,
         )
+        self._may_widen = not step.drew_randomness
+        if is_measured:
+            self._budget.step_ended()
         self._loss_gradients_are_used = self.accelerator.sync_gradients
         if self.accelerator.sync_gradients:
             distributed.average_gradients(self._loss_parameters())
@@ -158,28 +166,77 @@ class DistTrainer(Trainer):
 
     def _limits(self) -> ChunkLimits:
         args = self.args
-        return ChunkLimits(
-            args.gradient_cache_chunk_size, args.gradient_cache_chunk_tokens, args.gradient_cache_width_multiple
+        size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
+        return ChunkLimits(size, args.gradient_cache_chunk_tokens, args.gradient_cache_width_multiple)
+
+    def _make_budget(self) -> ChunkBudget | None:
+        args, limits = self.args, self._limits()
+        finds_size, keeps = args.gradient_cache_chunk_size == "auto", args.gradient_cache_keep_graph == "auto"
+        if not args.uses_gradient_cache or not (finds_size or keeps):
+            return None
+        gib = args.gradient_cache_memory_gib or (1.0 if args.device.type == "cpu" else None)
+        return ChunkBudget(
+            args.device,
+            None if gib is None else int(gib * 2**30),
+            agree=lambda number: min(row[0] for row in distributed.exchange([number], args.device)),
+            weights=self.model.parameters(),
+            fixed=None if finds_size else limits,
+            keeps_graphs=keeps,
         )
 
-    def _cut(self, batch: Batch, limits: ChunkLimits) -> tuple[ChunkedBatch, dict[str, list[int]]]:
-        """Chunks of this rank's batch, and every rank's number of rows per column."""
+    def _cut(self, batch: Batch) -> tuple[ChunkedBatch, ChunkedBatch | None, dict[str, list[int]]]:
+        """Chunks of this rank's batch, wider ones for the pass without a graph, every rank's rows per column."""
+        chunked = self._lay_out(batch)
+        if self._budget is not None:
+            was_measuring = self._budget.is_measuring
+            longest = -self._budget.agree(-longest_row(chunked))
+            chunked = ChunkedBatch(
+                chunked.tables, self._budget.limits(longest, self.args.gradient_cache_width_multiple)
+            )
+            if was_measuring and not self._budget.is_measuring:
+                self._log_budget()
+        factor = _widening(self.model.config) if self._may_widen and hasattr(self.model, "config") else 1
+        wide = widened(chunked, factor) if factor > 1 and self.args.uses_gradient_cache else None
+        rows = [next(iter(features.values())).shape[0] for features in batch.values()]
+        plans = [chunked] if wide is None else [chunked, wide]
+        needed = [number for plan in plans for number in plan.num_chunks()]
+        everyone = distributed.exchange([*rows, *needed], self.args.device)
+        if self.is_fsdp_enabled:  # a forward is a collective: every rank runs as many as the one that needs most
+            most = [max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)]
+            for plan in plans:
+                plan.agree(most[: len(plan.tables)])
+                most = most[len(plan.tables) :]
+        return chunked, wide, {name: [row[i] for row in everyone] for i, name in enumerate(batch)}
+
+    def _lay_out(self, batch: Batch) -> ChunkedBatch:
         config = getattr(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), "config", None)
-        is_cut = limits.max_rows is not None or limits.max_tokens is not None
-        chunked = lay_out(
+        is_cut = self.args.uses_gradient_cache
+        return lay_out(
             batch,
-            limits,
+            self._limits() if is_cut else ChunkLimits(),
             shares_tower=is_cut and not self._takes_column,
             pad_values={"input_ids": getattr(config, "pad_token_id", None) or 0},
             can_trim=is_cut and getattr(config, "model_type", "") not in FIXED_WIDTH_MODEL_TYPES,
             can_shift=getattr(config, "rope_parameters", None) is not None,
             sort=is_cut and self.args.gradient_cache_sort,
         )
-        rows = [next(iter(features.values())).shape[0] for features in batch.values()]
-        everyone = distributed.exchange([*rows, *chunked.num_chunks()], self.args.device)
-        if self.is_fsdp_enabled:  # a forward is a collective: every rank runs as many as the one that needs most
-            chunked.agree([max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)])
-        return chunked, {name: [row[i] for row in everyone] for i, name in enumerate(batch)}
+
+    def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
+        if not self.args.uses_gradient_cache:
+            return len(chunked.chunks())
+        if self.args.gradient_cache_keep_graph != "auto":
+            return self.args.gradient_cache_keep_graph
+        kept = self._budget.keep_graph(costliest_chunk(chunked))
+        # FSDP's forwards are collectives: every rank keeps the graphs of the same chunks.
+        return self._budget.agree(kept) if self.is_fsdp_enabled else kept
+
+    def _log_budget(self) -> None:
+        budget = self._budget
+        size = f"{budget.tokens} tokens per chunk, " if budget.fixed is None else ""
+        logger.info(
+            f"gradient cache: {size}from {budget.measured.bytes_per_token:.0f} bytes per token measured and "
+            f"{budget.measured.available / 2**30:.2f} GiB for activations."
+        )
 
     def _encode(self, model: nn.Module, chunk: Chunk) -> torch.Tensor:
         column = {"column": chunk.column} if self._takes_column else {}
@@ -224,7 +281,8 @@ class DistTrainer(Trainer):
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch, ids = split_ids(self._prepare_inputs(inputs))
-        chunked, counts = self._cut(batch, self._limits() if self.args.uses_gradient_cache else ChunkLimits())
+        chunked, wide, counts = self._cut(batch)
+        chunked = wide or chunked  # no graph is held here either
         chunks = chunked.chunks()
         embeddings = chunked.to_columns([self._encode(model, chunk).float() for chunk in chunks], chunks)
         loss, _ = self._score(embeddings, ids, counts)
@@ -258,10 +316,12 @@ class DistTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with checkpointing.loss_state_apart(self, save_to=output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
+        checkpointing.save_budget(self, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with checkpointing.loss_state_apart(self, load_from=checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
+        checkpointing.load_budget(self, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not checkpointing.load_embedding_model(self, resume_from_checkpoint):
@@ -275,6 +335,11 @@ class DistTrainer(Trainer):
 
 # SigLIP text pools the last position of a fixed width: trimming moves the embedding.
 FIXED_WIDTH_MODEL_TYPES = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
+
+
+def _widening(config: Any) -> int:
+    """How many times larger the chunks without a graph may be: they hold two layers' activations, not all of them."""
+    return min(8, max(1, (getattr(config, "num_hidden_layers", None) or 1) // 2))
 
 
 def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], Any]:

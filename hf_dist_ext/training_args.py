@@ -45,9 +45,19 @@ class DistTrainingArguments(TrainingArguments):
             "whole in between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory."
         },
     )
-    gradient_cache_keep_graph: int = field(
+    gradient_cache_keep_graph: int | str = field(
         default=0,
-        metadata={"help": "Chunks whose graph is kept from the first pass instead of being encoded twice."},
+        metadata={
+            "help": "Chunks whose graph is kept from the first pass instead of being encoded twice; 'auto' keeps as "
+            "many as the memory budget holds. With all kept a step costs what it costs without the cache."
+        },
+    )
+    gradient_cache_memory_gib: float | None = field(
+        default=None,
+        metadata={
+            "help": "Memory for activations that 'auto' may plan with. Null: what an accelerator has free less 5 %, "
+            "1 GiB on a CPU."
+        },
     )
     gradient_cache_width_multiple: int = field(
         default=8,
@@ -95,8 +105,15 @@ class DistTrainingArguments(TrainingArguments):
         if self.gradient_cache_fsdp not in ("auto", "speed", "memory"):
             raise UsageError(f"gradient_cache_fsdp={self.gradient_cache_fsdp!r}: choose 'auto', 'speed' or 'memory'.")
         keep = self.gradient_cache_keep_graph
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-            raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more.")
+        if keep != "auto" and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
+            raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more, or 'auto'.")
+        memory = self.gradient_cache_memory_gib
+        if memory is not None and not memory > 0:
+            raise UsageError(f"gradient_cache_memory_gib={memory!r}: it is a positive number of GiB, or null.")
+        if self.gradient_cache_chunk_size == "auto" and self.gradient_cache_chunk_tokens is not None:
+            raise UsageError(
+                "gradient_cache_chunk_size='auto' finds the tokens itself; drop gradient_cache_chunk_tokens."
+            )
 
     @property
     def uses_gradient_cache(self) -> bool:

@@ -69,6 +69,12 @@ CASES = [
     Case("batch order, not sorted", arguments={"gradient_cache_sort": False}, worlds=(1,)),
     Case("2 graphs kept", arguments={"gradient_cache_keep_graph": 2}),
     Case("all graphs kept", arguments={"gradient_cache_keep_graph": 99}),
+    Case("4 layers: a wider first pass", model="deep"),
+    Case("4 layers with dropout: no wider pass", model="deep:0.2", same_masks=True),
+    Case("automatic chunk size", arguments={"gradient_cache_chunk_size": "auto",
+         "gradient_cache_memory_gib": 2e-4}, steps=3),
+    Case("automatic kept graphs", arguments={"gradient_cache_keep_graph": "auto",
+         "gradient_cache_memory_gib": 1e-3}, steps=3, model="deep"),
     Case("three columns, 3 hard negatives", columns=THREE),
     Case("four columns", columns=THREE | {"other": 1}, worlds=(1, 2)),
     Case("tower per column", model="towers"),
@@ -123,6 +129,8 @@ def build_model(kind: str) -> nn.Module:
         return Towers(option or None)
     if kind == "qwen3":
         return _with_norms_in_its_own_precision(EmbeddingModel.from_config(QWEN, pooling="last"))
+    if kind == "deep":
+        return EmbeddingModel.from_config(BERT | {"num_hidden_layers": 4, "hidden_dropout_prob": float(option or 0)})
     if kind == "dropout":
         return EmbeddingModel.from_config(BERT | {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2})
     model = EmbeddingModel.from_config(BERT, projection_dim=16)

@@ -1,0 +1,232 @@
+"""`gradient_cache_chunk_size="auto"`: tokens per chunk from what the first steps really used, not from a formula.
+
+(1) the first step runs small chunks; around every replay the peak of what autograd holds is measured
+(2) from the second step on (the optimizer's state exists by then) memory that is free, less a margin of 5 %, divided
+    by the bytes per token measured, gives the tokens per chunk; the least of all ranks counts
+(3) with graphs to keep, a chunk gets a quarter of the budget and kept graphs the rest
+(4) a batch with longer rows than any measured is measured again: attention may cost more per token there
+
+The gradient is the full batch's for every chunk size, so the measuring step is a training step like any other. On a
+CPU the budget is a number of bytes that the user gives, and the peak is that of tensors saved for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from .chunking import Chunk, ChunkedBatch, ChunkLimits
+from .gradient_cache import Phase
+
+MEASURING_ROWS = 8
+MARGIN = 0.05
+CHUNK_SHARE_WITH_KEPT_GRAPHS = 0.25
+
+
+@dataclass
+class Measured:
+    """What is known of this model on this device; zero before the first measurement. Stored in the checkpoint."""
+
+    bytes_per_token: float = 0.0  # peak of a chunk's forward and backward / its tokens, padding included
+    width: int = 0  # the widest chunk measured
+    available: int = 0  # bytes for activations; 0 while measuring
+    device: str = ""
+
+
+class ChunkBudget:
+    """Finds the tokens per chunk, and how many graphs may be kept, during the first steps.
+
+    Args:
+        device: where the model runs.
+        budget_bytes: memory for activations; None asks an accelerator what is free. A CPU needs a number.
+        agree: a number of this rank -> the least of all ranks.
+        weights: tensors that a forward saves but does not make.
+        fixed: the chunk limits are given and only the number of kept graphs is looked for; None: both, or the first.
+        keeps_graphs: decide how many graphs are kept.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int | None,
+        agree: Callable[[int], int],
+        weights: Iterable[torch.Tensor] = (),
+        fixed: ChunkLimits | None = None,
+        keeps_graphs: bool = False,
+    ):
+        assert budget_bytes is not None or device.type != "cpu"
+        self.device, self.budget_bytes, self.agree, self.weights = device, budget_bytes, agree, list(weights)
+        self.fixed, self.keeps_graphs = fixed, keeps_graphs
+        self.measured = Measured()
+        self._tokens_inside = self._width_inside = 0
+        self._found: list[tuple[int, int]] = []  # tokens and peak bytes of every chunk measured
+        self._widest = 0
+        self._inputs: list[torch.Tensor] = []
+
+    @property
+    def is_measuring(self) -> bool:
+        return not self.measured.available
+
+    def limits(self, longest_row: int, width_multiple: int) -> ChunkLimits:
+        """Limits for a batch whose longest row (of any rank) has the given tokens; a few rows while measuring."""
+        if longest_row > self.measured.width:
+            self.measured.available = 0
+        elif self.is_measuring:
+            self._settle()
+        if self.fixed is not None:
+            return self.fixed
+        if self.is_measuring:
+            return ChunkLimits(MEASURING_ROWS, None, width_multiple)
+        return ChunkLimits(None, max(self.tokens, longest_row), width_multiple)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per chunk."""
+        share = CHUNK_SHARE_WITH_KEPT_GRAPHS if self.keeps_graphs else 1
+        return max(1, int(self.measured.available * share / self.measured.bytes_per_token))
+
+    def keep_graph(self, costliest_chunk: int) -> int:
+        """Graphs that fit beside one running chunk, each counted as the costliest (in tokens)."""
+        if self.is_measuring or not self.keeps_graphs:
+            return 0
+        of_a_chunk = self.measured.bytes_per_token * costliest_chunk
+        return max(0, int(self.measured.available / of_a_chunk) - 1)
+
+    def _settle(self) -> None:
+        available = self.budget_bytes
+        if available is None:
+            gradients = sum(weight.numel() * weight.element_size() for weight in self.weights if weight.requires_grad)
+            available = int((free_bytes(self.device) - gradients) * (1 - MARGIN))
+        self.measured.available = max(1, self.agree(available))
+        self.measured.device = _name(self.device)
+
+    # ---- measuring ----
+
+    def encode(self, encode: Callable[[Chunk], torch.Tensor]) -> Callable[[Chunk], torch.Tensor]:
+        """The same function, noting the tokens of what is encoded with a graph."""
+
+        def noting(chunk: Chunk) -> torch.Tensor:
+            self._inputs += chunk.features.values()  # slices of the batch, which is there anyway
+            if torch.is_grad_enabled():
+                width = chunk.features["input_ids"].shape[1] if "input_ids" in chunk.features else 1
+                self._tokens_inside += chunk.num_rows * width
+                self._width_inside = max(self._width_inside, width)
+            return encode(chunk)
+
+        return noting
+
+    def sync(self, sync: Callable[[Phase], object]) -> Callable[[Phase], object]:
+        """The same context, measuring the peak of every phase that has a graph."""
+
+        @contextmanager
+        def measuring(phase: Phase) -> Iterator[None]:
+            if not phase.with_graph:
+                with sync(phase):
+                    yield
+                return
+            self._tokens_inside = self._width_inside = 0
+            with sync(phase), peak_bytes(self.device, self.weights + self._inputs) as peak:
+                yield
+            if self._tokens_inside:
+                self._found.append((self._tokens_inside, peak()))
+                self._widest = max(self._widest, self._width_inside)
+
+        return measuring
+
+    def step_ended(self) -> None:
+        """Take over what the step measured; all ranks agree on the costliest, and so on when to settle."""
+        most_tokens = max((tokens for tokens, _ in self._found), default=1)
+        # What a chunk holds per row rather than per token weighs too much in small ones.
+        worst = max((peak / tokens for tokens, peak in self._found if 2 * tokens >= most_tokens), default=0)
+        scale = 1024  # thousandths of a byte survive the agreement on integers
+        self.measured.bytes_per_token = max(1, -self.agree(-int(worst * scale))) / scale
+        self.measured.width = -self.agree(-self._widest)
+        self._inputs = []
+
+    def state(self) -> dict:
+        return asdict(self.measured)
+
+    def resume(self, state: dict) -> bool:
+        """Take a checkpoint's measurement, unless it was made on another kind of device."""
+        if state.get("device") != _name(self.device):
+            return False
+        self.measured = Measured(**state)
+        return True
+
+
+def longest_row(batch: ChunkedBatch) -> int:
+    """Real tokens of the longest row."""
+    return max(last - first for table in batch.tables for first, last in table.extents)
+
+
+def costliest_chunk(batch: ChunkedBatch) -> int:
+    """Tokens, padding included, of the chunk that has most."""
+    return max(
+        table.cost(*bounds, batch.limits) for table in batch.tables for bounds in table.bounds if len(set(bounds)) > 1
+    )
+
+
+def widened(batch: ChunkedBatch, factor: int) -> ChunkedBatch:
+    """The same rows in chunks of `factor` times the rows and tokens."""
+    limits = batch.limits
+    wider = replace(
+        limits,
+        max_rows=None if limits.max_rows is None else limits.max_rows * factor,
+        max_tokens=None if limits.max_tokens is None else limits.max_tokens * factor,
+    )
+    return ChunkedBatch([replace(table, bounds=[]) for table in batch.tables], wider)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What torch may still allocate: free on the device, and reserved by torch but not in use."""
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return free + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+@contextmanager
+def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iterator[Callable[[], int]]:
+    """Gives a function that says how many bytes were held at most since entering: allocated on an accelerator; on a
+    CPU saved for backward, recomputed activations of checkpointing included, `known` not."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.reset_peak_memory_stats(device)
+        before = module.memory_allocated(device)
+        yield lambda: module.max_memory_allocated(device) - before
+        return
+    of_known = {_storage(tensor) for tensor in known}
+    held: dict[int, int] = {}  # storage -> how often it is saved
+    now = most = 0
+
+    class Saved:
+        def __init__(self, tensor: torch.Tensor):
+            nonlocal now, most
+            self.tensor, self.key = tensor, _storage(tensor)
+            held[self.key] = held.get(self.key, 0) + 1
+            if held[self.key] == 1:
+                now += tensor.untyped_storage().nbytes()
+                most = max(most, now)
+
+        def __del__(self):
+            nonlocal now
+            held[self.key] -= 1
+            if not held[self.key]:
+                now -= self.tensor.untyped_storage().nbytes()
+
+    def pack(tensor: torch.Tensor):
+        return tensor if _storage(tensor) in of_known else Saved(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: getattr(saved, "tensor", saved)):
+        yield lambda: most
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return local.untyped_storage().data_ptr()
+
+
+def _name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
