@@ -50,9 +50,11 @@ def loss_state_apart(trainer: DistTrainer, save_to: str | None = None, load_from
         return
     optimizer = _bare(trainer.optimizer)
     ids = {id(p) for p in parameters}
-    groups = [g for g in optimizer.param_groups if any(id(p) in ids for p in g["params"])]
+    groups, others = [], []
+    for group in optimizer.param_groups:
+        (groups if any(id(p) in ids for p in group["params"]) else others).append(group)
     state = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
-    optimizer.param_groups[:] = [g for g in optimizer.param_groups if g not in groups]
+    optimizer.param_groups[:] = others
     if save_to is not None and trainer.args.should_save:
         _save_loss(trainer, parameters, groups, state, save_to)
     try:

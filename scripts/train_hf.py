@@ -48,8 +48,6 @@ def train(run: Run) -> None:
     # (2)
     if importlib.util.find_spec("tensorboard"):
         run.training.setdefault("report_to", ["tensorboard"])
-        # transformers 5.23 writes to ./runs when something is logged before training, as our first evaluation is.
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", os.path.join(run.training["output_dir"], "runs"))
     run.training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
     try:
         args = DistTrainingArguments(**run.training)
@@ -62,6 +60,7 @@ def train(run: Run) -> None:
         print(line)
     config = run.run
     train_dataset, eval_dataset = load_datasets(config)
+    args.eval_on_start = eval_dataset is not None
     set_seed(args.seed)  # every process builds the same weights
     tokenizer = build_tokenizer(run, train_dataset)
     model = build_model(run, tokenizer)
@@ -79,7 +78,7 @@ def train(run: Run) -> None:
     )
 
     # (3)
-    before = trainer.evaluate() if eval_dataset is not None else {}
+    # The first evaluation is the training loop's own: outside of it, FSDP2 has no optimizer to shard the model with.
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     after = trainer.evaluate() if eval_dataset is not None else {}
 
@@ -88,6 +87,7 @@ def train(run: Run) -> None:
     if not is_main:
         return
     steps = [line for line in trainer.state.log_history if "num_chunks" in line]
+    before = next((line for line in trainer.state.log_history if f"eval_{METRICS[0]}" in line), {})
     report = {
         "before": {name: before.get(f"eval_{name}") for name in METRICS},
         "after": {name: after.get(f"eval_{name}") for name in METRICS},

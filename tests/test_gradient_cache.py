@@ -189,6 +189,33 @@ def test_exactly_one_phase_completes_the_gradients_and_it_is_the_last():
         assert all(phase.with_graph for phase in phases if phase.is_last)
 
 
+def test_the_fp16_scale_enters_once_and_before_anything_is_rounded():
+    torch.set_default_dtype(torch.float32)
+    model, batch = Encoder(), three_columns()
+    _, expected = plain_step(model, batch, nn.Parameter(torch.tensor([0.1])))
+    model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def encode(chunk):
+        with torch.autocast("cpu", torch.float16):
+            return model(**chunk.features).half()  # a model whose embeddings leave in half precision
+
+    tiny = 2.0**-14  # gradients that float16 holds only when scaled
+
+    def score(embeddings):
+        assert all(rows.dtype == torch.float32 for rows in embeddings.values())
+        loss, metrics = naive_score(torch.tensor(0.1))(embeddings)
+        return loss * tiny, metrics
+
+    cached_step(
+        lay_out(batch, ChunkLimits(max_rows=4)), encode, score, backward=lambda loss: scaler.scale(loss).backward()
+    )
+    scaler.unscale_(optimizer)
+    found = gradients_of(model) / tiny
+    assert (found - expected[:-1]).norm() / expected.norm() < 2e-2
+
+
 def test_nothing_trainable_is_an_error():
     model = Encoder().requires_grad_(False)
     with pytest.raises(ValueError, match="requires a gradient"):
