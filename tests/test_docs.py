@@ -1,0 +1,253 @@
+"""README, docs and example run files: what they name exists, what they show parses, what they call runnable runs."""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from hf_dist_ext.cli import main as hf_dist
+from hf_dist_ext.config import all_fields, load_run
+from hf_dist_ext.config_docs import json_schema
+from hf_dist_ext.short_names import PRESET_SHORT_NAMES, SHORT_NAMES
+from tests.launching import ROOT, environment
+
+PACKAGE = ROOT / "hf_dist_ext"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_FILES = sorted((ROOT / "configs").glob("*.json"))
+RUNS = "<!-- test: run -->"
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+by_run_file = pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, bool]]:
+    """Fenced blocks of a language, and whether the line above says that they run."""
+    pattern = rf"({re.escape(RUNS)}\n)?```{language}\n(.*?)```"
+    return [(code, bool(mark)) for mark, code in re.findall(pattern, text_of(page), re.DOTALL)]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Indented lines that call a program of ours or of accelerate, as a shell would cut them; `&&` separates two."""
+    lines = re.findall(r"^ {4,}((?:pip|python|accelerate|hf-dist) .+)$", text_of(page), re.MULTILINE)
+    return [shlex.split(part.partition(" > ")[0]) for line in lines for part in line.split(" && ")]
+
+
+# ---- names ----
+
+
+@by_page
+def test_every_path_that_is_named_exists(page):
+    named = re.findall(r"(?<![\w/.])(?:hf_dist_ext|configs|scripts|docs|tests)/[\w./*-]*", text_of(page))
+    missing = [name for name in named if not list(ROOT.glob(name.rstrip("./")))]
+    assert not missing
+
+
+@by_page
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", text_of(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path) if path else page
+        assert linked.exists(), target
+        assert not heading or heading in headings(linked), target
+
+
+def headings(page: Path) -> list[str]:
+    """Anchors as GitHub makes them of headings."""
+    titles = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_the_file_map_names_every_file_of_the_package_once():
+    file_map = text_of(ROOT / "README.md").partition("## File map")[2]
+    named = re.findall(r"^\| `([\w/.]+)` \|", file_map, re.MULTILINE)
+    here = [path.name for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
+    here += [f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")]
+    assert len(named) > 20 and sorted(named) == sorted(here)
+
+
+@by_page
+def test_every_field_in_a_pair_of_quotes_is_a_field(page):
+    names = re.findall(r'`[^`\n]*?"(\w+)": [^`\n]*`', text_of(page))
+    known = {*all_fields(), *SHORT_NAMES, "$schema", "query", "input_ids"}
+    assert not set(names) - known
+
+
+def test_the_short_names_are_those_of_the_table():
+    section = text_of(ROOT / "docs" / "configuration.md").partition("## Short names")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", section, re.MULTILINE)
+    named = {word for first, _ in rows for word in re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", first))}
+    assert named == {*SHORT_NAMES, *PRESET_SHORT_NAMES, "accelerate_config"}
+    for first, second in rows:  # names that stand for one field alone name it
+        for short in re.findall(r"`(\w+)`", first):
+            if len(SHORT_NAMES.get(short, ())) == 2:
+                assert f"`{SHORT_NAMES[short][1]}`" in second, short
+
+
+def test_the_error_messages_are_those_of_the_code():
+    raised = [text_of(path) for path in [*PACKAGE.rglob("*.py"), ROOT / "scripts" / "train_hf.py"]]
+    templates = [template for source in raised for template in messages(source)]
+    assert len(templates) > 100
+    tables = text_of(ROOT / "docs" / "troubleshooting.md").partition("## Traps")[0]
+    first_cells = re.findall(r"^\| (`.+?) \|", tables, re.MULTILINE)
+    documented = [span for cell in first_cells for span in re.findall(r"`([^`]+)`", cell)]
+    assert len(documented) > 80
+    unknown = []
+    for message in documented:
+        pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+        if not any(pattern.search(template) for template in templates):
+            unknown.append(message)
+    assert not unknown
+
+
+def messages(source: str) -> list[str]:
+    """What `raise UsageError(...)` and `raise ValueError(...)` say, with `…` for what is filled in."""
+
+    def words(node: ast.expr) -> str:
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(words, node.values))
+        if isinstance(node, ast.BinOp):
+            return words(node.left) + words(node.right)
+        return "…"
+
+    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    calls = [call for call in raised if isinstance(call, ast.Call) and call.args]
+    return [words(call.args[0]) for call in calls if getattr(call.func, "id", "") in ("UsageError", "ValueError")]
+
+
+def test_the_readme_shows_cases_of_the_exactness_table():
+    from tests.parity.exactness_worker import CASES
+
+    section = text_of(ROOT / "README.md").partition("## Exact")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+?) \| (\d\w?e-\d+) \|", section, re.MULTILINE)
+    bounds = {case.name: f"{case.tolerance:.0e}" for case in CASES}
+    assert len(rows) > 10
+    assert {name: bounds.get(name) for name, _ in rows} == dict(rows)
+
+
+# ---- what is shown ----
+
+
+@by_run_file
+def test_an_example_run_file_parses_and_fits_the_schema(path):
+    jsonschema.validate(json.loads(text_of(path)), json_schema())
+    assert load_run(["--config", str(path)]).given
+
+
+@by_page
+def test_json_shown_on_a_page_fits_the_schema(page):
+    for code, _ in blocks(page, "json"):
+        jsonschema.validate(json.loads(code), json_schema())
+
+
+def test_the_readme_has_the_two_commands():
+    lines = text_of(ROOT / "README.md").splitlines()
+    assert (
+        "    pip install -c constraints.txt -e . && python scripts/train_hf.py --config configs/code_search.json"
+        in lines
+    )
+    assert "    pip install -c constraints.txt -e '.[test]' && pytest" in lines
+
+
+@by_page
+def test_every_command_is_one(page, monkeypatch, capsys):
+    from accelerate.commands.launch import launch_command_parser
+
+    monkeypatch.chdir(ROOT)
+    for program, *words in commands(page):
+        if program == "accelerate":
+            launched = launch_command_parser().parse_args(words[1:])
+            assert Path(launched.config_file).is_file()
+            program, words = "python", [launched.training_script, *launched.training_script_args]
+        if words and words[0] == "scripts/train_hf.py" and "--help" not in words:
+            assert load_run(words[1:]).training["output_dir"].startswith("outputs/")
+        elif program == "python":
+            assert Path(words[0]).is_file()
+        elif program == "hf-dist" and words[0] != "search":  # that one needs a trained model
+            hf_dist(words)
+            assert capsys.readouterr().out
+
+
+def test_the_readme_shows_every_way_to_launch():
+    programs = [words[0] for words in commands(ROOT / "README.md")]
+    assert {"pip", "python", "accelerate", "hf-dist"} <= set(programs)
+
+
+# ---- what runs ----
+
+EXAMPLES = [
+    pytest.param(code, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, (code, runs) in enumerate(blocks(page, "python"))
+    if runs
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_a_python_example_runs(code, tmp_path):
+    done = run_python("-c", code, cwd=tmp_path)
+    assert done.stdout.strip(), "an example shows something"
+
+
+@by_page
+def test_python_that_is_not_run_is_python(page):
+    for code, _ in blocks(page, "python"):
+        ast.parse(code)
+
+
+TINY_RUNS = """
+import json, random, sys
+sys.path.insert(0, "scripts")
+from train_hf import main
+from hf_dist_ext import EmbeddingModel
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+
+folder, draw = sys.argv[1], random.Random(0)
+text = lambda: " ".join(draw.choices(WORDS, k=draw.randint(3, 12)))
+rows = [
+    {"question": text(), "answer": text(), "query": text(), "positive": text(), "negatives": [text()] * (1 + i % 3)}
+    for i in range(60)
+]
+with open(f"{folder}/rows.jsonl", "w") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
+for name, backbone, side, pooling, more in (
+    ("finetune_text_embedding", "bert", "right", "mean", []),
+    ("finetune_decoder_embedding", "qwen3", "left", "last", ["--matryoshka_dims", "32", "16"]),
+):
+    config = model_config(backbone, max_position_embeddings=512)
+    EmbeddingModel.from_config(config, pooling=pooling).save_pretrained(
+        f"{folder}/{backbone}", tokenizer=tiny_tokenizer(side, max_length=512)
+    )
+    main([
+        "--config", f"configs/{name}.json", "--output_dir", f"{folder}/{name}",
+        "--dataset_name", f"{folder}/rows.jsonl", "--model_name_or_path", f"{folder}/{backbone}",
+        "--accelerate_config", "single", "--use_cpu", "--per_device_train_batch_size", "20", "--eval_holdout", "10",
+        "--logging_steps", "1", "--dataloader_num_workers", "0", *more,
+    ])
+"""
+
+
+def test_the_fine_tuning_examples_train_tiny_models(tmp_path):
+    run_python("-c", TINY_RUNS, str(tmp_path), cwd=ROOT)
+    for name in ("finetune_text_embedding", "finetune_decoder_embedding"):
+        report = json.loads(text_of(tmp_path / name / "metrics.json"))
+        assert report["contrastive_batch_size"] == 20 and report["after"]["mrr@10"] > 0
+
+
+def run_python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
