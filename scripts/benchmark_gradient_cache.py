@@ -1,0 +1,711 @@
+"""The gradient cache beside the plain step and sentence-transformers: one run, same weights, data, dtype and batch.
+
+    python scripts/benchmark_gradient_cache.py --output outputs/benchmark               # two CPU cores: some 6 minutes
+    python scripts/benchmark_gradient_cache.py --preset gpu --sizes minilm --output outputs/benchmark
+
+(1) one EmbeddingModel, saved, and loaded again as a SentenceTransformer
+(2) text: code-search pairs. Every cached contestant's chunk size is swept, its best goes into the turns
+(3) curves: time and memory against the batch, with the settings that (2) chose
+(4) fixed: rows of one length, where nothing can be trimmed: what the second forward costs (arithmetic says 4/3)
+(5) flat: our memory from small batches to large ones at one chunk size
+(6) the loss stage alone (benchmark_loss_stage.py), and its memory against the batch
+
+Plain is the whole padded batch in one forward and backward, with our InfoNCE; every column is padded to its longest
+row, as collators do. A step is: clear the gradients, cut (ours), forward, loss, backward. Contestants take turns, each
+turn starts with another one, and a ratio is the median of the ratios within a turn, so that a busy machine slows both
+sides of it. CPU seconds of the process stand beside wall seconds: with one thread they leave out what others use.
+
+Peak memory is counted, not sampled: the bytes of all tensors made by the step that are alive together (on CUDA what
+the allocator says), weights and batch not included, gradients of the weights included. Activation memory is the bytes
+that the model's graph keeps for its backward, at the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from benchmark_loss_stage import PeakBytes, compare, make_columns, our_stage, peak_bytes
+from torch import Tensor, nn
+
+from hf_dist_ext.chunking import ChunkLimits, lay_out
+from hf_dist_ext.code_search import load_code_search, train_tokenizer
+from hf_dist_ext.collator import ContrastiveCollator
+from hf_dist_ext.config import exit_on_usage_error
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.gradient_cache import cached_step
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.modeling import EmbeddingModel
+
+TEMPERATURE = 0.05
+COLUMNS = ["query", "positive"]
+ALL_GRAPHS = 10**9
+PLAIN, OURS, OURS_ALL_KEPT = "plain", "ours", "ours, all graphs kept"
+THEIR_PLAIN, THEIR_CACHED = "sentence-transformers plain", "sentence-transformers cached"
+TARGETS = {  # ratio -> (the most or the least it may be)
+    "cached_over_plain": ("<=", 0.5),
+    "cached_over_sentence_transformers_cached": ("<=", 0.5),
+    "cached_peak_memory_over_sentence_transformers_cached": ("<=", 1.0),
+    "fixed_no_graph_over_plain": ("<=", 1.40),
+    "fixed_all_graphs_over_plain": ("<=", 1.05),
+    "activation_memory_16384_over_256": ("<=", 1.1),
+    "loss_stage_memory_growth_over_batch_growth": ("<=", 1.05),
+    "loss_stage_over_sentence_transformers": ("<=", 1 / 3),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and the batches and chunk sizes it is measured at."""
+
+    name: str
+    model: dict
+    pooling: str = "mean"
+    autocast: bool = False  # bf16 forward over float32 weights, as Trainer's bf16=true
+    text_pairs: int = 1024  # the batch of the ratios
+    text_length: int = 256
+    curve_pairs: tuple[int, ...] = (128, 256, 512)  # further batches of the curves
+    chunk_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)  # ours, swept
+    mini_batches: tuple[int, ...] = (8, 16, 32, 64)  # theirs, swept: rows
+    mini_batch_tokens: tuple[int, ...] = (256, 512, 1024)  # theirs, swept: real tokens
+    fixed_pairs: int = 256
+    fixed_length: int = 64
+    fixed_chunk_rows: tuple[int, ...] = (32, 64, 128)
+    flat_pairs: tuple[int, ...] = (256, 1024, 4096, 16384)
+    flat_length: int = 16
+    flat_chunk_rows: int = 64
+    exact_pairs: int = 48  # of the float64 check
+
+
+def bert(width: int, layers: int, heads: int, **more) -> dict:
+    return {
+        "model_type": "bert", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": 4 * width, "max_position_embeddings": 512,
+        # Dropout would make every contestant's gradient a different random number.
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **more,
+    }  # fmt: skip
+
+
+QWEN3_06B = {
+    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
+}  # fmt: skip
+ON_GPU = {
+    "autocast": True, "curve_pairs": (256, 4096, 16384, 65536), "chunk_tokens": (16384, 65536, 131072),
+    "mini_batches": (32, 128, 512), "mini_batch_tokens": (16384, 65536), "fixed_pairs": 512, "fixed_length": 128,
+    "fixed_chunk_rows": (64, 128, 256), "flat_pairs": (256, 4096, 16384, 65536), "flat_length": 32,
+    "flat_chunk_rows": 256,
+}  # fmt: skip
+PRESETS = {
+    "cpu": [Size("width64", bert(64, 1, 2))],
+    "cpu-wide": [Size("width128", bert(128, 2, 2), curve_pairs=(256,), flat_pairs=(256, 16384))],
+    "gpu": [
+        Size("minilm", bert(384, 6, 12, vocab_size=30522), **ON_GPU),
+        # text_pairs: what the plain step still fits into 80 GiB
+        Size("bert-base", bert(768, 12, 12, vocab_size=30522), text_pairs=256, **ON_GPU),
+        Size(
+            "qwen3-0.6b", QWEN3_06B, pooling="last", text_pairs=64,
+            **{**ON_GPU, "chunk_tokens": (1024, 4096, 16384), "mini_batches": (8, 32), "curve_pairs": (256, 4096)},
+        ),
+    ],
+    "smoke": [
+        Size(
+            "smoke", bert(32, 1, 2), text_pairs=16, text_length=32, curve_pairs=(8,), chunk_tokens=(128, 256),
+            mini_batches=(4,), mini_batch_tokens=(64,), fixed_pairs=16, fixed_length=8, fixed_chunk_rows=(4,),
+            flat_pairs=(16, 64), flat_length=4, flat_chunk_rows=8, exact_pairs=8,
+        )
+    ],
+}  # fmt: skip
+
+Batch = dict[str, dict[str, Tensor]]
+Step = Callable[[], Tensor]  # gradients are in the model afterwards; returns the loss
+
+
+@dataclass
+class Models:
+    """The same weights twice, and what they are asked to do."""
+
+    ours: EmbeddingModel
+    theirs: nn.Module  # SentenceTransformer
+    device: str
+    loss: InfoNCELoss = field(default_factory=lambda: InfoNCELoss(TEMPERATURE))
+
+    def score(self, embeddings: dict[str, Tensor]) -> tuple[Tensor, dict]:
+        return self.loss(embeddings)
+
+
+# (1) -----------------------------------------------------------------------------------------------------------------
+
+
+def make_models(size: Size, tokenizer, device: str) -> Models:
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    config = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id} | size.model
+    ours = EmbeddingModel.from_config(config, pooling=size.pooling)
+    with tempfile.TemporaryDirectory() as folder:
+        ours.save_pretrained(folder, tokenizer=tokenizer, max_length=size.text_length)
+        theirs = SentenceTransformer(folder, device=device)
+    if getattr(theirs[0].model, "pooler", None) is not None:
+        theirs[0].model.pooler = None  # ours has none, and nobody reads what it computes
+    ours.to(device).train()
+    theirs.train()
+    if size.autocast:
+        for model in (ours.backbone, theirs[0].model):
+            model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
+    return Models(ours, theirs, device)
+
+
+def plain_step(models: Models, batch: Batch) -> Step:
+    def step() -> Tensor:
+        models.ours.zero_grad(set_to_none=True)
+        output = models.loss({column: models.ours(**features).embeddings for column, features in batch.items()})
+        output.loss.backward()
+        return output.loss.detach()
+
+    return step
+
+
+def our_step(
+    models: Models, batch: Batch, limits: ChunkLimits, keep_graph: int = 0, encode: Callable | None = None
+) -> Step:
+    encode = encode or (lambda chunk: models.ours(**chunk.features).embeddings)
+
+    def step() -> Tensor:
+        models.ours.zero_grad(set_to_none=True)
+        return cached_step(lay_out(batch, limits), encode, models.score, keep_graph=keep_graph).loss
+
+    return step
+
+
+def their_step(models: Models, batch: Batch, **chunks: int) -> Step:
+    """Their cached loss with `mini_batch_size` or `mini_batch_num_tokens`, or their plain one with neither."""
+    from sentence_transformers.sentence_transformer import losses
+
+    kind = losses.CachedMultipleNegativesRankingLoss if chunks else losses.MultipleNegativesRankingLoss
+    loss = kind(models.theirs, scale=1 / TEMPERATURE, **chunks)
+
+    def step() -> Tensor:
+        models.theirs.zero_grad(set_to_none=True)
+        total = loss([dict(features) for features in batch.values()], None)  # their modules write into these dicts
+        total.backward()
+        return total.detach()
+
+    return step
+
+
+# measuring -----------------------------------------------------------------------------------------------------------
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that graphs made inside keep for their backward: now, and at the highest. `known` tensors do not count."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__(self._keep, lambda kept: kept.tensor)
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.users: dict[int, int] = {}  # a storage that is saved several times is alive once
+        self.alive = self.peak = 0
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        return _Kept(tensor, None if tensor.untyped_storage().data_ptr() in self.known else self)
+
+
+class _Kept:
+    def __init__(self, tensor: Tensor, count: SavedBytes | None) -> None:
+        self.tensor, self.count = tensor, count
+        if count is not None:
+            storage = tensor.untyped_storage()
+            self.key, self.nbytes = storage.data_ptr(), storage.nbytes()
+            count.users[self.key] = count.users.get(self.key, 0) + 1
+            count.alive += self.nbytes if count.users[self.key] == 1 else 0
+            count.peak = max(count.peak, count.alive)
+
+    def __del__(self) -> None:
+        if self.count is not None:
+            self.count.users[self.key] -= 1
+            self.count.alive -= self.nbytes if self.count.users[self.key] == 0 else 0
+
+
+def peak_of(step: Step, device: str) -> int:
+    """Bytes of the tensors that the step makes and that are alive together."""
+    if device == "cpu":
+        with PeakBytes() as memory:
+            step()
+        return memory.peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def counted_tokens(models: Models) -> Iterator[list[int]]:
+    """One number: tokens that go through the transformer, padding and every pass included."""
+    seen = [0]
+
+    def count(module: nn.Module, args: tuple) -> None:
+        seen[0] += args[0].numel()
+
+    # Their module calls the transformer's forward past its hooks, but the token embedding's are run.
+    embedders = [model.get_input_embeddings() for model in (models.ours.backbone, models.theirs[0].model)]
+    handles = [embedder.register_forward_pre_hook(count) for embedder in embedders]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+def take_turns(steps: dict[str, Step], turns: int, device: str) -> dict[str, dict[str, list[float]]]:
+    """Per contestant its wall and CPU seconds in every turn. Nothing is dropped: steps have run before."""
+    names = list(steps)
+    seconds: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_seconds": []} for name in names}
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            wall, cpu = time.perf_counter(), time.process_time()
+            steps[name]()
+            if device != "cpu":
+                torch.cuda.synchronize()
+            seconds[name]["seconds"].append(time.perf_counter() - wall)
+            seconds[name]["cpu_seconds"].append(time.process_time() - cpu)
+    return seconds
+
+
+def ratio(figures: dict, name: str, other: str, key: str = "seconds") -> float | None:
+    """Median of the ratios within a turn; None when one of them did not fit the device."""
+    if name not in figures or other not in figures:
+        return None
+    return statistics.median(a / b for a, b in zip(figures[name][key], figures[other][key], strict=True))
+
+
+def fitting(steps: dict[str, Step]) -> dict[str, Step]:
+    """Those that run once without running out of the device's memory; on a CPU nobody would survive the attempt."""
+    kept = {}
+    for name, step in steps.items():
+        try:
+            step()
+            kept[name] = step
+        except torch.OutOfMemoryError:
+            print(f"  {name}: out of memory")
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return kept
+
+
+def by_speed(steps: dict[str, Step], device: str, turns: int = 1) -> list[str]:
+    """The contestants of a sweep, fastest first; each counts with its least disturbed turn."""
+    turned = take_turns(fitting(steps) if device != "cpu" else steps, turns, device)
+    seconds = {name: min(values["seconds"]) for name, values in turned.items()}
+    for name, value in seconds.items():
+        print(f"  {name:<58}{value:>9.3f} s")
+    return sorted(seconds, key=seconds.get)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter that has one, under the name it has in the transformer."""
+    return {
+        name.removeprefix("backbone.").removeprefix("0.model."): parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The largest difference, relative to the largest gradient of its parameter; a parameter whose true gradient is
+    zero (a key's bias under softmax) is compared with a thousandth of the model's largest instead."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    largest = max(gradient.abs().max() for gradient in wanted.values())
+    assert largest > 0
+    return max(
+        ((found[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-3 * largest)).item()
+        for name, gradient in wanted.items()
+    )
+
+
+def observe(steps: dict[str, Step], models: Models, figures: dict) -> None:
+    """Fill in peak memory, tokens and the gradient's distance from the plain step's, which comes first."""
+    wanted = None
+    for name, step in steps.items():
+        entry = figures.setdefault(name, {"max_relative_gradient_error": None})
+        with counted_tokens(models) as tokens:
+            entry["peak_bytes"] = peak_of(step, models.device)
+        entry["tokens"] = tokens[0]
+        found = gradients(models.theirs if name.startswith("sentence") else models.ours)
+        wanted = found if name == PLAIN else wanted
+        if wanted is not None:  # else the plain step does not fit the device
+            entry["max_relative_gradient_error"] = gradient_error(found, wanted)
+
+
+# (2), (3) ------------------------------------------------------------------------------------------------------------
+
+
+def text_batches(size: Size, code_root: str | None, device: str) -> tuple[object, Callable[[int], Batch]]:
+    """The tokenizer, and batches of so many pairs; past the dataset's end it begins again."""
+    dataset = load_code_search(held_out=1, root=code_root)["train"].shuffle(seed=0)
+    tokenizer = train_tokenizer(
+        (text for column in COLUMNS for text in dataset[column]), model_max_length=size.text_length
+    )
+    collate = ContrastiveCollator(tokenizer, COLUMNS, max_length=size.text_length, with_ids=False)
+
+    def batch_of(pairs: int) -> Batch:
+        rows = dataset.select([i % len(dataset) for i in range(pairs)]).to_list()
+        return {name: {key: v.to(device) for key, v in part.items()} for name, part in collate(rows).items()}
+
+    return tokenizer, batch_of
+
+
+def sweep(size: Size, models: Models, batch: Batch) -> tuple[ChunkLimits, list[dict]]:
+    """(our chunks, their fastest two settings). Ours are the fastest that need no more memory than their fastest."""
+    theirs = {f"{THEIR_CACHED}, mini_batch_size {n}": {"mini_batch_size": n} for n in size.mini_batches}
+    for n in size.mini_batch_tokens:  # beside a token budget their mini_batch_size cuts the loss stage only
+        theirs[f"{THEIR_CACHED}, {n} tokens"] = {"mini_batch_num_tokens": n, "mini_batch_size": 256}
+    print("sweep")
+    order = by_speed({name: their_step(models, batch, **chunks) for name, chunks in theirs.items()}, models.device)
+    if not order:
+        raise UsageError("no setting of sentence-transformers' cached loss fits this device. Use smaller ones.")
+    limit = peak_of(their_step(models, batch, **theirs[order[0]]), models.device)
+    ours = {f"{OURS}, {n} tokens per chunk": ChunkLimits(max_tokens=n) for n in size.chunk_tokens}
+    steps = {name: our_step(models, batch, limits) for name, limits in ours.items()}
+    ours_by_speed = by_speed(steps, models.device, turns=3)
+    small = [name for name in ours_by_speed if peak_of(steps[name], models.device) <= limit]
+    return ours[(small or ours_by_speed)[0]], [theirs[name] for name in order[:2]]
+
+
+def contestants(models: Models, batch: Batch, limits: ChunkLimits, their_chunks: list[dict]) -> dict[str, Step]:
+    """Name -> step; plain first. Their first cached setting has the plain name, a second one its number behind it."""
+    steps = {
+        PLAIN: plain_step(models, batch),
+        OURS: our_step(models, batch, limits),
+        OURS_ALL_KEPT: our_step(models, batch, limits, ALL_GRAPHS),
+        THEIR_PLAIN: their_step(models, batch),
+    }
+    for number, chunks in enumerate(their_chunks):
+        steps[THEIR_CACHED + (f" ({number + 1})" if number else "")] = their_step(models, batch, **chunks)
+    return steps
+
+
+def compare_text(size: Size, models: Models, batch_of: Callable[[int], Batch], turns: int) -> dict:
+    batch = batch_of(size.text_pairs)
+    fitting({"warm-up": plain_step(models, batch_of(8)), "theirs": their_step(models, batch_of(8), mini_batch_size=4)})
+    print(f"\n{size.name}: text, {size.text_pairs} pairs cut at {size.text_length} tokens")
+    limits, their_chunks = sweep(size, models, batch)
+    steps = contestants(models, batch, limits, their_chunks)
+    if models.device != "cpu":
+        steps = fitting(steps)
+    figures: dict[str, dict] = {}
+    observe(steps, models, figures)
+    for name, values in take_turns(steps, turns, models.device).items():
+        figures[name].update(values)
+    runner_up = figures.get(f"{THEIR_CACHED} (2)")
+    if runner_up and ratio(figures, f"{THEIR_CACHED} (2)", THEIR_CACHED) < 1:
+        figures[THEIR_CACHED], figures[f"{THEIR_CACHED} (2)"] = runner_up, figures[THEIR_CACHED]
+        their_chunks.reverse()
+    print_table(figures)
+    real = sum(int(features["attention_mask"].sum()) for features in batch.values())
+    return {
+        "pairs": size.text_pairs,
+        "real_tokens": real,
+        "our_setting": asdict(limits),
+        "their_settings": their_chunks,
+        "contestants": figures,
+    }
+
+
+def print_table(figures: dict[str, dict]) -> None:
+    print(f"{'contestant':<34}{'seconds':>9}{'CPU s':>9}{'x plain':>9}{'MiB':>9}{'tokens':>10}{'gradient error':>16}")
+    for name, entry in figures.items():
+        over = ratio(figures, name, PLAIN) or float("nan")
+        print(
+            f"{name:<34}{statistics.median(entry['seconds']):>9.3f}{statistics.median(entry['cpu_seconds']):>9.3f}"
+            f"{over:>9.2f}{entry['peak_bytes'] / 2**20:>9.1f}{entry.get('tokens', 0):>10}"
+            f"{entry['max_relative_gradient_error'] or 0:>16.1e}"
+        )
+
+
+def exact_errors(size: Size, models: Models, batch_of: Callable[[int], Batch], text: dict) -> dict[str, float]:
+    """The same comparison of gradients in float64, on a small batch cut into small chunks."""
+    batch = batch_of(size.exact_pairs)
+    exact = Models(copy.deepcopy(models.ours).double(), copy.deepcopy(models.theirs).double(), models.device)
+    steps = {
+        PLAIN: plain_step(exact, batch),
+        OURS: our_step(exact, batch, ChunkLimits(max_rows=5)),
+        OURS_ALL_KEPT: our_step(exact, batch, ChunkLimits(max_rows=5), ALL_GRAPHS),
+        THEIR_CACHED: their_step(exact, batch, mini_batch_size=5),
+    }
+    figures: dict[str, dict] = {}
+    observe(steps, exact, figures)
+    errors = {name: entry["max_relative_gradient_error"] for name, entry in figures.items() if name != PLAIN}
+    print("gradient error in float64: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    return errors
+
+
+def curves(size: Size, models: Models, batch_of: Callable[[int], Batch], text: dict, turns: int) -> list[dict]:
+    """Time and memory of the chosen settings at other batches; the batch of (2) is among the points."""
+    points = [{"pairs": text["pairs"], "contestants": text["contestants"]}]
+    for pairs in size.curve_pairs:
+        steps = contestants(models, batch_of(pairs), ChunkLimits(**text["our_setting"]), text["their_settings"][:1])
+        if models.device != "cpu":
+            print(f"curve, {pairs} pairs")
+            steps = fitting(steps)
+        seconds = take_turns(steps, turns, models.device)
+        figures = {name: {**seconds[name], "peak_bytes": peak_of(step, models.device)} for name, step in steps.items()}
+        points.append({"pairs": pairs, "contestants": figures})
+    points.sort(key=lambda point: point["pairs"])
+    print(f"\n{'pairs':>8}  seconds (MiB)")
+    for point in points:
+        cells = [
+            f"{name} {statistics.median(entry['seconds']):.3f} ({entry['peak_bytes'] / 2**20:.0f})"
+            for name, entry in point["contestants"].items()
+        ]
+        print(f"{point['pairs']:>8}  {'; '.join(cells)}")
+    return points
+
+
+# (4), (5) ------------------------------------------------------------------------------------------------------------
+
+
+def fixed_batch(size: Size, pairs: int, length: int, device: str) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = size.model.get("vocab_size", 500)
+    ids = {name: torch.randint(5, min(vocabulary, 500), (pairs, length), generator=generator) for name in COLUMNS}
+    return {n: {"input_ids": v.to(device), "attention_mask": torch.ones_like(v).to(device)} for n, v in ids.items()}
+
+
+def compare_fixed(size: Size, models: Models, turns: int) -> dict:
+    batch = fixed_batch(size, size.fixed_pairs, size.fixed_length, models.device)
+    print(f"\n{size.name}: fixed, {size.fixed_pairs} pairs of {size.fixed_length} tokens each; sweep")
+    chosen = {}
+    for name, keep_graph in ((OURS, 0), (OURS_ALL_KEPT, ALL_GRAPHS)):
+        steps = {
+            f"{name}, {rows} rows per chunk": our_step(models, batch, ChunkLimits(max_rows=rows), keep_graph)
+            for rows in size.fixed_chunk_rows
+        }
+        best = by_speed(steps, models.device, turns=5)[0]
+        chosen[name] = size.fixed_chunk_rows[list(steps).index(best)]
+    steps = {
+        PLAIN: plain_step(models, batch),
+        OURS: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS])),
+        OURS_ALL_KEPT: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS_ALL_KEPT]), ALL_GRAPHS),
+        THEIR_CACHED: their_step(models, batch, mini_batch_size=chosen[OURS]),
+    }
+    figures: dict[str, dict] = {}
+    observe(steps, models, figures)
+    for name, values in take_turns(steps, turns, models.device).items():
+        figures[name].update(values)
+    print_table(figures)
+    return {"pairs": size.fixed_pairs, "length": size.fixed_length, "chunk_rows": chosen, "contestants": figures}
+
+
+def flat_memory(size: Size, models: Models) -> list[dict]:
+    """Per batch: what the model's graph holds, the step's peak, and how many copies of the embeddings explain it."""
+    points = []
+    for pairs in size.flat_pairs:
+        batch = fixed_batch(size, pairs, size.flat_length, models.device)
+        saved = SavedBytes(
+            [*models.ours.parameters(), *models.ours.buffers()]
+            + [value for table in lay_out(batch, ChunkLimits()).tables for value in table.features.values()]
+        )
+
+        def encode(chunk, saved=saved):
+            # The batch is known by its storage, and a chunk's features are views of it.
+            saved.known.update(value.untyped_storage().data_ptr() for value in chunk.features.values())
+            with saved:
+                return models.ours(**chunk.features).embeddings
+
+        step = our_step(models, batch, ChunkLimits(max_rows=size.flat_chunk_rows), encode=encode)
+        peak = peak_of(step, models.device)
+        assert saved.peak > 0 and saved.alive == 0, (saved.peak, saved.alive)
+        points.append({"pairs": pairs, "activation_bytes": saved.peak, "peak_bytes": peak})
+    embedding_bytes = len(COLUMNS) * models.ours.embedding_dim * 4  # of a pair
+    first, last = points[0], points[-1]
+    copies = (last["peak_bytes"] - first["peak_bytes"]) / (last["pairs"] - first["pairs"]) / embedding_bytes
+    print(f"\n{size.name}: flat, rows of {size.flat_length} tokens, {size.flat_chunk_rows} rows per chunk")
+    print(f"{'pairs':>8}{'activations, MiB':>18}{'peak, MiB':>11}{'embeddings, MiB':>17}")
+    for point in points:
+        point["embedding_bytes"] = point["pairs"] * embedding_bytes
+        cells = [point[key] / 2**20 for key in ("activation_bytes", "peak_bytes", "embedding_bytes")]
+        print(f"{point['pairs']:>8}{cells[0]:>18.2f}{cells[1]:>11.2f}{cells[2]:>17.2f}")
+    print(
+        f"between {first['pairs']} and {last['pairs']} pairs the peak grows by {copies:.1f} copies of the embeddings"
+    )
+    return points
+
+
+# (6) -----------------------------------------------------------------------------------------------------------------
+
+
+def loss_stage(options: argparse.Namespace, device: str) -> dict:
+    is_small = options.preset == "smoke"
+    rows, batches = (64, (64, 128)) if is_small else (2048, (1024, 2048, 4096, 8192, 16384))
+    stage = argparse.Namespace(
+        rows=rows, chunk=32, negatives=0, device=device, turns=options.turns, mini_batches=[256, rows]
+    )
+    result = compare(128, stage)
+    if device == "cpu":
+        columns = {n: make_columns(n, 128, 2, torch.float32, device) for n in batches}
+        peaks = {n: peak_bytes(our_stage(columns[n], 32)) for n in batches}
+    else:
+        peaks = {n: peak_of(our_stage(make_columns(n, 128, 2, torch.float32, device), 32), device) for n in batches}
+    print("loss stage, peak MiB: " + ", ".join(f"batch {n} {peak / 2**20:.1f}" for n, peak in peaks.items()))
+    first, last = batches[0], batches[-1]
+    return result | {"peak_bytes_of_batches": peaks, "growth": peaks[last] / peaks[first] / (last / first)}
+
+
+# the report ----------------------------------------------------------------------------------------------------------
+
+
+def ratios_of(size: dict, stage: dict, key: str = "seconds") -> dict[str, float]:
+    text, fixed, flat = size["text"]["contestants"], size["fixed"]["contestants"], size["flat"]
+    memory = [text[name]["peak_bytes"] for name in (OURS, THEIR_CACHED)]
+    return {
+        "cached_over_plain": ratio(text, OURS, PLAIN, key),
+        "cached_all_graphs_over_plain": ratio(text, OURS_ALL_KEPT, PLAIN, key),
+        "cached_over_sentence_transformers_cached": ratio(text, OURS, THEIR_CACHED, key),
+        "cached_over_sentence_transformers_plain": ratio(text, OURS, THEIR_PLAIN, key),
+        "cached_peak_memory_over_sentence_transformers_cached": memory[0] / memory[1],
+        "fixed_no_graph_over_plain": ratio(fixed, OURS, PLAIN, key),
+        "fixed_all_graphs_over_plain": ratio(fixed, OURS_ALL_KEPT, PLAIN, key),
+        "fixed_sentence_transformers_cached_over_plain": ratio(fixed, THEIR_CACHED, PLAIN, key),
+        # The name holds the target's batches; results.json says which ones this preset ran.
+        "activation_memory_16384_over_256": flat[-1]["activation_bytes"] / flat[0]["activation_bytes"],
+        "loss_stage_over_sentence_transformers": stage["loss_stage_over_sentence_transformers"],
+        "loss_stage_memory_growth_over_batch_growth": stage["growth"],
+    }
+
+
+def print_targets(ratios: dict[str, float]) -> None:
+    print()
+    for name, value in ratios.items():
+        if value is None:
+            print(f"{name:<56}  one side does not fit the device")
+            continue
+        sign, bound = TARGETS.get(name, ("", 0.0))
+        verdict = f"   target {sign} {bound:.2f}: {'reached' if value <= bound else 'MISSED'}" if sign else ""
+        print(f"{name:<56}{value:>7.3f}{verdict}")
+
+
+def draw(size: Size, result: dict, output: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    for what, label in (("time", "seconds per step"), ("memory", "peak MiB of a step")):
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        for name in (PLAIN, OURS, OURS_ALL_KEPT, THEIR_PLAIN, THEIR_CACHED):
+            points = [(p["pairs"], p["contestants"][name]) for p in result["curves"] if name in p["contestants"]]
+            values = [
+                statistics.median(entry["seconds"]) if what == "time" else entry["peak_bytes"] / 2**20
+                for _, entry in points
+            ]
+            axes.plot([pairs for pairs, _ in points], values, marker="o", label=name)
+        if what == "memory":
+            flat = result["flat"]
+            for key, name in (("peak_bytes", "peak"), ("activation_bytes", "activations")):
+                axes.plot(
+                    [p["pairs"] for p in flat], [p[key] / 2**20 for p in flat], marker=".", linestyle=":",
+                    label=f"ours, rows of {size.flat_length} tokens: {name}",
+                )  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel=label)
+        axes.set_title(f"{size.name}: code-search pairs, up to {size.text_length} tokens", fontsize=10)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+        figure.tight_layout()
+        figure.savefig(output / f"{what}_{size.name}.png", dpi=120)
+        pyplot.close(figure)
+
+
+def describe_machine(device: str) -> str:
+    words = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
+    if device == "cpu":
+        return f"{words}, {torch.backends.cpu.get_cpu_capability()}, no GPU used"
+    return f"{words}, {torch.cuda.get_device_name()}"
+
+
+def measure(size: Size, options: argparse.Namespace, device: str) -> dict:
+    tokenizer, batch_of = text_batches(size, options.code_root, device)
+    models = make_models(size, tokenizer, device)
+    parameters = sum(p.numel() for p in models.ours.parameters())
+    result: dict = {"name": size.name, "model": size.model, "num_parameters": parameters, "autocast": size.autocast}
+    result["text"] = compare_text(size, models, batch_of, options.turns)
+    if not size.autocast:
+        result["float64_gradient_error"] = exact_errors(size, models, batch_of, result["text"])
+    result["curves"] = curves(size, models, batch_of, result["text"], max(1, options.turns // 2))
+    result["fixed"] = compare_fixed(size, models, 5 * options.turns)
+    result["flat"] = flat_memory(size, models)
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
+    parser.add_argument("--sizes", nargs="+", help="only these sizes of the preset")
+    parser.add_argument("--turns", type=int, default=3, help="turns of the text comparison; the others follow it")
+    parser.add_argument("--code_root", help="read code-search pairs from this folder instead of the standard library")
+    parser.add_argument("--output", type=Path, help="write results.json and the plots into this folder")
+    options = parser.parse_args(argv)
+    with exit_on_usage_error():
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    device = "cuda" if options.preset == "gpu" else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError('--preset gpu: torch sees no CUDA device. Use "cpu", or a machine that has one.')
+    if options.output and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[dev]'")
+    sizes = [size for size in PRESETS[options.preset] if not options.sizes or size.name in options.sizes]
+    if not sizes:
+        raise UsageError(f"--sizes: the preset has {', '.join(size.name for size in PRESETS[options.preset])}.")
+    packages = {name: version(name) for name in ("torch", "transformers", "sentence-transformers")}
+    machine = describe_machine(device)
+    print(f"{machine}; " + ", ".join(f"{name} {number}" for name, number in packages.items()))
+    results = [measure(size, options, device) for size in sizes]
+    stage = loss_stage(options, device)
+    for result in results:
+        result["ratios"] = ratios_of(result, stage)
+        result["ratios_of_cpu_seconds"] = ratios_of(result, stage, "cpu_seconds")
+        print_targets(result["ratios"])
+    if options.output is None:
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    report = {
+        "command": " ".join(["python", "scripts/benchmark_gradient_cache.py", *sys.argv[1:]]),
+        "machine": machine,
+        "versions": packages,
+        "preset": options.preset,
+        "turns": options.turns,
+        "ratios": results[0]["ratios"],
+        "ratios_of_cpu_seconds": results[0]["ratios_of_cpu_seconds"],
+        "targets": {name: f"{sign} {bound}" for name, (sign, bound) in TARGETS.items()},
+        "sizes": results,
+        "loss_stage": stage,
+    }
+    (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for size, result in zip(sizes, results, strict=True):
+        draw(size, result, options.output)
+    print(f"\nwritten: {options.output}/results.json and {2 * len(sizes)} plots")
+
+
+if __name__ == "__main__":
+    main()
