@@ -1,38 +1,44 @@
 """A batch of features -> chunks that fit, and embeddings or gradients back to the batch's own order.
 
-(1) rows of all columns that share a tower are laid into one table
-(2) every row's real extent (first and last real token) comes to the host, once per batch
-(3) rows are sorted by length and packed by rows and/or tokens; ranks may ask for more chunks than packing needs
-(4) a chunk is a slice of the sorted table, trimmed to its own longest row
+(1) `column_layout` brings to the host what must be known: every row's first and last real token, its images
+(2) rows of all columns that share a tower are laid into one table
+(3) rows are sorted, those without images first and then by length, and packed by rows, tokens and image patches;
+    ranks may ask for more chunks than packing needs
+(4) a chunk is a slice of the sorted table, trimmed to its own longest row, with the images its rows own
 (5) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
 Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
-that of the full batch up to float rounding. Letters: R rows of a table, L its token width, b rows of a chunk,
+that of the full batch up to float rounding. Rows with images come last, so that a table's last chunk, whose backward
+reduces gradients, reaches the vision layers too. Letters: R rows of a table, L its token width, b rows of a chunk,
 D embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
+from .column_layout import Column, FeatureAxes, RowLayout, read_columns
 from .errors import UsageError
-
-# Axis 1 of these is the token axis; they are trimmed together. Everything else is cut along its rows only.
-TOKEN_AXIS_KEYS = frozenset(
-    {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids", "inputs_embeds", "labels"}
-)
+from .image_features import UnitLayout
 
 
 @dataclass(frozen=True)
 class ChunkLimits:
-    """What bounds a chunk: rows, tokens (rows x width, padding included), both, or neither (None, None: one chunk)."""
+    """What bounds a chunk: rows, tokens (rows x width, padding included), image patches, or nothing (one chunk)."""
 
     max_rows: int | None = None
     max_tokens: int | None = None
     width_multiple: int = 8
+    max_patches: int | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        return not (self.max_rows is None and self.max_tokens is None and self.max_patches is None)
 
 
 @dataclass
@@ -41,14 +47,23 @@ class Chunk:
 
     `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so
     that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
+    `has_vision`: vision layers run. `features` is what the model takes; it gathers image entries anew at every access,
+    so that pixels exist twice for the running chunk only. `views` are the features that are slices of the table.
     """
 
-    features: dict[str, torch.Tensor]
+    views: dict[str, torch.Tensor]
+    gather_images: Callable[[], dict[str, Any]] | None
+    device: torch.device
     column: str | None
     table: int
     start: int
     stop: int
     is_idle: bool = False
+    has_vision: bool = False
+
+    @property
+    def features(self) -> dict[str, Any]:
+        return self.views if self.gather_images is None else {**self.views, **self.gather_images()}
 
     @property
     def num_rows(self) -> int:
@@ -56,18 +71,54 @@ class Chunk:
 
 
 @dataclass
+class Units:
+    """An image key of a table. Its entries stay where the collator put them; chunks gather those of their rows."""
+
+    values: list[Any]  # one tensor (or list of numbers) per column
+    places: list[tuple[int, int, int]]  # per sorted row: column's number, first entry, one past the last
+    lengths: list[int] | None  # per sorted row: real extent of axis 1
+    rounds_length: bool
+
+    def gather(self, start: int, stop: int, multiple: int) -> Any:
+        """Entries of rows start..stop, or None where they have none."""
+        runs: list[list[int]] = []
+        for column, first, last in self.places[start:stop]:
+            if runs and runs[-1][0] == column and runs[-1][2] == first:
+                runs[-1][2] = last
+            elif first < last:
+                runs.append([column, first, last])
+        if not runs:
+            return None
+        if isinstance(self.values[0], list):
+            return [number for column, first, last in runs for number in self.values[column][first:last]]
+        pieces = [self.values[column][first:last] for column, first, last in runs]
+        if self.lengths is not None:
+            longest = max(self.lengths[start:stop])
+            longest = -(-longest // multiple) * multiple if self.rounds_length else longest
+            pieces = [piece[:, :longest] for piece in pieces]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass
 class Table:
-    """All rows that go through one tower, sorted by length (longest first: what does not fit fails first)."""
+    """All rows that go through one tower: those without images first, and in each half the longest first (what does
+    not fit fails first). `bounds`: first row and one past the last of every chunk, equal where it is idle."""
 
     columns: list[str]
     row_counts: list[int]
-    features: dict[str, torch.Tensor]  # each (R, ...), sorted
+    features: dict[str, torch.Tensor]  # sorted, laid out as `layouts` says
+    layouts: dict[str, RowLayout]
+    units: dict[str, Units]
     extents: list[tuple[int, int]]  # per sorted row: first real token, one past the last
+    patches: list[tuple[int, int]]  # per sorted row: entries, patches in the longest
+    num_text_rows: int  # without images
     order: torch.Tensor  # (R,) sorted row i is row order[i] of the columns laid end to end
     column: str | None
     width: int
     pads_left: bool
     can_trim: bool
+    real_tokens: int
+    device: torch.device
     bounds: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -92,33 +143,81 @@ class Table:
         left, right = self.window(start, stop, limits.width_multiple)
         return (stop - start) * max(1, right - left)
 
-    def pack(self, limits: ChunkLimits) -> None:
-        """Cut greedily: a chunk closes when the next row would pass a limit. A row longer than max_tokens is alone."""
-        self.bounds, start = [], 0
-        first, last = self.width, 0  # the open chunk's extent
-        for row, (row_first, row_last) in enumerate(self.extents):
-            first, last = min(first, row_first), max(last, row_last)
-            left, right = self._widened(first, last, limits.width_multiple)
-            tokens = (row + 1 - start) * (right - left)
-            too_many_rows = limits.max_rows is not None and row - start >= limits.max_rows
-            too_many_tokens = limits.max_tokens is not None and tokens > limits.max_tokens
-            if row > start and (too_many_rows or too_many_tokens):
-                self.bounds.append((start, row))
-                start, first, last = row, row_first, row_last
-        if self.num_rows > start:
-            self.bounds.append((start, self.num_rows))
+    def num_patches(self, start: int, stop: int) -> int:
+        """Image patches the chunk computes, padding included."""
+        entries, longest = zip(*self.patches[start:stop], strict=True)
+        return sum(entries) * max(longest)
 
-    def split_to(self, num_chunks: int, limits: ChunkLimits) -> None:
-        """Halve the costliest chunk until there are num_chunks; past one row per chunk the rest are idle (empty)."""
-        while len(self.bounds) < num_chunks:
-            splittable = [bound for bound in self.bounds if bound[1] - bound[0] > 1]
-            if not splittable:
+    def pack(self, limits: ChunkLimits) -> None:
+        """Without limits all rows are one chunk. Else rows with and without images never share one: text is not padded
+        to the length of images, and ranks can agree on the number of chunks of either kind."""
+        starts = [0, self.num_text_rows] if limits.is_bounded and 0 < self.num_text_rows < self.num_rows else [0]
+        stops = [*starts[1:], self.num_rows]
+        self.bounds = [bound for half in zip(starts, stops, strict=True) for bound in self._packed(*half, limits)]
+
+    def _packed(self, begin: int, end: int, limits: ChunkLimits) -> list[tuple[int, int]]:
+        """Cut greedily: a chunk closes when the next row would pass a limit. A row beyond a limit is alone."""
+        bounds, start = [], begin
+        first, last, entries, longest = self.width, 0, 0, 0  # of the open chunk
+        for row in range(begin, end):
+            (row_first, row_last), (row_entries, row_longest) = self.extents[row], self.patches[row]
+            first, last = min(first, row_first), max(last, row_last)
+            entries, longest = entries + row_entries, max(longest, row_longest)
+            left, right = self._widened(first, last, limits.width_multiple)
+            too_many_rows = limits.max_rows is not None and row - start >= limits.max_rows
+            too_many_tokens = limits.max_tokens is not None and (row + 1 - start) * (right - left) > limits.max_tokens
+            too_many_patches = limits.max_patches is not None and entries * longest > limits.max_patches
+            if row > start and (too_many_rows or too_many_tokens or too_many_patches):
+                bounds.append((start, row))
+                start, first, last, entries, longest = row, row_first, row_last, row_entries, row_longest
+        return [*bounds, (start, end)] if end > start else bounds
+
+    def has_vision(self, bound: tuple[int, int]) -> bool:
+        return bound[1] > self.num_text_rows
+
+    def split_to(self, num_chunks: int, limits: ChunkLimits, has_vision: bool | None = None) -> None:
+        """Halve the costliest chunk until there are num_chunks; past one row per chunk the rest are idle.
+
+        has_vision: count and split the chunks with (without) images only.
+        """
+        if has_vision and num_chunks and self.num_text_rows == self.num_rows:
+            raise UsageError(
+                f"columns {self.columns}: another process has rows with images here and this one has none, so they "
+                "can not run the same forwards, which sharded models need. Use larger batches, or DDP."
+            )
+
+        def cost(bound: tuple[int, int]) -> int:
+            return self.cost(*bound, limits) + self.num_patches(*bound)
+
+        while True:
+            own = [b for b in self.bounds if has_vision is None or self.has_vision(b) == has_vision]
+            if len(own) >= num_chunks:
+                return
+            splittable = [bound for bound in own if bound[1] - bound[0] > 1]
+            if splittable:
+                start, stop = max(splittable, key=cost)
+                middle, at = (start + stop) // 2, self.bounds.index((start, stop))
+                self.bounds[at : at + 1] = [(start, middle), (middle, stop)]
+            elif has_vision is False:
+                at = len([bound for bound in self.bounds if not self.has_vision(bound)])
+                self.bounds.insert(at, (self.num_text_rows, self.num_text_rows))
+            else:
                 self.bounds.append((self.num_rows, self.num_rows))
-                continue
-            start, stop = max(splittable, key=lambda bound: self.cost(*bound, limits))
-            middle = (start + stop) // 2
-            at = self.bounds.index((start, stop))
-            self.bounds[at : at + 1] = [(start, middle), (middle, stop)]
+
+    def runs(self) -> Iterator[tuple[int, int, bool, bool]]:
+        """(first row, one past the last, is idle, has images) of every chunk. An idle one repeats the last row of its
+        kind, which is the shortest; in a table without text rows, an idle text chunk is a row without its images."""
+        for start, stop in self.bounds:
+            has_vision = self.has_vision((start, stop))
+            if start < stop:
+                yield start, stop, False, has_vision
+            else:
+                last = stop or self.num_rows
+                yield last - 1, last, True, has_vision
+
+    def gather_images(self, start: int, stop: int, multiple: int) -> dict[str, Any]:
+        found = {key: units.gather(start, stop, multiple) for key, units in self.units.items()}
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class ChunkedBatch:
@@ -129,29 +228,54 @@ class ChunkedBatch:
         for table in tables:
             table.pack(limits)
 
-    def num_chunks(self) -> list[int]:
-        """Chunks per table."""
-        return [len(table.bounds) for table in self.tables]
+    def row_counts(self) -> dict[str, int]:
+        """Rows per column."""
+        return {
+            name: rows for table in self.tables for name, rows in zip(table.columns, table.row_counts, strict=True)
+        }
 
-    def agree(self, num_chunks: Sequence[int]) -> None:
-        """Split further until every table has at least the given number of chunks (what the slowest rank needs)."""
-        for table, wanted in zip(self.tables, num_chunks, strict=True):
-            table.split_to(wanted, self.limits)
+    def num_chunks(self, by_vision: bool = False) -> list[int]:
+        """Chunks per table. by_vision: without and with images per table, always two numbers per column (0 where there
+        is no table), for ranks whose forwards are collective: they must run vision layers in the same chunks."""
+        if not by_vision:
+            return [len(table.bounds) for table in self.tables]
+        seen = [[table.has_vision(bound) for bound in table.bounds] for table in self.tables]
+        numbers = [count for has in seen for count in (len(has) - sum(has), sum(has))]
+        return numbers + [0] * (2 * len(self.row_counts()) - len(numbers))
+
+    def agree(self, num_chunks: Sequence[int], by_vision: bool = False) -> None:
+        """Split further until every table has at least the given number of chunks (what the slowest rank needs).
+
+        Raises:
+            UsageError: by_vision, and this rank has no rows of a kind that another one has.
+        """
+        if not by_vision:
+            for table, wanted in zip(self.tables, num_chunks, strict=True):
+                table.split_to(wanted, self.limits)
+            return
+        if any(num_chunks[2 * len(self.tables) :]):
+            raise UsageError(
+                f"columns {list(self.row_counts())}: another process has columns with other features (images, or "
+                "padding on another side), so they can not run the same forwards. Use larger batches, or DDP."
+            )
+        for table, text, images in zip(self.tables, num_chunks[::2], num_chunks[1::2], strict=False):
+            table.split_to(text, self.limits, has_vision=False)
+            table.split_to(images, self.limits, has_vision=True)
 
     def chunks(self) -> list[Chunk]:
         return [chunk for index in range(len(self.tables)) for chunk in self._table_chunks(index)]
 
     def _table_chunks(self, index: int) -> Iterator[Chunk]:
-        table = self.tables[index]
-        for start, stop in table.bounds:
-            is_idle = start == stop
-            first, last = (0, 1) if is_idle else (start, stop)
-            left, right = table.window(first, last, self.limits.width_multiple)
-            features = {
-                key: value[first:last, left:right] if _has_token_axis(key, value, table.width) else value[first:last]
+        table, multiple = self.tables[index], self.limits.width_multiple
+        for start, stop, is_idle, has_vision in table.runs():
+            left, right = table.window(start, stop, multiple)
+            views = {
+                key: _view(value, table.layouts[key], start, stop, left, right)
                 for key, value in table.features.items()
+                if not (has_vision and table.layouts[key].is_for_text_chunks)
             }
-            yield Chunk(features, table.column, index, first, last, is_idle)
+            gather = partial(table.gather_images, start, stop, multiple) if has_vision and table.units else None
+            yield Chunk(views, gather, table.device, table.column, index, start, stop, is_idle, has_vision)
 
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D) in the batch's order."""
@@ -175,15 +299,16 @@ class ChunkedBatch:
 
     def count_tokens(self) -> tuple[int, int]:
         """(real tokens, tokens computed with padding) of this rank's batch; from host data, no synchronisation."""
-        real = sum(last - first for table in self.tables for first, last in table.extents)
-        computed = sum(
-            (c.stop - c.start) * c.features["input_ids"].shape[1] for c in self.chunks() if "input_ids" in c.features
-        )
-        return real, computed
+        computed = 0
+        for table in self.tables:
+            for start, stop, _, _ in table.runs():
+                left, right = table.window(start, stop, self.limits.width_multiple)
+                computed += (stop - start) * (right - left)
+        return sum(table.real_tokens for table in self.tables), computed
 
 
 def lay_out(
-    batch: Mapping[str, Mapping[str, torch.Tensor]],
+    batch: Mapping[str, Mapping[str, Any]],
     limits: ChunkLimits,
     *,
     shares_tower: bool = True,
@@ -191,61 +316,81 @@ def lay_out(
     can_trim: bool = True,
     can_shift: bool = False,
     sort: bool = True,
+    model_config: Any = None,
+    feature_axes: FeatureAxes | None = None,
 ) -> ChunkedBatch:
     """Lay a batch (column -> features) out as tables and pack them into chunks.
 
     Args:
-        limits: rows and tokens per chunk.
+        limits: rows, tokens and image patches per chunk.
         shares_tower: columns go through the same tower, so their rows may share a chunk; False hands each column's
             name to the model and never mixes columns.
         pad_values: value for new padding per key when columns of different width are laid into one table (0 if unset).
-        can_trim: False for models that read a fixed position of a fixed width (SigLIP text).
+        can_trim: False keeps every row at the batch's width. Models that need it (SigLIP text) are known by config.
         can_shift: the model takes `position_ids` and counts from the left edge without them (rotary decoders), so
             padding on the left may be trimmed as well; the positions rows had are then handed along.
-        sort: False keeps the batch's order (rows are then trimmed among their neighbours).
+        sort: False keeps the batch's order (rows are then trimmed among their neighbours), except that rows without
+            images still come before those with.
+        model_config: the transformers config of the model, or column -> config where columns have towers of their own.
+            It says how image keys belong to rows, and whether text has a fixed width.
+        feature_axes: for keys that are not known: the axis with one entry per row (int), the name of the feature that
+            counts its entries (on axis 0) per row (str), or None for a feature that every chunk takes whole.
 
     Raises:
-        UsageError: features that are not tensors over the same rows.
+        UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
     """
-    for column, features in batch.items():
-        _check_features(column, features)
-    groups: list[list[str]] = []
-    for column, features in batch.items():
-        same = next((g for g in groups if shares_tower and _can_mix(batch[g[0]], features)), None)
+    groups: list[list[Column]] = []
+    for column in read_columns(batch, limits.max_patches is not None, model_config, feature_axes or {}):
+        same = next((g for g in groups if shares_tower and _can_mix(g[0], column, can_trim)), None)
         if same is None:
             groups.append([column])
         else:
             same.append(column)
-    extents = _row_extents(batch)
     tables = [
         _make_table(
-            names,
-            [batch[name] for name in names],
-            [extents[name] for name in names],
-            column=None if shares_tower else names[0],
+            columns,
+            column=None if shares_tower else columns[0].name,
             pad_values=pad_values or {},
-            can_trim=can_trim,
+            can_trim=can_trim and not columns[0].has_fixed_width,
             can_shift=can_shift,
             sort=sort,
         )
-        for part in groups
-        for names in _unmixed_when_padded_left(part, extents, batch, can_shift)
+        for group in groups
+        for columns in _unmixed_when_padded_left(group, can_shift)
     ]
     return ChunkedBatch(tables, limits)
 
 
-def _unmixed_when_padded_left(
-    names: list[str], extents: Mapping[str, list[tuple[int, int]]], batch: Mapping, can_shift: bool
-) -> list[list[str]]:
+def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:
+    """Whether rows of both may stand in one tensor per key: same keys, layouts, dtypes and trailing shapes."""
+    is_fixed = first.has_fixed_width or not can_trim
+    if is_fixed != (other.has_fixed_width or not can_trim) or (is_fixed and first.width != other.width):
+        return False
+    return _kinds(first) == _kinds(other) and not any(layout.row_axis is None for _, layout in first.rows.values())
+
+
+def _kinds(column: Column) -> dict[str, Any]:
+    """Per key all that must be equal in two columns that share a table."""
+    kinds: dict[str, Any] = {}
+    for key, (value, layout) in column.rows.items():
+        free = (layout.row_axis, layout.token_axis)
+        kinds[key] = (layout, value.dtype, [size for axis, size in enumerate(value.shape) if axis not in free])
+    for key, (value, layout) in column.units.items():
+        shape = (value.dtype, value.shape[1:]) if isinstance(value, torch.Tensor) else None
+        kinds[key] = (shape, layout.lengths is None, layout.rounds_length)
+    return kinds
+
+
+def _unmixed_when_padded_left(columns: list[Column], can_shift: bool) -> list[list[Column]]:
     # With absolute positions a row padded on the left must stay at its own place in its own width.
-    has_left_padding = any(first > 0 for name in names for first, _ in extents[name])
-    return [[name] for name in names] if has_left_padding and not can_shift else [names]
+    has_left_padding = any(first > 0 for column in columns for first, _ in column.extents)
+    if has_left_padding and not can_shift and not columns[0].counts_positions_from_mask:
+        return [[column] for column in columns]
+    return [columns]
 
 
 def _make_table(
-    names: list[str],
-    parts: list[Mapping[str, torch.Tensor]],
-    extents: list[list[tuple[int, int]]],
+    columns: list[Column],
     *,
     column: str | None,
     pad_values: Mapping[str, int],
@@ -253,122 +398,97 @@ def _make_table(
     can_shift: bool,
     sort: bool,
 ) -> Table:
-    widths = [_token_width(part) for part in parts]
-    width = max(widths)
-    row_counts = [_num_rows(part) for part in parts]
-    pads_left = any(first > 0 for part in extents for first, _ in part) and all(
-        last == own_width for part, own_width in zip(extents, widths, strict=True) for _, last in part
-    )
+    width = max(c.width for c in columns)
+    row_counts = [c.num_rows for c in columns]
+    has_left_padding = any(first > 0 for c in columns for first, _ in c.extents)
+    pads_left = has_left_padding and all(last == c.width for c in columns for _, last in c.extents)
+    counts_from_mask = all(c.counts_positions_from_mask for c in columns)
+    can_shift = pads_left and (can_shift or counts_from_mask)
     rows: list[tuple[int, int]] = []
-    for part, own_width in zip(extents, widths, strict=True):
-        shift = width - own_width if pads_left else 0
-        rows += [(first + shift, last + shift) for first, last in part]
+    for c in columns:
+        shift = width - c.width if pads_left else 0
+        rows += [(first + shift, last + shift) for first, last in c.extents]
+    real_tokens = sum(last - first for first, last in rows)
     if not can_shift:  # keep every row at its absolute positions: trim on the right only
         rows = [(0, last) for _, last in rows]
-    order = sorted(range(len(rows)), key=lambda i: rows[i][0] - rows[i][1]) if sort else list(range(len(rows)))
-    device = next(iter(parts[0].values())).device
-    index = torch.tensor(order, device=device)
+    has_vision = [has for c in columns for has in c.has_vision]
+    patches = [numbers for c in columns for numbers in c.patches]
+    order = list(range(len(rows)))
+    if sort:
+        order.sort(key=lambda i: (rows[i][0] - rows[i][1], -patches[i][0] * patches[i][1]))
+    order.sort(key=has_vision.__getitem__)
     is_sorted = order == list(range(len(rows)))
-    features = {}
-    for key in parts[0]:
-        values = [
-            _widen(part[key], width - own_width, pads_left, pad_values.get(key, 0))
-            if _has_token_axis(key, part[key], own_width)
-            else part[key]
-            for part, own_width in zip(parts, widths, strict=True)
-        ]
-        laid = values[0] if len(values) == 1 else torch.cat(values)
-        features[key] = laid if is_sorted else laid.index_select(0, index)
-    if pads_left and can_shift and "position_ids" not in features and "attention_mask" in features:
-        shifts = [width - own for own, count in zip(widths, row_counts, strict=True) for _ in range(count)]
-        shift = torch.tensor([shifts[i] for i in order], device=device)
-        # The positions every row had in its own width: rotary tables are rounded, so equal distances are not enough.
-        features["position_ids"] = (torch.arange(width, device=device) - shift[:, None]).clamp(min=0)
+    device = next(iter((columns[0].rows or columns[0].units).values()))[0].device
+    index = torch.tensor(order).to(device, non_blocking=True)  # a copy that waits costs as much as the one to the host
+
+    layouts = {key: layout for key, (_, layout) in columns[0].rows.items()}
+    features: dict[str, torch.Tensor] = {}
+    for key, layout in layouts.items():
+        values = [c.rows[key][0] for c in columns]
+        if layout.token_axis is not None:
+            fill = pad_values.get(key, 0)
+            values = [
+                _widen(value, width - c.width, pads_left, fill, layout.token_axis)
+                for value, c in zip(values, columns, strict=True)
+            ]
+        laid = values[0] if len(values) == 1 else torch.cat(values, layout.row_axis)
+        stays = is_sorted or layout.row_axis is None
+        features[key] = laid if stays else laid.index_select(layout.row_axis, index)
+    if "position_ids" not in features and "attention_mask" in features:
+        if counts_from_mask and has_left_padding:
+            # What the model gives to all rows of a batch with images; without images it would count from the edge.
+            features["position_ids"] = (features["attention_mask"].long().cumsum(dim=1) - 1).clamp(min=0)
+            layouts["position_ids"] = RowLayout(0, 1, is_for_text_chunks=True)
+        elif can_shift:
+            shifts = [width - c.width for c in columns for _ in range(c.num_rows)]
+            shift = torch.tensor([shifts[i] for i in order]).to(device, non_blocking=True)
+            # The positions every row had in its own width: rotary tables are rounded, equal distances are not enough.
+            features["position_ids"] = (torch.arange(width, device=device) - shift[:, None]).clamp(min=0)
+            layouts["position_ids"] = RowLayout(0, 1)
     return Table(
-        columns=names,
+        columns=[c.name for c in columns],
         row_counts=row_counts,
         features=features,
+        layouts=layouts,
+        units={key: _make_units([c.units[key] for c in columns], row_counts, order) for key in columns[0].units},
         extents=[rows[i] for i in order],
+        patches=[patches[i] for i in order],
+        num_text_rows=len(rows) - sum(has_vision),
         order=index,
         column=column,
         width=width,
-        pads_left=pads_left and can_shift,
+        pads_left=can_shift,
         can_trim=can_trim,
+        real_tokens=real_tokens,
+        device=device,
     )
 
 
-def _row_extents(batch: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, list[tuple[int, int]]]:
-    """First real token and one past the last, per row and column: the only copy to the host this module makes."""
-    stacked, places = [], {}
-    extents: dict[str, list[tuple[int, int]]] = {}
-    for column, features in batch.items():
-        width, rows = _token_width(features), _num_rows(features)
-        mask = features.get("attention_mask")
-        if mask is None or mask.dim() != 2 or width == 0:
-            extents[column] = [(0, width)] * rows
-            continue
-        real = mask != 0  # (R, L)
-        position = torch.arange(width, device=mask.device)
-        first = torch.where(real, position, width).amin(dim=1)
-        last = torch.where(real, position + 1, 0).amax(dim=1)
-        empty = last == 0  # a row without a real token keeps its first one, so that it has a shape
-        stacked.append(torch.stack([torch.where(empty, 0, first), torch.where(empty, 1, last)], dim=1))
-        places[column] = rows
-    if stacked:
-        on_host = iter(torch.cat(stacked).tolist())
-        for column, rows in places.items():
-            extents[column] = [tuple(next(on_host)) for _ in range(rows)]
-    return extents
-
-
-def _check_features(column: str, features: Mapping[str, torch.Tensor]) -> None:
-    bad = [key for key, value in features.items() if not isinstance(value, torch.Tensor) or value.dim() == 0]
-    if bad or not features:
-        raise UsageError(
-            f"column {column!r}: {bad or 'no features'} can not be cut into chunks; a column is a mapping of tensors "
-            "whose first axis is the row."
-        )
-    rows = {key: value.shape[0] for key, value in features.items()}
-    if len(set(rows.values())) > 1:
-        raise UsageError(
-            f"column {column!r}: its features do not hold the same rows: {rows}. Every tensor's first axis is the row."
-        )
-
-
-def _can_mix(first: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether rows of both may stand in one tensor per key: same keys, dtypes and trailing shapes."""
-    if first.keys() != other.keys():
-        return False
-    widths = _token_width(first), _token_width(other)
-    return all(
-        a.dtype == b.dtype
-        and a.dim() == b.dim()
-        and (
-            a.shape[2:] == b.shape[2:]
-            if _has_token_axis(key, a, widths[0]) and _has_token_axis(key, b, widths[1])
-            else a.shape[1:] == b.shape[1:]
-        )
-        for key, a, b in ((key, first[key], other[key]) for key in first)
+def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], order: list[int]) -> Units:
+    places, lengths = [], []
+    for number, ((_, layout), num_rows) in enumerate(zip(parts, row_counts, strict=True)):
+        last = 0
+        for count in layout.counts or (1,) * num_rows:
+            places.append((number, last, last + count))
+            last += count
+        lengths += layout.lengths or ()
+    return Units(
+        values=[value for value, _ in parts],
+        places=[places[i] for i in order],
+        lengths=[lengths[i] for i in order] if lengths else None,
+        rounds_length=parts[0][1].rounds_length,
     )
 
 
-def _num_rows(features: Mapping[str, torch.Tensor]) -> int:
-    return next(iter(features.values())).shape[0]
+def _view(value: torch.Tensor, layout: RowLayout, start: int, stop: int, left: int, right: int) -> torch.Tensor:
+    if layout.row_axis is None:
+        return value
+    value = value.narrow(layout.row_axis, start, stop - start)
+    return value if layout.token_axis is None else value.narrow(layout.token_axis, left, right - left)
 
 
-def _token_width(features: Mapping[str, torch.Tensor]) -> int:
-    for key in ("input_ids", "inputs_embeds", "attention_mask"):
-        if key in features and features[key].dim() >= 2:
-            return features[key].shape[1]
-    return 0
-
-
-def _has_token_axis(key: str, value: torch.Tensor, width: int) -> bool:
-    return key in TOKEN_AXIS_KEYS and value.dim() >= 2 and value.shape[1] == width
-
-
-def _widen(value: torch.Tensor, by: int, on_left: bool, fill: int) -> torch.Tensor:
+def _widen(value: torch.Tensor, by: int, on_left: bool, fill: int, axis: int) -> torch.Tensor:
     if by == 0:
         return value
-    padding = value.new_full((value.shape[0], by, *value.shape[2:]), fill)
-    return torch.cat([padding, value] if on_left else [value, padding], dim=1)
+    padding = value.new_full([by if i == axis else size for i, size in enumerate(value.shape)], fill)
+    return torch.cat([padding, value] if on_left else [value, padding], dim=axis)

@@ -1,4 +1,6 @@
-"""Chunks hold every row once, fit their limits, and go back to the batch's order."""
+"""Chunks hold every row once, fit their limits, and go back to the batch's order. Images: test_image_features.py."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +95,37 @@ def test_a_fixed_width_is_never_trimmed():
         {"query": text([3, 2], 16), "positive": text([5, 1], 16)}, ChunkLimits(2), can_trim=False
     ).chunks()
     assert {c.features["input_ids"].shape[1] for c in chunks} == {16}
+
+
+@pytest.mark.parametrize("model_type", ["siglip", "siglip_text_model", "siglip2", "siglip2_text_model"])
+def test_siglip_text_keeps_its_width_and_mixes_with_no_other(model_type):
+    batch = {"query": text([3, 2], 16), "positive": text([5, 1], 16), "negative": text([2, 7], 24)}
+    config = SimpleNamespace(model_type=model_type)
+    chunks = lay_out(batch, ChunkLimits(4), model_config=config).chunks()
+    assert [chunk.features["input_ids"].shape for chunk in chunks] == [(4, 16), (2, 24)]
+    one_tower = lay_out(batch, ChunkLimits(2), model_config={"query": config}, shares_tower=False).chunks()
+    assert [chunk.features["input_ids"].shape[1] for chunk in one_tower] == [16, 8, 8]
+
+
+def test_idle_chunks_repeat_the_cheapest_row():
+    chunked = lay_out({"query": text([30, 2], 32), "positive": text([20, 9], 32)}, ChunkLimits(1))
+    chunked.agree([5])
+    assert chunked.chunks()[-1].is_idle
+    assert chunked.chunks()[-1].features["input_ids"].shape == (1, 8)
+
+
+def test_real_tokens_are_counted_without_left_padding():
+    batch = {"query": text([3, 2], 16, on_left=True), "positive": text([5, 1], 16, on_left=True)}
+    assert lay_out(batch, ChunkLimits(1)).count_tokens() == (11, 64)
+    assert lay_out(batch, ChunkLimits(1), can_shift=True).count_tokens() == (11, 32)
+
+
+def test_rows_are_counted_per_column():
+    chunked = lay_out({"query": text([3, 2], 16), "negative": text([5, 1, 4, 4], 24)}, ChunkLimits(2))
+    assert chunked.row_counts() == {"query": 2, "negative": 4}
+    assert chunked.num_chunks(by_vision=True) == [3, 0, 0, 0]
+    chunked.agree([4, 0, 0, 0], by_vision=True)
+    assert chunked.num_chunks() == [4]
 
 
 def test_widening_uses_the_models_padding_token():
