@@ -164,13 +164,25 @@ class Reduction:
     One process and DDP: everything but the phase that completes the step runs inside `no_sync`, its forward included
     (a synchronised forward arms DDP's reducer for the next backward). FSDP2, "speed": weights are gathered once per
     step and gradients reduce-scattered once; "memory": every chunk gathers and reduces, nothing is kept unsharded.
+    HSDP: every chunk reduce-scatters inside its replica, so gradients stay sharded, and replicas all-reduce once; with
+    a tower per column they all-reduce every chunk, since torch 2.13 can add up partly reduced gradients only when
+    every backward reaches the same parameters of a unit.
     """
 
-    def __init__(self, model: torch.nn.Module, is_sync_step: Callable[[], bool], fsdp_mode: str = "auto"):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        is_sync_step: Callable[[], bool],
+        fsdp_mode: str = "auto",
+        has_towers: bool = False,
+    ):
         from torch.distributed.fsdp import FSDPModule
 
         self.model, self.is_sync_step = model, is_sync_step
         self.is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+        meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
+        self.has_towers = has_towers
+        self.is_hsdp = self.is_fsdp and any(mesh.ndim > 1 for mesh in meshes)
         self.fsdp_mode = choose_fsdp_mode(model) if self.is_fsdp and fsdp_mode == "auto" else fsdp_mode
 
     def __call__(self, phase: Phase) -> AbstractContextManager:
@@ -185,7 +197,9 @@ class Reduction:
     def _fsdp(self, completes: bool) -> Iterator[None]:
         root = _fsdp_root(self.model)
         is_sharded_between = self.fsdp_mode == "memory"
-        root.set_requires_gradient_sync(completes or is_sharded_between)
+        root.set_requires_gradient_sync(completes or is_sharded_between or self.is_hsdp)
+        if self.is_hsdp:
+            root.set_requires_all_reduce(completes or self.has_towers)
         if not is_sharded_between:
             root.set_reshard_after_forward(False)
             root.set_reshard_after_backward(completes)
@@ -196,6 +210,8 @@ class Reduction:
             root.set_is_last_backward(True)
             # Trainer's own no_sync sets this to True when it ends, so the outer state is what this step was part of.
             root.set_requires_gradient_sync(self.is_sync_step())
+            if self.is_hsdp:
+                root.set_requires_all_reduce(self.is_sync_step())
 
 
 def choose_fsdp_mode(model: torch.nn.Module) -> str:

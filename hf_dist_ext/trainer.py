@@ -138,7 +138,7 @@ class DistTrainer(Trainer):
             self.loss.zero_grad()
         if self._reduction is None or self._reduction.model is not model:
             self._reduction = distributed.Reduction(
-                model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp
+                model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp, self._takes_column
             )
         batch, ids = split_ids(self._prepare_inputs(inputs))
         encode, sync = (lambda chunk: self._encode(model, chunk)), self._reduction

@@ -160,6 +160,28 @@ def test_forward_calls_are_counted(keep_graph, expected):
     assert model.calls == (2 * total - keep_graph if expected is None else expected * total)
 
 
+def test_host_synchronisations_do_not_grow_with_the_chunks(monkeypatch):
+    """Everything that would wait for an accelerator: scalars, lists and copies to the host."""
+    counts = []
+    names = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero", "__index__")
+    for name in names:
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, original=original, **options):
+            counts[-1] += 1
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    model, batch = Encoder(dropout=0.5).train(), three_columns()
+    for max_rows in (40, 8, 1):
+        counts.append(0)
+        chunked = lay_out(batch, ChunkLimits(max_rows))
+        step = cached_step(chunked, lambda chunk: model(**chunk.features), naive_score(torch.tensor(0.1)))
+        chunked.count_tokens()
+    assert step.num_chunks == 44
+    assert counts[0] == counts[1] == counts[2] <= len(batch), "the rows' lengths, once per batch"
+
+
 def test_one_chunk_is_a_plain_step():
     model = Encoder()
     batch = {"query": text(4, 6, 0), "positive": text(4, 6, 1)}
