@@ -70,8 +70,11 @@ class ChunkBudget:
     def is_measuring(self) -> bool:
         return not self.measured.available
 
-    def limits(self, longest_row: int, width_multiple: int) -> ChunkLimits:
-        """Limits for a batch whose longest row (of any rank) has the given tokens; a few rows while measuring."""
+    def limits(self, longest_row: int, given: ChunkLimits) -> ChunkLimits:
+        """Limits for a batch whose longest row (of any rank) has the given tokens; a few rows while measuring.
+
+        `given` says what the user bounds beside tokens: the width multiple and the image patches.
+        """
         if longest_row > self.measured.width:
             self.measured.available = 0
         elif self.is_measuring:
@@ -79,8 +82,8 @@ class ChunkBudget:
         if self.fixed is not None:
             return self.fixed
         if self.is_measuring:
-            return ChunkLimits(MEASURING_ROWS, None, width_multiple)
-        return ChunkLimits(None, max(self.tokens, longest_row), width_multiple)
+            return replace(given, max_rows=MEASURING_ROWS, max_tokens=None)
+        return replace(given, max_rows=None, max_tokens=max(self.tokens, longest_row))
 
     @property
     def tokens(self) -> int:
@@ -109,9 +112,9 @@ class ChunkBudget:
         """The same function, noting the tokens of what is encoded with a graph."""
 
         def noting(chunk: Chunk) -> torch.Tensor:
-            self._inputs += chunk.features.values()  # slices of the batch, which is there anyway
+            self._inputs += [view for view in chunk.views.values() if isinstance(view, torch.Tensor)]  # of the batch
             if torch.is_grad_enabled():
-                width = chunk.features["input_ids"].shape[1] if "input_ids" in chunk.features else 1
+                width = chunk.views["input_ids"].shape[1] if "input_ids" in chunk.views else 1
                 self._tokens_inside += chunk.num_rows * width
                 self._width_inside = max(self._width_inside, width)
             return encode(chunk)
@@ -176,6 +179,7 @@ def widened(batch: ChunkedBatch, factor: int) -> ChunkedBatch:
         limits,
         max_rows=None if limits.max_rows is None else limits.max_rows * factor,
         max_tokens=None if limits.max_tokens is None else limits.max_tokens * factor,
+        max_patches=None if limits.max_patches is None else limits.max_patches * factor,
     )
     return ChunkedBatch([replace(table, bounds=[]) for table in batch.tables], wider)
 

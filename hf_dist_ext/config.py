@@ -124,7 +124,8 @@ class RunConfig:
 
 LOSS_FIELDS = (
     "temperature learnable_temperature symmetric matryoshka_dims matryoshka_weights mask_false_negatives "
-    "false_negative_margin cross_device_negatives gradient_cache_chunk_size gradient_cache_chunk_tokens"
+    "false_negative_margin cross_device_negatives gradient_cache_chunk_size gradient_cache_chunk_tokens "
+    "gradient_cache_chunk_patches"
 ).split()
 
 # Where an annotation says less than what is meant.
@@ -140,10 +141,10 @@ EXACT_TYPES = {
 _POSITIVE = (
     "num_processes projection_dim eval_holdout max_length max_train_samples max_eval_samples save_total_limit "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
-    "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_width_multiple torch_empty_cache_steps "
-    "dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb"
+    "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
+    "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb"
 ).split()
-_ABOVE_ZERO = "temperature adam_epsilon logging_steps save_steps".split()
+_ABOVE_ZERO = "gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
 _NOT_NEGATIVE = (
     "num_train_epochs learning_rate weight_decay max_grad_norm warmup_steps eval_delay eval_steps matryoshka_weights "
     "false_negative_margin dataloader_num_workers seed data_seed gradient_cache_keep_graph"

@@ -131,7 +131,7 @@ def cached_step(
     kept = set(range(len(chunks))) if keep_all else set([i for i in range(len(chunks)) if i not in final][:keep_graph])
 
     # (1)
-    start = RandomState(_device(chunks[0]))
+    start = RandomState(chunks[0].device)
     columns, num_forwards = None, 0
     if wide is not None and not kept:
         columns, num_forwards = _encode_wide(wide, encode, sync), len(wide.chunks())
@@ -239,7 +239,3 @@ def _final_chunks(chunks: Sequence[Chunk]) -> list[int]:
     """The last chunk of every table: replayed last and back-propagated together, so that the backward which reduces
     reaches the parameters of every tower (DDP waits for all of them)."""
     return sorted({chunk.table: i for i, chunk in enumerate(chunks)}.values())
-
-
-def _device(chunk: Chunk) -> torch.device:
-    return next(iter(chunk.features.values())).device

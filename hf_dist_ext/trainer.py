@@ -167,7 +167,12 @@ class DistTrainer(Trainer):
     def _limits(self) -> ChunkLimits:
         args = self.args
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
-        return ChunkLimits(size, args.gradient_cache_chunk_tokens, args.gradient_cache_width_multiple)
+        return ChunkLimits(
+            size,
+            args.gradient_cache_chunk_tokens,
+            args.gradient_cache_width_multiple,
+            args.gradient_cache_chunk_patches,
+        )
 
     def _make_budget(self) -> ChunkBudget | None:
         args, limits = self.args, self._limits()
@@ -190,35 +195,35 @@ class DistTrainer(Trainer):
         if self._budget is not None:
             was_measuring = self._budget.is_measuring
             longest = -self._budget.agree(-longest_row(chunked))
-            chunked = ChunkedBatch(
-                chunked.tables, self._budget.limits(longest, self.args.gradient_cache_width_multiple)
-            )
+            chunked = ChunkedBatch(chunked.tables, self._budget.limits(longest, self._limits()))
             if was_measuring and not self._budget.is_measuring:
                 self._log_budget()
         factor = _widening(self.model.config) if self._may_widen and hasattr(self.model, "config") else 1
         wide = widened(chunked, factor) if factor > 1 and self.args.uses_gradient_cache else None
-        rows = [next(iter(features.values())).shape[0] for features in batch.values()]
+        rows = chunked.row_counts()
         plans = [chunked] if wide is None else [chunked, wide]
-        needed = [number for plan in plans for number in plan.num_chunks()]
-        everyone = distributed.exchange([*rows, *needed], self.args.device)
+        needed = [plan.num_chunks(by_vision=True) for plan in plans]
+        everyone = distributed.exchange([*rows.values(), *chain(*needed)], self.args.device)
         if self.is_fsdp_enabled:  # a forward is a collective: every rank runs as many as the one that needs most
             most = [max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)]
-            for plan in plans:
-                plan.agree(most[: len(plan.tables)])
-                most = most[len(plan.tables) :]
-        return chunked, wide, {name: [row[i] for row in everyone] for i, name in enumerate(batch)}
+            for plan, own in zip(plans, needed, strict=True):
+                plan.agree(most[: len(own)], by_vision=True)
+                most = most[len(own) :]
+        return chunked, wide, {name: [row[i] for row in everyone] for i, name in enumerate(rows)}
 
     def _lay_out(self, batch: Batch) -> ChunkedBatch:
-        config = getattr(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), "config", None)
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        config = getattr(model, "config", None)
         is_cut = self.args.uses_gradient_cache
         return lay_out(
             batch,
             self._limits() if is_cut else ChunkLimits(),
             shares_tower=is_cut and not self._takes_column,
             pad_values={"input_ids": getattr(config, "pad_token_id", None) or 0},
-            can_trim=is_cut and getattr(config, "model_type", "") not in FIXED_WIDTH_MODEL_TYPES,
+            can_trim=is_cut,
             can_shift=getattr(config, "rope_parameters", None) is not None,
             sort=is_cut and self.args.gradient_cache_sort,
+            model_config=_configs_by_column(model) or config,
         )
 
     def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
@@ -333,8 +338,10 @@ class DistTrainer(Trainer):
         checkpointing.load_loss(self, self.state.best_model_checkpoint)
 
 
-# SigLIP text pools the last position of a fixed width: trimming moves the embedding.
-FIXED_WIDTH_MODEL_TYPES = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
+def _configs_by_column(model: nn.Module) -> dict[str, Any]:
+    """The config of every column's own tower (TowerModel); empty for other models."""
+    towers, columns = getattr(model, "towers", None), getattr(model, "column_to_tower", {})
+    return {column: getattr(towers[tower], "config", None) for column, tower in columns.items()}
 
 
 def _widening(config: Any) -> int:

@@ -38,6 +38,12 @@ class DistTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."},
     )
+    gradient_cache_chunk_patches: int | None = field(
+        default=None,
+        metadata={
+            "help": "Image patches per chunk, beside rows and tokens: a row with several images costs far more."
+        },
+    )
     gradient_cache_fsdp: Literal["auto", "speed", "memory"] = field(
         default="auto",
         metadata={
@@ -98,10 +104,10 @@ class DistTrainingArguments(TrainingArguments):
             raise UsageError(
                 f"gradient_cache_chunk_size={size!r}: it is a positive number of rows, 'auto' or null (no cache)."
             )
-        for name in ("gradient_cache_chunk_tokens", "gradient_cache_width_multiple"):
+        for name in ("gradient_cache_chunk_tokens", "gradient_cache_chunk_patches", "gradient_cache_width_multiple"):
             value = getattr(self, name)
             if value is not None and not _is_positive_int(value):
-                raise UsageError(f"{name}={value!r}: it is a positive number of tokens.")
+                raise UsageError(f"{name}={value!r}: it is a positive number.")
         if self.gradient_cache_fsdp not in ("auto", "speed", "memory"):
             raise UsageError(f"gradient_cache_fsdp={self.gradient_cache_fsdp!r}: choose 'auto', 'speed' or 'memory'.")
         keep = self.gradient_cache_keep_graph
@@ -117,7 +123,8 @@ class DistTrainingArguments(TrainingArguments):
 
     @property
     def uses_gradient_cache(self) -> bool:
-        return self.gradient_cache_chunk_size is not None or self.gradient_cache_chunk_tokens is not None
+        limits = (self.gradient_cache_chunk_size, self.gradient_cache_chunk_tokens, self.gradient_cache_chunk_patches)
+        return any(limit is not None for limit in limits)
 
 
 def _is_positive_int(value: object) -> bool:

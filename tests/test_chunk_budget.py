@@ -27,11 +27,11 @@ def settled(budget_bytes: int, model, data, **options) -> tuple[ChunkBudget, Chu
     """A measuring step, then the chunks of the next one."""
     budget = ChunkBudget(CPU, budget_bytes, agree=int, weights=model.parameters(), **options)
     chunked = lay_out(data, ChunkLimits())
-    chunked = ChunkedBatch(chunked.tables, budget.limits(longest_row(chunked), 8))
+    chunked = ChunkedBatch(chunked.tables, budget.limits(longest_row(chunked), ChunkLimits()))
     assert budget.is_measuring and (options.get("fixed") or len(chunked.chunks()) >= 20)
     run(model, chunked, budget)
     budget.step_ended()
-    chunked = ChunkedBatch(chunked.tables, budget.limits(longest_row(chunked), 8))
+    chunked = ChunkedBatch(chunked.tables, budget.limits(longest_row(chunked), ChunkLimits()))
     assert not budget.is_measuring
     return budget, chunked
 
@@ -65,8 +65,8 @@ def test_longer_rows_are_measured_again():
     model, data = Encoder(), batch()
     budget, _ = settled(100_000, model, data)
     longest = budget.measured.width
-    assert budget.limits(longest, 8).max_tokens and not budget.is_measuring
-    assert budget.limits(longest + 1, 8).max_rows == 8 and budget.is_measuring
+    assert budget.limits(longest, ChunkLimits()).max_tokens and not budget.is_measuring
+    assert budget.limits(longest + 1, ChunkLimits()).max_rows == 8 and budget.is_measuring
 
 
 def test_the_measurement_is_resumed_on_the_same_kind_of_device():
