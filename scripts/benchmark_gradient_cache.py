@@ -43,6 +43,7 @@ import torch
 from benchmark_loss_stage import PeakBytes, compare, make_columns, our_stage, peak_bytes
 from torch import Tensor, nn
 
+from hf_dist_ext.chunk_budget import widened
 from hf_dist_ext.chunking import ChunkLimits, lay_out
 from hf_dist_ext.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.collator import ContrastiveCollator
@@ -145,6 +146,12 @@ class Models:
     device: str
     loss: InfoNCELoss = field(default_factory=lambda: InfoNCELoss(TEMPERATURE))
 
+    @property
+    def widening(self) -> int:
+        """How many times larger the chunks of the pass without a graph are: a forward holds little more than a layer,
+        so this many need no more memory than one chunk with the graph of all layers."""
+        return min(8, self.ours.config.num_hidden_layers + 1)
+
     def score(self, embeddings: dict[str, Tensor]) -> tuple[Tensor, dict]:
         return self.loss(embeddings)
 
@@ -192,7 +199,9 @@ def our_step(
 
     def step() -> Tensor:
         models.ours.zero_grad(set_to_none=True)
-        return cached_step(lay_out(batch, limits), encode, models.score, keep_graph=keep_graph).loss
+        chunked = lay_out(batch, limits)
+        wide = widened(chunked, models.widening)
+        return cached_step(chunked, encode, models.score, keep_graph=keep_graph, wide=wide).loss
 
     return step
 

@@ -1,0 +1,98 @@
+"""The benchmarks run, at sizes of seconds, and write what they promise. What they measure is no test's business."""
+
+import json
+import math
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, environment
+
+CODE = Path(sysconfig.get_path("stdlib")) / "asyncio"  # a few hundred functions instead of the whole library
+RATIOS = (
+    "cached_over_plain",
+    "cached_over_sentence_transformers_cached",
+    "cached_peak_memory_over_sentence_transformers_cached",
+    "loss_stage_over_sentence_transformers",
+    "fixed_no_graph_over_plain",
+    "fixed_all_graphs_over_plain",
+    "activation_memory_16384_over_256",
+)
+
+pytest.importorskip("matplotlib")
+
+
+def run(script: str, *options: str) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory) -> tuple[dict, Path]:
+    pytest.importorskip("sentence_transformers")
+    folder = tmp_path_factory.mktemp("comparison")
+    options = ("--preset", "smoke", "--turns", "1", "--code_root", CODE, "--output", folder)
+    run("benchmark_gradient_cache.py", *options)
+    return json.loads((folder / "results.json").read_text()), folder
+
+
+def test_the_comparison_writes_every_ratio_and_its_plots(comparison):
+    report, folder = comparison
+    for name in RATIOS:
+        assert math.isfinite(report["ratios"][name]) and report["ratios"][name] > 0, name
+    for name in ("time_smoke.png", "memory_smoke.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG"), name
+
+
+def test_the_comparison_keeps_every_raw_figure(comparison):
+    report, _ = comparison
+    (size,) = report["sizes"]
+    for contestant in size["text"]["contestants"].values():
+        assert len(contestant["seconds"]) == len(contestant["cpu_seconds"]) == 1
+        assert contestant["peak_bytes"] > 0 and contestant["tokens"] > 0
+    assert [point["pairs"] for point in size["curves"]] == [8, 16]
+
+
+def test_all_contestants_compute_the_plain_steps_gradient(comparison):
+    report, _ = comparison
+    errors = report["sizes"][0]["float64_gradient_error"]
+    assert len(errors) == 3 and max(errors.values()) < 1e-10, errors
+
+
+def test_activations_do_not_grow_with_the_batch(comparison):
+    report, _ = comparison
+    points = report["sizes"][0]["flat"]
+    assert points[0]["pairs"] < points[-1]["pairs"]
+    assert points[0]["activation_bytes"] == points[-1]["activation_bytes"] > 0
+
+
+def test_all_graphs_kept_compute_every_token_once(comparison):
+    report, _ = comparison
+    fixed = report["sizes"][0]["fixed"]["contestants"]
+    assert fixed["ours, all graphs kept"]["tokens"] == fixed["plain"]["tokens"] > 0
+    assert fixed["ours"]["tokens"] == 2 * fixed["plain"]["tokens"]
+
+
+def test_scaling_launches_real_processes_and_counts_their_collectives(tmp_path):
+    sizes = ("--pairs", 16, "--length", 8, "--chunk_rows", 8, "--width", 32, "--layers", 1, "--steps", 2)
+    output = run("benchmark_scaling.py", "--presets", "multi_gpu_ddp", "--repeats", 1, *sizes, "--output", tmp_path)
+    report = json.loads((tmp_path / "results.json").read_text())
+    alone, two = report["results"]
+    assert (alone["processes"], two["processes"]) == (1, 2)
+    assert two["wrapper"] == "DistributedDataParallel" and two["contrastive_batch"] == 32
+    assert two["efficiency"] == pytest.approx(two["pairs_per_second"] / alone["pairs_per_second"] / 2)
+    # One process sends nothing; two send at least the gradients of every weight.
+    assert alone["collectives"] == {} and two["collectives"]["gloo:all_reduce"]["bytes"] > 4 * 3000 * 32
+    assert report["what_limits"][0] in output
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_preset_that_needs_a_gpu_says_so_in_one_line():
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark_gradient_cache.py"), "--preset", "gpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
+    assert done.returncode == 2 and "no CUDA device" in done.stderr and "Traceback" not in done.stderr
