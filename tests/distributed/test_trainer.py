@@ -41,6 +41,13 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(run):
     assert {"loss.safetensors", "loss_optimizer.pt", "scheduler.pt"} <= set(resume["files"])
 
 
+@pytest.mark.parametrize("run", ["DDP", "FSDP2"])
+def test_retrieval_metrics_do_not_depend_on_how_many_ranks_hold_the_rows(run):
+    alone = found("single")["evaluation"]
+    assert 0 < alone["eval_mrr@10"] < 1
+    assert found(run)["evaluation"] == pytest.approx(alone)
+
+
 # gloo runs a reduce-scatter as an all-reduce, so both carry that name. Per micro-batch the loss side costs two
 # all-gathers (row counts; text hashes), one per column whose rows all ranks read, and one reduce-scatter back.
 LOSS_REDUCES = 1

@@ -1,6 +1,7 @@
 r"""One process of the trainer tests: every check writes what it found; the tests say what it must be.
 
     stock     DistTrainer(loss=None) beside Trainer: losses, weights, checkpoint and resume
+    evaluation  retrieval metrics of rows spread over the ranks
     resume    a contrastive run stopped at a checkpoint and resumed, beside the uninterrupted one
     counts    collectives of one step, read from torch's profiler
 
@@ -127,6 +128,7 @@ def contrastive_trainer(folder: Path, dropout: float = 0.1, **more) -> DistTrain
         args,
         data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]),
         train_dataset=pairs(),
+        eval_dataset=pairs(21),
         processing_class=tokenizer,
         loss=InfoNCELoss(temperature=0.1, learnable_temperature=True),
     )
@@ -148,6 +150,16 @@ def check_resume(folder: Path) -> dict:
         "losses_equal": losses_of(whole)[6:] == losses_of(resumed)[6:],
         "files": sorted(_files(folder / "whole" / "checkpoint-6")),
     }
+
+
+def check_evaluation(folder: Path) -> dict:
+    """Retrieval of the untrained model over 21 rows, which no number of ranks divides."""
+    trainer = contrastive_trainer(
+        folder / "evaluation", max_steps=1, eval_on_start=True, per_device_eval_batch_size=4, save_strategy="no"
+    )
+    trainer.train()
+    first = next(line for line in trainer.state.log_history if "eval_mrr@10" in line)
+    return {name: first[name] for name in ("eval_mrr@10", "eval_ndcg@10", "eval_recall@1", "eval_recall@10")}
 
 
 # ---- counts ----
@@ -199,6 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     folder = Path(options.folder)
     found = {"world_size": launched_processes(), "resume": check_resume(folder)}
+    found["evaluation"] = check_evaluation(folder)
     if not IS_FSDP:
         found["stock"] = check_stock(folder)
     if launched_processes() > 1:
