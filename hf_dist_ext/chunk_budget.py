@@ -5,6 +5,8 @@
     by the bytes per token measured, gives the tokens per chunk; the least of all ranks counts
 (3) with graphs to keep, a chunk gets a quarter of the budget and kept graphs the rest
 (4) a batch with longer rows than any measured is measured again: attention may cost more per token there
+(5) a single process that runs out of memory all the same halves the chunk and runs the step again; several processes
+    have the margin only, since one that fails leaves the others inside the step's collectives
 
 The gradient is the full batch's for every chunk size, so the measuring step is a training step like any other. On a
 CPU the budget is a number of bytes that the user gives, and the peak is that of tensors saved for backward.
@@ -12,6 +14,7 @@ CPU the budget is a number of bytes that the user gives, and the peak is that of
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +22,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from .chunking import Chunk, ChunkedBatch, ChunkLimits
-from .gradient_cache import Phase
+from .gradient_cache import CachedStep, Phase
+
+logger = logging.getLogger(__name__)
 
 MEASURING_ROWS = 8
 MARGIN = 0.05
@@ -65,24 +70,26 @@ class ChunkBudget:
         self._found: list[tuple[int, int]] = []  # tokens and peak bytes of every chunk measured
         self._widest = 0
         self._inputs: list[torch.Tensor] = []
+        self._measuring_rows = MEASURING_ROWS
 
     @property
     def is_measuring(self) -> bool:
         return not self.measured.available
 
-    def limits(self, longest_row: int, given: ChunkLimits) -> ChunkLimits:
+    def limits(self, longest_row: int, given: ChunkLimits, may_settle: bool = True) -> ChunkLimits:
         """Limits for a batch whose longest row (of any rank) has the given tokens; a few rows while measuring.
 
-        `given` says what the user bounds beside tokens: the width multiple and the image patches.
+        `given` says what the user bounds beside tokens: the width multiple and the image patches. `may_settle` is
+        False as long as the optimizer has not allocated its state.
         """
         if longest_row > self.measured.width:
-            self.measured.available = 0
-        elif self.is_measuring:
+            self.measured.available, self._found = 0, []
+        elif self.is_measuring and may_settle:
             self._settle()
         if self.fixed is not None:
             return self.fixed
         if self.is_measuring:
-            return replace(given, max_rows=MEASURING_ROWS, max_tokens=None)
+            return replace(given, max_rows=self._measuring_rows, max_tokens=None)
         return replace(given, max_rows=None, max_tokens=max(self.tokens, longest_row))
 
     @property
@@ -105,6 +112,37 @@ class ChunkBudget:
             available = int((free_bytes(self.device) - gradients) * (1 - MARGIN))
         self.measured.available = max(1, self.agree(available))
         self.measured.device = _name(self.device)
+
+    # ---- out of memory ----
+
+    def run(self, attempt: Callable[[], CachedStep], reset: Callable[[], None], can_retry: bool) -> CachedStep:
+        """`attempt()`, again with half the chunk as long as memory runs out; `reset` undoes an attempt.
+
+        Without `can_retry` the error is raised: among several processes the others are inside the step's collectives,
+        and in a later micro-batch the gradients are already mixed.
+        """
+        while True:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError:
+                if not (can_retry and self._can_halve):
+                    raise
+            self._halve()
+            reset()
+
+    @property
+    def _can_halve(self) -> bool:
+        return self._measuring_rows > 1 if self.is_measuring else self.fixed is None or self.keeps_graphs
+
+    def _halve(self) -> None:
+        if self.is_measuring:
+            self._measuring_rows //= 2
+        else:
+            self.measured.available = max(1, self.measured.available // 2)
+        found = f"{self._measuring_rows} rows" if self.is_measuring else f"{self.measured.available / 2**30:.2f} GiB"
+        logger.warning(f"gradient cache: out of memory; trying again with {found} for a chunk.")
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
 
     # ---- measuring ----
 

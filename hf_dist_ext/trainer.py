@@ -26,7 +26,7 @@ from .callbacks import MetricsFile, StepMeter
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
 from .errors import UsageError
-from .gradient_cache import cached_step
+from .gradient_cache import CachedStep, RandomState, cached_step
 from .layer_classes import repeated_layer_classes
 from .training_args import DistTrainingArguments
 
@@ -84,6 +84,9 @@ class DistTrainer(Trainer):
             # The last backward of a step reaches every trainable parameter; searching for unused ones costs a graph
             # walk per forward. Models that skip parameters on some batches set the argument to True.
             self.args.ddp_find_unused_parameters = False
+        if self.loss is not None and self.args.uses_gradient_cache and self.args.ddp_broadcast_buffers is None:
+            # Modules that write to their buffers are refused with a cache: there is nothing to broadcast.
+            self.args.ddp_broadcast_buffers = False
         return super()._build_accelerator_args(**options)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
@@ -141,28 +144,52 @@ class DistTrainer(Trainer):
                 model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp, self._takes_column
             )
         batch, ids = split_ids(self._prepare_inputs(inputs))
-        encode, sync = (lambda chunk: self._encode(model, chunk)), self._reduction
-        chunked, wide, counts = self._cut(batch)
-        is_measured = self._budget is not None and self._budget.is_measuring
-        step = cached_step(
-            chunked,
-            encode=self._budget.encode(encode) if is_measured else encode,
-            score=lambda embeddings: self._score(embeddings, ids, counts),
-            backward=self._backward,
-            sync=self._budget.sync(sync) if is_measured else sync,
-            loss_parameters=self._loss_parameters(),
-            keep_graph=self._num_kept_graphs(chunked),
-            backward_together=not self._reduction.is_fsdp,
-            wide=wide,
-        )
-        self._may_widen = not step.drew_randomness
-        if is_measured:
-            self._budget.step_ended()
+        step, chunked, counts = self._step(model, batch, ids)
         self._loss_gradients_are_used = self.accelerator.sync_gradients
         if self.accelerator.sync_gradients:
             distributed.average_gradients(self._loss_parameters())
         self.meter.add(step, chunked, counts)
         return step.loss / self.current_gradient_accumulation_steps
+
+    def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
+        found: list[Any] = []
+        budget, start = self._budget, RandomState(self.args.device)
+
+        def attempt() -> CachedStep:
+            chunked, wide, counts = self._cut(batch)
+            found[:] = chunked, counts
+            options = {
+                "encode": lambda chunk: self._encode(model, chunk),
+                "score": lambda embeddings: self._score(embeddings, ids, counts),
+                "sync": self._reduction,
+                "backward": self._backward,
+            }
+            is_measured = budget is not None and budget.is_measuring
+            if is_measured:
+                options["encode"], options["sync"] = budget.encode(options["encode"]), budget.sync(options["sync"])
+            step = cached_step(
+                chunked,
+                loss_parameters=self._loss_parameters(),
+                keep_graph=self._num_kept_graphs(chunked),
+                backward_together=not self._reduction.is_fsdp,
+                wide=wide,
+                **options,
+            )
+            if is_measured:
+                budget.step_ended()
+            return step
+
+        def reset() -> None:
+            model.zero_grad()
+            start.restore()
+
+        if budget is None:
+            step = attempt()
+        else:
+            is_first = all(p.grad is None for p in model.parameters())
+            step = budget.run(attempt, reset, can_retry=is_first and distributed.world_size() == 1)
+        self._may_widen = not step.drew_randomness
+        return step, *found
 
     def _limits(self) -> ChunkLimits:
         args = self.args
@@ -195,7 +222,9 @@ class DistTrainer(Trainer):
         if self._budget is not None:
             was_measuring = self._budget.is_measuring
             longest = -self._budget.agree(-longest_row(chunked))
-            chunked = ChunkedBatch(chunked.tables, self._budget.limits(longest, self._limits()))
+            chunked = ChunkedBatch(
+                chunked.tables, self._budget.limits(longest, self._limits(), self.state.global_step > 0)
+            )
             if was_measuring and not self._budget.is_measuring:
                 self._log_budget()
         factor = _widening(self.model.config) if self._may_widen and hasattr(self.model, "config") else 1

@@ -75,6 +75,8 @@ CASES = [
          "gradient_cache_memory_gib": 2e-4}, steps=3),
     Case("automatic kept graphs", arguments={"gradient_cache_keep_graph": "auto",
          "gradient_cache_memory_gib": 1e-3}, steps=3, model="deep"),
+    Case("out of memory, retried", model="scarce", arguments={"gradient_cache_chunk_size": "auto",
+         "gradient_cache_memory_gib": 1e-3}, steps=3, worlds=(1,)),
     Case("three columns, 3 hard negatives", columns=THREE),
     Case("four columns", columns=THREE | {"other": 1}, worlds=(1, 2)),
     Case("tower per column", model="towers"),
@@ -113,6 +115,20 @@ HSDP_CASES = {
 }  # fmt: skip
 
 
+class Scarce(EmbeddingModel):
+    """Runs out of memory when a graph holds more than 3 rows."""
+
+    failures = 0
+
+    def forward(self, input_ids, **features):
+        if torch.is_grad_enabled() and len(input_ids) > 3 and type(self).memory_is_scarce:
+            type(self).failures += 1
+            raise torch.OutOfMemoryError("a chunk too large for this test's memory")
+        return super().forward(input_ids=input_ids, **features)
+
+    memory_is_scarce = False
+
+
 class Towers(nn.Module):
     """One tower per column: takes the column's name."""
 
@@ -137,6 +153,9 @@ def build_model(kind: str) -> nn.Module:
         return Towers(option or None)
     if kind == "qwen3":
         return _with_norms_in_its_own_precision(EmbeddingModel.from_config(QWEN, pooling="last"))
+    if kind == "scarce":
+        Scarce.failures = 0
+        return Scarce.from_config(BERT)
     if kind == "deep":
         return EmbeddingModel.from_config(BERT | {"num_hidden_layers": 4, "hidden_dropout_prob": float(option or 0)})
     if kind == "dropout":
@@ -284,7 +303,11 @@ def measure(case: Case) -> float:
         expected = trained_gradients(case, *build(), num_rows, gradient_cache_keep_graph=99)
     else:
         expected = reference_gradients(case, *[copy.deepcopy(part) for part in build()], num_rows)
+    Scarce.memory_is_scarce = True  # the reference has all the memory it wants
     found = trained_gradients(case, *build(), num_rows)
+    Scarce.memory_is_scarce = False
+    if case.model == "scarce":
+        assert Scarce.failures >= 2, "memory was never scarce"
     assert len(found) == len(expected) == case.steps, (len(found), len(expected))
     worst = 0.0
     for of_step, wanted in zip(found, expected, strict=True):
