@@ -129,12 +129,14 @@ def messages(source: str) -> list[str]:
 
 
 def test_the_readme_shows_cases_of_the_exactness_table():
+    from tests.parity.exactness_table import RUNS as WAYS
     from tests.parity.exactness_worker import CASES
 
     section = text_of(ROOT / "README.md").partition("## Exact")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+?) \| (\d\w?e-\d+) \|", section, re.MULTILINE)
     bounds = {case.name: f"{case.tolerance:.0e}" for case in CASES}
     assert len(rows) > 10
+    assert f"| configuration | bound | {' | '.join(WAYS)} |" in section
     assert {name: bounds.get(name) for name, _ in rows} == dict(rows)
 
 
