@@ -626,7 +626,9 @@ def draw(size: Size, result: dict, output: Path) -> None:
                 statistics.median(entry["seconds"]) if what == "time" else entry["peak_bytes"] / 2**20
                 for _, entry in points
             ]
-            axes.plot([pairs for pairs, _ in points], values, marker="o", label=name)
+            # theirs dashed: the two plain steps lie on each other
+            style = {"linestyle": "--", "marker": "x"} if name.startswith("sentence") else {"marker": "o"}
+            axes.plot([pairs for pairs, _ in points], values, label=name, **style)
         if what == "memory":
             flat = result["flat"]
             for key, name in (("peak_bytes", "peak"), ("activation_bytes", "activations")):
@@ -636,7 +638,11 @@ def draw(size: Size, result: dict, output: Path) -> None:
                 )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="pairs in the batch", ylabel=label)
         axes.set_title(f"{size.name}: code-search pairs, up to {size.text_length} tokens", fontsize=10)
+        flat_pairs = [point["pairs"] for point in result["flat"]] if what == "memory" else []
+        axes.set_xticks(sorted({point["pairs"] for point in result["curves"]}.union(flat_pairs)))
         axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.minorticks_off()
+        axes.tick_params(axis="x", labelsize=8)
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
         figure.tight_layout()
@@ -660,7 +666,7 @@ def measure(size: Size, options: argparse.Namespace, device: str) -> dict:
     if not size.autocast:
         result["float64_gradient_error"] = exact_errors(size, models, batch_of, result["text"])
     result["curves"] = curves(size, models, batch_of, result["text"], max(1, options.turns // 2))
-    result["fixed"] = compare_fixed(size, models, 5 * options.turns)
+    result["fixed"] = compare_fixed(size, models, 7 * options.turns)
     result["flat"] = flat_memory(size, models)
     return result
 
