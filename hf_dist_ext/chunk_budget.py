@@ -5,8 +5,9 @@
     by the bytes per token measured, gives the tokens per chunk; the least of all ranks counts
 (3) with graphs to keep, a chunk gets a quarter of the budget and kept graphs the rest
 (4) a batch with longer rows than any measured is measured again: attention may cost more per token there
-(5) a single process that runs out of memory all the same halves the chunk and runs the step again; several processes
-    have the margin only, since one that fails leaves the others inside the step's collectives
+(5) a rank that runs out of memory all the same in the first steps of a size says so to the others at the next of two
+    agreements, before embeddings are gathered and before gradients are reduced; all halve the chunk and run the step
+    again
 
 The gradient is the full batch's for every chunk size, so the measuring step is a training step like any other. On a
 CPU the budget is a number of bytes that the user gives, and the peak is that of tensors saved for backward.
@@ -28,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 MEASURING_ROWS = 8
 MARGIN = 0.05
+GUARDED_STEPS = 3  # steps in which a new chunk size must show that it fits
 CHUNK_SHARE_WITH_KEPT_GRAPHS = 0.25
+
+
+class _OutOfMemoryElsewhere(Exception):
+    pass
 
 
 @dataclass
@@ -71,6 +77,7 @@ class ChunkBudget:
         self._widest = 0
         self._inputs: list[torch.Tensor] = []
         self._measuring_rows = MEASURING_ROWS
+        self._steps_to_guard, self._asks_left, self.is_guarding = GUARDED_STEPS, 0, False
 
     @property
     def is_measuring(self) -> bool:
@@ -83,7 +90,7 @@ class ChunkBudget:
         False as long as the optimizer has not allocated its state.
         """
         if longest_row > self.measured.width:
-            self.measured.available, self._found = 0, []
+            self.measured.available, self._steps_to_guard, self._found = 0, GUARDED_STEPS, []
         elif self.is_measuring and may_settle:
             self._settle()
         if self.fixed is not None:
@@ -116,19 +123,49 @@ class ChunkBudget:
     # ---- out of memory ----
 
     def run(self, attempt: Callable[[], CachedStep], reset: Callable[[], None], can_retry: bool) -> CachedStep:
-        """`attempt()`, again with half the chunk as long as memory runs out; `reset` undoes an attempt.
+        """`attempt()`, again with half the chunk as long as memory runs out on any rank; `reset` undoes an attempt.
 
-        Without `can_retry` the error is raised: among several processes the others are inside the step's collectives,
-        and in a later micro-batch the gradients are already mixed.
+        `attempt` has to use the functions of `guarded`. The error is raised where a rank can not tell the others:
+        without `can_retry` (FSDP, whose forwards are collectives; a later micro-batch, whose gradients are already
+        mixed), after the guarded steps, and in the chunk that reduces.
         """
+        self.is_guarding = can_retry and self._steps_to_guard > 0
         while True:
+            self._asks_left = 2
             try:
-                return attempt()
+                step = attempt()
+                break
             except torch.OutOfMemoryError:
-                if not (can_retry and self._can_halve):
+                if not (self.is_guarding and self._asks_left and self._can_halve):
                     raise
+                self.agree(-1)  # the others hear it at their next agreement
+            except _OutOfMemoryElsewhere:
+                assert self._can_halve
             self._halve()
             reset()
+        self._steps_to_guard -= 1
+        self.is_guarding = False
+        return step
+
+    def guarded(self, score: Callable, sync: Callable) -> dict[str, Callable]:
+        """The same functions for `cached_step` with `replays_last`. Before the score gathers embeddings, and before
+        the forward that arms the reduction, all ranks agree that none has run out of memory."""
+
+        def asking_score(embeddings: object) -> object:
+            self._agree_to_go_on()
+            return score(embeddings)
+
+        def asking_sync(phase: Phase) -> object:
+            if phase.is_last:
+                self._agree_to_go_on()
+            return sync(phase)
+
+        return {"score": asking_score, "sync": asking_sync}
+
+    def _agree_to_go_on(self) -> None:
+        if self.agree(0) < 0:
+            raise _OutOfMemoryElsewhere
+        self._asks_left -= 1
 
     @property
     def _can_halve(self) -> bool:
@@ -140,7 +177,7 @@ class ChunkBudget:
         else:
             self.measured.available = max(1, self.measured.available // 2)
         found = f"{self._measuring_rows} rows" if self.is_measuring else f"{self.measured.available / 2**30:.2f} GiB"
-        logger.warning(f"gradient cache: out of memory; trying again with {found} for a chunk.")
+        logger.warning(f"gradient cache: out of memory on some rank; all try again with {found} for a chunk.")
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 

@@ -105,6 +105,7 @@ def cached_step(
     keep_graph: int = 0,
     backward_together: bool = True,
     wide: ChunkedBatch | None = None,
+    replays_last: bool = False,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
@@ -120,6 +121,8 @@ def cached_step(
             runs one backward per chunk (wrappers whose hooks count forwards, such as FSDP2).
         wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
+        replays_last: never keep the graph of the chunk that completes the gradients, so that nothing in (1) or (2) is
+            that chunk's; for steps that may have to be run again.
 
     Raises:
         ValueError: nothing that was encoded requires a gradient.
@@ -127,7 +130,7 @@ def cached_step(
     chunks = batch.chunks()
     loss_parameters = [p for p in loss_parameters if p.requires_grad]
     final = _final_chunks(chunks)
-    keep_all = keep_graph >= len(chunks) or len(chunks) == 1
+    keep_all = (keep_graph >= len(chunks) or len(chunks) == 1) and not replays_last
     kept = set(range(len(chunks))) if keep_all else set([i for i in range(len(chunks)) if i not in final][:keep_graph])
 
     # (1)

@@ -167,6 +167,8 @@ class DistTrainer(Trainer):
             is_measured = budget is not None and budget.is_measuring
             if is_measured:
                 options["encode"], options["sync"] = budget.encode(options["encode"]), budget.sync(options["sync"])
+            if budget is not None and budget.is_guarding:
+                options |= budget.guarded(options["score"], options["sync"]) | {"replays_last": True}
             step = cached_step(
                 chunked,
                 loss_parameters=self._loss_parameters(),
@@ -187,7 +189,7 @@ class DistTrainer(Trainer):
             step = attempt()
         else:
             is_first = all(p.grad is None for p in model.parameters())
-            step = budget.run(attempt, reset, can_retry=is_first and distributed.world_size() == 1)
+            step = budget.run(attempt, reset, can_retry=is_first and not self._reduction.is_fsdp)
         self._may_widen = not step.drew_randomness
         return step, *found
 
