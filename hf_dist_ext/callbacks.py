@@ -21,6 +21,7 @@ class StepMeter:
 
     def __init__(self) -> None:
         self.last_tokens = (0, 0)
+        self.largest_batch = self.most_chunks = 0  # of the whole run
         self._reset()
 
     def _reset(self) -> None:
@@ -38,9 +39,15 @@ class StepMeter:
         self._steps += 1
         self._chunks += step.num_chunks
         self._rows += sum(table.num_rows for table in chunked.tables)
-        self._contrastive_batch = sum(next(iter(counts.values())))
+        self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(counts.values()))))
+        self.largest_batch = max(self.largest_batch, self._contrastive_batch)
+        self.most_chunks = max(self.most_chunks, step.num_chunks)
         for name, value in step.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
+
+    def exclude(self, seconds: float) -> None:
+        """Time since the last read that was not spent on training steps."""
+        self._started += seconds
 
     def read(self, device: torch.device) -> dict[str, float]:
         """Means over the steps since the last read and over all ranks; then starts anew. Every rank must call it."""
@@ -58,7 +65,7 @@ class StepMeter:
             torch.distributed.all_reduce(total)
         rows_per_second, tokens_per_second, real, computed, *values = total.tolist()
         report = {
-            "num_chunks": self._chunks / self._steps,
+            "num_chunks": round(self._chunks / self._steps, 2),
             "contrastive_batch_size": self._contrastive_batch,
             "rows_per_second": round(rows_per_second, 2),
             "tokens_per_second": round(tokens_per_second, 1),

@@ -70,6 +70,10 @@ def rank() -> int:
 
 # ---- (2) rows travel ----
 
+# torch 2.13 renamed both and warns about the old names; below that only the old ones exist.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def exchange(numbers: list[int], device: torch.device) -> list[list[int]]:
     """Every rank's list of integers, in rank order: one small all-gather and one copy to the host."""
@@ -77,7 +81,7 @@ def exchange(numbers: list[int], device: torch.device) -> list[list[int]]:
         return [numbers]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     everyone = mine.new_empty(world_size() * len(numbers))
-    dist.all_gather_into_tensor(everyone, mine)
+    _all_gather(everyone, mine)
     return everyone.view(world_size(), -1).tolist()
 
 
@@ -90,7 +94,7 @@ class _GatherRows(torch.autograd.Function):
             rows if rows.shape[0] == most else torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
         )
         everyone = rows.new_empty(len(counts) * most, *rows.shape[1:])
-        dist.all_gather_into_tensor(everyone, padded.contiguous())
+        _all_gather(everyone, padded.contiguous())
         if min(counts) == most:
             return everyone  # (W*B, D)
         return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
@@ -104,7 +108,7 @@ class _GatherRows(torch.autograd.Function):
                 to[:count] = part
             gradient = padded.flatten(0, 1)
         mine = gradient.new_empty(most, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(mine, gradient.contiguous())
+        _reduce_scatter(mine, gradient.contiguous())
         return mine[: counts[rank()]], None
 
 

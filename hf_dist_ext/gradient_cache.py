@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from .chunking import Chunk, ChunkedBatch
+from .errors import UsageError
 
 Embeddings = dict[str, torch.Tensor]
 
@@ -125,7 +126,7 @@ def cached_step(
             that chunk's; for steps that may have to be run again.
 
     Raises:
-        ValueError: nothing that was encoded requires a gradient.
+        UsageError: nothing that was encoded requires a gradient.
     """
     chunks = batch.chunks()
     loss_parameters = [p for p in loss_parameters if p.requires_grad]
@@ -215,7 +216,10 @@ def cached_step(
             num_backwards += _finish(terms + parameter_terms, backward)
         num_forwards += len(final)
     if num_backwards == 0:
-        raise ValueError("nothing that was encoded requires a gradient: no trainable parameter is used by the model.")
+        raise UsageError(
+            "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
+            "Check which parameters have requires_grad."
+        )
     return CachedStep(loss.detach(), metrics, len(chunks), num_forwards, drew_randomness)
 
 

@@ -16,6 +16,7 @@ import glob
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 import re
 import shutil
@@ -154,9 +155,21 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
         devices = len(gpu_ids.split(","))
     if wanted is None and not is_shipped(path):
         wanted = preset.get("num_processes")
-    wanted = int(wanted or devices or CPU_PROCESSES)
+    mesh = _mesh_size(preset)
+    if mesh > 1 and wanted not in (None, mesh):
+        raise UsageError(
+            f"num_processes={wanted}, but the parallelism_config of {path} is a mesh of {mesh} processes. "
+            "Make them equal, or leave num_processes out."
+        )
+    wanted = int(wanted or (mesh if mesh > 1 else devices) or CPU_PROCESSES)
     _refuse_too_many(wanted, devices, "Set num_processes to null")
     return LaunchPlan(path, kind, wanted)
+
+
+def _mesh_size(preset: dict[str, Any]) -> int:
+    """Processes that the sizes of a parallelism_config multiply to; 1 without one."""
+    sizes = (preset.get("parallelism_config") or {}).items()
+    return math.prod(int(size) for name, size in sizes if name.endswith("_size"))
 
 
 def _fsdp_version(preset: dict[str, Any]) -> int:

@@ -103,6 +103,7 @@ PRESET_SHORT_NAMES = {
     "ddp": "multi_gpu_ddp",
     "fsdp": "multi_gpu_fsdp",
     "fsdp2": "multi_gpu_fsdp",
+    "hsdp": "multi_gpu_hsdp",
 }
 
 # What people still type that is gone from TrainingArguments without a field of the same meaning.

@@ -12,6 +12,7 @@ With `loss=None` every override hands straight to Trainer. With a loss over embe
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
@@ -310,6 +311,12 @@ class DistTrainer(Trainer):
         return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
 
     # ---- evaluation ----
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        started = time.perf_counter()
+        metrics = super().evaluate(*arguments, **options)
+        self.meter.exclude(time.perf_counter() - started)
+        return metrics
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):

@@ -86,15 +86,14 @@ def train(run: Run) -> None:
     trainer.save_model()
     if not is_main:
         return
-    steps = [line for line in trainer.state.log_history if "num_chunks" in line]
     before = next((line for line in trainer.state.log_history if f"eval_{METRICS[0]}" in line), {})
     report = {
         "before": {name: before.get(f"eval_{name}") for name in METRICS},
         "after": {name: after.get(f"eval_{name}") for name in METRICS},
         "train_seconds": round(result.metrics["train_runtime"], 2),
         "world_size": args.world_size,
-        "contrastive_batch_size": max((line["contrastive_batch_size"] for line in steps), default=None),
-        "num_chunks": max((line["num_chunks"] for line in steps), default=None),
+        "contrastive_batch_size": trainer.meter.largest_batch,
+        "num_chunks": trainer.meter.most_chunks,
     }
     output_dir = Path(args.output_dir)
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -160,7 +159,7 @@ def print_report(report: dict, output_dir: Path, dataset_name: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"held-out retrieval, {report['train_seconds']} s of training")
+    table = Table(title="held-out retrieval")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name in METRICS:
@@ -168,6 +167,7 @@ def print_report(report: dict, output_dir: Path, dataset_name: str) -> None:
         table.add_row(name, *["-" if value is None else f"{value:.4f}" for value in cells])
     if report["after"][METRICS[0]] is not None:
         Console().print(table)
+    print(f"{report['train_seconds']} s of training, {report['num_chunks']} chunks per step")
     print(f'load it:  EmbeddingModel.from_pretrained("{output_dir}")      # from hf_dist_ext import EmbeddingModel')
     if dataset_name == "code-search":
         print(f'try it:   hf-dist search --model {output_dir} "parse a date string"')

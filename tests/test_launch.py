@@ -60,6 +60,8 @@ def devices(monkeypatch):
         ({"accelerate_config": "ddp"}, 1, "MULTI_GPU", 1),
         ({"accelerate_config": "fsdp"}, 8, "FSDP", 8),
         ({"accelerate_config": "fsdp2", "num_processes": 3}, 0, "FSDP", 3),
+        ({"accelerate_config": "hsdp"}, 0, "FSDP", 4),  # the mesh, 2 x 2
+        ({"accelerate_config": "hsdp"}, 8, "FSDP", 4),
         ({"accelerate_config": "fsdp", "fsdp": True}, 2, "FSDP", 2),
     ],
 )

@@ -27,9 +27,11 @@ def test_accelerate_reads_the_preset_and_every_key_has_an_effect(name):
     load_config_from_file(str(path))  # raises for keys that it does not know
     defaults = vars(launch_command_parser().parse_args(["script.py"]))
     content = presets.load_preset(path)
-    for key in set(content) - {"distributed_type", "fsdp_config"}:
+    for key in set(content) - {"distributed_type", "fsdp_config", "parallelism_config"}:
         # the launcher copies a key of the file only over an argument that is None
         assert key in defaults and defaults[key] is None, f"{key} is silently ignored"
+    for key in content.get("parallelism_config", {}):
+        assert key in defaults, f"{key} is silently ignored"
     for key in content.get("fsdp_config", {}):
         assert key in defaults, f"{key} reaches nobody"
 
