@@ -1,0 +1,81 @@
+"""Task "embedding": pairs of texts -> `EmbeddingModel` under a contrastive loss, judged by retrieval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from .code_search import train_tokenizer
+from .config import Run
+from .data import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
+from .errors import UsageError
+from .losses import InfoNCELoss
+from .modeling import EmbeddingModel
+from .tasks import Parts
+from .training_args import DistTrainingArguments
+
+METRICS = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
+LOSS_OPTIONS = (
+    "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
+    "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
+)  # fmt: skip
+
+
+def build(run: Run, args: DistTrainingArguments) -> Parts:
+    config = run.run
+    train_dataset, eval_dataset = load_datasets(config)
+    tokenizer = build_tokenizer(run, train_dataset)
+    model = build_model(run, tokenizer)
+    hints = ['load it:  EmbeddingModel.from_pretrained("{folder}")      # from hf_dist_ext import EmbeddingModel']
+    if config.dataset_name == CODE_SEARCH:
+        hints.append('try it:   hf-dist search --model {folder} "parse a date string"')
+    return Parts(
+        model=model,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        data_collator=ContrastiveCollator(
+            tokenizer, column_names(config, train_dataset), config.prompts, config.max_length, config.id_column
+        ),
+        processing_class=tokenizer,
+        loss=None if config.loss is None else InfoNCELoss(**{name: getattr(config, name) for name in LOSS_OPTIONS}),
+        metrics=METRICS,
+        title="held-out retrieval",
+        hints=tuple(hints),
+    )
+
+
+def build_tokenizer(run: Run, train_dataset: Any) -> Any:
+    """The tokenizer that is named, the model's own, or for the built-in dataset one trained on its train split."""
+    config = run.run
+    name = config.tokenizer_name or config.model_name_or_path
+    if name is not None:
+        options = {"revision": config.model_revision} if name == config.model_name_or_path else {}
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"no tokenizer can be loaded from {name!r}: {error}") from error
+    if config.dataset_name != CODE_SEARCH:
+        raise UsageError(
+            "a model built from model_config needs a tokenizer: set tokenizer_name to a folder or hub id."
+        )
+    return train_tokenizer(text for column in ("query", "positive") for text in train_dataset[column])
+
+
+def build_model(run: Run, tokenizer: Any) -> EmbeddingModel:
+    config = run.run
+    options = {
+        "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
+        "max_length": config.max_length, "prompts": config.prompts, "matryoshka_dims": config.matryoshka_dims,
+        "dtype": config.dtype, "attn_implementation": config.attn_implementation,
+    }  # fmt: skip
+    if config.model_config is not None:
+        vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        return EmbeddingModel.from_config(vocabulary | config.model_config, **options)
+    return EmbeddingModel.from_pretrained(
+        config.model_name_or_path,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
+        **{name: value for name, value in options.items() if name in run.given} | {"dtype": config.dtype or "float32"},
+    )

@@ -1,0 +1,78 @@
+"""A task builds its parts; `scripts/train_hf.py` trains whatever they are.
+
+(1) `make_arguments` turns the run's training fields into `DistTrainingArguments`
+(2) `build_parts` asks the task's own module for model, data, collator, processor, loss and metrics
+(3) `Parts.make_trainer` wires them
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from .config import Run
+from .errors import UsageError
+from .trainer import DistTrainer
+from .training_args import DistTrainingArguments
+
+TASKS = {"embedding": "embedding_task"}  # each has build(run, args) -> Parts
+
+
+@dataclass
+class Parts:
+    """What a trainer is made of, and how its result is reported.
+
+    `metrics`: names of the evaluation's figures without "eval_", reported before and after training. `hints`: lines
+    printed at the end, "{folder}" is where the model is. `trainer_options` are further arguments of `trainer_class`.
+    """
+
+    model: torch.nn.Module
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Callable
+    processing_class: Any
+    loss: Callable | None = None
+    compute_metrics: Callable | None = None
+    trainer_class: type[DistTrainer] = DistTrainer
+    trainer_options: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+    title: str = ""
+    hints: tuple[str, ...] = ()
+
+    def make_trainer(self, args: DistTrainingArguments) -> DistTrainer:  # (3)
+        return self.trainer_class(
+            self.model,
+            args,
+            data_collator=self.data_collator,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            processing_class=self.processing_class,
+            compute_metrics=self.compute_metrics,
+            loss=self.loss,
+            **self.trainer_options,
+        )
+
+
+def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
+    training = dict(run.training)
+    if importlib.util.find_spec("tensorboard"):
+        training.setdefault("report_to", ["tensorboard"])
+    training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    try:
+        return DistTrainingArguments(**training)
+    except ValueError as error:  # transformers checks its fields against each other here
+        raise UsageError(str(error)) from error
+
+
+def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
+    set_seed(args.seed)  # every process builds the same weights
+    parts = importlib.import_module(f"{__package__}.{TASKS[run.run.task]}").build(run, args)
+    # The first evaluation is the training loop's own: outside of it, FSDP2 has no optimizer to shard the model with.
+    args.eval_on_start = parts.eval_dataset is not None
+    return parts
