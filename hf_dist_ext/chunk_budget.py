@@ -75,7 +75,6 @@ class ChunkBudget:
         self._tokens_inside = self._width_inside = 0
         self._found: list[tuple[int, int]] = []  # tokens and peak bytes of every chunk measured
         self._widest = 0
-        self._inputs: list[torch.Tensor] = []
         self._measuring_rows = MEASURING_ROWS
         self._steps_to_guard, self._asks_left, self.is_guarding = GUARDED_STEPS, 0, False
 
@@ -187,9 +186,8 @@ class ChunkBudget:
         """The same function, noting the tokens of what is encoded with a graph."""
 
         def noting(chunk: Chunk) -> torch.Tensor:
-            self._inputs += [view for view in chunk.views.values() if isinstance(view, torch.Tensor)]  # of the batch
             if torch.is_grad_enabled():
-                width = chunk.views["input_ids"].shape[1] if "input_ids" in chunk.views else 1
+                width = chunk.width or 1
                 self._tokens_inside += chunk.num_rows * width
                 self._width_inside = max(self._width_inside, width)
             return encode(chunk)
@@ -206,7 +204,7 @@ class ChunkBudget:
                     yield
                 return
             self._tokens_inside = self._width_inside = 0
-            with sync(phase), peak_bytes(self.device, self.weights + self._inputs) as peak:
+            with sync(phase), peak_bytes(self.device, self.weights) as peak:
                 yield
             if self._tokens_inside:
                 self._found.append((self._tokens_inside, peak()))
@@ -222,7 +220,6 @@ class ChunkBudget:
         scale = 1024  # thousandths of a byte survive the agreement on integers
         self.measured.bytes_per_token = max(1, -self.agree(-int(worst * scale))) / scale
         self.measured.width = -self.agree(-self._widest)
-        self._inputs = []
 
     def state(self) -> dict:
         return asdict(self.measured)

@@ -4,7 +4,8 @@
 (2) rows of all columns that share a tower are laid into one table
 (3) rows are sorted, those without images first and then by length, and packed by rows, tokens and image patches;
     ranks may ask for more chunks than packing needs
-(4) a chunk is a slice of the sorted table, trimmed to its own longest row, with the images its rows own
+(4) a chunk is a slice of the sorted rows, trimmed to its own longest one, with the images they own; its features are
+    gathered from the collator's tensors when it runs (`row_features`)
 (5) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
 Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
@@ -18,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from .column_layout import Column, FeatureAxes, RowLayout, read_columns
+from .column_layout import Column, FeatureAxes, read_columns
 from .errors import UsageError
 from .image_features import UnitLayout
+from .row_features import ChunkOrder, RowFeature, positions_of_edges, positions_of_mask
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ class Chunk:
 
     `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so
     that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
-    `has_vision`: vision layers run. `features` is what the model takes; it gathers image entries anew at every access,
-    so that pixels exist twice for the running chunk only. `views` are the features that are slices of the table.
+    `has_vision`: vision layers run. `width`: tokens per row, 0 without a token axis. `features` is what the model
+    takes; it is gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
     """
 
-    views: dict[str, torch.Tensor]
-    gather_images: Callable[[], dict[str, Any]] | None
+    gather: Callable[[], dict[str, Any]]
     device: torch.device
+    width: int
     column: str | None
     table: int
     start: int
@@ -63,7 +65,7 @@ class Chunk:
 
     @property
     def features(self) -> dict[str, Any]:
-        return self.views if self.gather_images is None else {**self.views, **self.gather_images()}
+        return self.gather()
 
     @property
     def num_rows(self) -> int:
@@ -79,10 +81,10 @@ class Units:
     lengths: list[int] | None  # per sorted row: real extent of axis 1
     rounds_length: bool
 
-    def gather(self, start: int, stop: int, multiple: int) -> Any:
-        """Entries of rows start..stop, or None where they have none."""
+    def gather(self, rows: Sequence[int], multiple: int) -> Any:
+        """Entries of sorted rows, or None where they have none."""
         runs: list[list[int]] = []
-        for column, first, last in self.places[start:stop]:
+        for column, first, last in (self.places[row] for row in rows):
             if runs and runs[-1][0] == column and runs[-1][2] == first:
                 runs[-1][2] = last
             elif first < last:
@@ -93,7 +95,7 @@ class Units:
             return [number for column, first, last in runs for number in self.values[column][first:last]]
         pieces = [self.values[column][first:last] for column, first, last in runs]
         if self.lengths is not None:
-            longest = max(self.lengths[start:stop])
+            longest = max(self.lengths[row] for row in rows)
             longest = -(-longest // multiple) * multiple if self.rounds_length else longest
             pieces = [piece[:, :longest] for piece in pieces]
         return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
@@ -106,13 +108,14 @@ class Table:
 
     columns: list[str]
     row_counts: list[int]
-    features: dict[str, torch.Tensor]  # sorted, laid out as `layouts` says
-    layouts: dict[str, RowLayout]
+    features: dict[str, RowFeature]
+    first_tokens: list[int]  # per column: the table's token at which its own first one stands
+    positions: Literal["mask", "edges"] | None  # what position_ids are counted from; None: the model makes its own
     units: dict[str, Units]
     extents: list[tuple[int, int]]  # per sorted row: first real token, one past the last
     patches: list[tuple[int, int]]  # per sorted row: entries, patches in the longest
     num_text_rows: int  # without images
-    order: torch.Tensor  # (R,) sorted row i is row order[i] of the columns laid end to end
+    order: list[int]  # sorted row i is row order[i] of the columns laid end to end
     column: str | None
     width: int
     pads_left: bool
@@ -215,9 +218,21 @@ class Table:
                 last = stop or self.num_rows
                 yield last - 1, last, True, has_vision
 
-    def gather_images(self, start: int, stop: int, multiple: int) -> dict[str, Any]:
-        found = {key: units.gather(start, stop, multiple) for key, units in self.units.items()}
-        return {key: value for key, value in found.items() if value is not None}
+    def gather(
+        self, order: ChunkOrder, start: int, stop: int, window: tuple[int, int], multiple: int, has_vision: bool
+    ) -> dict[str, Any]:
+        """What the model takes for the rows at places start..stop of a chunk order."""
+        runs = order.runs(start, stop)
+        found: dict[str, Any] = {key: feature.gather(runs, *window) for key, feature in self.features.items()}
+        if self.positions == "edges":
+            found["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, self.device)
+        elif self.positions == "mask" and not has_vision:
+            # What the model gives to all rows of a batch with images; without images it would count from the edge.
+            found["position_ids"] = positions_of_mask(found["attention_mask"])
+        if has_vision:
+            images = {key: units.gather(order.sorted_rows[start:stop], multiple) for key, units in self.units.items()}
+            found |= {key: value for key, value in images.items() if value is not None}
+        return found
 
 
 class ChunkedBatch:
@@ -225,6 +240,7 @@ class ChunkedBatch:
 
     def __init__(self, tables: list[Table], limits: ChunkLimits):
         self.tables, self.limits = tables, limits
+        self._orders: list[ChunkOrder] | None = None  # made when the bounds are final
         for table in tables:
             table.pack(limits)
 
@@ -249,6 +265,7 @@ class ChunkedBatch:
         Raises:
             UsageError: by_vision, and this rank has no rows of a kind that another one has.
         """
+        assert self._orders is None, "chunks were made before the ranks agreed"
         if not by_vision:
             for table, wanted in zip(self.tables, num_chunks, strict=True):
                 table.split_to(wanted, self.limits)
@@ -265,32 +282,37 @@ class ChunkedBatch:
     def chunks(self) -> list[Chunk]:
         return [chunk for index in range(len(self.tables)) for chunk in self._table_chunks(index)]
 
+    @property
+    def orders(self) -> list[ChunkOrder]:
+        """Per table the order in which chunks hold its rows."""
+        if self._orders is None:
+            self._orders = [ChunkOrder(t.order, t.row_counts, t.bounds, t.device) for t in self.tables]
+        return self._orders
+
     def _table_chunks(self, index: int) -> Iterator[Chunk]:
-        table, multiple = self.tables[index], self.limits.width_multiple
+        table, order, multiple = self.tables[index], self.orders[index], self.limits.width_multiple
         for start, stop, is_idle, has_vision in table.runs():
-            left, right = table.window(start, stop, multiple)
-            views = {
-                key: _view(value, table.layouts[key], start, stop, left, right)
-                for key, value in table.features.items()
-                if not (has_vision and table.layouts[key].is_for_text_chunks)
-            }
-            gather = partial(table.gather_images, start, stop, multiple) if has_vision and table.units else None
-            yield Chunk(views, gather, table.device, table.column, index, start, stop, is_idle, has_vision)
+            window = table.window(start, stop, multiple)
+            place = order.sorted_rows.index(start) if is_idle else start
+            gather = partial(table.gather, order, place, place + stop - start, window, multiple, has_vision)
+            width = window[1] - window[0]
+            yield Chunk(gather, table.device, width, table.column, index, start, stop, is_idle, has_vision)
 
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D) in the batch's order."""
         columns: dict[str, torch.Tensor] = {}
-        for index, table in enumerate(self.tables):
+        for index, (table, order) in enumerate(zip(self.tables, self.orders, strict=True)):
             parts = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
-            ordered = torch.cat(parts)  # (R, D) sorted by length
-            rows = torch.empty_like(ordered).index_copy_(0, table.order, ordered)
+            ordered = torch.cat(parts)  # (R, D) as chunks hold them
+            rows = torch.empty_like(ordered).index_copy_(0, order.order, ordered)
             columns.update(zip(table.columns, rows.split(table.row_counts), strict=True))
         return columns
 
     def to_chunks(self, columns: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Column -> (rows, D) -> one (b, D) per chunk; zeros for an idle chunk. The inverse of `to_columns`."""
         sorted_rows = [
-            torch.cat([columns[name] for name in table.columns]).index_select(0, table.order) for table in self.tables
+            torch.cat([columns[name] for name in table.columns]).index_select(0, order.order)
+            for table, order in zip(self.tables, self.orders, strict=True)
         ]
         return [
             torch.zeros_like(sorted_rows[c.table][:1]) if c.is_idle else sorted_rows[c.table][c.start : c.stop]
@@ -417,50 +439,31 @@ def _make_table(
     if sort:
         order.sort(key=lambda i: (rows[i][0] - rows[i][1], -patches[i][0] * patches[i][1]))
     order.sort(key=has_vision.__getitem__)
-    is_sorted = order == list(range(len(rows)))
-    device = next(iter((columns[0].rows or columns[0].units).values()))[0].device
-    index = torch.tensor(order).to(device, non_blocking=True)  # a copy that waits costs as much as the one to the host
-
-    layouts = {key: layout for key, (_, layout) in columns[0].rows.items()}
-    features: dict[str, torch.Tensor] = {}
-    for key, layout in layouts.items():
-        values = [c.rows[key][0] for c in columns]
-        if layout.token_axis is not None:
-            fill = pad_values.get(key, 0)
-            values = [
-                _widen(value, width - c.width, pads_left, fill, layout.token_axis)
-                for value, c in zip(values, columns, strict=True)
-            ]
-        laid = values[0] if len(values) == 1 else torch.cat(values, layout.row_axis)
-        stays = is_sorted or layout.row_axis is None
-        features[key] = laid if stays else laid.index_select(layout.row_axis, index)
+    first_tokens = [width - c.width if pads_left else 0 for c in columns]
+    features = {
+        key: RowFeature([c.rows[key][0] for c in columns], layout, first_tokens, pad_values.get(key, 0))
+        for key, (_, layout) in columns[0].rows.items()
+    }
+    positions = None
     if "position_ids" not in features and "attention_mask" in features:
-        if counts_from_mask and has_left_padding:
-            # What the model gives to all rows of a batch with images; without images it would count from the edge.
-            features["position_ids"] = (features["attention_mask"].long().cumsum(dim=1) - 1).clamp(min=0)
-            layouts["position_ids"] = RowLayout(0, 1, is_for_text_chunks=True)
-        elif can_shift:
-            shifts = [width - c.width for c in columns for _ in range(c.num_rows)]
-            shift = torch.tensor([shifts[i] for i in order]).to(device, non_blocking=True)
-            # The positions every row had in its own width: rotary tables are rounded, equal distances are not enough.
-            features["position_ids"] = (torch.arange(width, device=device) - shift[:, None]).clamp(min=0)
-            layouts["position_ids"] = RowLayout(0, 1)
+        positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
     return Table(
         columns=[c.name for c in columns],
         row_counts=row_counts,
         features=features,
-        layouts=layouts,
+        first_tokens=first_tokens,
+        positions=positions,
         units={key: _make_units([c.units[key] for c in columns], row_counts, order) for key in columns[0].units},
         extents=[rows[i] for i in order],
         patches=[patches[i] for i in order],
         num_text_rows=len(rows) - sum(has_vision),
-        order=index,
+        order=order,
         column=column,
         width=width,
         pads_left=can_shift,
         can_trim=can_trim,
         real_tokens=real_tokens,
-        device=device,
+        device=next(iter((columns[0].rows or columns[0].units).values()))[0].device,
     )
 
 
@@ -478,17 +481,3 @@ def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], orde
         lengths=[lengths[i] for i in order] if lengths else None,
         rounds_length=parts[0][1].rounds_length,
     )
-
-
-def _view(value: torch.Tensor, layout: RowLayout, start: int, stop: int, left: int, right: int) -> torch.Tensor:
-    if layout.row_axis is None:
-        return value
-    value = value.narrow(layout.row_axis, start, stop - start)
-    return value if layout.token_axis is None else value.narrow(layout.token_axis, left, right - left)
-
-
-def _widen(value: torch.Tensor, by: int, on_left: bool, fill: int, axis: int) -> torch.Tensor:
-    if by == 0:
-        return value
-    padding = value.new_full([by if i == axis else size for i, size in enumerate(value.shape)], fill)
-    return torch.cat([padding, value] if on_left else [value, padding], dim=axis)

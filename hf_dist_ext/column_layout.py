@@ -33,7 +33,6 @@ class RowLayout:
 
     row_axis: int | None = 0
     token_axis: int | None = None
-    is_for_text_chunks: bool = False  # handed along only where no image is
 
 
 @dataclass

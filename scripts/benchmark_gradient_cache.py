@@ -81,7 +81,7 @@ class Size:
     text_pairs: int = 1024  # the batch of the ratios
     text_length: int = 256
     curve_pairs: tuple[int, ...] = (128, 256, 512)  # further batches of the curves
-    chunk_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)  # ours, swept
+    chunk_tokens: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)  # ours, swept
     mini_batches: tuple[int, ...] = (8, 16, 32, 64)  # theirs, swept: rows
     mini_batch_tokens: tuple[int, ...] = (256, 512, 1024)  # theirs, swept: real tokens
     fixed_pairs: int = 256
@@ -531,12 +531,10 @@ def flat_memory(size: Size, models: Models) -> list[dict]:
         batch = fixed_batch(size, pairs, size.flat_length, models.device)
         saved = SavedBytes(
             [*models.ours.parameters(), *models.ours.buffers()]
-            + [value for table in lay_out(batch, ChunkLimits()).tables for value in table.features.values()]
+            + [value for features in batch.values() for value in features.values()]  # where rows stay in order
         )
 
         def encode(chunk, saved=saved):
-            # The batch is known by its storage, and a chunk's features are views of it.
-            saved.known.update(value.untyped_storage().data_ptr() for value in chunk.features.values())
             with saved:
                 return models.ours(**chunk.features).embeddings
 
