@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .errors import UsageError
+from .run_folder import LOSS_WEIGHTS
 
 if TYPE_CHECKING:
     from .trainer import DistTrainer
 
-LOSS_WEIGHTS = "loss.safetensors"
 LOSS_OPTIMIZER = "loss_optimizer.pt"
 BUDGET = "gradient_cache.json"
 MODULES = "modules.json"  # written by EmbeddingModel.save_pretrained, last
@@ -144,16 +145,23 @@ def load_budget(trainer: DistTrainer, folder: str) -> None:
 
 
 @contextlib.contextmanager
-def without_secrets(args: Any) -> Iterator[None]:
-    """Trainer pickles its arguments beside the weights; meanwhile they hold no token."""
-    kept = {name: getattr(args, name) for name in SECRETS if getattr(args, name, None) is not None}
-    for name in kept:
-        setattr(args, name, None)
+def without_secrets(args: Any, as_given: Mapping[str, Any]) -> Iterator[None]:
+    """Trainer pickles its arguments beside the weights; meanwhile what is pickled of them holds no token. `as_given`:
+    fields that have another value for now."""
+    kind = type(args)
+
+    def reduced(given: Any) -> tuple:
+        state = vars(given) | {name: None for name in SECRETS if hasattr(given, name)} | as_given
+        return copyreg.__newobj__, (kind,), state
+
+    before = copyreg.dispatch_table.get(kind)
+    copyreg.pickle(kind, reduced)
     try:
         yield
     finally:
-        for name, value in kept.items():
-            setattr(args, name, value)
+        del copyreg.dispatch_table[kind]
+        if before is not None:
+            copyreg.pickle(kind, before)
 
 
 def _at(folder: str, name: str) -> str:

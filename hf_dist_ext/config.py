@@ -223,9 +223,10 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     training = {name: value for name, value in given.items() if name not in own}
     run = Run(path, config, training, echo, given)
     _check_rules(run)
-    checkpoint = checkpoint_to_resume(training.pop("resume_from_checkpoint", None), Path(training["output_dir"]))
-    if checkpoint is not None:
-        training["resume_from_checkpoint"] = str(checkpoint)
+    asked = training.pop("resume_from_checkpoint", None)
+    checkpoint = checkpoint_to_resume(asked, Path(training["output_dir"]))
+    if checkpoint is not None:  # true stays true: the trainer, which also knows the hashes, picks the newest complete
+        training["resume_from_checkpoint"] = True if asked is True else str(checkpoint)
     return run
 
 

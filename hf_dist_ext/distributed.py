@@ -30,6 +30,11 @@ def launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def processes_here() -> int:
+    """Processes of this run on this machine, as its launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
 def must_use_cpu() -> bool:
     """Several processes and no accelerator: without `use_cpu` every rank would train alone into one output_dir."""
     return launched_processes() > 1 and not has_accelerator()

@@ -1,6 +1,7 @@
 """What a run's folder holds before any rank exists: another run, checkpoints, whole ones and torn ones.
 
-(1) the checkpoint to resume: the newest, or the one that is named; never a silent fresh start
+(1) the checkpoint to resume: the newest complete one, or the one that is named; never a silent fresh start. Here
+    sizes are checked, which is instant; the ranks share the hashes (checkpointing.py)
 (2) the output folder: no run writes into another's unless it continues or replaces it
 """
 
@@ -8,26 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext import manifest
 from hf_dist_ext.errors import UsageError
 
+LOSS_WEIGHTS = "loss.safetensors"  # the loss's own parameters, beside the model's weights
+
 # (1) ---------------------------------------------------------------------------------------------------------------
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The `checkpoint-N` folders, oldest first."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.partition("-")[2]))
 
 
 def missing_from_checkpoint(folder: Path) -> list[str]:
     """What resuming needs and a checkpoint lacks. The Trainer itself goes on without some of it and says nothing."""
 
     def has(*patterns: str) -> bool:
-        found = (path for pattern in patterns for path in folder.glob(pattern))
+        found = (path for pattern in patterns for path in folder.glob(pattern) if path.name != LOSS_WEIGHTS)
         return any(path.is_dir() or path.stat().st_size > 0 for path in found)
 
     # global_step*: DeepSpeed keeps weights, optimizer and scheduler in one folder; *_0: sharded by FSDP
@@ -39,33 +36,59 @@ def missing_from_checkpoint(folder: Path) -> list[str]:
         "scheduler.pt": has("scheduler.pt", "global_step*"),
         "rng_state": has("rng_state*.pth"),
     }
-    missing = [name for name in is_there if not is_there[name]]
+    missing = [f"{name} is missing" for name in is_there if not is_there[name]]
     for index in folder.glob("*.index.json"):
         with contextlib.suppress(ValueError, AttributeError):
             shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-            missing += sorted(shard for shard in shards if not has(shard))
+            missing += sorted(f"{shard} is missing" for shard in shards if not has(shard))
     return missing
 
 
-def checkpoint_to_resume(asked: bool | str | None, output_dir: Path) -> Path | None:
-    """The folder that `resume_from_checkpoint` means: true is the newest one of output_dir, false or null is none."""
+def checkpoint_to_resume(
+    asked: bool | str | None, output_dir: Path, passed_over: dict[Path, str] | None = None
+) -> Path | None:
+    """The folder that `resume_from_checkpoint` means: true is the newest complete one of output_dir, false or null is
+    none. `passed_over` takes the newer ones and why they are no complete checkpoints; those it holds are skipped."""
     if asked is None or asked is False:
         return None
-    earlier = checkpoints_in(output_dir)
-    if asked is True and not earlier:
+    passed_over = {} if passed_over is None else passed_over
+    earlier = manifest.checkpoints_in(output_dir)
+    if asked is not True:
+        return _named(Path(asked), earlier)
+    if not earlier:
         raise UsageError(
             f"resume_from_checkpoint is true but {output_dir} holds no checkpoint-N folder. "
             "Remove it to start afresh, or give the checkpoint's path."
         )
-    checkpoint = earlier[-1] if asked is True else Path(asked)
+    for checkpoint in reversed(earlier):
+        if checkpoint in passed_over:
+            continue
+        if not (reason := manifest.why_incomplete(checkpoint)):
+            return checkpoint
+        passed_over[checkpoint] = reason
+    # What was not committed may still be whole: the stock Trainer's. It is for the user to say so.
+    whole = [
+        path for path in earlier if not (path / manifest.MANIFEST).is_file() and not missing_from_checkpoint(path)
+    ]
+    hint = f"Give --resume_from_checkpoint {whole[-1]} to use that one as it is." if whole else "Start afresh."
+    reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over.items())
+    raise UsageError(f"{output_dir} holds no complete checkpoint ({reasons}). {hint}")
+
+
+def _named(checkpoint: Path, earlier: list[Path]) -> Path:
     if not checkpoint.is_dir():
         hint = f"Newest in output_dir: {earlier[-1]}" if earlier else "Give the path of a checkpoint-N folder."
-        raise UsageError(f'resume_from_checkpoint="{asked}": no such folder. {hint}')
-    if missing := missing_from_checkpoint(checkpoint):
-        whole = [path for path in earlier if path != checkpoint and not missing_from_checkpoint(path)]
-        hint = f"Newest that is complete: {whole[-1]}" if whole else "Remove resume_from_checkpoint to start afresh."
-        raise UsageError(f"{checkpoint} is incomplete, it lacks {', '.join(missing)}. {hint}")
+        raise UsageError(f'resume_from_checkpoint="{checkpoint}": no such folder. {hint}')
+    is_marked = (checkpoint / manifest.MANIFEST).is_file()
+    if broken := manifest.why_incomplete(checkpoint) if is_marked else ", ".join(missing_from_checkpoint(checkpoint)):
+        raise UsageError(f"{checkpoint} is incomplete: {broken}. {another(checkpoint, earlier)}")
     return checkpoint
+
+
+def another(checkpoint: Path, earlier: list[Path]) -> str:
+    """What to do instead of resuming a checkpoint that is not whole."""
+    whole = [path for path in earlier if path != checkpoint and not manifest.why_incomplete(path)]
+    return f"Newest that is complete: {whole[-1]}" if whole else "Remove resume_from_checkpoint to start afresh."
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------
@@ -86,12 +109,13 @@ def check_output_dir(training: dict[str, Any]) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"output_dir={folder} is a file. Give a folder.")
     resumed = training.get("resume_from_checkpoint")
-    continues = resumed is not None and folder.resolve() in Path(resumed).resolve().parents
+    # true means a checkpoint of this folder, and load_run has found one
+    continues = resumed is True or (resumed is not None and folder.resolve() in Path(resumed).resolve().parents)
     found = sorted(path.name for mark in _MARKS for path in folder.glob(mark))
     if not found or continues or training.get("overwrite_output_dir"):
         return
     elsewhere = ", and the checkpoint to resume is not in it" if resumed else ""
-    resume = "" if resumed or not checkpoints_in(folder) else "--resume_from_checkpoint to continue it, "
+    resume = "" if resumed or not manifest.checkpoints_in(folder) else "--resume_from_checkpoint to continue it, "
     raise UsageError(
         f"output_dir={folder} holds another run ({found[0]}){elsewhere}. Give {resume}--overwrite_output_dir to "
         "train into it anyway, or another --output_dir."

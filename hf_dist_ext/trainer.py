@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from . import checkpointing, distributed
+from . import checkpointing, commit, distributed, resume
 from .callbacks import MetricsFile, StepMeter
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
@@ -49,6 +50,9 @@ class DistTrainer(Trainer):
     """
 
     args: DistTrainingArguments
+    freeze_plan: Any = None  # what trains, when fields say so
+    _put_off: list | None = None  # while a checkpoint is written: the pushes that wait for its commit
+    _as_given: Mapping[str, Any] = {}  # and arguments that are overridden for as long
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
         self.loss, self._budget = loss, None
@@ -107,9 +111,11 @@ class DistTrainer(Trainer):
         return super().get_train_dataloader()
 
     def _get_train_sampler(self, train_dataset: Any = None):
+        if self.loss is None:
+            return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
         wanted, columns = self.args.no_duplicates_in_batch, getattr(self.data_collator, "columns", None)
-        if self.loss is not None and wanted is not False and self.args.train_sampling_strategy == "random":
+        if wanted is not False and self.args.train_sampling_strategy == "random":
             is_possible = columns is not None and hasattr(dataset, "column_names") and hasattr(dataset, "__len__")
             if is_possible or wanted:
                 return self._no_duplicates_sampler(dataset, columns)
@@ -352,8 +358,37 @@ class DistTrainer(Trainer):
 
     # ---- checkpoints ----
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any):
+        if self._has_own_arguments:
+            resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *arguments, **options)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with commit.committed(self, trial) if self._has_own_arguments else nullcontext():
+            super()._save_checkpoint(model, trial)
+
+    def _finalize_training(self, *arguments: Any):
+        # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
+        with commit.put_off(self) if self._has_own_arguments else nullcontext():
+            return super()._finalize_training(*arguments)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._has_own_arguments or not resume.draws_anew(self, checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._put_off is not None:
+            self._put_off.append(lambda: self._push_from_checkpoint(checkpoint_folder))
+            return
+        with checkpointing.without_secrets(self.args, self._as_given):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @property
+    def _has_own_arguments(self) -> bool:
+        return isinstance(self.args, DistTrainingArguments)  # with TrainingArguments checkpoints are Trainer's
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with checkpointing.without_secrets(self.args):
+        with checkpointing.without_secrets(self.args, self._as_given):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -82,6 +82,10 @@ class DistTrainingArguments(TrainingArguments):
             "with a loss over embeddings and a map-style dataset that has text columns."
         },
     )
+    verify_checkpoint_hashes: bool = field(
+        default=True,
+        metadata={"help": "Before resuming, read the checkpoint and compare it with the hashes of its manifest."},
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Train into an output_dir that already holds another run."}
     )

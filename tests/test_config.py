@@ -9,10 +9,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hf_dist_ext import config, config_docs, fields, short_names
+from hf_dist_ext import config, config_docs, fields, manifest, short_names
 from hf_dist_ext.config import load_run
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run_folder import check_output_dir, missing_from_checkpoint
+from hf_dist_ext.run_folder import check_output_dir, checkpoint_to_resume, missing_from_checkpoint
 
 MINIMAL = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}}
 
@@ -305,25 +305,35 @@ def test_push_to_hub_while_offline_is_refused(load, monkeypatch):
 CHECKPOINT_FILES = ["model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
 
 
-def make_checkpoint(folder: Path, without: str = "") -> Path:
+def make_checkpoint(folder: Path, without: str = "", is_committed: bool = False) -> Path:
     folder.mkdir(parents=True)
     for name in CHECKPOINT_FILES:
         if name != without:
             (folder / name).write_text("{}", encoding="utf-8")
+    if is_committed:
+        manifest.commit(folder, manifest.record(folder, manifest.files_in(folder)), {})
     return folder
 
 
-def test_resume_takes_the_newest_checkpoint_and_never_starts_afresh(load):
+def test_resume_takes_the_newest_complete_checkpoint_and_never_starts_afresh(load):
     assert "no checkpoint-N folder" in error_of(load, "--resume_from_checkpoint")
     assert "no such folder" in error_of(load, resume_from_checkpoint="gone")
-    make_checkpoint(Path("outputs/my_run/checkpoint-9"))
-    newest = make_checkpoint(Path("outputs/my_run/checkpoint-10"))
-    assert Path(load("--resume_from_checkpoint").training["resume_from_checkpoint"]) == newest
-    assert Path(load(resume_from_checkpoint=str(newest)).training["resume_from_checkpoint"]) == newest
+    unmarked = make_checkpoint(Path("outputs/my_run/checkpoint-8"))
+    message = error_of(load, "--resume_from_checkpoint")
+    assert "no complete checkpoint" in message and f"--resume_from_checkpoint {unmarked}" in message
+    assert load(resume_from_checkpoint=str(unmarked)).training["resume_from_checkpoint"] == str(unmarked)
+    make_checkpoint(Path("outputs/my_run/checkpoint-9"), is_committed=True)
+    newest = make_checkpoint(Path("outputs/my_run/checkpoint-10"), is_committed=True)
+    assert load("--resume_from_checkpoint").training["resume_from_checkpoint"] is True
+    assert load(resume_from_checkpoint=str(newest)).training["resume_from_checkpoint"] == str(newest)
     assert "resume_from_checkpoint" not in load(resume_from_checkpoint=False).training
     (newest / "optimizer.pt").unlink()
-    message = error_of(load, "--resume_from_checkpoint")
-    assert "optimizer" in message and "checkpoint-10" in message and "checkpoint-9" in message
+    message = error_of(load, resume_from_checkpoint=str(newest))
+    assert "optimizer.pt is missing" in message and "checkpoint-10" in message and "checkpoint-9" in message
+    passed_over = {}
+    assert checkpoint_to_resume(True, newest.parent, passed_over) == newest.parent / "checkpoint-9"
+    assert passed_over == {newest: "optimizer.pt is missing"}
+    check_output_dir(load("--resume_from_checkpoint").training)
 
 
 @pytest.mark.parametrize("lost", CHECKPOINT_FILES)
@@ -340,7 +350,7 @@ def test_a_shard_that_the_index_names_is_missed(tmp_path):
     names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}), encoding="utf-8")
     (folder / names["a"]).write_text("x", encoding="utf-8")
-    assert missing_from_checkpoint(folder) == [names["b"]]
+    assert missing_from_checkpoint(folder) == [f"{names['b']} is missing"]
 
 
 @pytest.mark.parametrize("mark", ["checkpoint-3/x", "metrics.json", "model.safetensors", "adapter_model.safetensors"])

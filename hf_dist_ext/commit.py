@@ -1,0 +1,204 @@
+"""A save as one act: write in place, commit, only then rotate, only then push.
+
+(1) before: is there room on the disk? Then the folder is emptied, should an earlier attempt have left it torn
+(2) Trainer writes its files, every rank its own; what it would delete or push meanwhile is put off
+(3) all ranks are done: they share the reading, hashing and fsync of the files, and the manifest is written
+(4) older complete checkpoints beyond the limit are deleted; the checkpoint is pushed
+
+It holds for DistTrainer with DistTrainingArguments; with TrainingArguments a save is the stock one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers.utils import logging
+
+from . import distributed, manifest
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+OF_RANK = re.compile(r"(?:.*/)?(?:rng_state_(\d+)\.pth|__(\d+)_\d+\.distcp)")  # files that a rank other than 0 writes
+SPARE = 1.1  # of the last checkpoint's size must be free: its trainer_state grows, and logs are written too
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
+
+
+@contextlib.contextmanager
+def committed(trainer: DistTrainer, trial: Any) -> Iterator[None]:
+    """Around Trainer's own `_save_checkpoint`."""
+    output_dir = Path(trainer._get_output_dir(trial=trial))
+    folder = output_dir / f"checkpoint-{trainer.state.global_step}"
+    check_free_space(trainer, output_dir, folder)  # (1)
+    if trainer.args.should_save:
+        manifest.withdraw(folder)
+    trainer.accelerator.wait_for_everyone()
+    with put_off(trainer) as pushes, _full_disk_in_words(trainer, output_dir, folder):  # (2)
+        yield
+        trainer.accelerator.wait_for_everyone()  # (3)
+        files = _shared_record(trainer, folder)
+        if trainer.args.should_save:
+            here = {name: entry for name, entry in files.items() if (folder / name).is_file()}
+            manifest.commit(folder, here, facts(trainer))
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.should_save:  # (4)
+        manifest.rotate(output_dir, trainer.args.save_total_limit, keep=[trainer.state.best_model_checkpoint])
+    for push in pushes:
+        push()
+
+
+@contextlib.contextmanager
+def put_off(trainer: DistTrainer) -> Iterator[list]:
+    """Meanwhile Trainer deletes no checkpoint, and its pushes are collected instead of made."""
+    args, limit, pushes = trainer.args, trainer.args.save_total_limit, []
+    trainer._put_off, trainer._as_given, args.save_total_limit = pushes, {"save_total_limit": limit}, None
+    try:
+        yield pushes
+    finally:
+        trainer._put_off, trainer._as_given, args.save_total_limit = None, {}, limit
+
+
+# ---- (1) ----
+
+
+def check_free_space(trainer: DistTrainer, output_dir: Path, folder: Path) -> None:
+    """UsageError on every rank when the next checkpoint can not fit: the older ones stay as they are."""
+    needed = free = 0
+    if trainer.is_world_process_zero():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        needed, free = int(SPARE * expected_bytes(trainer, output_dir)), shutil.disk_usage(output_dir).free
+        free += sum((folder / name).stat().st_size for name in manifest.files_in(folder))  # which is emptied first
+    needed, free = distributed.exchange([needed >> 10, free >> 10], trainer.args.device)[0]
+    if free < needed:
+        raise UsageError(
+            f"{folder.name} needs about {_size(needed)} and the disk of {output_dir} has {_size(free)} free; nothing "
+            f"was written. {_newest(output_dir)} Free space or lower save_total_limit."
+        )
+
+
+def expected_bytes(trainer: DistTrainer, output_dir: Path) -> int:
+    """The size of the newest committed checkpoint; before there is one, that of weights and optimizer state."""
+    for path in reversed(manifest.checkpoints_in(output_dir)):
+        with contextlib.suppress(UsageError):
+            if content := manifest.read(path):
+                return sum(entry["size"] for entry in content["files"].values())
+    state = getattr(trainer.optimizer, "state", None) or {}
+    tensors = [value for values in state.values() for value in values.values() if hasattr(value, "element_size")]
+    weights = [p for p in trainer.model.parameters() if trainer.freeze_plan is None or p.requires_grad]
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *weights])
+
+
+@contextlib.contextmanager
+def _full_disk_in_words(trainer: DistTrainer, output_dir: Path, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # torch.save and safetensors wrap what the system said, each in its own way
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        if is_full or shutil.disk_usage(output_dir).free < 1 << 16:
+            raise UsageError(
+                f"the disk of {output_dir} ran full while {folder.name} was written, which is not complete now. "
+                f"{_newest(output_dir)} Free space, then resume."
+            ) from error
+        raise
+
+
+def _newest(output_dir: Path) -> str:
+    complete = [path.name for path in manifest.checkpoints_in(output_dir) if not manifest.why_incomplete(path)]
+    return f"{complete[-1]} is complete and can be resumed." if complete else "There is no older checkpoint."
+
+
+def _size(kibibytes: int) -> str:
+    return f"{kibibytes / 2**20:.2f} GiB" if kibibytes > 1 << 19 else f"{kibibytes / 2**10:.2f} MiB"
+
+
+# ---- (3) ----
+
+
+def _shared_record(trainer: DistTrainer, folder: Path) -> dict[str, dict[str, Any]]:
+    """The record of all files on every rank: a rank reads what it wrote itself, the first machine's share the rest."""
+    args, here = trainer.args, distributed.processes_here()
+    mine = {}
+    for index, name in enumerate(manifest.files_in(folder)):
+        of_rank = OF_RANK.fullmatch(name)
+        # Each machine has a copy of its own of what rank 0 writes when save_on_each_node is set.
+        writer = index % here + (args.process_index // here * here if args.save_on_each_node else 0)
+        if of_rank and args.world_size > 1:
+            writer = int(of_rank[1] or of_rank[2]) % args.world_size
+        if writer == args.process_index:
+            mine |= manifest.record(folder, [name])
+    if args.world_size == 1:
+        return mine
+    shares: list = [None] * args.world_size
+    dist.all_gather_object(shares, mine)
+    if args.save_on_each_node:  # same names, other files: one's own machine counts
+        start = args.process_index // here * here
+        shares = shares[:start] + shares[start + here :] + shares[start : start + here]
+    return {name: entry for share in shares for name, entry in share.items()}
+
+
+def facts(trainer: DistTrainer) -> dict[str, Any]:
+    """What the manifest tells of the run beside its files."""
+    args, state = trainer.args, trainer.state
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    config, dataset, plan = getattr(model, "config", None), trainer.train_dataset, trainer.freeze_plan
+    return {
+        "step": state.global_step,
+        "epoch": state.epoch,
+        "samples_seen": samples_seen(trainer),
+        "world_size": args.world_size,
+        "per_device_train_batch_size": trainer._train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+        "data_fingerprint": getattr(dataset, "_fingerprint", None),
+        "data_length": len(dataset) if hasattr(dataset, "__len__") else None,
+        "sharding": _sharding(trainer),
+        "model": type(model).__name__,
+        "base_model": getattr(config, "_name_or_path", None) or None,
+        "base_revision": getattr(config, "_commit_hash", None),
+        "stage": getattr(trainer, "stage", None),
+        "trains": None if plan is None else plan.describe(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+    }
+
+
+def samples_seen(trainer: DistTrainer) -> int:
+    """Rows that the optimizer steps so far have used: whole epochs, then whole steps of the current one."""
+    args, step = trainer.args, trainer.state.global_step
+    per_batch = trainer._train_batch_size * args.world_size
+    per_step = per_batch * args.gradient_accumulation_steps
+    try:
+        num_batches, num_rows = len(trainer.callback_handler.train_dataloader), len(trainer.train_dataset)
+    except TypeError:  # a stream
+        return step * per_step
+    steps_per_epoch = max(-(-num_batches // args.gradient_accumulation_steps), 1)
+    per_epoch = min(num_rows, num_batches * per_batch)
+    return step // steps_per_epoch * per_epoch + min(step % steps_per_epoch * per_step, per_epoch)
+
+
+def _sharding(trainer: DistTrainer) -> str:
+    if trainer.is_deepspeed_enabled:
+        return "deepspeed"
+    if trainer.is_fsdp_enabled:
+        return f"fsdp {trainer.accelerator.state.fsdp_plugin.state_dict_type.name}"
+    return "ddp" if trainer.args.world_size > 1 else "none"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

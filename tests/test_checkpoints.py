@@ -1,0 +1,227 @@
+"""Saving and resuming through DistTrainer in this process: order, damage, disks that are full, what resuming needs."""
+
+import itertools
+import json
+import logging
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_dist_ext import commit, manifest
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.test_trainer import Tiny, collate
+
+
+def make(folder: Path, learnable: bool = True, **more) -> DistTrainer:
+    torch.manual_seed(0)
+    arguments = dict(max_steps=6, save_steps=2, logging_steps=1, per_device_train_batch_size=8) | more
+    args = DistTrainingArguments(
+        output_dir=str(folder), gradient_cache_chunk_size=3, learning_rate=1e-2, report_to=[], disable_tqdm=True,
+        use_cpu=True, **arguments,
+    )  # fmt: skip
+    return DistTrainer(
+        Tiny(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2))), args, data_collator=collate,
+        train_dataset=list(range(20)), eval_dataset=list(range(8)), loss=InfoNCELoss(learnable_temperature=learnable),
+    )  # fmt: skip
+
+
+def weights(trainer: DistTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in [*trainer.model.parameters(), *trainer.loss.parameters()]])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, torch.Tensor]:
+    """The folder of an uninterrupted run and the weights it ends with; tests that damage it work on a copy."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = make(folder)
+    start = weights(trainer)
+    trainer.train()
+    assert (weights(trainer) - start).abs().max() > 1e-3
+    return folder, weights(trainer)
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    folder = tmp_path / "run"
+    subprocess.run(["cp", "-a", str(whole[0]), str(folder)], check=True)
+    return folder
+
+
+def test_the_manifest_says_what_the_run_was(whole):
+    content = manifest.read(whole[0] / "checkpoint-4")
+    assert content["step"] == 4 and content["world_size"] == 1 and content["per_device_train_batch_size"] == 8
+    assert content["samples_seen"] == 20 + 8  # three steps are an epoch of 20 rows
+    assert content["data_length"] == 20 and content["seed"] == 42 and content["sharding"] == "none"
+    assert content["versions"]["torch"] and content["trains"] is None
+    assert {"model.safetensors", "optimizer.pt", "loss.safetensors", "rng_state.pth"} <= set(content["files"])
+    assert set(content["files"]) == set(manifest.files_in(whole[0] / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "missing", "short", "flipped"])
+def test_the_newest_complete_one_is_resumed_and_the_others_are_named(whole, copied, damage, caplog):
+    for step in (6, 4):
+        file = copied / f"checkpoint-{step}" / ("manifest.json" if damage == "no manifest" else "optimizer.pt")
+        content = file.read_bytes()
+        flipped = content[:700] + bytes([content[700] ^ 4]) + content[701:]
+        file.unlink() if damage in ("no manifest", "missing") else file.write_bytes(
+            content[:-9] if damage == "short" else flipped
+        )
+    resumed = make(copied)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    said = [record.message for record in caplog.records if "passed over" in record.message]
+    assert len(said) == 2 and "checkpoint-6" in said[0] and "checkpoint-4" in said[1]
+    assert all(("manifest.json" if damage == "no manifest" else "optimizer.pt") in line for line in said)
+    assert torch.equal(weights(resumed), whole[1])
+    assert manifest.why_incomplete(copied / "checkpoint-6", hashes=True) == ""
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "loss.safetensors"])
+def test_a_damaged_checkpoint_that_is_named_is_an_error_that_names_the_file(copied, name):
+    named, file = str(copied / "checkpoint-6"), copied / "checkpoint-6" / name
+    content = file.read_bytes()
+    for damaged in (None, content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(UsageError, match=f"{name} .*checkpoint-4"):
+            make(copied).train(resume_from_checkpoint=named)
+    make(copied, verify_checkpoint_hashes=False, max_steps=6).state  # noqa: B018
+    with pytest.raises(UsageError, match="holds no checkpoint-N"):
+        make(copied / "elsewhere").train(resume_from_checkpoint=True)
+
+
+def test_hashes_are_read_unless_switched_off(copied):
+    file = copied / "checkpoint-6" / "rng_state.pth"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(UsageError, match="rng_state.pth was altered"):
+        make(copied).train(resume_from_checkpoint=str(file.parent))
+    make(copied, verify_checkpoint_hashes=False).train(resume_from_checkpoint=str(file.parent))
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_resumed_when_it_is_named(copied, caplog):
+    for path in copied.glob("*/manifest.json"):
+        path.unlink()
+    with pytest.raises(UsageError, match="no complete checkpoint .*checkpoint-6"):
+        make(copied).train(resume_from_checkpoint=True)
+    with caplog.at_level(logging.WARNING):
+        make(copied).train(resume_from_checkpoint=str(copied / "checkpoint-4"))
+    assert sum("has no manifest.json" in record.message for record in caplog.records) == 1
+
+
+def test_rotation_comes_after_the_commit_and_spares_what_was_not_committed(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
+    events, commit_, rotate = [], manifest.commit, manifest.rotate
+    folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
+    monkeypatch.setattr(manifest, "commit", lambda *a: (events.append(("commit", folders())), commit_(*a)))
+    monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (events.append(("rotate", folders())), rotate(*a, **k)))
+    monkeypatch.setattr(
+        DistTrainer.__mro__[1], "_push_from_checkpoint", lambda self, folder: events.append(("push", folder))
+    )
+    trainer = make(tmp_path, save_total_limit=1, max_steps=4)
+    trainer.args.push_to_hub = True
+    monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
+    trainer.train()
+    assert [name for name, _ in events] == ["commit", "rotate", "push"] * 2
+    assert events[3][1] == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
+    assert folders() == ["checkpoint-1", "checkpoint-4"]
+    assert trainer.args.save_total_limit == 1
+    saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == 1, "what is pickled is what was given"
+
+
+def test_the_best_checkpoint_and_the_newest_outlive_the_end_of_training(tmp_path):
+    trainer = make(
+        tmp_path, save_total_limit=1, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2,
+        metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    losses = itertools.count(1.0)
+    trainer.evaluate = lambda *a, **k: {"eval_loss": next(losses)}
+    (tmp_path / "checkpoint-99").mkdir()
+    trainer.train()
+    left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert left == ["checkpoint-2", "checkpoint-6", "checkpoint-99"]
+
+
+def test_with_stock_arguments_a_save_is_the_stock_one(tmp_path):
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, save_steps=1, save_total_limit=1, report_to=[], use_cpu=True
+    )
+    rows = [{"x": torch.ones(2), "labels": torch.ones(2)}] * 8
+
+    class Regression(torch.nn.Linear):
+        def forward(self, x, labels):
+            return {"loss": ((super().forward(x) - labels) ** 2).mean()}
+
+    DistTrainer(Regression(2, 2), args, train_dataset=rows).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (tmp_path / "checkpoint-2" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "lost", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "loss_optimizer.pt", "model.safetensors"]
+)
+def test_what_continuing_needs_is_not_done_without(copied, lost):
+    folder = copied / "checkpoint-4"
+    (folder / "manifest.json").unlink()
+    (folder / lost).unlink()
+    words = {"optimizer.pt": "optimizer state", "model.safetensors": "weights", "rng_state.pth": "rng_state"}
+    with pytest.raises(UsageError, match=f"{words.get(lost, lost)} is missing"):
+        make(copied).train(resume_from_checkpoint=str(folder))
+
+
+def test_too_little_room_is_said_before_anything_is_written(whole, copied, monkeypatch):
+    size = sum(entry["size"] for entry in manifest.read(copied / "checkpoint-6")["files"].values())
+    trainer = make(copied, max_steps=8)
+    usage = type("Usage", (), {"free": int(size * 1.05)})
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UsageError, match="checkpoint-8 needs about .* free; nothing was written. checkpoint-6 is"):
+        trainer.train(resume_from_checkpoint=True)
+    assert not (copied / "checkpoint-8").exists()
+    usage.free = int(size * 1.2)
+    make(copied, max_steps=8).train(resume_from_checkpoint=True)
+    assert manifest.why_incomplete(copied / "checkpoint-8") == ""
+
+
+def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(whole, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a tmpfs can not be mounted here")
+    try:
+        monkeypatch.setattr(commit, "check_free_space", lambda *a: None)
+        with pytest.raises(UsageError, match="ran full .*checkpoint-[24] is complete"):
+            make(disk).train()
+        assert 0 < len(list(disk.glob("*/manifest.json"))) < 3
+        names = sorted(path.name for path in disk.glob("checkpoint-*"))
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        resumed = make(disk)
+        resumed.train(resume_from_checkpoint=True)
+        assert torch.equal(weights(resumed), whole[1]) and len(names) >= 2
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_no_token_reaches_a_file(tmp_path, monkeypatch):
+    def upload(self, **given):
+        assert given["token"] == "hf_SECRET"
+        return type("Done", (), {"done": lambda self: True, "result": lambda self: None})()
+
+    monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: type("Hub", (), {"upload_folder": upload})())
+    trainer = make(tmp_path, hub_token="hf_SECRET")
+    trainer.args.push_to_hub, trainer.hub_model_id, trainer.push_in_progress = True, "someone/model", None
+    trainer.train()
+    trainer.args.push_to_hub = False
+    trainer.save_model()
+    assert trainer.args.hub_token == "hf_SECRET"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len([path for path in files if path.name == "training_args.bin"]) == 4
+    assert not [path for path in files if b"hf_SECRET" in path.read_bytes()]
+    assert torch.load(tmp_path / "training_args.bin", weights_only=False).hub_token is None
+    assert "hub_token" not in json.dumps(manifest.read(tmp_path / "checkpoint-2"))
