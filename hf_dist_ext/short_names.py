@@ -59,6 +59,22 @@ def _save_top_k(count: int, given: dict) -> dict:
 
 _NO, _FP16, _BF16 = {"bf16": False, "fp16": False}, {"bf16": False, "fp16": True}, {"bf16": True, "fp16": False}
 
+
+def _freeze(group: str) -> Convert:
+    def convert(is_on: bool, given: dict) -> dict:
+        frozen = given.get("frozen_modules") or []
+        if isinstance(frozen, str):
+            raise UsageError(
+                f"freeze_{group} adds to a list of names, but frozen_modules={show(frozen)} is a regex. Keep one."
+            )
+        others = [name for name in frozen if name != group]
+        if is_on:
+            return {"frozen_modules": [*others, group]}
+        return {"frozen_modules": others or None} if group in frozen else {}
+
+    return convert
+
+
 # Short name: (what it takes, the long name of the same thing) or (what it takes, what it sets in words, how).
 SHORT_NAMES: dict[str, tuple[str, str] | tuple[str, str, Convert]] = {
     "batch_size": ("int", "per_device_train_batch_size"),
@@ -89,6 +105,9 @@ SHORT_NAMES: dict[str, tuple[str, str] | tuple[str, str, Convert]] = {
         'loss "infonce"',
         lambda value, given: {"loss": "infonce"},
     ),
+    "freeze_vision": ("bool", '"vision" in frozen_modules', _freeze("vision")),
+    "freeze_language": ("bool", '"language" in frozen_modules', _freeze("language")),
+    "freeze_projector": ("bool", '"projector" in frozen_modules', _freeze("projector")),
     "log_to_wandb": ("bool", '"wandb" in report_to', _tracker("wandb")),
     "log_to_tensorboard": ("bool", '"tensorboard" in report_to', _tracker("tensorboard")),
     "save_top_k": (
@@ -148,6 +167,9 @@ def _mapped(short: str, value: Any, given: dict, known: Container[str]) -> dict[
 
 
 def _is_addition(name: str, old: Any, new: Any) -> bool:
-    """One tracker more in report_to contradicts nothing, unless the file says that there shall be none."""
+    """One tracker more in report_to contradicts nothing, unless the file says that there shall be none; nor does one
+    more frozen group."""
+    if name == "frozen_modules":
+        return isinstance(old, list) and set(old) <= set(new or ())
     old = [old] if isinstance(old, str) else old
     return name == "report_to" and bool(old) and old != ["none"] and set(old) <= set(new if new != "none" else ())

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from . import checkpointing, commit, distributed, resume
+from . import checkpointing, commit, distributed, frozen_training, resume
 from .callbacks import MetricsFile, StepMeter
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
@@ -55,14 +55,18 @@ class DistTrainer(Trainer):
     _as_given: Mapping[str, Any] = {}  # and arguments that are overridden for as long
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
-        self.loss, self._budget = loss, None
+        self.loss, self._budget, self._rate_names = loss, None, []
         if args is None:
             args = DistTrainingArguments(output_dir="tmp_trainer")
         if loss is not None:
             _prepare_arguments(args)
             if options.get("compute_metrics") is None and len(more) < 7:
                 options["compute_metrics"] = _retrieval_metrics
+        self.freeze_plan = frozen_training.freeze(model, args)
         super().__init__(model, args, *more, **options)
+        if self.freeze_plan is not None:
+            self.add_callback(frozen_training.FreezeWatch(self))
+            self.image_stand_in = frozen_training.stand_in_for_images(self)
         self.meter = StepMeter()
         self.add_callback(MetricsFile())
         if loss is None:
@@ -83,16 +87,37 @@ class DistTrainer(Trainer):
             super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled and self.model is not None:
             _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model)
+            if self.freeze_plan is not None:
+                frozen_training.replicate_frozen_parts(
+                    self.accelerator.state.fsdp_plugin, self.model, self.args.frozen_parts_fsdp
+                )
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        if self.loss is not None and self.args.ddp_find_unused_parameters is None:
-            # The last backward of a step reaches every trainable parameter; searching for unused ones costs a graph
-            # walk per forward. Models that skip parameters on some batches set the argument to True.
+        is_ours = self.loss is not None or self.freeze_plan is not None
+        if is_ours and self.args.ddp_find_unused_parameters is None:
+            # DDP follows requires_grad, and with a loss the last backward of a step reaches every trainable parameter;
+            # searching for unused ones costs a graph walk per forward. Models that skip parameters on some batches
+            # set the argument to True.
             self.args.ddp_find_unused_parameters = False
         if self.loss is not None and self.args.uses_gradient_cache and self.args.ddp_broadcast_buffers is None:
             # Modules that write to their buffers are refused with a cache: there is nothing to broadcast.
             self.args.ddp_broadcast_buffers = False
         return super()._build_accelerator_args(**options)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)
+        self.freeze_plan = frozen_training.freeze(model, self.args)
+        return model
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.freeze_plan is not None:
+            frozen_training.check_before_optimizer(self)
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and getattr(self.args, "learning_rates", None):
+            rates = self.args.learning_rates
+            self._rate_names = frozen_training.split_by_learning_rate(optimizer, self.model, rates)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         # Trainer makes the scheduler when the optimizer is prepared: the first moment at which a parameter that no
@@ -345,6 +370,8 @@ class DistTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.loss is not None and "loss" in logs:
             logs.update(self.meter.read(self.args.device))
+        if self._rate_names and "learning_rate" in logs:
+            logs.update(frozen_training.rates_for_log(self.optimizer, self._rate_names))
         super().log(logs, start_time)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

@@ -86,12 +86,38 @@ class DistTrainingArguments(TrainingArguments):
         default=True,
         metadata={"help": "Before resuming, read the checkpoint and compare it with the hashes of its manifest."},
     )
+    trainable_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What trains, all else is frozen: a list of groups (vision, projector, language; backbone, "
+            "projection), module names or dotted suffixes, or one string, a regex over full names. Null: everything."
+        },
+    )
+    frozen_modules: list[str] | str | None = field(
+        default=None,
+        metadata={"help": "What does not train, written like trainable_modules; the rest trains."},
+    )
+    learning_rates: dict[str, float] | None = field(
+        default=None,
+        metadata={
+            "help": 'Learning rates of parts, by the names of trainable_modules: {"projector": 1e-3}. The rest has '
+            "learning_rate."
+        },
+    )
+    frozen_parts_fsdp: Literal["auto", "shard", "replicate"] = field(
+        default="auto",
+        metadata={
+            "help": "Frozen parts under FSDP: 'shard' them like the rest, or 'replicate' them whole on every device, "
+            "which needs no collective for them. 'auto' replicates up to a quarter of a device's memory."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Train into an output_dir that already holds another run."}
     )
 
     def __post_init__(self) -> None:
         self._check_gradient_cache()
+        self._check_freezing()
         if must_use_cpu():
             self.use_cpu = True
         yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -124,6 +150,17 @@ class DistTrainingArguments(TrainingArguments):
             raise UsageError(
                 "gradient_cache_chunk_size='auto' finds the tokens itself; drop gradient_cache_chunk_tokens."
             )
+
+    def _check_freezing(self) -> None:
+        if self.frozen_parts_fsdp not in ("auto", "shard", "replicate"):
+            raise UsageError(f"frozen_parts_fsdp={self.frozen_parts_fsdp!r}: choose 'auto', 'shard' or 'replicate'.")
+        for name in ("trainable_modules", "frozen_modules"):
+            value = getattr(self, name)
+            if value is not None and not value:
+                raise UsageError(f"{name}={value!r} names nothing. Leave it out to train everything.")
+        wrong = {name: rate for name, rate in (self.learning_rates or {}).items() if not rate >= 0}
+        if wrong:
+            raise UsageError(f"learning_rates={wrong!r}: a learning rate is 0 or more.")
 
     @property
     def uses_gradient_cache(self) -> bool:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_dist_ext"
 CORE = (
-    "chunking row_features column_layout image_features chunk_budget gradient_cache losses tiled_infonce freezing"
+    "chunking row_features column_layout image_features chunk_budget gradient_cache losses tiled_infonce freezing "
+    "frozen_mode image_stand_in"
 ).split()
 BEFORE_RANKS = (
     "errors fields short_names config config_docs manifest run_folder presets memory planner launch cli".split()
 )
+
 
 BLOCKED_IMPORT = """
 import importlib, sys
