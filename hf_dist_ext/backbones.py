@@ -35,14 +35,14 @@ def build_backbone(
 ) -> PreTrainedModel:
     """Random weights from a config, or a dict with "model_type" and that config's fields; `dtype` None is float32."""
     if not isinstance(config, PreTrainedConfig):
-        config = _parse_config(config)  # (1)
-    options = {"dtype": _parse_dtype(dtype) or torch.float32}
+        config = parse_config(config)  # (1)
+    options = {"dtype": parse_dtype(dtype) or torch.float32}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     try:
         backbone = _auto_class(config).from_config(config, **options, **_pooler_option(config))  # (2)
     except (ValueError, ImportError, AssertionError) as error:
-        raise UsageError(f"model_config cannot be built: {_one_line(error)}") from error
+        raise UsageError(f"model_config cannot be built: {one_line(error)}") from error
     return _without_pooler(backbone)
 
 
@@ -58,7 +58,7 @@ def load_backbone(
     options = {"trust_remote_code": trust_remote_code}
     if revision is not None:
         options["revision"] = revision
-    dtype = _parse_dtype(dtype)
+    dtype = parse_dtype(dtype)
     try:
         config = AutoConfig.from_pretrained(name, **options)
         if attn_implementation is not None:
@@ -68,7 +68,7 @@ def load_backbone(
             name, config=config, dtype=dtype, output_loading_info=True, **options
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UsageError(f'model "{name}" cannot be loaded: {_one_line(error)}') from error
+        raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
     if missing:  # (4)
         raise UsageError(
@@ -88,7 +88,7 @@ def shortened(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     config = dict(config)
     model_type = config.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
@@ -104,10 +104,10 @@ def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         return config_class(**config)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        raise UsageError(f'model_config does not make a "{model_type}" config: {_one_line(error)}') from error
+        raise UsageError(f'model_config does not make a "{model_type}" config: {one_line(error)}') from error
 
 
-def _parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype | None:
+def parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype | None:
     if not isinstance(dtype, str) or dtype == "auto":
         return dtype
     parsed = getattr(torch, dtype, None)
@@ -152,5 +152,5 @@ def _nearest(name: object, known: Iterable[str]) -> str:
     return f' Did you mean "{matches[0]}"?' if matches else " See the transformers documentation for the names."
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return " ".join(str(error).split())

@@ -44,6 +44,7 @@ from hf_dist_ext.fields import (
 )
 from hf_dist_ext.run_folder import checkpoint_to_resume
 from hf_dist_ext.short_names import GONE, SHORT_BOUNDS, SHORT_NAMES, in_long_names
+from hf_dist_ext.task_fields import CONTRASTIVE_FIELDS, check_task_fields
 
 # (1) ---------------------------------------------------------------------------------------------------------------
 
@@ -57,7 +58,10 @@ class RunConfig:
     """What a run is, beside its training arguments. None is off, or "follows from the rest"."""
 
     # --- Run ---
-    task: Literal["embedding"] = option("embedding", "What is trained.")
+    task: Literal["embedding", "image-text-to-text"] = option(
+        "embedding",
+        "What is trained: embeddings (a contrastive loss), or a vision-language model that answers about pictures.",
+    )
     accelerate_config: str | None = option(
         None,
         "How to spread the run: auto (one process on zero or one device, DDP on several), a preset (hf-dist presets "
@@ -102,9 +106,15 @@ class RunConfig:
     max_length: int | dict[str, int] | None = option(
         None, 'Tokens kept of a text, for all columns or each: {"query": 64, "positive": 256}.'
     )
+    image_folder: str | None = option(None, "Folder that the image files named in the data start in.")
     streaming: bool = option(False, "Read the dataset while training instead of before.")
     max_train_samples: int | None = option(None, "Train on the first rows only.")
     max_eval_samples: int | None = option(None, "Evaluate on the first rows only.")
+    generate_max_new_tokens: int | None = option(
+        None,
+        'Task "image-text-to-text": evaluation also generates up to so many tokens per row and counts exact answers '
+        "(answer_accuracy). Null: the loss only.",
+    )
 
     # --- Loss ---
     loss: Literal["infonce", "none"] | None = option(
@@ -122,12 +132,6 @@ class RunConfig:
     cross_device_negatives: bool = option(True, "The documents of all processes are negatives, not only one's own.")
 
 
-LOSS_FIELDS = (
-    "temperature learnable_temperature symmetric matryoshka_dims matryoshka_weights mask_false_negatives "
-    "false_negative_margin cross_device_negatives gradient_cache_chunk_size gradient_cache_chunk_tokens "
-    "gradient_cache_chunk_patches"
-).split()
-
 # Where an annotation says less than what is meant.
 _LOG_LEVEL = 'Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]'
 EXACT_TYPES = {
@@ -140,6 +144,7 @@ EXACT_TYPES = {
 
 _POSITIVE = (
     "num_processes projection_dim eval_holdout max_length max_train_samples max_eval_samples save_total_limit "
+    "generate_max_new_tokens "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
     "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
     "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb"
@@ -217,7 +222,7 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     given.setdefault("output_dir", str(Path("outputs", path.stem)))
     own = {one.name for one in dataclasses.fields(RunConfig)}
     config = RunConfig(**{name: value for name, value in given.items() if name in own})
-    config.loss = given.get("loss", "infonce")
+    config.loss = given.get("loss", "infonce" if config.task == "embedding" else None)
     if config.loss == "none":
         config.loss = None
     training = {name: value for name, value in given.items() if name not in own}
@@ -325,7 +330,9 @@ def _check_bounds(name: str, value: Any, bounds: dict[str, Any], alternatives: T
 
 def _check_rules(run: Run) -> None:
     config, given = run.run, run.given
-    if config.loss is None and (useless := [name for name in LOSS_FIELDS if given.get(name) not in (None, False)]):
+    check_task_fields(config.task, given)
+    useless = [name for name in CONTRASTIVE_FIELDS if given.get(name) not in (None, False)]
+    if config.loss is None and useless:
         raise UsageError(
             f"{useless[0]}={show(given[useless[0]])} needs a loss over embeddings, but loss is null. "
             f'Set "loss": "infonce" or remove {useless[0]}.'

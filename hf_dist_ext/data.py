@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ContrastiveCollator", "column_names", "load_datasets", "row_ids"]
 
 CODE_SEARCH = "code-search"
+BUILT_IN = (CODE_SEARCH, "digits")  # they bring a test split
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 DEFAULT_COLUMNS = ("query", "positive", "negative")
 # Not the run's seed: the held-out rows must stay the same when only the training seed changes.
@@ -44,12 +45,15 @@ AnyDataset = Dataset | IterableDataset
 Source = str | list[str]  # one dataset column, or several that are joined into a list per row
 
 
-def load_datasets(run: RunConfig) -> tuple[AnyDataset, AnyDataset | None]:
+def load_datasets(
+    run: RunConfig, opener: Callable | None = None, preparer: Callable | None = None
+) -> tuple[AnyDataset, AnyDataset | None]:
     """The run's training rows and its evaluation rows (None when it names none), in the columns `column_names` gives.
 
     A streamed training set is shuffled through a buffer, since no sampler can. Raises UsageError for what is not
-    there: the dataset, a split, a column, a row, a text.
+    there: the dataset, a split, a column, a row, a text. Another task brings its own `open_splits` and `prepare`.
     """
+    opener, preparer = opener or open_splits, preparer or prepare
     if not run.dataset_name:
         raise UsageError('dataset_name is missing. Give "code-search", a hub id, or a json/csv/parquet/arrow file.')
     if run.eval_holdout and run.dataset_name != CODE_SEARCH and (run.eval_split or run.eval_dataset_name):
@@ -58,24 +62,26 @@ def load_datasets(run: RunConfig) -> tuple[AnyDataset, AnyDataset | None]:
             "too. Keep one."
         )
     # (1), (2)
-    splits = open_splits(run.dataset_name, run)
+    splits = opener(run.dataset_name, run)
     train = pick_split(splits, run.train_split, run.dataset_name, "train_split")
     train_name, eval_name = f"{run.dataset_name} ({run.train_split})", None
     evaluation = None
     if run.eval_dataset_name:
-        eval_splits = open_splits(run.eval_dataset_name, run)
+        eval_splits = opener(run.eval_dataset_name, run)
         eval_split = run.eval_split or only_split(eval_splits, run.eval_dataset_name)
         evaluation = pick_split(eval_splits, eval_split, run.eval_dataset_name, "eval_split")
         eval_name = f"{run.eval_dataset_name} ({eval_split})"
-    elif run.eval_split or run.dataset_name == CODE_SEARCH:
+    elif run.eval_split or (
+        run.dataset_name in BUILT_IN and not (run.eval_holdout and run.dataset_name != CODE_SEARCH)
+    ):
         eval_split = run.eval_split or "test"
         evaluation = pick_split(splits, eval_split, run.dataset_name, "eval_split")
         eval_name = f"{run.dataset_name} ({eval_split})"
 
     # (3), (4)
-    train = prepare(train, run, train_name)
+    train = preparer(train, run, train_name)
     if evaluation is not None:
-        evaluation = prepare(evaluation, run, eval_name)
+        evaluation = preparer(evaluation, run, eval_name)
     elif run.eval_holdout:
         train, evaluation = hold_out(train, run.eval_holdout, train_name)
     train = first_rows(train, run.max_train_samples)

@@ -21,7 +21,10 @@ from .errors import UsageError
 from .trainer import DistTrainer
 from .training_args import DistTrainingArguments
 
-TASKS = {"embedding": "embedding_task"}  # each has build(run, args) -> Parts
+TASKS = {  # each has build(run, args) -> Parts
+    "embedding": "embedding_task",
+    "image-text-to-text": "image_text_task",
+}
 
 
 @dataclass

@@ -59,14 +59,15 @@ def train(run: Run) -> None:
         "after": {name: after.get(f"eval_{name}") for name in parts.metrics},
         "train_seconds": round(result.metrics["train_runtime"], 2),
         "world_size": args.world_size,
-        "contrastive_batch_size": trainer.meter.largest_batch,
-        "num_chunks": trainer.meter.most_chunks,
     }
+    if parts.loss is not None:
+        report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
     output_dir = Path(args.output_dir)
     (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
     print_report(report, parts.title)
-    print(f"{report['train_seconds']} s of training, {report['num_chunks']} chunks per step")
+    chunks = f", {report['num_chunks']} chunks per step" if "num_chunks" in report else ""
+    print(f"{report['train_seconds']} s of training{chunks}")
     for hint in parts.hints:
         print(hint.format(folder=output_dir))
 

@@ -10,8 +10,8 @@ CORE = (
     "frozen_mode image_stand_in"
 ).split()
 BEFORE_RANKS = (
-    "errors fields short_names config config_docs manifest run_folder presets memory planner launch cli".split()
-)
+    "errors fields short_names task_fields config config_docs manifest run_folder presets memory planner launch cli"
+).split()
 
 
 BLOCKED_IMPORT = """
