@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.fields import (
     Field,
     Type,
@@ -42,7 +42,7 @@ from hf_dist_ext.fields import (
     show,
     source_of,
 )
-from hf_dist_ext.run_folder import checkpoint_to_resume
+from hf_dist_ext.run_folder import checkpoint_to_resume, resume_or_start
 from hf_dist_ext.short_names import GONE, SHORT_BOUNDS, SHORT_NAMES, in_long_names
 from hf_dist_ext.task_fields import CONTRASTIVE_FIELDS, check_task_fields
 
@@ -147,7 +147,7 @@ _POSITIVE = (
     "generate_max_new_tokens "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
     "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
-    "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb"
+    "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps"
 ).split()
 _ABOVE_ZERO = "gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
 _NOT_NEGATIVE = (
@@ -229,6 +229,8 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     run = Run(path, config, training, echo, given)
     _check_rules(run)
     asked = training.pop("resume_from_checkpoint", None)
+    if asked == "auto":
+        asked = resume_or_start(training)
     checkpoint = checkpoint_to_resume(asked, Path(training["output_dir"]))
     if checkpoint is not None:  # true stays true: the trainer, which also knows the hashes, picks the newest complete
         training["resume_from_checkpoint"] = True if asked is True else str(checkpoint)
@@ -368,10 +370,11 @@ def _is_on(text: str) -> bool:
 
 @contextlib.contextmanager
 def exit_on_usage_error() -> Iterator[None]:
-    """UsageError -> `error: ...` on stderr from one rank and exit code 2; HF_DIST_DEBUG=1 shows the traceback."""
+    """UsageError -> `error: ...` on stderr from one rank and exit code 2 (RunError: 1); HF_DIST_DEBUG=1 shows the
+    traceback."""
     try:
         yield
-    except UsageError as error:
+    except (UsageError, RunError) as error:
         if os.environ.get("HF_DIST_DEBUG") == "1":
             raise
         rank = os.environ.get("RANK", "0")
@@ -379,4 +382,4 @@ def exit_on_usage_error() -> Iterator[None]:
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(10)
         print(f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -90,6 +90,29 @@ def exchange(numbers: list[int], device: torch.device) -> list[list[int]]:
     return everyone.view(world_size(), -1).tolist()
 
 
+def exchange_later(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts to gather every rank's small tensor (n,); the function it gives waits and returns all of them, (W, n)."""
+    if world_size() == 1:
+        return lambda: numbers.unsqueeze(0)
+    everyone = numbers.new_empty(world_size() * len(numbers))
+    work = _all_gather(everyone, numbers, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return everyone.view(world_size(), -1)
+
+    return wait
+
+
+def texts_of(text: str, ranks: Iterable[int]) -> list[str]:
+    """What the given ranks (none: rank 0) say, in words, on every rank. Slow; for reports. Every rank must call it."""
+    if world_size() == 1:
+        return [text]
+    everyone: list = [None] * world_size()
+    dist.all_gather_object(everyone, text)
+    return [f"rank {rank}: {everyone[rank]}" for rank in list(ranks) or [0]]
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:

@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext import lease
 from hf_dist_ext.config import Run
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.preemption import REQUEUE, SIGNALS, forward_to_children
 from hf_dist_ext.presets import find_preset, is_shipped, load_preset
 from hf_dist_ext.run_folder import check_output_dir
 
@@ -41,14 +43,18 @@ def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | N
 
     `script` and `argv` are what the started processes run; None is what this process runs.
     """
+    output_dir = run.training["output_dir"]
     if is_launched():
         if os.environ.get(HANDED_OVER) != "1":
             check_running(run)  # (4)
+        if os.environ.get("RANK", "0") == "0":
+            lease.take(output_dir)
         return
     _refuse_lonely_tasks()
     check_output_dir(run.training)
     devices = 0 if run.training.get("use_cpu") else count_devices()
     plan = plan_launch(run, devices)
+    os.environ[lease.TOKEN] = lease.take(output_dir).token
     if plan.kind == "NO":
         _keep_one_device(devices)  # (1)
         return
@@ -222,10 +228,17 @@ def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    arguments = launch_command_parser().parse_args([*words, script, *argv])
+    arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # torchrun's, less SIGTERM: it would kill 30 s later
+    for number in SIGNALS:
+        signal.signal(number, forward_to_children)
     try:
-        launch_command(launch_command_parser().parse_args([*words, script, *argv]))
+        launch_command(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if failure.exitcode == REQUEUE:
+            _say(f"asked to stop; exit code {REQUEUE}. The same command with --resume_from_checkpoint auto goes on")
+            return REQUEUE
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         if code != 2:
             how = f"exit code {code}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name

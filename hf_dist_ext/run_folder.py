@@ -91,6 +91,19 @@ def another(checkpoint: Path, earlier: list[Path]) -> str:
     return f"Newest that is complete: {whole[-1]}" if whole else "Remove resume_from_checkpoint to start afresh."
 
 
+def resume_or_start(training: dict[str, Any]) -> bool | None:
+    """What `resume_from_checkpoint: "auto"` means here: true, or null when output_dir holds nothing to resume.
+
+    A job that was killed during its first save has left torn folders: it starts afresh over them.
+    """
+    earlier = manifest.checkpoints_in(Path(training["output_dir"]))
+    if not all(map(missing_from_checkpoint, earlier)):
+        return True
+    if earlier:
+        training["overwrite_output_dir"] = True
+    return None
+
+
 # (2) ---------------------------------------------------------------------------------------------------------------
 
 _MARKS = (

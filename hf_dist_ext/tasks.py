@@ -67,6 +67,7 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     if importlib.util.find_spec("tensorboard"):
         training.setdefault("report_to", ["tensorboard"])
     training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))
     try:
         return DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.utils import logging
 
 from . import checkpointing, commit, distributed, frozen_training, resume
@@ -30,6 +29,7 @@ from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
 from .errors import UsageError
 from .gradient_cache import CachedStep, RandomState, cached_step
 from .layer_classes import repeated_layer_classes
+from .safety import SafeTrainer
 from .training_args import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -37,7 +37,7 @@ logger = logging.get_logger(__name__)
 Batch = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-class DistTrainer(Trainer):
+class DistTrainer(SafeTrainer):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
@@ -181,7 +181,7 @@ class DistTrainer(Trainer):
         if self.accelerator.sync_gradients:
             distributed.average_gradients(self._loss_parameters())
         self.meter.add(step, chunked, counts)
-        return step.loss / self.current_gradient_accumulation_steps
+        return self._backward_done(step.loss / self.current_gradient_accumulation_steps, inputs)
 
     def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
         found: list[Any] = []

@@ -24,6 +24,8 @@ class DistTrainingArguments(TrainingArguments):
     * `bf16`/`fp16` follow the mixed precision of the accelerate YAML when neither is set, so that code which asks the
       arguments agrees with what runs.
 
+    * an update whose loss or gradient norm is not finite is skipped (`max_nonfinite_steps=None`: as the parent).
+
     No default of the parent is changed.
     """
 
@@ -109,6 +111,20 @@ class DistTrainingArguments(TrainingArguments):
         metadata={
             "help": "Frozen parts under FSDP: 'shard' them like the rest, or 'replicate' them whole on every device, "
             "which needs no collective for them. 'auto' replicates up to a quarter of a device's memory."
+        },
+    )
+    max_nonfinite_steps: int | None = field(
+        default=20,
+        metadata={
+            "help": "A step whose loss or gradient norm is not finite is skipped on all ranks; this many in a row end "
+            "the run. Null: such steps train, as in Trainer."
+        },
+    )
+    preemptible: bool = field(
+        default=False,
+        metadata={
+            "help": "SIGTERM and SIGUSR1 finish the step, write a checkpoint and end train() with was_preempted true. "
+            "scripts/train_hf.py has it on unless given, and then exits with code 75."
         },
     )
     overwrite_output_dir: bool = field(

@@ -23,13 +23,15 @@ from pathlib import Path
 
 from hf_dist_ext.config import Run, exit_on_usage_error, load_run
 from hf_dist_ext.launch import hand_over_if_needed
+from hf_dist_ext.preemption import REQUEUE, StopSignals
 
 
 def main(argv: list[str] | None = None) -> None:
     with exit_on_usage_error():
         run = load_run(sys.argv[1:] if argv is None else argv)
         hand_over_if_needed(run)  # (1)
-        train(run)
+        with StopSignals():
+            train(run)
 
 
 def train(run: Run) -> None:
@@ -47,6 +49,9 @@ def train(run: Run) -> None:
 
     # (3)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if trainer.was_preempted:
+        trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
+        sys.exit(REQUEUE)
     after = trainer.evaluate() if parts.eval_dataset is not None else {}
 
     # (4)

@@ -111,8 +111,11 @@ def test_the_error_messages_are_those_of_the_code():
     assert not unknown
 
 
+MESSAGES = ("UsageError", "RunError", "ValueError")
+
+
 def messages(source: str) -> list[str]:
-    """What `raise UsageError(...)` and `raise ValueError(...)` say, with `…` for what is filled in."""
+    """What `raise UsageError(...)` and its like say, with `…` for what is filled in."""
 
     def words(node: ast.expr) -> str:
         if isinstance(node, ast.Constant):
@@ -125,7 +128,7 @@ def messages(source: str) -> list[str]:
 
     raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
     calls = [call for call in raised if isinstance(call, ast.Call) and call.args]
-    return [words(call.args[0]) for call in calls if getattr(call.func, "id", "") in ("UsageError", "ValueError")]
+    return [words(call.args[0]) for call in calls if getattr(call.func, "id", "") in MESSAGES]
 
 
 def test_the_readme_shows_cases_of_the_exactness_table():

@@ -10,9 +10,9 @@ CORE = (
     "frozen_mode image_stand_in"
 ).split()
 BEFORE_RANKS = (
-    "errors fields short_names task_fields config config_docs manifest run_folder presets memory planner launch cli"
+    "errors fields short_names task_fields config config_docs manifest run_folder presets memory planner launch cli "
+    "preemption lease"
 ).split()
-
 
 BLOCKED_IMPORT = """
 import importlib, sys

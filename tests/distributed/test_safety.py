@@ -1,0 +1,149 @@
+"""Real launches of two processes that are signalled, killed, or run out of what they need."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hf_dist_ext.lease import NAME as LEASE
+from hf_dist_ext.preemption import MARK, REQUEUE
+from hf_dist_ext.run_folder import missing_from_checkpoint
+from tests.launching import PRESETS, ROOT, environment
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+
+SCRIPT = ROOT / "scripts" / "train_hf.py"
+SHUTDOWN_SECONDS = 10
+
+
+@pytest.fixture
+def run_file(tmp_path) -> Path:
+    rows = [{"query": f"{WORDS[i % 9]} {i}", "positive": f"{WORDS[i % 7]} read {i}"} for i in range(32)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    fields = {
+        "model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer"), "disable_tqdm": True,
+        "dataset_name": str(tmp_path / "rows.jsonl"), "batch_size": 4, "max_steps": 100_000, "report_to": "none",
+        "output_dir": str(tmp_path / "out"), "use_cpu": True, "save_strategy": "no", "logging_steps": 1,
+        "lr_scheduler_type": "constant", "gradient_cache_chunk_size": 2,
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(fields))
+    return tmp_path / "run.json"
+
+
+class Running:
+    """A command in the background: `ranks` are the processes that train, in order."""
+
+    def __init__(self, run_file: Path, *words: str, launcher: str | None = None, **more: str):
+        command = [sys.executable]
+        if launcher is not None:
+            config = str(PRESETS / f"{launcher}.yaml")
+            command += ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+            command += ["--main_process_port", "0"]
+        else:
+            words = ("--num_processes", "2", *words)
+        self.folder = run_file.parent
+        self.output = (self.folder / f"output-{time.monotonic()}.txt").open("w+")
+        self.process = subprocess.Popen(
+            [*command, str(SCRIPT), "--config", str(run_file), *words],
+            stdout=self.output, stderr=subprocess.STDOUT, env=environment(**more), cwd=ROOT,
+        )  # fmt: skip
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for process in [*self.ranks(), self.process]:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.process.wait()
+
+    def ranks(self) -> list[psutil.Process]:
+        try:
+            children = psutil.Process(self.process.pid).children()
+            found = [child for child in children if "RANK" in child.environ()]
+            return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+        except psutil.Error:
+            return []
+
+    def wait_for_steps(self, count: int = 2) -> None:
+        log = self.folder / "out" / "metrics.jsonl"
+        for _ in range(900):
+            if log.is_file() and len(log.read_text().splitlines()) >= count:
+                return
+            assert self.process.poll() is None, self.text()
+            time.sleep(0.1)
+        raise AssertionError(self.text())
+
+    def end(self, timeout: float = SHUTDOWN_SECONDS) -> tuple[int, str]:
+        code = self.process.wait(timeout)
+        return code, self.text()
+
+    def text(self) -> str:
+        return Path(self.output.name).read_text()
+
+
+def checkpoints(run_file: Path) -> list[Path]:
+    found = (run_file.parent / "out").glob("checkpoint-*")
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def test_signals_apart_end_in_one_checkpoint_and_code_75_and_auto_goes_on(run_file):
+    with Running(run_file) as running:
+        running.wait_for_steps()
+        started = time.monotonic()
+        second = subprocess.run(
+            [sys.executable, str(SCRIPT), "--config", str(run_file), "--overwrite_output_dir"],
+            capture_output=True, text=True, env=environment(), cwd=ROOT,
+        )  # fmt: skip
+        assert second.returncode == 2 and time.monotonic() - started < 5
+        first, last = running.ranks()
+        assert f"in use by process {first.pid} on" in second.stderr
+        first.send_signal(signal.SIGUSR1)
+        time.sleep(0.7)
+        if last.is_running():
+            last.send_signal(signal.SIGTERM)
+        code, text = running.end()
+    assert code == REQUEUE and "was asked to stop" in text and "Traceback" not in text, text
+    (checkpoint,) = checkpoints(run_file)
+    assert not missing_from_checkpoint(checkpoint)
+    assert json.loads((run_file.parent / "out" / MARK).read_text())["step"] == int(checkpoint.name[11:])
+    assert not (run_file.parent / "out" / LEASE).exists()
+    last_step = int(checkpoint.name[11:]) + 2
+    with Running(run_file, "--resume_from_checkpoint", "auto", "--max_steps", str(last_step)) as resumed:
+        code, text = resumed.end(90)
+    assert code == 0, text
+    lines = map(json.loads, (run_file.parent / "out" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, last_step + 1))
+
+
+def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path):
+    """bash and a scontrol that writes down what it is asked; the cluster itself was not tried."""
+    fake = tmp_path / "bin" / "scontrol"
+    fake.parent.mkdir()
+    fake.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    fake.chmod(0o755)
+    path = f"{fake.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    submitted = environment(PATH=path, SLURM_JOB_ID="17", SLURM_SUBMIT_DIR=str(ROOT))
+    command = ["bash", str(ROOT / "scripts" / "slurm" / "train.sbatch"), "--config", str(run_file)]
+    command += ["--accelerate_config", "single_gpu"]
+    job = subprocess.Popen(command, env=submitted)
+    log = run_file.parent / "out" / "metrics.jsonl"
+    for _ in range(600):
+        if log.is_file():
+            break
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(SHUTDOWN_SECONDS) == REQUEUE and (tmp_path / "requeued").read_text() == "requeue 17\n"
+    (checkpoint,) = checkpoints(run_file)
+    steps = str(int(checkpoint.name[11:]) + 1)
+    assert subprocess.run([*command, "--max_steps", steps], env=submitted).returncode == 0
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    lines = map(json.loads, log.read_text().splitlines())
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, int(steps) + 1))
