@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_dist_ext import manifest
 from hf_dist_ext.config import load_run
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.preemption import MARK, REQUEUE, StopSignals
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
@@ -122,6 +124,10 @@ def test_auto_resumes_what_is_there_and_else_starts(tmp_path):
     (tmp_path / "out" / "checkpoint-2").mkdir(parents=True)  # torn
     run = load_run(words)
     assert "resume_from_checkpoint" not in run.training and run.training["overwrite_output_dir"]
+    folder = tmp_path / "out" / "checkpoint-2"
     for name in ("model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        (tmp_path / "out" / "checkpoint-2" / name).write_text("x")
-    assert load_run(words).training["resume_from_checkpoint"] in (True, str(tmp_path / "out" / "checkpoint-2"))
+        (folder / name).write_text("x")
+    with pytest.raises(UsageError, match="no complete checkpoint"):  # it may be the stock Trainer's: not overwritten
+        load_run(words)
+    manifest.commit(folder, manifest.record(folder, manifest.files_in(folder)), {"step": 2})
+    assert load_run(words).training["resume_from_checkpoint"] is True
