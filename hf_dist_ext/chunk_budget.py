@@ -72,6 +72,9 @@ class ChunkBudget:
         self.device, self.budget_bytes, self.agree, self.weights = device, budget_bytes, agree, list(weights)
         self.fixed, self.keeps_graphs = fixed, keeps_graphs
         self.measured = Measured()
+        # Set where no chunk has a graph (a frozen backbone): bytes per token of a forward, for a CPU, whose memory is
+        # known by what graphs save; an accelerator is measured.
+        self.forward_bytes: float | None = None
         self._tokens_inside = self._width_inside = 0
         self._found: list[tuple[int, int]] = []  # tokens and peak bytes of every chunk measured
         self._widest = 0
@@ -183,14 +186,14 @@ class ChunkBudget:
     # ---- measuring ----
 
     def encode(self, encode: Callable[[Chunk], torch.Tensor]) -> Callable[[Chunk], torch.Tensor]:
-        """The same function, noting the tokens of what is encoded with a graph."""
+        """The same function, noting the tokens of what is encoded with a graph (or at all, where none has one)."""
 
-        def noting(chunk: Chunk) -> torch.Tensor:
-            if torch.is_grad_enabled():
+        def noting(chunk: Chunk, **more: object) -> torch.Tensor:
+            if torch.is_grad_enabled() or self.forward_bytes is not None:
                 width = chunk.width or 1
                 self._tokens_inside += chunk.num_rows * width
                 self._width_inside = max(self._width_inside, width)
-            return encode(chunk)
+            return encode(chunk, **more)
 
         return noting
 
@@ -199,7 +202,7 @@ class ChunkBudget:
 
         @contextmanager
         def measuring(phase: Phase) -> Iterator[None]:
-            if not phase.with_graph:
+            if not phase.with_graph and self.forward_bytes is None:
                 with sync(phase):
                     yield
                 return
@@ -207,7 +210,9 @@ class ChunkBudget:
             with sync(phase), peak_bytes(self.device, self.weights) as peak:
                 yield
             if self._tokens_inside:
-                self._found.append((self._tokens_inside, peak()))
+                is_estimated = self.forward_bytes is not None and self.device.type == "cpu"
+                held = int(self._tokens_inside * self.forward_bytes) if is_estimated else peak()
+                self._found.append((self._tokens_inside, held))
                 self._widest = max(self._widest, self._width_inside)
 
         return measuring

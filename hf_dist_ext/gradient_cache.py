@@ -107,6 +107,7 @@ def cached_step(
     backward_together: bool = True,
     wide: ChunkedBatch | None = None,
     replays_last: bool = False,
+    is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
@@ -124,31 +125,37 @@ def cached_step(
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
         replays_last: never keep the graph of the chunk that completes the gradients, so that nothing in (1) or (2) is
             that chunk's; for steps that may have to be run again.
+        is_frozen: chunks whose rows train nothing (their column's tower is frozen): encoded once, and not in (3).
 
     Raises:
         UsageError: nothing that was encoded requires a gradient.
     """
     chunks = batch.chunks()
     loss_parameters = [p for p in loss_parameters if p.requires_grad]
-    final = _final_chunks(chunks)
-    keep_all = (keep_graph >= len(chunks) or len(chunks) == 1) and not replays_last
-    kept = set(range(len(chunks))) if keep_all else set([i for i in range(len(chunks)) if i not in final][:keep_graph])
+    frozen = {i for i, chunk in enumerate(chunks) if is_frozen(chunk)}
+    trained = [i for i in range(len(chunks)) if i not in frozen]
+    if not trained:
+        raise UsageError(_NOTHING_TRAINS)
+    final = _final_chunks(chunks, trained)
+    keep_all = (keep_graph >= len(trained) or len(trained) == 1) and not replays_last
+    kept = set(trained) if keep_all else set([i for i in trained if i not in final][:keep_graph])
 
     # (1)
     start = RandomState(chunks[0].device)
     columns, num_forwards = None, 0
     if wide is not None and not kept:
-        columns, num_forwards = _encode_wide(wide, encode, sync), len(wide.chunks())
+        columns, num_forwards = encode_without_graph(wide, encode, sync), len(wide.chunks())
         if not start.is_now():
             start.restore()
             columns = None
-    outputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
     states: list[RandomState | None] = [None] * len(chunks)
-    for i, chunk in enumerate(chunks if columns is None else ()):
+    # Frozen chunks first: none may run between the forward that completes the step and its backward.
+    for i in [*sorted(frozen), *trained] if columns is None else ():
         has_graph = i in kept
         states[i] = None if has_graph else RandomState(start.device)
-        with sync(Phase(has_graph, is_last=keep_all and i == len(chunks) - 1)), torch.set_grad_enabled(has_graph):
-            outputs.append(encode(chunk))
+        with sync(Phase(has_graph, is_last=keep_all and i == trained[-1])), torch.set_grad_enabled(has_graph):
+            outputs[i] = encode(chunks[i])
         num_forwards += 1
     drew_randomness = not start.is_now()
     if columns is None:
@@ -181,7 +188,7 @@ def cached_step(
             return encode(chunks[i])
 
     num_backwards = 0
-    kept_not_last = [i for i in sorted(kept) if not (keep_all and i == len(chunks) - 1)]
+    kept_not_last = [i for i in sorted(kept) if not (keep_all and i == trained[-1])]
     if keep_all and backward_together:
         kept_not_last = []
     for group in [kept_not_last] if backward_together else [[i] for i in kept_not_last]:
@@ -192,7 +199,7 @@ def cached_step(
             num_backwards += 1
         for i in group:
             outputs[i] = outputs[i].detach()
-    for i in range(len(chunks)):
+    for i in trained:
         if i in kept or i in final:
             continue
         with sync(Phase(True)):
@@ -202,7 +209,7 @@ def cached_step(
                 backward(term)
                 num_backwards += 1
     if keep_all:
-        alive = range(len(chunks)) if backward_together else [len(chunks) - 1]
+        alive = trained if backward_together else trained[-1:]
         terms = [surrogate(i, outputs[i]) for i in alive]
         with sync(Phase(True, is_last=True)):
             num_backwards += _finish(terms + parameter_terms, backward)
@@ -216,14 +223,20 @@ def cached_step(
             num_backwards += _finish(terms + parameter_terms, backward)
         num_forwards += len(final)
     if num_backwards == 0:
-        raise UsageError(
-            "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
-            "Check which parameters have requires_grad."
-        )
+        raise UsageError(_NOTHING_TRAINS)
     return CachedStep(loss.detach(), metrics, len(chunks), num_forwards, drew_randomness)
 
 
-def _encode_wide(batch: ChunkedBatch, encode: Callable[[Chunk], torch.Tensor], sync: Callable) -> Embeddings:
+_NOTHING_TRAINS = (
+    "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
+    "Check which parameters have requires_grad."
+)
+
+
+def encode_without_graph(
+    batch: ChunkedBatch, encode: Callable[[Chunk], torch.Tensor], sync: Callable[[Phase], AbstractContextManager]
+) -> Embeddings:
+    """Column -> (rows, D) in the batch's order: pass 1 alone, for rows whose features train nothing."""
     chunks, outputs = batch.chunks(), []
     for chunk in chunks:
         with sync(Phase(with_graph=False)), torch.no_grad():
@@ -242,7 +255,7 @@ def _total(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return terms[0] if len(terms) == 1 else torch.stack([term.reshape(()) for term in terms]).sum()
 
 
-def _final_chunks(chunks: Sequence[Chunk]) -> list[int]:
+def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:
     """The last chunk of every table: replayed last and back-propagated together, so that the backward which reduces
     reaches the parameters of every tower (DDP waits for all of them)."""
-    return sorted({chunk.table: i for i, chunk in enumerate(chunks)}.values())
+    return sorted({chunks[i].table: i for i in trained}.values())

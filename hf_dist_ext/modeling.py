@@ -184,12 +184,32 @@ class EmbeddingModel(PreTrainedModel):
     # ---- what it does ----
 
     def forward(
-        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **features
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        pooled: torch.Tensor | None = None,
+        stops_at_pooled: bool = False,
+        **features,
     ) -> EmbeddingOutput:
         """Features of B rows -> `embeddings` (B, D). Without an attention mask every token counts.
 
-        A feature the backbone has no parameter for is left out (token_type_ids for DistilBert), and so is a None.
+        `stops_at_pooled` returns what (2) gives, (B, H), and `pooled` goes on from there: a frozen backbone's vectors
+        are computed once and used many times. A feature the backbone has no parameter for is left out (token_type_ids
+        for DistilBert), and so is a None.
         """
+        vectors = self._pooled(input_ids, attention_mask, features) if pooled is None else pooled  # (B, H)
+        if stops_at_pooled:
+            return EmbeddingOutput(embeddings=vectors)
+        if self.projection is not None:
+            vectors = self.projection(vectors.to(self.projection.weight.dtype))  # (3): (B, D)
+        vectors = vectors.to(_at_least_float32(vectors.dtype))
+        if self.normalize:
+            vectors = nn.functional.normalize(vectors, dim=-1)  # (4)
+        return EmbeddingOutput(embeddings=vectors)
+
+    def _pooled(
+        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, features: Mapping[str, Any]
+    ) -> torch.Tensor:
         features = {"input_ids": input_ids, "attention_mask": attention_mask, **features}
         taken = {name: features[name] for name in features if name in self._feature_names}
         taken = {name: value for name, value in taken.items() if value is not None}
@@ -201,13 +221,7 @@ class EmbeddingModel(PreTrainedModel):
                 f"{type(self.backbone).__name__} returns no last_hidden_state to pool. Use a text encoder or decoder, "
                 "or TowerModel for a model with one tower per modality."
             )
-        vectors = pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
-        if self.projection is not None:
-            vectors = self.projection(vectors.to(self.projection.weight.dtype))  # (3): (B, D)
-        vectors = vectors.to(_at_least_float32(vectors.dtype))
-        if self.normalize:
-            vectors = nn.functional.normalize(vectors, dim=-1)  # (4)
-        return EmbeddingOutput(embeddings=vectors)
+        return pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
 
     # ---- what is written ----
 

@@ -11,10 +11,12 @@ With `loss=None` every override hands straight to Trainer. With a loss over embe
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -27,7 +29,8 @@ from .callbacks import MetricsFile, StepMeter
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
 from .errors import UsageError
-from .gradient_cache import CachedStep, RandomState, cached_step
+from .frozen_columns import batch_of_pooled, forward_bytes_per_token, frozen_columns, has_frozen_backbone
+from .gradient_cache import CachedStep, RandomState, cached_step, encode_without_graph
 from .layer_classes import repeated_layer_classes
 from .safety import SafeTrainer
 from .training_args import DistTrainingArguments
@@ -186,32 +189,41 @@ class DistTrainer(SafeTrainer):
     def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
         found: list[Any] = []
         budget, start = self._budget, RandomState(self.args.device)
+        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        encodes_once = self.args.uses_gradient_cache and has_frozen_backbone(bare)
+        frozen = frozen_columns(bare, batch)
+        if budget is not None and encodes_once:
+            budget.forward_bytes = forward_bytes_per_token(bare.config)
 
         def attempt() -> CachedStep:
             chunked, wide, counts = self._cut(batch)
             found[:] = chunked, counts
-            options = {
-                "encode": lambda chunk: self._encode(model, chunk),
-                "score": lambda embeddings: self._score(embeddings, ids, counts),
-                "sync": self._reduction,
-                "backward": self._backward,
-            }
             is_measured = budget is not None and budget.is_measuring
+            encode, sync = functools.partial(self._encode, model), self._reduction
             if is_measured:
-                options["encode"], options["sync"] = budget.encode(options["encode"]), budget.sync(options["sync"])
+                encode, sync = budget.encode(encode), budget.sync(sync)
+            to_train = chunked
+            if encodes_once:
+                pooled = encode_without_graph(wide or chunked, functools.partial(encode, stops_at_pooled=True), sync)
+                to_train, wide = batch_of_pooled(pooled), None
+                encode, sync = functools.partial(self._encode, model), self._reduction
+            options = {"score": lambda embeddings: self._score(embeddings, ids, counts), "sync": sync}
             if budget is not None and budget.is_guarding:
-                options |= budget.guarded(options["score"], options["sync"]) | {"replays_last": True}
+                options |= budget.guarded(**options) | {"replays_last": True}
             step = cached_step(
-                chunked,
+                to_train,
+                encode,
+                backward=self._backward,
                 loss_parameters=self._loss_parameters(),
                 keep_graph=self._num_kept_graphs(chunked),
                 backward_together=not self._reduction.is_fsdp,
                 wide=wide,
+                is_frozen=lambda chunk: chunk.column in frozen,
                 **options,
             )
             if is_measured:
                 budget.step_ended()
-            return step
+            return replace(step, num_chunks=len(chunked.chunks()))
 
         def reset() -> None:
             model.zero_grad()
@@ -306,10 +318,10 @@ class DistTrainer(SafeTrainer):
             f"{budget.measured.available / 2**30:.2f} GiB for activations."
         )
 
-    def _encode(self, model: nn.Module, chunk: Chunk) -> torch.Tensor:
+    def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> torch.Tensor:
         column = {"column": chunk.column} if self._takes_column else {}
         with self.compute_loss_context_manager():
-            output = model(**chunk.features, **column)
+            output = model(**chunk.features, **column, **more)
         embeddings = output if isinstance(output, torch.Tensor) else _field(output, "embeddings")
         if not isinstance(embeddings, torch.Tensor) or embeddings.dim() != 2 or len(embeddings) != chunk.num_rows:
             found = tuple(embeddings.shape) if isinstance(embeddings, torch.Tensor) else type(output).__name__
