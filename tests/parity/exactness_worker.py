@@ -12,7 +12,6 @@ r"""One process of the exactness table: what DistTrainer hands to the optimizer,
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import tempfile
@@ -23,8 +22,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dist_ext.distributed import launched_processes, rank
+from hf_dist_ext.freezing import plan_freezing
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.towers import TowerModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 
@@ -83,6 +84,12 @@ CASES = [
     Case("tower per column, no cache", model="towers", arguments={"gradient_cache_chunk_size": None}),
     Case("first tower frozen", model="towers:query"),
     Case("last tower frozen", model="towers:positive"),
+    Case("frozen backbone, encoded once", arguments={"trainable_modules": ["projection"]}),
+    Case("frozen backbone, accumulation, temperature", loss={"learnable_temperature": True}, steps=2, rows=4,
+         arguments={"trainable_modules": ["projection"], "gradient_accumulation_steps": 2}, worlds=(1, 2)),
+    Case("frozen backbone, sharded", worlds=(),
+         arguments={"trainable_modules": ["projection"], "frozen_parts_fsdp": "shard"}),
+    Case("frozen tower, encoded once", model="named towers", arguments={"frozen_modules": ["positive"]}),
     Case("decoder, last token, left padding", model="qwen3"),
     Case("gradient checkpointing", arguments={"activation_checkpointing": True}),
     Case("LoRA", model="lora"),
@@ -110,7 +117,8 @@ CASES = [
 # Four processes on a small machine: what differs from FSDP on two.
 HSDP_CASES = {
     "no cache", "chunk 4, does not divide", "2 graphs kept", "tower per column", "first tower frozen",
-    "LoRA with LoRA dropout", "accumulation, temperature", "ranks with different row counts",
+    "frozen backbone, encoded once", "frozen tower, encoded once", "LoRA with LoRA dropout",
+    "accumulation, temperature", "ranks with different row counts",
     "FSDP, every chunk reduced",
 }  # fmt: skip
 
@@ -152,6 +160,9 @@ def build_model(kind: str) -> nn.Module:
     kind, _, option = kind.partition(":")
     if kind == "towers":
         return Towers(option or None)
+    if kind == "named towers":
+        towers = {name: EmbeddingModel.from_config(BERT) for name in ("query", "positive")}
+        return TowerModel(towers, {name: name for name in towers}).double()
     if kind == "qwen3":
         return _with_norms_in_its_own_precision(EmbeddingModel.from_config(QWEN, pooling="last"))
     if kind == "scarce":
@@ -235,7 +246,7 @@ def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_row
             encoded = []
             for part in parts:
                 with autocast:
-                    takes = "column" if case.model.startswith("towers") else None
+                    takes = "column" if "towers" in case.model else None
                     outputs = {c: model(**f, **({takes: c} if takes else {})).embeddings for c, f in part.items()}
                 encoded.append(outputs)
             anchors = sum(len(e["query"]) for e in encoded)
@@ -264,7 +275,7 @@ class GradientRecorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **others):
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-            assert all(hasattr(p, "full_tensor") for p in model.parameters()), "FSDP did not shard"
+            assert all(hasattr(p, "full_tensor") for p in model.parameters() if p.requires_grad), "not sharded"
         found = [p.grad for p in [*model.parameters(), *self.loss.parameters()] if p.requires_grad]
         assert all(g is not None for g in found), "a trainable parameter has no gradient"
         self.steps.append([(g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for g in found])
@@ -303,7 +314,10 @@ def measure(case: Case) -> float:
     if case.same_masks:
         expected = trained_gradients(case, *build(), num_rows, gradient_cache_keep_graph=99)
     else:
-        expected = reference_gradients(case, *[copy.deepcopy(part) for part in build()], num_rows)
+        model, loss = build()
+        if plan := plan_freezing(model, *(case.arguments.get(f"{kind}_modules") for kind in ("trainable", "frozen"))):
+            plan.apply(model)
+        expected = reference_gradients(case, model, loss, num_rows)
     Scarce.memory_is_scarce = True  # the reference has all the memory it wants
     found = trained_gradients(case, *build(), num_rows)
     Scarce.memory_is_scarce = False
