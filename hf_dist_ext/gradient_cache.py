@@ -135,7 +135,7 @@ def cached_step(
     frozen = {i for i, chunk in enumerate(chunks) if is_frozen(chunk)}
     trained = [i for i in range(len(chunks)) if i not in frozen]
     if not trained:
-        raise UsageError(_NOTHING_TRAINS)
+        raise _nothing_trains()
     final = _final_chunks(chunks, trained)
     keep_all = (keep_graph >= len(trained) or len(trained) == 1) and not replays_last
     kept = set(trained) if keep_all else set([i for i in trained if i not in final][:keep_graph])
@@ -223,14 +223,15 @@ def cached_step(
             num_backwards += _finish(terms + parameter_terms, backward)
         num_forwards += len(final)
     if num_backwards == 0:
-        raise UsageError(_NOTHING_TRAINS)
+        raise _nothing_trains()
     return CachedStep(loss.detach(), metrics, len(chunks), num_forwards, drew_randomness)
 
 
-_NOTHING_TRAINS = (
-    "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
-    "Check which parameters have requires_grad."
-)
+def _nothing_trains() -> UsageError:
+    return UsageError(
+        "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
+        "Check which parameters have requires_grad."
+    )
 
 
 def encode_without_graph(
