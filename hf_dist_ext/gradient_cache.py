@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -135,7 +136,7 @@ def cached_step(
     frozen = {i for i, chunk in enumerate(chunks) if is_frozen(chunk)}
     trained = [i for i in range(len(chunks)) if i not in frozen]
     if not trained:
-        raise _nothing_trains()
+        _refuse_nothing_trains()
     final = _final_chunks(chunks, trained)
     keep_all = (keep_graph >= len(trained) or len(trained) == 1) and not replays_last
     kept = set(trained) if keep_all else set([i for i in trained if i not in final][:keep_graph])
@@ -223,12 +224,12 @@ def cached_step(
             num_backwards += _finish(terms + parameter_terms, backward)
         num_forwards += len(final)
     if num_backwards == 0:
-        raise _nothing_trains()
+        _refuse_nothing_trains()
     return CachedStep(loss.detach(), metrics, len(chunks), num_forwards, drew_randomness)
 
 
-def _nothing_trains() -> UsageError:
-    return UsageError(
+def _refuse_nothing_trains() -> NoReturn:
+    raise UsageError(
         "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
         "Check which parameters have requires_grad."
     )
