@@ -23,6 +23,17 @@ def main(argv: list[str] | None = None) -> None:
     presets = commands.add_parser("presets", help="the accelerate presets, a line each")
     presets.set_defaults(act=_presets)
 
+    summary = "bytes per device for every strategy, and which to take, from the run file alone"
+    plan = commands.add_parser("plan", help=summary, allow_abbrev=False)
+    plan.add_argument("--config", required=True, metavar="RUN.json", help="the run; further --field value override it")
+    plan.add_argument("--num_devices", type=int, help="over all machines (default: those visible here, else 1)")
+    plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
+    plan.add_argument("--num_nodes", type=int, default=1, help="machines (default: %(default)s)")
+    plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--png", metavar="FILE", help="also draw a stacked bar per strategy")
+    plan.set_defaults(act=_plan)
+
     search = commands.add_parser("search", help="ask a trained code-search model for functions")
     search.add_argument("--model", required=True, metavar="DIR", help="the output_dir of a run, or a hub id")
     search.add_argument("--top_k", type=int, default=5, help="how many functions to print (default: %(default)s)")
@@ -31,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # `hf-dist config --explain run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(argv)
-    if overrides and not getattr(arguments, "explain", None):
+    if overrides and not getattr(arguments, "explain", None) and arguments.command != "plan":
         parser.error(f"unexpected arguments: {' '.join(overrides)}")
     with exit_on_usage_error():
         arguments.act(arguments, overrides)
@@ -59,7 +70,25 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
         short = [one for one, preset in PRESET_SHORT_NAMES.items() if preset == name]
         print(f"{name} ({', '.join(short)})" if short else name)
         print(f"    {description}")
-    print(f"auto\n    single_gpu on zero or one device, multi_gpu_ddp on several.\n\nFiles: {preset_folder()}")
+    print(f"auto\n    what hf-dist plan recommends for the devices here.\n\nFiles: {preset_folder()}")
+
+
+def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from pathlib import Path
+
+    from hf_dist_ext.config import load_run
+    from hf_dist_ext.devices import hardware_of
+    from hf_dist_ext.plan_report import print_plan, to_json, write_png
+    from hf_dist_ext.planner import make_plan
+
+    run = load_run(["--config", arguments.config, *overrides])
+    hardware = hardware_of(
+        arguments.num_devices, arguments.device_memory_gib, arguments.num_nodes, arguments.interconnect
+    )
+    plan = make_plan(run, hardware)
+    print(to_json(plan)) if arguments.json else print_plan(plan)
+    if arguments.png:
+        write_png(plan, Path(arguments.png))
 
 
 def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -64,7 +64,7 @@ class RunConfig:
     )
     accelerate_config: str | None = option(
         None,
-        "How to spread the run: auto (one process on zero or one device, DDP on several), a preset (hf-dist presets "
+        "How to spread the run: auto (what hf-dist plan recommends for the devices here), a preset (hf-dist presets "
         "lists them) or the path of an accelerate YAML. Null is auto.",
     )
     num_processes: int | None = option(None, "Processes to start. Null: one for every visible device.")

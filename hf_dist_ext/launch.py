@@ -25,7 +25,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext import lease
 from hf_dist_ext.config import Run
@@ -33,6 +33,9 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.preemption import REQUEUE, SIGNALS, forward_to_children
 from hf_dist_ext.presets import find_preset, is_shipped, load_preset
 from hf_dist_ext.run_folder import check_output_dir
+
+if TYPE_CHECKING:
+    from hf_dist_ext.auto_choice import Choice
 
 HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
 CPU_PROCESSES = 2  # where no device says how many
@@ -55,6 +58,7 @@ def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | N
     devices = 0 if run.training.get("use_cpu") else count_devices()
     plan = plan_launch(run, devices)
     os.environ[lease.TOKEN] = lease.take(output_dir).token
+    _say_choice(plan, run, devices)
     if plan.kind == "NO":
         _keep_one_device(devices)  # (1)
         return
@@ -130,13 +134,30 @@ class LaunchPlan:
     path: Path
     kind: str
     num_processes: int
+    choice: Choice | None = None  # of "auto"
+
+
+def _say_choice(plan: LaunchPlan, run: Run, devices: int) -> None:
+    if plan.choice is None:
+        return
+    from hf_dist_ext.auto_choice import store
+
+    store(plan.choice, run.training["output_dir"])
+    if devices or run.run.accelerate_config == "auto":
+        _say(f"auto: {plan.choice.preset}. {' '.join(plan.choice.reasons)}")
+    for warning in plan.choice.warnings:
+        _say(f"warning: {warning}")
 
 
 def plan_launch(run: Run, devices: int) -> LaunchPlan:
     """What a run asks for on a machine with so many visible devices. Raises UsageError when that cannot be."""
     asked, wanted = run.run.accelerate_config or "auto", run.run.num_processes
+    choice = None
     if asked == "auto":
-        asked = "multi_gpu_ddp" if (wanted or devices) > 1 else "single_gpu"
+        from hf_dist_ext.auto_choice import choose  # it imports this module to count devices
+
+        choice = choose(run, devices)
+        asked = choice.preset
     path = find_preset(asked)
     preset = load_preset(path)
     kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")  # YAML reads a bare NO as false
@@ -146,7 +167,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
             raise UsageError(
                 f'num_processes={wanted}, but "{path.stem}" is one process. Use "multi_gpu_ddp" or "auto".'
             )
-        return LaunchPlan(path, kind, 1)
+        return LaunchPlan(path, kind, 1, choice)
     if kind == "MULTI_CPU":
         raise UsageError(
             f"{path}: accelerate starts MULTI_CPU through mpirun only. Use multi_gpu_ddp, without GPUs too."
@@ -169,7 +190,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
         )
     wanted = int(wanted or (mesh if mesh > 1 else devices) or CPU_PROCESSES)
     _refuse_too_many(wanted, devices, "Set num_processes to null")
-    return LaunchPlan(path, kind, wanted)
+    return LaunchPlan(path, kind, wanted, choice)
 
 
 def _mesh_size(preset: dict[str, Any]) -> int:

@@ -1,0 +1,364 @@
+"""Bytes per device for every way to spread a run: a closed form.
+
+(1) what the model has: parameters by layer, trained and frozen, as stored and as computed with (workload.py)
+(2) a `Strategy` says over how many devices weights, gradients and optimizer state are split, and what is whole when
+(3) `estimate` adds up: weights, master weights, gradients, optimizer, activations of a chunk, the embeddings of the
+    batch, buffers of the collectives, the framework; the optimizer's own scratch counts only while no activation lives
+What the same strategies send is in traffic.py.
+
+Under autocast "weights" are the copies that compute (and what is frozen), "master weights" the float32 ones behind
+them. S devices share one copy of what is sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple, dataclass, field
+
+from hf_dist_ext.workload import Workload
+
+GIB = 2**30
+# What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
+# allocator can not use. Measured by nobody here: no GPU was at hand.
+CONTEXT_BYTES = 0.75 * GIB
+COMMUNICATOR_BYTES = 0.4 * GIB
+FRAGMENTATION = 0.03
+# Backward holds the gradients of the widest value and of its neighbours beside what was saved.
+TEMPORARY_VALUES = 3
+EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
+TILE_ROWS = 1024  # of the loss (losses.py)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a run is spread. `shards`: what is split over devices: "" nothing, "o" optimizer state, "og" gradients too,
+    "ogw" weights too. `keeps_whole`: gathered weights and gradients stay from chunk to chunk (speed)."""
+
+    name: str
+    preset: str
+    shards: str = ""
+    is_deepspeed: bool = False
+    keeps_whole: bool = False
+    replicates_frozen: bool = False
+    is_hybrid: bool = False  # sharded inside a machine, copies between machines
+    offloads: bool = False
+    is_tensor_parallel: bool = False
+    in_words: str = ""
+
+
+STRATEGIES = (
+    Strategy("single", "single_gpu", in_words="one device"),
+    Strategy("DDP", "multi_gpu_ddp", in_words="every device has everything"),
+    Strategy("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
+    Strategy("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
+    Strategy(
+        "FSDP frozen whole",
+        "multi_gpu_fsdp_frozen_replicated",
+        "ogw",
+        replicates_frozen=True,
+        in_words="what trains is sharded, what is frozen is whole",
+    ),
+    Strategy("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words="sharded in a machine, copies between them"),
+    Strategy("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words="weights and state on the CPU"),
+    Strategy("ZeRO-1", "deepspeed_zero1", "o", is_deepspeed=True, in_words="optimizer state sharded"),
+    Strategy("ZeRO-2", "deepspeed_zero2", "og", is_deepspeed=True, in_words="gradients sharded too"),
+    Strategy("ZeRO-3", "deepspeed_zero3", "ogw", is_deepspeed=True, in_words="weights sharded too"),
+    Strategy(
+        "ZeRO-3 offload", "deepspeed_zero3_offload", "ogw", is_deepspeed=True, offloads=True, in_words="on the CPU"
+    ),
+    Strategy("TP", "multi_gpu_tp", "ogw", is_tensor_parallel=True, in_words="each layer split over devices"),
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`num_devices` over all machines; `memory_bytes` per device."""
+
+    num_devices: int = 1
+    memory_bytes: float = 80 * GIB
+    num_nodes: int = 1
+    interconnect: str = "nvlink"
+
+    @property
+    def per_node(self) -> int:
+        return max(1, self.num_devices // self.num_nodes)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may be changed to make a run fit."""
+
+    chunk_rows: int | None = None  # None: as the run says
+    is_checkpointed: bool = False
+
+
+@dataclass
+class Bytes:
+    """Per device. `host`: on the CPU, per process. `scratch`: the optimizer's, after the activations are gone."""
+
+    weights: float = 0.0
+    master_weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    embeddings: float = 0.0
+    buffers: float = 0.0
+    framework: float = 0.0
+    scratch: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        lasting = self.weights + self.master_weights + self.gradients + self.optimizer + self.buffers + self.framework
+        return lasting + max(self.activations + self.embeddings, self.scratch)
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: round(value) for name, value in asdict(self).items()} | {"total": round(self.total)}
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sizes:
+    """Sums over parameters. Elements; `stored` and `frozen_stored` in bytes."""
+
+    elements: float = 0.0
+    trained: float = 0.0
+    trained_stored: float = 0.0
+    frozen_stored: float = 0.0
+    optimizer: float = 0.0
+
+    def add(self, parameter, optimizer: str) -> None:
+        self.elements += parameter.elements
+        stored = parameter.elements * parameter.item
+        if parameter.trains:
+            self.trained += parameter.elements
+            self.trained_stored += stored
+            self.optimizer += optimizer_bytes(optimizer, parameter)
+        else:
+            self.frozen_stored += stored
+
+
+@dataclass
+class Model:
+    """All parameters, and unit by unit: the layers, and under None what belongs to no layer (FSDP's root)."""
+
+    whole: Sizes = field(default_factory=Sizes)
+    units: dict[str | None, Sizes] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Sizes:
+        return self.units.get(None, Sizes())
+
+    @property
+    def layers(self) -> list[Sizes]:
+        return [unit for name, unit in self.units.items() if name is not None]
+
+
+def model_of(work: Workload, tensor_parallel: int = 1) -> Model:
+    model = Model()
+    for parameter in work.parameters(tensor_parallel).values():
+        model.whole.add(parameter, work.optimizer)
+        model.units.setdefault(parameter.layer, Sizes()).add(parameter, work.optimizer)
+    return model
+
+
+# What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").
+_OPTIMIZERS = {
+    "adamw_bnb_8bit": 2.03,  # two bytes and a float32 scale for every 256
+    "adamw_8bit": 2.03,
+    "paged_adamw_8bit": 2.03,
+    "adamw_torch_8bit": 2.03,
+    "adamw_torch_4bit": 1.06,
+    "lion": "x1",
+    "lion_8bit": 1.02,
+    "lion_32bit": 4,
+    "rmsprop": "x1",
+    "adagrad": "x1",
+    "sgd": 0,
+}
+
+
+def optimizer_bytes(optimizer: str, parameter) -> float:
+    """State of one parameter. Adafactor keeps a row and a column of each matrix; AdamW two copies."""
+    name = optimizer.removeprefix("paged_") if optimizer not in _OPTIMIZERS else optimizer
+    if name == "adafactor":
+        rows = parameter.elements / parameter.columns if parameter.columns else parameter.elements
+        return 4 * (rows + parameter.columns)
+    if name in _OPTIMIZERS and ("8bit" in name or "4bit" in name) and parameter.elements < 4096:
+        return 8 * parameter.elements  # small ones stay in float32
+    per_element = _OPTIMIZERS.get(name, "x2")
+    if isinstance(per_element, str):
+        return int(per_element[1:]) * parameter.elements * parameter.item
+    return per_element * parameter.elements
+
+
+def is_known_optimizer(optimizer: str) -> bool:
+    known = optimizer in _OPTIMIZERS or optimizer.removeprefix("paged_") in _OPTIMIZERS
+    return known or optimizer == "adafactor" or optimizer.startswith(("adamw_torch", "adamw_apex", "paged_adamw"))
+
+
+# (2), (3) ----------------------------------------------------------------------------------------------------------
+
+
+def tensor_parallel_size(work: Workload, hardware: Hardware) -> int:
+    """The most devices of a machine that the key heads and the feed-forward can be dealt to; 1: cannot be split."""
+    config = work.config.get("text_config") or work.config
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
+    inner = config.get("intermediate_size") or 1
+    if "rms_norm_eps" not in config:  # transformers has plans for decoders
+        return 1
+    sizes = [2**power for power in range(8) if 2**power <= hardware.per_node]
+    return max(size for size in sizes if heads % size == 0 and inner % size == 0)
+
+
+def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
+    """S"""
+    if not strategy.shards:
+        return 1
+    if strategy.is_hybrid:
+        return hardware.per_node
+    if strategy.is_tensor_parallel:
+        return max(1, hardware.num_devices // tensor_parallel_size(work, hardware))
+    return hardware.num_devices
+
+
+def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
+    """Peak bytes of one device. (3)"""
+    parts = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
+    model = model_of(work, parts)
+    shards = shard_count(strategy, work, hardware)
+    is_half = work.autocast_bytes is not None
+    computes_in = work.autocast_bytes or work.load_bytes
+    found = Bytes()
+    # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
+    casts_itself = "w" in strategy.shards or strategy.is_deepspeed
+    compute = computes_in if casts_itself else None
+    of_chunk = held(work, settings, compute, parts)
+    found.activations = of_chunk.activations
+    found.embeddings = _embeddings(work, hardware.num_devices // parts)
+    whole = model.whole
+    stored = whole.trained * 4 if casts_itself and is_half else whole.trained_stored
+    found.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
+    if strategy.is_deepspeed:
+        _deepspeed(found, strategy, model, shards, computes_in)
+    elif strategy.shards:
+        _fsdp(found, strategy, model, shards, computes_in, stored, is_half, work)
+    else:
+        found.gradients = whole.trained_stored
+        found.weights = whole.frozen_stored + of_chunk.casts + (0 if is_half else whole.trained_stored)
+        found.master_weights = whole.trained_stored if is_half else 0.0
+        if strategy.name == "DDP" and not work.bucket_view:
+            found.buffers = whole.trained_stored  # the reducer's buckets
+    if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
+        found.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
+    if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
+        found.host += found.master_weights + found.gradients + found.optimizer
+        found.master_weights = found.optimizer = found.scratch = 0.0
+        found.gradients = max((unit.trained for unit in model.units.values()), default=0.0) * computes_in
+    is_alone = hardware.num_devices == 1 or strategy.name == "single"
+    found.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
+    found.framework += FRAGMENTATION * (found.total - found.framework)
+    return found
+
+
+def _fsdp(
+    found: Bytes,
+    strategy: Strategy,
+    model: Model,
+    shards: int,
+    computes_in: int,
+    stored: float,
+    is_half: bool,
+    work: Workload,
+) -> None:
+    """Shards; whole units in the computing precision: all (speed), or the root and two layers; buffers."""
+    whole = model.whole
+
+    def gathered(unit: Sizes) -> float:
+        return (unit.trained if strategy.replicates_frozen else unit.elements) * computes_in
+
+    units = [gathered(unit) for unit in model.layers]
+    largest = max(units, default=0.0)
+    reduced = max((unit.trained for unit in model.units.values()), default=0.0) * computes_in
+    live = gathered(model.root) + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
+    frozen = whole.frozen_stored if strategy.replicates_frozen else whole.frozen_stored / shards
+    resting = frozen + (0 if is_half else stored / shards)
+    found.host = resting if strategy.offloads else 0.0
+    found.weights = live + (0 if strategy.offloads else resting)
+    found.master_weights = stored / shards if is_half else 0.0
+    between = whole.trained * computes_in if strategy.keeps_whole else 0.0
+    found.gradients = stored / shards + between
+    # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
+    found.buffers = max(largest, gathered(model.root)) + (1 if strategy.keeps_whole else 2) * reduced
+    if strategy.is_hybrid:
+        found.buffers += stored / shards
+
+
+def _deepspeed(found: Bytes, strategy: Strategy, model: Model, shards: int, computes_in: int) -> None:
+    """Weights in the computing precision, float32 masters in partitions, gradients whole (1) or in partitions."""
+    whole, units = model.whole, [unit.elements * computes_in for unit in model.layers]
+    all_weights = whole.elements * computes_in
+    if "w" in strategy.shards:
+        live = model.root.elements * computes_in + min(sum(units), 2 * max(units, default=0.0))
+        found.weights = live + (0 if strategy.offloads else all_weights / shards)
+        found.host = all_weights / shards if strategy.offloads else 0.0
+    else:
+        found.weights = all_weights
+    found.master_weights = whole.trained * 4 / shards
+    found.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards else 1)
+    bucket = min(whole.trained, 2e8) * computes_in
+    found.buffers = 2 * bucket
+
+
+@dataclass
+class Held:
+    """Of one chunk's forward and backward: saved values, autocast's weight copies, what backward makes meanwhile."""
+
+    saved: float = 0.0
+    casts: float = 0.0
+    temporary: float = 0.0
+
+    @property
+    def activations(self) -> float:
+        return self.saved + self.temporary
+
+
+def held(work: Workload, settings: Settings, compute: int | None = None, parts: int = 1) -> Held:
+    """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together;
+    without chunks all columns' graphs are alive at once."""
+    of_tower: dict[str, Held] = {}
+    cut = is_cut(work, settings)
+    for column in work.columns:
+        cost = work.work(column, compute, parts)
+        rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) if cut else column.rows
+        graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
+        found = Held(
+            rows * (cost.kept_checkpointed if settings.is_checkpointed else cost.kept) * graphs,
+            (cost.casts_checkpointed if settings.is_checkpointed else cost.casts) * graphs,
+            rows * cost.largest * TEMPORARY_VALUES,
+        )
+        if cut:  # the pass without a graph takes wider chunks
+            wide = min(rows * work.widening, column.rows) * cost.largest * TEMPORARY_VALUES
+            found.temporary = max(found.temporary, wide - found.saved)
+        before = of_tower.get(column.tower, Held())
+        if not cut:
+            found = Held(*(one + other for one, other in zip(astuple(before), astuple(found), strict=True)))
+        of_tower[column.tower] = found if not cut else max(before, found, key=lambda one: one.activations)
+    return Held(*(sum(column) for column in zip(*map(astuple, of_tower.values()), strict=True)))
+
+
+def is_cut(work: Workload, settings: Settings) -> bool:
+    """Whether the batch goes through in chunks: the run has a gradient cache, or the settings give it one."""
+    return work.is_cached or settings.chunk_rows is not None
+
+
+def _embeddings(work: Workload, world: int) -> float:
+    """The loss stage: linear in the batch, and on several devices in everyone's rows; a tile of scores."""
+    if not work.is_embedding:
+        return 0.0
+    own = sum(column.rows for column in work.columns) * work.embedding_dim * 4
+    everyone = own * world
+    candidates = sum(column.rows for column in work.columns[1:]) * world
+    tile = min(TILE_ROWS, work.batch) * candidates * 4 * 2
+    return EMBEDDING_COPIES * (own + everyone) + tile

@@ -1,0 +1,345 @@
+"""What one step of a run computes: columns, row lengths, chunks, precisions, who trains; from the run file alone.
+
+(1) columns and the tokens of their rows: `max_length`, or what the model takes at most (said in `notes`)
+(2) chunks: rows per chunk from gradient_cache_chunk_size and _tokens; without a cache every row's graph is held
+(3) who trains: trainable_modules and frozen_modules by name, with the meaning of freezing.py; LoRA adapters
+(4) a forward and backward of one row on a `Tape`; everything it keeps is linear in rows
+
+Row lengths are upper bounds: real batches are shorter than `max_length`, never longer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_dist_ext.architectures import TWO_TOWERS, Rows, embed, embed_tower, generate, image_tokens, num_patches
+from hf_dist_ext.tape import Lora, Recipe, Tape
+
+BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
+# peft's own targets for the families of architectures.py
+LORA_TARGETS = {
+    "bert": ("query", "value"),
+    "roberta": ("query", "value"),
+    "xlm-roberta": ("query", "value"),
+    "distilbert": ("q_lin", "v_lin"),
+    "phi3": ("qkv_proj",),
+    "modernbert": ("Wqkv",),
+}
+PROJECTOR = re.compile(r"(^|\.)(multi_modal_projector)(\.|$)")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the batch: `rows` per device, each `length` tokens at most; `tower` names whose forward it is."""
+
+    name: str
+    rows: int
+    length: int
+    tower: str = "backbone"
+    images: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What `rows` rows cost: bytes kept for backward, weight copies, the largest value, multiply-adds."""
+
+    kept: float
+    kept_checkpointed: float
+    casts: float
+    casts_checkpointed: float
+    largest: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, eq=False)  # by identity, so that what was computed once is found again
+class Workload:
+    """A run as the planner sees it; see the head of this file."""
+
+    config: Mapping[str, Any]
+    task: str
+    columns: tuple[Column, ...]
+    chunk_rows: int | None  # None: not given
+    chunk_tokens: int | None
+    is_cached: bool
+    finds_chunk: bool  # chunk size "auto"
+    keep_graph: int
+    is_checkpointed: bool
+    accumulation: int
+    autocast_bytes: int | None
+    load_bytes: int
+    optimizer: str
+    attention: str
+    projection_dim: int | None
+    embedding_dim: int
+    trains: Callable[[str], bool]
+    lora: Lora | None
+    is_frozen: bool  # freezing fields or LoRA are given
+    bucket_view: bool
+    fsdp_mode: str
+    replicates_frozen: str
+    is_embedding: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def batch(self) -> int:
+        return self.columns[0].rows
+
+    @property
+    def widening(self) -> int:
+        """How many times wider the chunks of the pass without a graph are (trainer.py)."""
+        return min(8, max(1, (self.config.get("num_hidden_layers") or 1) // 2))
+
+    def rows_of_chunk(self, length: int, chunk_rows: int | None = None) -> int:
+        """(2) Rows per chunk for rows of a length, never more than a column has."""
+        rows = max(column.rows for column in self.columns)
+        if self.chunk_rows is not None and chunk_rows is None:
+            rows = min(rows, self.chunk_rows)
+        if self.chunk_tokens is not None and chunk_rows is None:
+            rows = min(rows, max(1, self.chunk_tokens // length))
+        return min(rows, chunk_rows) if chunk_rows else rows
+
+    def num_chunks(self, chunk_rows: int | None = None) -> int:
+        if not self.is_cached:
+            return len(self.columns)
+        return sum(-(-one.rows // self.rows_of_chunk(one.length, chunk_rows)) for one in self.columns)
+
+    def item(self, name: str) -> int:
+        """Bytes per element a parameter is stored in."""
+        if self.is_frozen and self.autocast_bytes and self.trains(name):
+            return 4  # freezing.py keeps what trains in float32 under autocast
+        return 4 if ".lora_" in name else self.load_bytes
+
+    def recipe(self, compute_bytes: int | None = None) -> Recipe:
+        """`compute_bytes`: weights are already in the precision they compute in (FSDP, DeepSpeed)."""
+        return Recipe(
+            trains=self.trains,
+            item=self.item if compute_bytes is None else lambda name: compute_bytes,
+            autocast_bytes=self.autocast_bytes,
+            attention=self.attention,
+            has_padding=True,
+            lora=self.lora,
+        )
+
+    @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
+    def tape(
+        self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1, rows: float = 1
+    ) -> Tape:
+        """(4) One row of a column through its forward."""
+        tape = Tape(self.recipe(compute_bytes))
+        config = self.config if tensor_parallel == 1 else split_heads(self.config, tensor_parallel)
+        of_row = Rows(rows, column.length, column.images)
+        if not self.is_embedding:
+            generate(tape, config, of_row)
+        elif config["model_type"] in TWO_TOWERS:
+            embed_tower(tape, config, of_row, is_image=column.tower == "image")
+        else:
+            embed(tape, config, of_row, self.projection_dim)
+        return tape
+
+    @functools.cache  # noqa: B019
+    def work(self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1) -> Work:
+        """Of one row of a column."""
+        tape = self.tape(column, compute_bytes, tensor_parallel)
+        plain, checkpointed = tape.cost(), tape.cost(lambda layer: True)
+        parts = [tape.outside, *tape.layers]
+        return Work(
+            kept=plain.activations,
+            kept_checkpointed=checkpointed.activations,
+            casts=plain.casts,
+            casts_checkpointed=checkpointed.casts,
+            largest=max(part.largest for part in parts),
+            forward=sum(part.products for part in parts),
+            backward=sum(part.backward for part in parts),
+        )
+
+    def parameters(self, tensor_parallel: int = 1) -> dict[str, Any]:
+        """Name -> `tape.Parameter`, of all towers."""
+        found = {}
+        for column in self.columns:
+            found |= self.tape(column, None, tensor_parallel).parameters
+        return found
+
+
+def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
+    """The configuration of one rank's share of a decoder under tensor parallelism."""
+    if config.get("text_config"):
+        return {**config, "text_config": split_heads(config["text_config"], parts)}
+    heads = config["num_attention_heads"]
+    return {
+        **config,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "num_attention_heads": heads // parts,
+        "num_key_value_heads": (config.get("num_key_value_heads") or heads) // parts,
+        "intermediate_size": config["intermediate_size"] // parts,
+        **(
+            {"moe_intermediate_size": config["moe_intermediate_size"] // parts}
+            if "moe_intermediate_size" in config
+            else {}
+        ),
+    }
+
+
+# ---- from a run ----
+
+
+def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
+    """A parsed run (`config.Run`) and its model's complete configuration (shape_config.py) -> Workload."""
+    given, fields = run.given, run.run
+    notes: list[str] = []
+    is_embedding = getattr(fields, "task", "embedding") == "embedding"
+    columns = _columns(run, config, is_embedding, notes)
+    size = given.get("gradient_cache_chunk_size")
+    tokens = given.get("gradient_cache_chunk_tokens")
+    half = given.get("bf16") or given.get("fp16")
+    lora = _lora(given, config) if given.get("use_lora") else None
+    trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
+    keep = given.get("gradient_cache_keep_graph", 0)
+    dtype = fields.dtype or "float32"
+    if dtype == "auto":
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    text = config.get("text_config") or config
+    return Workload(
+        config=config,
+        task=getattr(fields, "task", "embedding"),
+        columns=columns,
+        chunk_rows=size if isinstance(size, int) else None,
+        chunk_tokens=tokens,
+        is_cached=size is not None or tokens is not None or given.get("gradient_cache_chunk_patches") is not None,
+        finds_chunk=size == "auto",
+        keep_graph=keep if isinstance(keep, int) else 0,
+        is_checkpointed=bool(given.get("gradient_checkpointing") or given.get("activation_checkpointing")),
+        accumulation=given.get("gradient_accumulation_steps") or 1,
+        autocast_bytes=2 if half else None,
+        load_bytes=BYTES.get(dtype, 4),
+        optimizer=given.get("optim") or "adamw_torch_fused",
+        attention=fields.attn_implementation or "sdpa",
+        projection_dim=fields.projection_dim,
+        embedding_dim=fields.projection_dim or config.get("projection_dim") or text["hidden_size"],
+        trains=_who_trains(trainable, frozen, is_lora=lora is not None),
+        lora=lora,
+        is_frozen=bool(trainable or frozen or lora),
+        bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
+        fsdp_mode=given.get("gradient_cache_fsdp") or "auto",
+        replicates_frozen=given.get("frozen_parts_fsdp") or "auto",
+        is_embedding=is_embedding,
+        notes=tuple(notes),
+    )
+
+
+def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:
+    """(1)"""
+    fields, given = run.run, run.given
+    rows = given.get("per_device_train_batch_size") or 8
+    text = config.get("text_config") or config
+    longest = text.get("max_position_embeddings") or DEFAULT_LENGTH
+    if not is_embedding:
+        per_image = image_tokens(config) if config.get("vision_config") else 0
+        length = fields.max_length
+        if not isinstance(length, int):
+            length = min(longest, per_image + DEFAULT_LENGTH)
+            notes.append(f"max_length is not given: counted with rows of {length} tokens.")
+        return (Column("rows", rows, length, images=1 if per_image else 0),)
+    names = dict(fields.columns or {"query": "query", "positive": "positive"})
+    found = []
+    for i, (name, source) in enumerate(names.items()):
+        length = fields.max_length.get(name) if isinstance(fields.max_length, dict) else fields.max_length
+        count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
+        is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
+        if config["model_type"] in TWO_TOWERS and (is_image or (i == 1 and "image" not in str(names))):
+            found.append(Column(name, count, num_patches(config["vision_config"]), tower="image", images=1))
+            continue
+        if length is None:
+            length = min(longest, DEFAULT_LENGTH)
+            notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
+        length = min(int(length), longest)
+        multiple = given.get("gradient_cache_width_multiple") or 8
+        found.append(
+            Column(name, count, -(-length // multiple) * multiple, "text" if found_towers(config) else "backbone")
+        )
+    return tuple(found)
+
+
+def found_towers(config: Mapping[str, Any]) -> bool:
+    return config["model_type"] in TWO_TOWERS
+
+
+# ---- (3) ----
+
+
+def _who_trains(trainable: Any, frozen: Any, is_lora: bool) -> Callable[[str], bool]:
+    @functools.cache
+    def trains(name: str) -> bool:
+        if ".lora_" in name:
+            return True
+        chosen = depth(trainable, name) if trainable else 0
+        if is_lora and not chosen:
+            return False
+        if frozen:
+            held = depth(frozen, name)
+            return chosen > held if trainable else not held
+        return bool(chosen) if trainable else not is_lora
+
+    return trains
+
+
+def depth(patterns: Sequence[str] | str, name: str) -> int:
+    """How deep the deepest match of freezing patterns lies above a parameter; 0 for none."""
+    parts = name.split(".")
+    above = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    if isinstance(patterns, str):
+        return max((one.count(".") + 1 for one in above if re.fullmatch(patterns, one)), default=0)
+    found = [0]
+    for pattern in patterns:
+        if root := _group_root(pattern, name):
+            found.append(root.count(".") + 1)
+            continue
+        found += [one.count(".") + 1 for one in above if one == pattern or one.endswith("." + pattern)]
+    return max(found)
+
+
+GROUPS = {
+    "vision": ("model.vision_tower", "vision_model"),
+    "image": ("vision_model", "visual_projection"),
+    "text": ("text_model", "text_projection"),
+    "projector": ("model.multi_modal_projector",),
+    "language": ("model.language_model", "lm_head"),
+    "backbone": ("backbone",),
+    "pooling": ("pooling",),
+    "projection": ("projection",),
+}
+
+
+def _group_root(pattern: str, name: str) -> str | None:
+    roots = GROUPS.get(pattern, ())
+    return next((root for root in roots if name == root or name.startswith(root + ".")), None)
+
+
+def _lora(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:
+    wanted = given.get("lora_target_modules")
+    kind = (config.get("text_config") or config)["model_type"]
+    if wanted is None:
+        wanted = LORA_TARGETS.get(kind, ("q_proj", "v_proj"))
+
+    @functools.cache
+    def targets(name: str) -> bool:
+        last = name.rpartition(".")[2]
+        if wanted == "all-linear":
+            return last not in ("lm_head", "patch_embedding") and not name.startswith("projection")
+        if isinstance(wanted, str):
+            return re.fullmatch(wanted, name) is not None
+        return any(name == one or name.endswith("." + one) for one in wanted)
+
+    return Lora(given.get("lora_r") or 8, given.get("lora_dropout") or 0.0, targets)
+
+
+def with_batch(work: Workload, rows: int) -> Workload:
+    """The same with another batch per device."""
+    share = rows / work.batch
+    columns = tuple(replace(one, rows=max(1, round(one.rows * share))) for one in work.columns)
+    return replace(work, columns=columns)

@@ -1,0 +1,132 @@
+"""Predicted against measured bytes, single, DDP 2 and FSDP2 2, as a Markdown table.
+
+    python tests/parity/memory_table.py            # all of it, about three minutes
+    python tests/parity/memory_table.py single     # one way to run
+
+A cell is measured bytes and how far the closed form is off. `tests/test_memory.py` holds some of the cases to 10 %.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.launching import launch
+from tests.parity.memory_worker import PARTS
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 160,
+    "max_position_embeddings": 128,
+}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+BERT = {"model_type": "bert", **SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LLAMA = {"model_type": "llama", **SMALL, **IDS, "num_key_value_heads": 2}
+QWEN = {"model_type": "qwen3", **SMALL, **IDS, "num_key_value_heads": 2, "head_dim": 16}
+GEMMA = {"model_type": "gemma3_text", **SMALL, **IDS, "num_key_value_heads": 1, "head_dim": 16}
+MODERN = {"model_type": "modernbert", **SMALL, **IDS, "cls_token_id": 1, "sep_token_id": 2}
+EXPERTS = {"model_type": "mixtral", **SMALL, **IDS, "num_key_value_heads": 2, "num_local_experts": 4}
+LAYERS = {
+    name: SMALL[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+}
+CLIP = {
+    "model_type": "clip",
+    "projection_dim": 32,
+    "text_config": {**SMALL, **IDS},
+    "vision_config": {**LAYERS, "image_size": 32, "patch_size": 8},
+}
+SIGLIP = {
+    **CLIP,
+    "model_type": "siglip",
+    "text_config": {**SMALL, **IDS, "projection_size": 64},
+}
+RUN = {
+    "max_length": {"query": 32, "positive": 64},
+    "per_device_train_batch_size": 32,
+    "gradient_cache_chunk_size": 8,
+    "optim": "adamw_torch",
+}
+BASE = {name: value for name, value in RUN.items() if name != "gradient_cache_chunk_size"}
+TOWERS = {**RUN, "max_length": {"query": 32, "positive": 32}}
+
+
+def case(name: str, model: dict, trains: list[str] | None = None, **fields) -> dict:
+    return {"name": name, "run": {**RUN, "model_config": model, **fields}, "trains": trains}
+
+
+CASES = [
+    case("bert", BERT),
+    case("bert, no cache", BERT, gradient_cache_chunk_size=None),
+    case("bert, chunk 2", BERT, gradient_cache_chunk_size=2),
+    case("bert, chunk 8 and 2 graphs kept", BERT, gradient_cache_keep_graph=2),
+    case("bert, 256 tokens a chunk", BERT, gradient_cache_chunk_size=None, gradient_cache_chunk_tokens=256),
+    case("bert, dropout", {**BERT, "hidden_dropout_prob": 0.1}),
+    case("bert, checkpointing", BERT, gradient_checkpointing=True),
+    case("bert, bf16 autocast", BERT, bf16=True),
+    case("bert, eager attention", BERT, attn_implementation="eager"),
+    case("bert, projection only", BERT, ["projection"], projection_dim=16, trainable_modules=["projection"]),
+    case(
+        "bert, last layer and projection",
+        BERT,
+        ["projection", "layer.3."],
+        projection_dim=16,
+        trainable_modules=["projection", "encoder.layer.3"],
+    ),
+    case("bert, adafactor", BERT, optim="adafactor"),
+    case("bert, SGD", BERT, optim="sgd"),
+    case("bert, LoRA", BERT, use_lora=True, lora_r=4, lora_target_modules=["query", "value"]),
+    case("modernbert", MODERN),
+    case("llama", LLAMA),
+    case("llama, checkpointing", LLAMA, gradient_checkpointing=True),
+    case("llama, bf16 autocast", LLAMA, bf16=True),
+    case("llama, bf16 autocast and checkpointing", LLAMA, bf16=True, gradient_checkpointing=True),
+    case("llama, LoRA", LLAMA, use_lora=True, lora_r=4, lora_target_modules=["q_proj", "v_proj"]),
+    case("llama, first layer only", LLAMA, ["layers.0."], trainable_modules=["layers.0"]),
+    case("qwen3", QWEN),
+    case("gemma3", GEMMA),
+    case("mixtral", EXPERTS),
+    case("clip", CLIP),
+    case("clip, image tower frozen", CLIP, ["towers.text"], trainable_modules=["text"]),
+    case("siglip", SIGLIP),
+]
+ON_TWO = [one for one in CASES if one["name"] in ("bert", "llama", "bert, last layer and projection", "llama, LoRA")]
+WAYS = {
+    "single": ("python", 1, "single", CASES),
+    "DDP 2": ("multi_gpu_ddp", 2, "DDP", ON_TWO),
+    "FSDP2 2": ("multi_gpu_fsdp", 2, "FSDP memory", ON_TWO),
+}
+WORKER = Path(__file__).with_name("memory_worker.py")
+
+
+def rows_of(way: str, cases: list[dict] | None = None) -> list[dict]:
+    """What the worker printed for a way of running."""
+    preset, processes, strategy, all_cases = WAYS[way]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "cases.json")
+        path.write_text(json.dumps(all_cases if cases is None else cases), encoding="utf-8")
+        done = launch(preset, processes, WORKER, path, strategy, timeout=600)
+    lines = [line.partition("CASE ")[2] for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    return [json.loads(line) for line in lines]
+
+
+def error(row: dict, part: str) -> float:
+    """Relative, against the measured bytes; parts of under a KiB are what rounding leaves."""
+    predicted, measured = row["predicted"][part], row["measured"][part]
+    return 0.0 if max(predicted, measured) < 1024 else (predicted - measured) / measured
+
+
+def main() -> None:
+    print("| run | | " + " | ".join(PARTS) + " |\n" + "|---" * (2 + len(PARTS)) + "|")
+    for way in sys.argv[1:] or WAYS:
+        for row in rows_of(way):
+            cells = [f"{row['measured'][part] / 1024:,.0f} ({error(row, part):+.1%})" for part in PARTS]
+            print(f"| {row['name']} | {way} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Measures what the planner predicts, on the CPU: one optimizer step through `DistTrainer`, every byte counted.
+
+    python tests/parity/memory_worker.py CASES.json STRATEGY     # cases of memory_table.py; or under accelerate launch
+
+(1) a run file becomes a model and a trainer, as scripts/train_hf.py does it; rows are random tokens, the last of each
+    is padding
+(2) saved activations: hooks on what autograd packs, weights and inputs left out; checkpointed layers pack again in
+    backward, where hooks of their own hide it, so those are counted too
+(3) parameters, gradients and optimizer state: the local bytes of their tensors
+Rank 0 prints a line of JSON per case: {"predicted": {...}, "measured": {...}}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from hf_dist_ext import memory
+from hf_dist_ext.config import load_run
+from hf_dist_ext.shape_config import read_model_config
+from hf_dist_ext.tape import Recipe
+from hf_dist_ext.workload import Workload, workload_of
+
+WHO_TRAINS = ("trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_target_modules")
+PARTS = ("parameters", "gradients", "optimizer", "activations")
+
+
+# ---- (2) ----
+
+
+class SavedBytes:
+    """Bytes saved for backward: now, and the most so far. Storages count once; weights and inputs do not count."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.inputs = model, set()
+        self.held: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def is_weight(self, key: int) -> bool:
+        # asked when something is saved: FSDP puts gathered weights in place only while a layer runs
+        return key in self.inputs or any(storage_of(one) == key for one in self.model.parameters())
+
+    def add(self, tensor: torch.Tensor) -> Token | None:
+        key = storage_of(tensor)
+        return None if self.is_weight(key) else Token(self, tensor, key)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        def pack(tensor: torch.Tensor):
+            return (tensor, self.add(tensor))
+
+        original = torch.utils.checkpoint._recomputation_hook
+        owner = self
+
+        class Counting(original):
+            def __init__(self, *arguments, **options):
+                super().__init__(*arguments, **options)
+                inner, tokens = self.pack_hook, []
+                self.tokens = tokens
+
+                def pack_again(tensor):
+                    tokens.append(owner.add(tensor))
+                    return inner(tensor)
+
+                self.pack_hook = pack_again
+
+        torch.utils.checkpoint._recomputation_hook = Counting
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved[0]):
+                yield
+        finally:
+            torch.utils.checkpoint._recomputation_hook = original
+
+
+class Token:
+    """Alive as long as what it counts is saved."""
+
+    def __init__(self, owner: SavedBytes, tensor: torch.Tensor, key: int):
+        self.owner, self.key, self.size = owner, key, tensor.untyped_storage().nbytes()
+        self.tensor = tensor.detach()  # keeps the storage, so that its address stays its own
+        owner.held[key] = owner.held.get(key, 0) + 1
+        if owner.held[key] == 1:
+            owner.now += self.size
+            owner.most = max(owner.most, owner.now)
+
+    def __del__(self):
+        self.owner.held[self.key] -= 1
+        if not self.owner.held[self.key]:
+            self.owner.now -= self.size
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.untyped_storage().data_ptr()
+
+
+def local_bytes(tensors) -> int:
+    locals_ = [getattr(one, "_local_tensor", one) for one in tensors if isinstance(one, torch.Tensor)]
+    return sum(one.numel() * one.element_size() for one in locals_)
+
+
+# ---- (1) ----
+
+
+def run_of(case: dict, folder: str):
+    path = Path(folder, "run.json")
+    content = {"dataset_name": "code-search", "output_dir": str(Path(folder, "out")), **case["run"]}
+    who = {name: content.pop(name) for name in WHO_TRAINS if name in content}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    run = load_run(["--config", str(path)])
+    run.given |= who  # applied by `build` itself, so that what is measured is independent of freezing.py
+    return run
+
+
+class OnCpu(Workload):
+    """Dropout masks of a CPU are of the values' own type."""
+
+    def recipe(self, compute_bytes: int | None = None) -> Recipe:
+        return replace(super().recipe(compute_bytes), mask_bytes=0)
+
+
+def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
+    config = run.run
+    shape = read_model_config(config.model_config, config.model_name_or_path)
+    work = OnCpu(**vars(workload_of(run, shape)))
+    hardware = memory.Hardware(world)
+    settings = memory.Settings(is_checkpointed=work.is_checkpointed)
+    chosen = next(one for one in memory.STRATEGIES if one.name == strategy)
+    found = memory.estimate(work, chosen, hardware, settings)
+    sharded = "w" in chosen.shards
+    whole = memory.model_of(work).whole
+    held = memory.held(work, settings, (work.autocast_bytes or work.load_bytes) if sharded else None)
+    stored = whole.frozen_stored + whole.trained_stored
+    return {
+        "parameters": stored / (world if sharded else 1),
+        "gradients": whole.trained_stored / (world if sharded else 1),
+        "optimizer": found.optimizer,
+        "activations": held.saved + held.casts,
+    }
+
+
+def measure(case: dict, run, folder: str) -> dict[str, float]:
+    from hf_dist_ext.losses import InfoNCELoss
+    from hf_dist_ext.modeling import EmbeddingModel
+    from hf_dist_ext.trainer import DistTrainer
+    from hf_dist_ext.training_args import DistTrainingArguments
+
+    torch.manual_seed(0)
+    args = DistTrainingArguments(
+        **run.training, use_cpu=True, max_steps=1, report_to="none", save_strategy="no", dataloader_pin_memory=False,
+        remove_unused_columns=False, overwrite_output_dir=True, logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    model, collate = build(case, run, EmbeddingModel)
+    found: dict[str, float] = {}
+
+    class Measured(DistTrainer):
+        def training_step(self, model, inputs, *more):
+            saved = SavedBytes(model)
+            found["parameters"] = local_bytes(model.parameters())
+            columns = self._prepare_inputs(inputs)
+            saved.inputs = {storage_of(one) for column in columns.values() for one in column.values()}
+            with saved.measured():
+                loss = super().training_step(model, columns, *more)
+            found["activations"] = saved.most
+            found["gradients"] = local_bytes(one.grad for one in model.parameters() if one.grad is not None)
+            return loss
+
+    trainer = Measured(
+        model, args, loss=InfoNCELoss(), train_dataset=Rows(256), data_collator=collate, processing_class=None
+    )
+    trainer.train()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    found["optimizer"] = local_bytes(states)
+    return found
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def build(case: dict, run, embedding_model):
+    """Model and collator. Every text row has one padding token, so that attention takes a mask."""
+    config = run.run
+    lengths = config.max_length
+
+    def texts(rows: list[int], column: str) -> dict[str, torch.Tensor]:
+        length = lengths[column] if isinstance(lengths, dict) else lengths
+        mask = torch.ones(len(rows), length, dtype=torch.long)
+        mask[:, -1] = 0
+        return {"input_ids": torch.randint(5, 60, (len(rows), length)), "attention_mask": mask}
+
+    kind = config.model_config["model_type"]
+    if kind in ("clip", "siglip"):
+        model, size = two_towers(config.model_config)
+
+        def collate(rows: list[int]) -> dict:
+            return {
+                "query": texts(rows, "query"),
+                "positive": {"pixel_values": torch.randn(len(rows), 3, size, size)},
+            }
+    else:
+        options = {"projection_dim": config.projection_dim, "dtype": config.dtype}
+        options["attn_implementation"] = config.attn_implementation
+        model = embedding_model.from_config(config.model_config, **options)
+
+        def collate(rows: list[int]) -> dict:
+            return {name: texts(rows, name) for name in ("query", "positive")}
+
+    given = run.given
+    if given.get("use_lora"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=given["lora_r"], target_modules=given["lora_target_modules"]))
+    elif case.get("trains"):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in case["trains"]))
+    return model, collate
+
+
+def two_towers(config: dict):
+    import transformers
+
+    from hf_dist_ext.towers import TowerModel
+
+    kind = config["model_type"]
+    projection = {"projection_dim": config["projection_dim"]} if kind == "clip" else {}
+    prefix, ending = ("CLIP", "ModelWithProjection") if kind == "clip" else ("Siglip", "Model")
+
+    def make(part: str, values: dict):
+        made = getattr(transformers, f"{prefix}{part}Config")(**values, **projection)
+        return getattr(transformers, f"{prefix}{part}{ending}")(made)
+
+    towers = {"text": make("Text", config["text_config"]), "image": make("Vision", config["vision_config"])}
+    return TowerModel(towers, {"query": "text", "positive": "image"}), config["vision_config"]["image_size"]
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    strategy, rank = sys.argv[2], int(os.environ.get("RANK", "0"))
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            run = run_of(case, folder)
+            measured = measure(case, run, folder)
+            predicted = predict(case, run, strategy, int(os.environ.get("WORLD_SIZE", "1")))
+        if rank == 0:
+            print(
+                "CASE " + json.dumps({"name": case["name"], "predicted": predicted, "measured": measured}), flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
