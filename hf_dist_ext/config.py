@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.failures import record
 from hf_dist_ext.fields import (
     Field,
     Type,
@@ -149,7 +150,7 @@ _POSITIVE = (
     "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
     "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps"
 ).split()
-_ABOVE_ZERO = "gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
+_ABOVE_ZERO = "step_timeout gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
 _NOT_NEGATIVE = (
     "num_train_epochs learning_rate weight_decay max_grad_norm warmup_steps eval_delay eval_steps matryoshka_weights "
     "false_negative_margin dataloader_num_workers seed data_seed gradient_cache_keep_graph"
@@ -377,9 +378,10 @@ def exit_on_usage_error() -> Iterator[None]:
     except (UsageError, RunError) as error:
         if os.environ.get("HF_DIST_DEBUG") == "1":
             raise
+        record(str(error))
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
-            time.sleep(10)
+            time.sleep(4)
         print(f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)

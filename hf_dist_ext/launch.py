@@ -263,6 +263,8 @@ def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) 
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         if code != 2:
             how = f"exit code {code}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
+            if failure.exitcode == -signal.SIGKILL:
+                how += ", which is mostly the machine's memory running out (look at its system log)"
             _say(f"rank {rank} ended with {how}; the others were stopped")
         return code
     except subprocess.CalledProcessError as error:

@@ -1,4 +1,4 @@
-"""`SafeTrainer`: Trainer's hooks, wired to what ends a run well (guard.py, preemption.py).
+"""`SafeTrainer`: Trainer's hooks, wired to what ends a run well (guard.py, preemption.py, failures.py).
 
 (1) every micro-batch's loss is added up on the device; behind the last backward of an update the ranks start to tell
     each other their sums and whether a signal came: one small all-gather, which runs while the gradient is clipped
@@ -22,6 +22,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from . import distributed, lease
+from .failures import Watchdog, phase, set_collective_timeout
 from .guard import NonFiniteGuard, bad_ranks, check_weights, describe_rows
 from .preemption import StopSignals, remove_mark, write_mark
 
@@ -51,8 +52,9 @@ class SafeTrainer(Trainer):
         self._answers: Any = None  # of (1), while it runs
         self._inputs: list = []  # of the update, for its report
         self._stop_at_step: int | None = None
-        if self._stop is not None:
-            self.add_callback(_LeaveEvaluations(self))
+        self.add_callback(_EvaluationWatch(self))
+        if hasattr(self.args, "step_timeout"):
+            set_collective_timeout(self.args.ddp_timeout)
 
     # ---- the run ----
 
@@ -77,7 +79,11 @@ class SafeTrainer(Trainer):
                 entered.enter_context(self._stop)
                 self._stop.finishes_steps = True
                 entered.callback(setattr, self._stop, "finishes_steps", False)
+            if getattr(self.args, "step_timeout", None) is not None:
+                entered.enter_context(Watchdog(self._time_limit))
+            phase.leave_step("preparing to train")
             yield
+            phase.leave_step("after training")
             if self.was_preempted and self.is_world_process_zero():
                 write_mark(self.args.output_dir, self.state.global_step, self._stop.received or "on another rank")
 
@@ -91,7 +97,17 @@ class SafeTrainer(Trainer):
         finally:
             self.state.best_model_checkpoint = best
 
+    def _time_limit(self) -> float:
+        is_settled = phase.is_step and self.state.global_step > self._initial_global_step
+        return self.args.step_timeout if is_settled else self.args.ddp_timeout
+
     # ---- (1) ----
+
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+        phase.enter("loading its batches", step=self.state.global_step + 1)
+        found = super().get_batch_samples(*arguments, **options)
+        phase.enter("forward and backward")
+        return found
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return self._backward_done(super().training_step(model, inputs, num_items_in_batch), inputs)
@@ -112,6 +128,7 @@ class SafeTrainer(Trainer):
     # ---- (2) ----
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        phase.enter("clipping gradients, update")
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if hasattr(grad_norm, "full_tensor"):  # of FSDP2: a collective, once; logging it would be another
             grad_norm = grad_norm.full_tensor()
@@ -160,15 +177,20 @@ class SafeTrainer(Trainer):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        phase.leave_step("evaluating")
+        return super().evaluate(*arguments, **options)
+
     # ---- (4) ----
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        phase.leave_step("writing a checkpoint")
         if self.guard is not None:
             check_weights(model.named_parameters(), f"checkpoint-{self.state.global_step}", self.args.device)
         super()._save_checkpoint(model, trial)
 
 
-class _LeaveEvaluations(TrainerCallback):
+class _EvaluationWatch(TrainerCallback):
     """An evaluation inside of `train()` may take longer than the time a signal leaves: ask every few batches."""
 
     def __init__(self, trainer: SafeTrainer):
@@ -176,9 +198,10 @@ class _LeaveEvaluations(TrainerCallback):
         self.batches = 0
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        phase.touch()  # it goes on
         stop = self.trainer._stop
         self.batches += 1
-        if self.batches % EVALUATION_BATCHES or not stop.finishes_steps:
+        if stop is None or not stop.finishes_steps or self.batches % EVALUATION_BATCHES:
             return
         if any(row[0] for row in distributed.exchange([int(stop.received is not None)], args.device)):
             logger.warning("asked to stop: the evaluation is left.")

@@ -120,6 +120,13 @@ class DistTrainingArguments(TrainingArguments):
             "the run. Null: such steps train, as in Trainer."
         },
     )
+    step_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds a step with its data may take, after the first; then the run ends and says which rank "
+            "was where. The first step, evaluations and saves have ddp_timeout. Null: no limit of ours."
+        },
+    )
     preemptible: bool = field(
         default=False,
         metadata={

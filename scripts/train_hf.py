@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from hf_dist_ext.config import Run, exit_on_usage_error, load_run
+from hf_dist_ext.failures import first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
 from hf_dist_ext.preemption import REQUEUE, StopSignals
 
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     with exit_on_usage_error():
         run = load_run(sys.argv[1:] if argv is None else argv)
         hand_over_if_needed(run)  # (1)
-        with StopSignals():
+        with StopSignals(), first_error_only():
             train(run)
 
 

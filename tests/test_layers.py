@@ -11,7 +11,7 @@ CORE = (
 ).split()
 BEFORE_RANKS = (
     "errors fields short_names task_fields config config_docs manifest run_folder presets memory planner launch cli "
-    "preemption lease shape_config tape architectures workload traffic plan_report devices auto_choice"
+    "preemption lease failures shape_config tape architectures workload traffic plan_report devices auto_choice"
 ).split()
 
 BLOCKED_IMPORT = """

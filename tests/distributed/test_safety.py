@@ -17,6 +17,7 @@ from tests.launching import PRESETS, ROOT, environment
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 SCRIPT = ROOT / "scripts" / "train_hf.py"
+FAILING = ROOT / "tests" / "distributed" / "failing_worker.py"
 SHUTDOWN_SECONDS = 10
 
 
@@ -38,7 +39,7 @@ def run_file(tmp_path) -> Path:
 class Running:
     """A command in the background: `ranks` are the processes that train, in order."""
 
-    def __init__(self, run_file: Path, *words: str, launcher: str | None = None, **more: str):
+    def __init__(self, run_file: Path, *words: str, launcher: str | None = None, script: Path = SCRIPT, **more: str):
         command = [sys.executable]
         if launcher is not None:
             config = str(PRESETS / f"{launcher}.yaml")
@@ -49,7 +50,7 @@ class Running:
         self.folder = run_file.parent
         self.output = (self.folder / f"output-{time.monotonic()}.txt").open("w+")
         self.process = subprocess.Popen(
-            [*command, str(SCRIPT), "--config", str(run_file), *words],
+            [*command, str(script), "--config", str(run_file), *words],
             stdout=self.output, stderr=subprocess.STDOUT, env=environment(**more), cwd=ROOT,
         )  # fmt: skip
 
@@ -84,6 +85,13 @@ class Running:
     def end(self, timeout: float = SHUTDOWN_SECONDS) -> tuple[int, str]:
         code = self.process.wait(timeout)
         return code, self.text()
+
+    def end_after_failure(self) -> tuple[float, int, str]:
+        """Seconds from the second step on, exit code, output."""
+        self.wait_for_steps()
+        started = time.monotonic()
+        code, text = self.end(60)
+        return time.monotonic() - started, code, text
 
     def text(self) -> str:
         return Path(self.output.name).read_text()
@@ -147,3 +155,65 @@ def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path):
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
     lines = map(json.loads, log.read_text().splitlines())
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, int(steps) + 1))
+
+
+def test_under_accelerates_own_launcher_the_mark_tells_what_the_exit_code_hides(run_file):
+    with Running(run_file, launcher="multi_gpu_fsdp") as running:
+        running.wait_for_steps()
+        running.process.send_signal(signal.SIGTERM)
+        code, text = running.end(30)
+    (checkpoint,) = checkpoints(run_file)
+    assert json.loads((run_file.parent / "out" / MARK).read_text()) == {
+        "exit_code": REQUEUE, "step": int(checkpoint.name[11:]), "signal": "SIGTERM"
+    }  # fmt: skip
+    assert not missing_from_checkpoint(checkpoint) and not (run_file.parent / "out" / LEASE).exists()
+    assert code == 1, text
+
+
+def test_a_rank_that_raises_is_the_one_error_that_is_shown(run_file):
+    with Running(run_file, script=FAILING, HF_TEST_FAIL="raise") as running:
+        seconds, code, text = running.end_after_failure()
+    assert code == 1 and seconds < SHUTDOWN_SECONDS, text
+    assert text.count("Traceback (most recent call last)") == 1 and "OSError: the data server went away" in text, text
+    assert "rank 1 ended with exit code 1; the others were stopped" in text
+    assert "[rank 1: step 3, forward and backward" in text
+    assert not (run_file.parent / "out" / LEASE).exists()
+
+
+def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file):
+    with Running(run_file, "--step_timeout", "3", script=FAILING, HF_TEST_FAIL="hang") as running:
+        seconds, code, text = running.end_after_failure()
+    assert code == 1 and seconds < 3 + SHUTDOWN_SECONDS, text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "nothing was finished for 3 s. rank 0: step 3, forward and backward, for" in line, text
+    assert "rank 1: step 3, forward and backward" in line and "failing_worker.py" in line.partition("rank 1")[2]
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("exit", 3, "rank 1 ended with exit code 3"),
+        ("kill", 137, "rank 1 ended with SIGKILL, which is mostly the machine's memory"),
+    ],
+)
+def test_a_rank_that_leaves_or_is_killed_ends_all(run_file, how, code, words):
+    with Running(run_file, script=FAILING, HF_TEST_FAIL=how) as running:
+        seconds, found, text = running.end_after_failure()
+    assert found == code and seconds < SHUTDOWN_SECONDS and words in text, text
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_as_the_one_that_does_not_answer(run_file):
+    with Running(run_file, "--step_timeout", "3", script=FAILING, HF_TEST_FAIL="stop") as running:
+        _, code, text = running.end_after_failure()
+    assert code == 1 and "Rank 1 does not answer" in text, text
+
+
+@pytest.mark.slow
+def test_the_time_limit_of_collectives_holds_on_gloo(run_file):
+    with Running(run_file, "--ddp_timeout", "4", script=FAILING, HF_TEST_FAIL="hang") as running:
+        seconds, code, text = running.end_after_failure()
+    assert code == 1 and seconds < 4 + SHUTDOWN_SECONDS and "Timed out waiting" in text, text

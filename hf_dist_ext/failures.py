@@ -1,0 +1,192 @@
+"""The first error is the one you see: what an entry point and a watchdog do when one of several processes fails.
+
+(1) an entry point runs inside `first_error_only`: the error of a process that failed by itself is recorded for the
+    launcher and raised; one that only lost its peers waits in silence, as the launcher is about to end it
+(2) every such error says where it happened: rank, step, phase
+(3) a watchdog per process knows step and phase. When a step takes longer than allowed, the processes leave notes in
+    the group's store; one tells who was where and who left no note, and all end
+
+Up to the end of the first step `ddp_timeout` counts (models load, kernels compile), and so it does in evaluations and
+saves; then `step_timeout` counts for a step with its data. Importing this file needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from hf_dist_ext.errors import RunError, UsageError
+
+PEER_WORDS = (  # of gloo, NCCL and the store, when another process is gone
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError", "Socket Timeout",
+    "remote process exited", "NCCL communicator was aborted", "Connection was likely closed", "Read error",
+)  # fmt: skip
+PEER_SECONDS = 6  # a launcher ends the others 0.1 to 2 s after one failed
+SAME_ERROR_SECONDS = 2  # for rank 0 to say what all have
+NOTE_SECONDS = 2  # for the others to leave their notes
+FRAMES = 2  # of a note
+
+# ---- (1), (2) ----
+
+
+class Phase:
+    """Where this process is: written by the trainer, read by whoever reports."""
+
+    def __init__(self) -> None:
+        self.step, self.is_step = 0, False
+        self.enter("starting")
+
+    def enter(self, name: str, step: int | None = None) -> None:
+        """`step`: a new step begins; otherwise the same goes on."""
+        self.name = name
+        if step is not None:
+            self.step, self.is_step = step, True
+            self.touch()
+
+    def leave_step(self, name: str) -> None:
+        """An evaluation, a save, the end: `step_timeout` does not count."""
+        self.name, self.is_step = name, False
+        self.touch()
+
+    def touch(self) -> None:
+        self.since = time.monotonic()
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.name}, for {time.monotonic() - self.since:.0f} s"
+
+
+phase = Phase()
+
+
+@contextlib.contextmanager
+def first_error_only() -> Iterator[None]:
+    """Around what every rank runs. A lost peer is no error of this rank as long as a launcher acts on the real one."""
+    try:
+        yield
+    except Exception as error:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; there is no step to finish any more
+        if isinstance(error, (UsageError, RunError)):
+            raise  # config.exit_on_usage_error says it
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"[rank {_rank()}: {phase}]")
+        if _processes() > 1:
+            if is_about_a_peer(error):
+                time.sleep(PEER_SECONDS)
+            else:
+                record(f"{type(error).__name__}: {error} [rank {_rank()}: {phase}]", traceback.format_exc())
+                time.sleep(SAME_ERROR_SECONDS if _rank() else 0)
+        raise
+
+
+def is_about_a_peer(error: BaseException | None) -> bool:
+    """Whether an error says only that another process is gone."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(one, RuntimeError) and any(word in str(one) for word in PEER_WORDS) for one in seen)
+
+
+def record(text: str, stack: str = "") -> None:
+    """Leave the message where torchrun looks for the root cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))}}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+# ---- (3) ----
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """transformers 5.23 gives ddp_timeout to the process group unless use_cpu is set: gloo keeps its 30 minutes."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+class Watchdog:
+    """While entered, a thread that ends the process when `phase` lasts longer than `limit()` seconds."""
+
+    def __init__(self, limit: Callable[[], float], poll_seconds: float = 0.5):
+        self.limit, self.poll_seconds = limit, poll_seconds
+        self._ended = threading.Event()
+        self._store = _notes_store()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self.poll_seconds):
+            limit = self.limit()
+            if time.monotonic() - phase.since > limit:
+                self._expire(limit)
+
+    def _expire(self, limit: float) -> None:
+        notes = {_rank(): f"{phase} ({_where()})"}
+        if self._store is not None:
+            notes = exchange_notes(self._store, notes[_rank()])
+        text = report(notes, limit, _processes())
+        record(text)
+        if _rank() == min(notes):
+            print(f"error: {text}", file=sys.stderr, flush=True)
+            time.sleep(0.5)  # the launcher ends the others: this line first
+        else:
+            time.sleep(1.5)
+        os._exit(1)
+
+
+def exchange_notes(store: Any, note: str) -> dict[int, str]:
+    """rank -> note, of the ranks that left one within a moment."""
+    store.set(f"hf_dist_stuck/{_rank()}", note)
+    time.sleep(NOTE_SECONDS)
+    names = {rank: f"hf_dist_stuck/{rank}" for rank in range(_processes())}
+    return {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
+
+
+def report(notes: dict[int, str], limit: float, processes: int) -> str:
+    text = f"nothing was finished for {limit:.0f} s. "
+    text += "; ".join(f"rank {rank}: {note}" for rank, note in sorted(notes.items())) + ". "
+    silent = [str(rank) for rank in range(processes) if rank not in notes]
+    if silent:
+        text += f"Rank {', '.join(silent)} does not answer: it was stopped, hangs outside of Python, or is gone. "
+    return text + "One that waits for the others is not the cause. Raise step_timeout if a step may take so long."
+
+
+def _where() -> str:
+    """The innermost lines of the main thread that are not torch's."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    lines = [line for line in traceback.extract_stack(frame) if f"{os.sep}torch{os.sep}" not in line.filename]
+    return " < ".join(f"{os.path.basename(at.filename)}:{at.lineno} {at.name}" for at in lines[: -FRAMES - 1 : -1])
+
+
+def _notes_store() -> Any:
+    """A connection of the watchdog's own to the group's store: the default one may be busy setting up a collective."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None

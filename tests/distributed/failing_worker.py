@@ -1,0 +1,51 @@
+"""scripts/train_hf.py, but what HF_TEST_FAIL says happens to rank 1 in the third step."""
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+
+from tests.launching import ROOT
+
+
+def fail(how: str) -> None:
+    if how == "raise":
+        raise OSError("the data server went away")
+    if how == "exit":
+        sys.exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(1000)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def main() -> None:
+    spec = importlib.util.spec_from_file_location("train_hf", ROOT / "scripts" / "train_hf.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    if os.environ.get("RANK") == "1":
+        from transformers import TrainerCallback
+
+        from hf_dist_ext.tasks import Parts
+
+        class Failing(TrainerCallback):
+            def on_step_begin(self, args, state, control, **others):
+                if state.global_step == 2:
+                    fail(os.environ["HF_TEST_FAIL"])
+
+        make_trainer = Parts.make_trainer
+
+        def with_failure(self, args):
+            trainer = make_trainer(self, args)
+            trainer.add_callback(Failing())
+            return trainer
+
+        Parts.make_trainer = with_failure
+    script.main()
+
+
+if __name__ == "__main__":
+    main()
