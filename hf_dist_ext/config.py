@@ -148,12 +148,13 @@ _POSITIVE = (
     "generate_max_new_tokens "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
     "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
-    "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps"
+    "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps "
+    "sharding_group_size ddp_power_sgd_rank lr_base_batch_size"
 ).split()
 _ABOVE_ZERO = "step_timeout gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
 _NOT_NEGATIVE = (
     "num_train_epochs learning_rate weight_decay max_grad_norm warmup_steps eval_delay eval_steps matryoshka_weights "
-    "false_negative_margin dataloader_num_workers seed data_seed gradient_cache_keep_graph"
+    "false_negative_margin dataloader_num_workers seed data_seed gradient_cache_keep_graph min_num_params"
 ).split()
 BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items of lists and objects are held to them
     **dict.fromkeys(_POSITIVE, {"minimum": 1}),
@@ -162,6 +163,7 @@ BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items 
     **dict.fromkeys(["adam_beta1", "adam_beta2", "label_smoothing_factor"], {"minimum": 0, "exclusiveMaximum": 1}),
     "matryoshka_dims": {"minimum": 1, "minItems": 1},
     "max_steps": {"minimum": -1},
+    "ddp_power_sgd_warmup_steps": {"minimum": 2},
 }
 
 

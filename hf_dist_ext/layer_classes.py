@@ -16,16 +16,20 @@ from collections.abc import Iterator
 from torch import nn
 
 
-def repeated_layer_classes(model: nn.Module) -> list[str]:
+def repeated_layer_classes(model: nn.Module, min_num_params: int = 0) -> list[str]:
     """Class names of the transformer layers of every tower of `model`, largest stack first; empty if there are none.
 
     A model with none is still sharded, as one unit. Call it before wrapping; PEFT wrappers are seen through.
+    Classes whose largest layer has fewer than `min_num_params` parameters are left out.
     """
     parameter_counts: dict[str, int] = {}
+    largest: dict[str, int] = {}
     for layer in _layers(model):
-        name = type(layer).__name__
-        parameter_counts[name] = parameter_counts.get(name, 0) + sum(p.numel() for p in layer.parameters())
-    return sorted(parameter_counts, key=lambda name: -parameter_counts[name])  # stable: ties keep the model's order
+        name, count = type(layer).__name__, sum(p.numel() for p in layer.parameters())
+        parameter_counts[name] = parameter_counts.get(name, 0) + count
+        largest[name] = max(largest.get(name, 0), count)
+    names = sorted(parameter_counts, key=lambda name: -parameter_counts[name])  # stable: ties keep the model's order
+    return [name for name in names if largest[name] >= min_num_params]
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

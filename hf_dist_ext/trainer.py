@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from . import checkpointing, commit, distributed, frozen_training, resume
+from . import checkpointing, commit, communication, distributed, frozen_training, learning_rate, resume, sharding
 from .callbacks import MetricsFile, StepMeter
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
@@ -86,10 +86,11 @@ class DistTrainer(SafeTrainer):
     # ---- setting up ----
 
     def create_accelerator_and_postprocess(self) -> None:
-        with distributed.fsdp_on_cpu():
+        with sharding.without_fsdp(self.args), distributed.fsdp_on_cpu():
             super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled and self.model is not None:
-            _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model)
+            sharding.without_pinning(self.accelerator.state.fsdp_plugin)
+            _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
             if self.freeze_plan is not None:
                 frozen_training.replicate_frozen_parts(
                     self.accelerator.state.fsdp_plugin, self.model, self.args.frozen_parts_fsdp
@@ -105,7 +106,12 @@ class DistTrainer(SafeTrainer):
         if self.loss is not None and self.args.uses_gradient_cache and self.args.ddp_broadcast_buffers is None:
             # Modules that write to their buffers are refused with a cache: there is nothing to broadcast.
             self.args.ddp_broadcast_buffers = False
-        return super()._build_accelerator_args(**options)
+        if self._has_own_arguments:
+            options |= sharding.options(self.args, options.get("fsdp_plugin"))
+        found = super()._build_accelerator_args(**options)
+        if self._has_own_arguments:
+            communication.options(self, found["kwargs_handlers"])
+        return found
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
@@ -400,6 +406,8 @@ class DistTrainer(SafeTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any):
         if self._has_own_arguments:
             resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
+            learning_rate.keep_effective_batch(self, resume_from_checkpoint)
+            learning_rate.scale(self.args)
         return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -434,11 +442,13 @@ class DistTrainer(SafeTrainer):
         with checkpointing.loss_state_apart(self, save_to=output_dir):
             super()._save_optimizer_and_scheduler(output_dir)
         checkpointing.save_budget(self, output_dir)
+        communication.save(self, output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with checkpointing.loss_state_apart(self, load_from=checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         checkpointing.load_budget(self, checkpoint)
+        communication.load(self, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not checkpointing.load_embedding_model(self, resume_from_checkpoint):
@@ -547,10 +557,12 @@ def _check_enough_rows(trainer: DistTrainer) -> None:
         )
 
 
-def _name_layers_to_shard(plugin: Any, model: nn.Module) -> None:
+def _name_layers_to_shard(plugin: Any, model: nn.Module, args: Any) -> None:
     """accelerate's own choice crashes for many encoders or shards almost nothing (layer_classes.py says which)."""
-    if plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model)  # empty: one unit, not accelerate's guess
+    min_num_params = getattr(args, "min_num_params", None) or 0
+    if plugin.transformer_cls_names_to_wrap is None or min_num_params:
+        # Empty: one unit, not accelerate's guess.
+        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model, min_num_params)
 
 
 def _retrieval_metrics(prediction: Any) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Literal
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from . import communication, learning_rate, sharding
 from .distributed import must_use_cpu
 from .errors import UsageError
 
@@ -134,6 +135,63 @@ class DistTrainingArguments(TrainingArguments):
             "scripts/train_hf.py has it on unless given, and then exits with code 75."
         },
     )
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = field(
+        default=None,
+        metadata={
+            "help": "What FSDP shards. FULL_SHARD: weights are whole only while a layer runs. SHARD_GRAD_OP: from "
+            "forward to backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: "
+            "the preset's."
+        },
+    )
+    sharding_group_size: int | None = field(
+        default=None,
+        metadata={"help": "Processes that share one copy of the model under HYBRID_SHARD. Null: those of a machine."},
+    )
+    cpu_offload: bool | None = field(
+        default=None,
+        metadata={
+            "help": "FSDP keeps its shards, gradients and optimizer state in the CPU's memory: far less on the "
+            "device, slower steps. Null: the preset's."
+        },
+    )
+    min_num_params: int | None = field(
+        default=None,
+        metadata={
+            "help": "Transformer layers with fewer parameters than this are no FSDP unit of their own: fewer and "
+            "larger collectives. Null: every layer is one."
+        },
+    )
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = field(
+        default=None,
+        metadata={"help": "The precision in which FSDP adds gradients up. Null: that of the forward (bf16, fp16)."},
+    )
+    ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd"] | None = field(
+        default=None,
+        metadata={
+            "help": "Compress the gradients that DDP sends: half precision, or two low-rank factors (PowerSGD). For "
+            "slow networks and many trainable parameters; the gradients are then not exact."
+        },
+    )
+    ddp_power_sgd_rank: int | None = field(
+        default=None, metadata={"help": "Rank of PowerSGD's factors. Null: 1. Higher is closer to the gradient."}
+    )
+    ddp_power_sgd_warmup_steps: int | None = field(
+        default=None, metadata={"help": "Steps with uncompressed gradients before PowerSGD begins. Null: 1000."}
+    )
+    ddp_gradient_as_bucket_view: bool | None = field(
+        default=None,
+        metadata={"help": "Gradients live in DDP's buckets instead of beside them: saves their memory once."},
+    )
+    lr_scale_rule: Literal["none", "linear", "sqrt"] = field(
+        default="none",
+        metadata={
+            "help": "Scale learning_rate by (effective batch / lr_base_batch_size), or by its square root. The "
+            "effective batch is rows per device x accumulation x devices."
+        },
+    )
+    lr_base_batch_size: int | None = field(
+        default=None, metadata={"help": "The effective batch that learning_rate was found with, for lr_scale_rule."}
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Train into an output_dir that already holds another run."}
     )
@@ -141,6 +199,8 @@ class DistTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         self._check_gradient_cache()
         self._check_freezing()
+        for module in (sharding, communication, learning_rate):
+            module.check(self)
         if must_use_cpu():
             self.use_cpu = True
         yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
