@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 LOSS_OPTIMIZER = "loss_optimizer.pt"
 BUDGET = "gradient_cache.json"
-MODULES = "modules.json"  # written by EmbeddingModel.save_pretrained, last
 SECRETS = ("hub_token", "push_to_hub_token")
 
 # ---- (1) the loss ----
@@ -116,14 +115,18 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
-    """Load an `EmbeddingModel` from its folder, whose key names are the backbone's own: Trainer's loading would
-    match nothing and say so in a warning only. False when the model is another, or FSDP reads its own format."""
-    from .modeling import EmbeddingModel, load_weights, weights_from_folder
+    """Load a model whose folder has key names of its own (read_back.py says which): Trainer's loading would match
+    nothing and say so in a warning only. False where the names agree, or FSDP reads its own format."""
+    from .modeling import load_weights
+    from .read_back import weights_in_memory_names
 
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if not isinstance(model, EmbeddingModel) or trainer.is_fsdp_enabled or not os.path.isfile(_at(folder, MODULES)):
+    if trainer.is_fsdp_enabled:
         return False
-    load_weights(model, weights_from_folder(folder), source=folder)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    weights = weights_in_memory_names(model, folder)
+    if weights is None:
+        return False
+    load_weights(model, weights, source=folder)
     return True
 
 

@@ -69,6 +69,11 @@ class RunConfig:
         "lists them) or the path of an accelerate YAML. Null is auto.",
     )
     num_processes: int | None = option(None, "Processes to start. Null: one for every visible device.")
+    stages: list[dict[str, Any]] | None = option(
+        None,
+        'Train in stages: [{"name": "align", "trainable_modules": ["projector"], ...}, ...]. Each sets fields over '
+        "the file's, has a fresh optimizer and goes on from the weights before it; see docs/frozen-projection.md.",
+    )
 
     # --- Model ---
     model_name_or_path: str | None = option(None, "Start from this hub id or folder. Give this or model_config.")
@@ -196,6 +201,8 @@ class Run:
     training: dict[str, Any]
     echo: list[str]
     given: dict[str, Any]
+    name: str = ""  # of a stage
+    stages: list[Run] = field(default_factory=list)
 
     def flat(self) -> dict[str, Any]:
         """What was set, in the form of the JSON file, with secrets masked."""
@@ -210,9 +217,20 @@ def load_run(argv: list[str]) -> Run:
         print(help_text())
         sys.exit(0)
     path, overrides = _parse_command_line(argv)
+    layers = [(_read_json(path), str(path)), (overrides, "the command line")]
+    run = _from_layers(path, layers)
+    if run.run.stages is not None:
+        from hf_dist_ext.stage_plan import plan_stages
+
+        run.stages = plan_stages(run, layers, functools.partial(_from_layers, path))
+    return run
+
+
+def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:
+    """Fields in layers, each over those before it, with the words that say where it comes from."""
     given: dict[str, Any] = {}
     echo: list[str] = []
-    for layer, origin in ((_read_json(path), str(path)), (overrides, "the command line")):
+    for layer, origin in layers:
         for name, value in layer.items():
             _check_value(name, value, origin)
         given |= in_long_names(layer, given, all_fields(), echo)
@@ -230,6 +248,8 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
         config.loss = None
     training = {name: value for name, value in given.items() if name not in own}
     run = Run(path, config, training, echo, given)
+    if config.stages is not None:  # each stage is checked and resumed as a run of its own
+        return run
     _check_rules(run)
     asked = training.pop("resume_from_checkpoint", None)
     if asked == "auto":

@@ -27,9 +27,6 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     train_dataset, eval_dataset = load_datasets(config)
     tokenizer = build_tokenizer(run, train_dataset)
     model = build_model(run, tokenizer)
-    hints = ['load it:  EmbeddingModel.from_pretrained("{folder}")      # from hf_dist_ext import EmbeddingModel']
-    if config.dataset_name == CODE_SEARCH:
-        hints.append('try it:   hf-dist search --model {folder} "parse a date string"')
     return Parts(
         model=model,
         train_dataset=train_dataset,
@@ -40,9 +37,14 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         processing_class=tokenizer,
         loss=None if config.loss is None else InfoNCELoss(**{name: getattr(config, name) for name in LOSS_OPTIONS}),
         metrics=METRICS,
-        title="held-out retrieval",
-        hints=tuple(hints),
     )
+
+
+def hints(run: Run) -> list[str]:
+    lines = ['load it:  EmbeddingModel.from_pretrained("{folder}")      # from hf_dist_ext import EmbeddingModel']
+    if run.run.dataset_name == CODE_SEARCH:
+        lines.append('try it:   hf-dist search --model {folder} "parse a date string"')
+    return lines
 
 
 def build_tokenizer(run: Run, train_dataset: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from .frozen_training import stand_in_for_images
 from .image_text_collator import IGNORED
 from .trainer import DistTrainer
 
@@ -26,6 +27,8 @@ class GeneratingTrainer(DistTrainer):
     def __init__(self, *arguments: Any, eval_collator: Callable, max_new_tokens: int | None = None, **options: Any):
         self.eval_collator, self.max_new_tokens = eval_collator, max_new_tokens
         super().__init__(*arguments, **options)
+        if self.freeze_plan is None:  # with one it is there already
+            self.image_stand_in = stand_in_for_images(self)
 
     def get_eval_dataloader(self, eval_dataset: Any = None):
         for_training, self.data_collator = self.data_collator, self.eval_collator

@@ -49,9 +49,11 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
             "max_new_tokens": config.generate_max_new_tokens,
         },
         metrics=("loss", "answer_accuracy") if generates else ("loss",),
-        title="held-out answers",
-        hints=('load it:  AutoModelForImageTextToText.from_pretrained("{folder}")      # from transformers',),
     )
+
+
+def hints(run: Run) -> list[str]:
+    return ['load it:  AutoModelForImageTextToText.from_pretrained("{folder}")      # from transformers']
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------

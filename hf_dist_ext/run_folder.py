@@ -108,6 +108,7 @@ def resume_or_start(training: dict[str, Any]) -> bool | None:
 
 _MARKS = (
     "checkpoint-*",
+    "stage_*",
     "metrics.json",
     "trainer_state.json",
     "*.safetensors",
@@ -128,7 +129,8 @@ def check_output_dir(training: dict[str, Any]) -> None:
     if not found or continues or training.get("overwrite_output_dir"):
         return
     elsewhere = ", and the checkpoint to resume is not in it" if resumed else ""
-    resume = "" if resumed or not manifest.checkpoints_in(folder) else "--resume_from_checkpoint to continue it, "
+    has_checkpoints = manifest.checkpoints_in(folder) or any(folder.glob("stage_*"))
+    resume = "" if resumed or not has_checkpoints else "--resume_from_checkpoint to continue it, "
     raise UsageError(
         f"output_dir={folder} holds another run ({found[0]}){elsewhere}. Give {resume}--overwrite_output_dir to "
         "train into it anyway, or another --output_dir."

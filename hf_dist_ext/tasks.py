@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .errors import UsageError
 from .trainer import DistTrainer
 from .training_args import DistTrainingArguments
 
-TASKS = {  # each has build(run, args) -> Parts
+TASKS = {  # each has build(run, args) -> Parts, and hints(run)
     "embedding": "embedding_task",
     "image-text-to-text": "image_text_task",
 }
@@ -29,10 +30,10 @@ TASKS = {  # each has build(run, args) -> Parts
 
 @dataclass
 class Parts:
-    """What a trainer is made of, and how its result is reported.
+    """What a trainer is made of.
 
-    `metrics`: names of the evaluation's figures without "eval_", reported before and after training. `hints`: lines
-    printed at the end, "{folder}" is where the model is. `trainer_options` are further arguments of `trainer_class`.
+    `metrics`: names of the evaluation's figures without "eval_", reported before and after training.
+    `trainer_options` are further arguments of `trainer_class`.
     """
 
     model: torch.nn.Module
@@ -45,8 +46,6 @@ class Parts:
     trainer_class: type[DistTrainer] = DistTrainer
     trainer_options: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
-    title: str = ""
-    hints: tuple[str, ...] = ()
 
     def make_trainer(self, args: DistTrainingArguments) -> DistTrainer:  # (3)
         return self.trainer_class(
@@ -76,7 +75,16 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
 
 def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
     set_seed(args.seed)  # every process builds the same weights
-    parts = importlib.import_module(f"{__package__}.{TASKS[run.run.task]}").build(run, args)
+    parts = _module(run).build(run, args)
     # The first evaluation is the training loop's own: outside of it, FSDP2 has no optimizer to shard the model with.
     args.eval_on_start = parts.eval_dataset is not None
     return parts
+
+
+def hints(run: Run) -> list[str]:
+    """Lines printed at the end; "{folder}" is where the model is."""
+    return _module(run).hints(run)
+
+
+def _module(run: Run) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{TASKS[run.run.task]}")

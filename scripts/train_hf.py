@@ -6,7 +6,7 @@
     python scripts/train_hf.py --config run.json --learning_rate 2e-5 --max_steps 100     # any field, over the JSON
 
 (1) read the run, and hand it over to accelerate's launcher when it asks for several processes
-(2) the task builds data, processor, model and loss; they make a trainer
+(2) the task builds data, processor, model and loss; they make a trainer, one per stage where there are stages
 (3) evaluate, train, evaluate
 (4) save the model, metrics.json and a line that says how to load it
 
@@ -20,11 +20,17 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_dist_ext.config import Run, exit_on_usage_error, load_run
 from hf_dist_ext.failures import first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
 from hf_dist_ext.preemption import REQUEUE, StopSignals
+
+if TYPE_CHECKING:
+    from hf_dist_ext.tasks import Parts
+    from hf_dist_ext.trainer import DistTrainer
+    from hf_dist_ext.training_args import DistTrainingArguments
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,17 +42,32 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
-    from hf_dist_ext.tasks import build_parts, make_arguments
+    from hf_dist_ext.stages import run_stages, summary
+    from hf_dist_ext.tasks import build_parts, hints, make_arguments
 
-    # (2)
-    args = make_arguments(run)
-    is_main = args.process_index == 0
+    is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for line in run.echo if is_main else ():
         print(line)
-    parts = build_parts(run, args)
-    trainer = parts.make_trainer(args)
+    if run.stages:
+        report = summary(run_stages(run, train_once))
+    else:
+        args = make_arguments(run)
+        trainer, report = train_once(run, args, build_parts(run, args))
+        trainer.save_model()  # (4)
+    if is_main:
+        output_dir = Path(run.training["output_dir"])
+        (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
+        print_end(report, hints(run), output_dir)
+
+
+def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:
+    """One life of a trainer, and its report."""
+    trainer = parts.make_trainer(args)  # (2)
+    trainer.stage = run.name or None
+    trains = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
 
     # (3)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -54,42 +75,37 @@ def train(run: Run) -> None:
         trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
         sys.exit(REQUEUE)
     after = trainer.evaluate() if parts.eval_dataset is not None else {}
-
-    # (4)
-    trainer.save_model()
-    if not is_main:
-        return
     before = next((line for line in trainer.state.log_history if f"eval_{parts.metrics[0]}" in line), {})
     report = {
         "before": {name: before.get(f"eval_{name}") for name in parts.metrics},
         "after": {name: after.get(f"eval_{name}") for name in parts.metrics},
         "train_seconds": round(result.metrics["train_runtime"], 2),
         "world_size": args.world_size,
+        "trained_share": round(sum(n for n, is_on in trains if is_on) / sum(n for n, _ in trains), 4),
     }
     if parts.loss is not None:
         report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
-    output_dir = Path(args.output_dir)
-    (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
-    print_report(report, parts.title)
-    chunks = f", {report['num_chunks']} chunks per step" if "num_chunks" in report else ""
-    print(f"{report['train_seconds']} s of training{chunks}")
-    for hint in parts.hints:
-        print(hint.format(folder=output_dir))
+    return trainer, report
 
 
-def print_report(report: dict, title: str) -> None:
+def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table(title="held out")
     for heading in ("", "before", "after"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name in report["after"]:
-        cells = [report[when][name] for when in ("before", "after")]
-        table.add_row(name, *["-" if value is None else f"{value:.4f}" for value in cells])
+        table.add_column(heading, justify="right" if heading else "left")
+    lives = {f"{stage['name']}: ": stage for stage in report.get("stages", ())} or {"": report}
+    for name, life in lives.items():
+        for metric, after in life["after"].items():
+            cells = [life["before"][metric], after]
+            table.add_row(f"{name}{metric}", *["-" if value is None else f"{value:.4f}" for value in cells])
     if any(value is not None for value in report["after"].values()):
         Console().print(table)
+    chunks = f", {report['num_chunks']} chunks per step" if "num_chunks" in report else ""
+    print(f"{report['train_seconds']} s of training{chunks}")
+    for hint in hints:
+        print(hint.format(folder=output_dir))
 
 
 if __name__ == "__main__":
