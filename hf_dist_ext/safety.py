@@ -1,7 +1,8 @@
-"""`SafeTrainer`: Trainer's hooks, wired to what ends a run well (guard.py, preemption.py, failures.py).
+"""`SafeTrainer`: Trainer's hooks, wired to what keeps a run well (guard.py, preemption.py, failures.py, bad_rows.py).
 
 (1) every micro-batch's loss is added up on the device; behind the last backward of an update the ranks start to tell
-    each other their sums and whether a signal came: one small all-gather, which runs while the gradient is clipped
+    each other their sums, whether a signal came and how many rows were bad: one small all-gather, which runs while
+    the gradient is clipped
 (2) before the update it is read together with the gradient norm, in one copy to the host: skip it, or stop behind it
 (3) a stop is one checkpoint after the step, and then the end of `train()`; an evaluation is left for it
 (4) no checkpoint is written from weights that are not finite
@@ -17,11 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from . import distributed, lease
+from .bad_rows import Tally, guard_rows, in_short, listing, name_of
+from .errors import RunError, UsageError
 from .failures import Watchdog, phase, set_collective_timeout
 from .guard import NonFiniteGuard, bad_ranks, check_weights, describe_rows
 from .preemption import StopSignals, remove_mark, write_mark
@@ -52,7 +56,9 @@ class SafeTrainer(Trainer):
         self._answers: Any = None  # of (1), while it runs
         self._inputs: list = []  # of the update, for its report
         self._stop_at_step: int | None = None
-        self.add_callback(_EvaluationWatch(self))
+        self._tally: Tally | None = None
+        self._bad_rows = self._bad_rows_before = 0  # of all ranks in this epoch; of this rank before it
+        self.add_callback(_RunWatch(self))
         if hasattr(self.args, "step_timeout"):
             set_collective_timeout(self.args.ddp_timeout)
 
@@ -88,6 +94,8 @@ class SafeTrainer(Trainer):
                 write_mark(self.args.output_dir, self.state.global_step, self._stop.received or "on another rank")
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
+        if self._tally is not None and self.args.max_bad_rows:
+            self._say_bad_rows()
         if not self.was_preempted:
             return super()._finalize_training(*arguments, **options)
         # Trainer would now load the best checkpoint and, with save_total_limit=1, delete the one just written.
@@ -103,9 +111,18 @@ class SafeTrainer(Trainer):
 
     # ---- (1) ----
 
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
+            self._tally = guard_rows(loader, name_of(self.train_dataset), bool(self.args.max_bad_rows))
+        return loader
+
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
         phase.enter("loading its batches", step=self.state.global_step + 1)
-        found = super().get_batch_samples(*arguments, **options)
+        try:
+            found = super().get_batch_samples(*arguments, **options)
+        except UsageError as error:
+            raise in_short(error) from error
         phase.enter("forward and backward")
         return found
 
@@ -114,15 +131,17 @@ class SafeTrainer(Trainer):
 
     def _backward_done(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Call with every micro-batch's loss; gives it back."""
-        if self.guard is None and self._stop is None:
+        may_replace = bool(getattr(self.args, "max_bad_rows", 0))
+        if self.guard is None and self._stop is None and not may_replace:
             return loss
         own = loss.detach().float()
         self._loss_of_update = own if self._loss_of_update is None else self._loss_of_update + own
         self._inputs.append(inputs)
         if self.accelerator.sync_gradients:
             has_signal = self._stop is not None and self._stop.received is not None
-            message = torch.stack([self._loss_of_update, own.new_tensor(float(has_signal))])
-            self._answers, self._loss_of_update = distributed.exchange_later(message), None
+            num_bad_rows = self._tally.count() - self._bad_rows_before if may_replace and self._tally else 0
+            message = [self._loss_of_update.reshape(1), own.new_tensor([float(has_signal), float(num_bad_rows)])]
+            self._answers, self._loss_of_update = distributed.exchange_later(torch.cat(message)), None
         return loss
 
     # ---- (2) ----
@@ -137,15 +156,21 @@ class SafeTrainer(Trainer):
         return grad_norm
 
     def _before_update(self, grad_norm: Any) -> None:
-        answers, self._answers = self._answers(), None  # (W, 2)
+        answers, self._answers = self._answers(), None  # (W, 3)
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm).detach().to(answers)
         *numbers, norm = torch.cat([answers.flatten(), norm.reshape(1)]).tolist()  # the one copy to the host
-        losses, signals = numbers[0::2], numbers[1::2]
+        losses, signals, bad_rows = numbers[0::3], numbers[1::3], numbers[2::3]
         step = self.state.global_step + 1
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < self.state.max_steps:
             self._stop_at_step = step
             logger.warning(f"rank {signals.index(1.0)} was asked to stop; all leave behind step {step}.")
+        self._bad_rows = int(sum(bad_rows))
+        if self._bad_rows > (self.args.max_bad_rows or 0):
+            raise RunError(
+                f"step {step}: {self._bad_rows} rows of this epoch could not be used, more than max_bad_rows="
+                f"{self.args.max_bad_rows}. {'; '.join(self._listed_rows())}. Mend the dataset or raise the limit."
+            )
         has_scaler = getattr(self.accelerator, "scaler", None) is not None
         if self.guard is not None and self.guard.is_bad(losses, norm, has_scaler):
             self.optimizer.zero_grad()
@@ -159,7 +184,19 @@ class SafeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.guard is not None and self.guard.total and "loss" in logs:
             logs["nonfinite_steps"] = self.guard.total
+        if self._bad_rows and "loss" in logs:
+            logs["bad_rows"] = self._bad_rows
         super().log(logs, start_time)
+
+    def _listed_rows(self) -> list[str]:
+        rows = getattr(self.callback_handler.train_dataloader, "dataset", None)
+        text = f"{self._tally.count()} rows replaced, {listing(self._tally, rows)}" if self._tally.count() else ""
+        return [text for text in distributed.texts_of(text, range(self.args.world_size)) if not text.endswith(": ")]
+
+    def _say_bad_rows(self) -> None:
+        listed = [text for text in self._listed_rows() if text]
+        if listed:
+            logger.warning(f"rows of {name_of(self.train_dataset)} that could not be used: {'; '.join(listed)}")
 
     # ---- (3) ----
 
@@ -190,12 +227,16 @@ class SafeTrainer(Trainer):
         super()._save_checkpoint(model, trial)
 
 
-class _EvaluationWatch(TrainerCallback):
+class _RunWatch(TrainerCallback):
     """An evaluation inside of `train()` may take longer than the time a signal leaves: ask every few batches."""
 
     def __init__(self, trainer: SafeTrainer):
         self.trainer = trainer
         self.batches = 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        tally = self.trainer._tally
+        self.trainer._bad_rows_before = 0 if tally is None else tally.count()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         phase.touch()  # it goes on

@@ -482,7 +482,8 @@ def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.T
     columns = {name: features for name, features in inputs.items() if name != "ids"}
     if len(columns) < 2:
         raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
-    return columns, inputs.get("ids")
+    ids = inputs.get("ids")
+    return columns, ids if ids is None else {name: values for name, values in ids.items() if name != "row"}
 
 
 def _shape_of(inputs: Any) -> str:

@@ -121,6 +121,13 @@ class DistTrainingArguments(TrainingArguments):
             "the run. Null: such steps train, as in Trainer."
         },
     )
+    max_bad_rows: int | None = field(
+        default=None,
+        metadata={
+            "help": "Training rows per epoch, of all ranks, that may be unreadable: each is replaced by the next good "
+            "one, counted and listed at the end. Null: the first one ends the run with its name."
+        },
+    )
     step_timeout: float | None = field(
         default=None,
         metadata={

@@ -429,7 +429,7 @@ def test_other_ranks_let_rank_0_speak_first(monkeypatch, capsys):
     monkeypatch.setattr(config.time, "sleep", waited.append)
     with pytest.raises(SystemExit) as stopped, config.exit_on_usage_error():
         raise UsageError("no")
-    assert stopped.value.code == 2 and waited == [10] and "rank 1" in capsys.readouterr().err
+    assert stopped.value.code == 2 and waited == [4] and "rank 1" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch):

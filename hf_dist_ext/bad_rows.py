@@ -1,0 +1,201 @@
+"""Training rows that cannot be read or made into features: named, and up to `max_bad_rows` of them replaced.
+
+(1) a loader fetches and collates a batch as ever; only when that fails are its rows tried one by one
+(2) a bad row is an error that names dataset, row, column and rank; or
+(3) it is replaced, so that no batch is shorter: by the next row of the dataset that is good and not in the batch (of a
+    stream, which has no next row to ask for: by the last good row this worker has seen)
+(4) loader workers count in shared memory, as they are other processes; the trainer adds up all ranks once per step
+
+A stream that fails while it is iterated, before its row reaches the collator, cannot go on: that is always an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from .errors import UsageError
+
+LISTED = 64  # row numbers kept per loader worker
+TRIES = 100  # following rows that are asked for one replacement
+
+
+class Tally:
+    """Bad rows of this rank: one line per loader worker, [how many, their row numbers], in shared memory."""
+
+    def __init__(self, num_workers: int):
+        self.table = torch.zeros(max(1, num_workers), 1 + LISTED, dtype=torch.long).share_memory_()
+
+    def add(self, row: int) -> None:
+        worker = get_worker_info()
+        line = self.table[0 if worker is None else worker.id]
+        if line[0] < LISTED:
+            line[1 + line[0]] = row
+        line[0] += 1
+
+    def count(self) -> int:
+        return int(self.table[:, 0].sum())
+
+    def rows(self) -> list[int]:
+        return sorted({row for count, *rows in self.table.tolist() for row in rows[:count]})
+
+
+class GuardedRows(torch.utils.data.Dataset):
+    """A map-style dataset whose rows come as (number, row, or the error that reading it raised)."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        try:
+            return index, self.dataset[index]
+        except Exception as error:
+            return index, _Unreadable(error)
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, Any]]:
+        try:
+            if hasattr(self.dataset, "__getitems__"):
+                return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
+            return [(index, self.dataset[index]) for index in indices]
+        except Exception:
+            return [self[index] for index in indices]
+
+
+class _Unreadable(Exception):
+    pass
+
+
+class GuardedCollator:
+    """(1) to (3). `rows` is None for a stream, whose rows come plainly; `can_replace` is whether (3) holds."""
+
+    def __init__(self, collate: Callable, rows: GuardedRows | None, name: str, tally: Tally, can_replace: bool):
+        self.collate, self.rows, self.name = collate, rows, name
+        self.tally, self.can_replace = tally, can_replace
+        self.num_seen, self.last_good = 0, None
+
+    def __call__(self, batch: list) -> Any:
+        if self.rows is None:
+            batch = list(enumerate(batch, self.num_seen))
+            self.num_seen += len(batch)
+        if not any(isinstance(row, _Unreadable) for _, row in batch):
+            try:
+                return self._collated(batch)
+            except Exception as error:
+                if not any(map(self._why_bad, batch)):
+                    raise  # of the batch, not of a row
+                del error
+        return self._collated(self._replaced(batch))
+
+    def _collated(self, batch: list[tuple[int, Any]]) -> Any:
+        collated = self.collate([row for _, row in batch])
+        self.last_good = batch[-1]
+        if self.rows is not None and hasattr(collated, "get") and isinstance(collated.get("ids"), dict):
+            collated["ids"]["row"] = torch.tensor([number for number, _ in batch])  # for reports; no loss reads it
+        return collated
+
+    def _why_bad(self, numbered: tuple[int, Any]) -> Exception | None:
+        number, row = numbered
+        if isinstance(row, _Unreadable):
+            return row.args[0]
+        try:
+            self.collate([row])
+        except Exception as error:
+            return error
+        return None
+
+    def _replaced(self, batch: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        reasons = [self._why_bad(numbered) for numbered in batch]
+        good = [numbered for numbered, reason in zip(batch, reasons, strict=True) if reason is None]
+        for position, reason in enumerate(reasons):
+            if reason is None:
+                continue
+            number, row = batch[position]
+            if not self.can_replace:
+                raise UsageError(
+                    f"{self._in_words(number, row, reason)}, on rank {os.environ.get('RANK', '0')} cannot be used: "
+                    f"{type(reason).__name__}: {reason} Mend or remove the row, or let max_bad_rows replace some."
+                ) from reason
+            self.tally.add(number)
+            batch[position] = self._replacement(number, {number for number, _ in good}, good)
+            good.append(batch[position])
+        return batch
+
+    def _replacement(self, number: int, taken: set[int], good: list) -> tuple[int, Any]:
+        if self.rows is None:
+            if self.last_good is None and not good:
+                raise UsageError(f"{self.name}: no row of the first batch can be used. Look at the dataset.")
+            return self.last_good or good[0]
+        for step in range(1, min(TRIES, len(self.rows))):
+            other = (number + step) % len(self.rows)
+            if other not in taken and self._why_bad(found := self.rows[other]) is None:
+                return found
+        raise UsageError(f"{self.name}: row {number} cannot be used, and none of the {TRIES} rows after it can.")
+
+    def _in_words(self, number: int, row: Any, reason: Exception) -> str:
+        column = self._bad_column(number, row, reason)
+        where = f"{self.name}, row {original_row(self.rows, number)} (counted from 0)"
+        if self.rows is None:
+            worker = getattr(get_worker_info(), "id", 0)
+            where = f"{self.name}, row {number} (counted from 0) of those that loader worker {worker} read"
+        return where if column is None else f'{where}, column "{column}"'
+
+    def _bad_column(self, number: int, row: Any, reason: Exception) -> str | None:
+        names = list(row) if isinstance(row, dict) else list(getattr(self.rows, "column_names", None) or ())
+        if isinstance(row, _Unreadable) and hasattr(self.rows, "select_columns"):
+            for name in names:
+                try:
+                    self.rows.select_columns([name])[number]
+                except Exception:
+                    return name
+        said = [name for name in names if re.search(rf"['\"]{re.escape(name)}['\"]", str(reason))]
+        empty = [name for name in names if isinstance(row, dict) and row[name] is None]
+        return next(iter([*said, *empty]), None)
+
+
+def guard_rows(loader: DataLoader, name: str, can_replace: bool) -> Tally:
+    """Let a loader do (1) to (4). Its sampling, sharding and workers stay what they are."""
+    loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
+    tally, rows = Tally(loader.num_workers), None
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        rows = GuardedRows(loader.dataset)
+        object.__setattr__(loader, "dataset", rows)  # DataLoader guards the name, but for its batches, which stay
+    loader.collate_fn = GuardedCollator(loader.collate_fn, rows, name, tally, can_replace)
+    return tally
+
+
+def name_of(dataset: Any) -> str:
+    info = getattr(dataset, "info", None)
+    return getattr(info, "dataset_name", None) or f"the training set ({type(dataset).__name__})"
+
+
+def original_row(rows: Any, number: int) -> int:
+    """The row's number before rows were selected or shuffled (`datasets` keeps an index then)."""
+    indices = getattr(rows, "_indices", None)
+    return number if indices is None else indices.column(0)[number].as_py()
+
+
+def in_short(error: UsageError) -> UsageError:
+    """An error of a loader worker without the worker's traceback around it."""
+    if not str(error).startswith("Caught UsageError"):
+        return error
+    *_, last = re.split(r"^[\w.]*UsageError: ", str(error), flags=re.MULTILINE)
+    return UsageError(last.strip())
+
+
+def listing(tally: Tally, rows: Any, shown: int = 20) -> str:
+    numbers: Iterator[int] = (original_row(rows, number) for number in tally.rows())
+    listed = [str(number) for number, _ in zip(numbers, range(shown), strict=False)]
+    return ", ".join(listed) + (", ..." if tally.count() > shown else "")
