@@ -34,8 +34,10 @@ class ImageStandIn:
         self.vision = vision = model.get_submodule(groups["vision"].roots[0])
         language = model.get_submodule(groups["language"].roots[0])
         self.bare = [root for root in groups["projector"].roots if root in dict(model.named_parameters())]
+        self.before: Callable[[], None] = lambda: None  # called before the blank picture goes through
         self._has_run = self._is_standing_in = False
         self._handles = [
+            model.register_forward_pre_hook(self._begin),
             vision.register_forward_pre_hook(self._note),  # (1)
             # (2) prepended: frozen_mode's hook on a frozen language model then sees the gradient that is asked for
             language.register_forward_pre_hook(self._fill_in, with_kwargs=True, prepend=True),
@@ -49,6 +51,9 @@ class ImageStandIn:
         dtype = next(self.vision.parameters()).dtype if value.is_floating_point() else value.dtype
         return value.to(device, dtype)
 
+    def _begin(self, module: nn.Module, args: tuple) -> None:
+        self._has_run = False  # the encoder may have been called by itself before
+
     def _note(self, module: nn.Module, args: tuple) -> None:
         self._has_run = not self._is_standing_in
 
@@ -61,6 +66,7 @@ class ImageStandIn:
         self._is_standing_in = True
         try:
             blank = {key: self._placed(value, embeds.device) for key, value in self.blank.items()}
+            self.before()
             output = self.model.get_image_features(**blank)
         finally:
             self._is_standing_in = False

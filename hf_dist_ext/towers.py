@@ -44,8 +44,11 @@ class TowerModel(nn.Module):
         self.column_to_tower = dict(column_to_tower)
         self.normalize = normalize
 
-    def forward(self, column: str, **features) -> EmbeddingOutput:
-        """Features of B rows of `column` -> `embeddings` (B, D), at least float32."""
+    def forward(self, column: str, vectors: torch.Tensor | None = None, **features) -> EmbeddingOutput:
+        """Features of B rows of `column` -> `embeddings` (B, D), at least float32. `vectors` are embeddings of a
+        frozen tower that were computed before; they are returned as they are."""
+        if vectors is not None:
+            return EmbeddingOutput(embeddings=vectors)
         if column not in self.column_to_tower:
             raise UsageError(f'no tower for column "{column}"; column_to_tower names {list(self.column_to_tower)}.')
         tower = self.towers[self.column_to_tower[column]]  # (1)

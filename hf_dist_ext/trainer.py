@@ -24,7 +24,17 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from . import checkpointing, commit, communication, distributed, frozen_training, learning_rate, resume, sharding
+from . import (
+    checkpointing,
+    commit,
+    communication,
+    distributed,
+    feature_cache,
+    frozen_training,
+    learning_rate,
+    resume,
+    sharding,
+)
 from .callbacks import MetricsFile, StepMeter
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
@@ -54,6 +64,7 @@ class DistTrainer(SafeTrainer):
 
     args: DistTrainingArguments
     freeze_plan: Any = None  # what trains, when fields say so
+    feature_cache: feature_cache.FeatureCache | None = None
     _put_off: list | None = None  # while a checkpoint is written: the pushes that wait for its commit
     _as_given: Mapping[str, Any] = {}  # and arguments that are overridden for as long
 
@@ -142,7 +153,10 @@ class DistTrainer(SafeTrainer):
     def get_train_dataloader(self):
         if self.loss is not None:
             _check_enough_rows(self)
-        return super().get_train_dataloader()
+        if getattr(self.args, "frozen_feature_cache", None) is None:
+            return super().get_train_dataloader()
+        with feature_cache.features_in_batches(self):
+            return super().get_train_dataloader()
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is None:
@@ -174,6 +188,7 @@ class DistTrainer(SafeTrainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.loss is None:
+            inputs = feature_cache.take_features(self, inputs)
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):

@@ -107,6 +107,13 @@ class DistTrainingArguments(TrainingArguments):
             "learning_rate."
         },
     )
+    frozen_feature_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for what the frozen leading part (backbone, tower, image encoder) makes of the training "
+            "rows: computed once before training and used in every epoch, run and rank. Null: computed in every step."
+        },
+    )
     frozen_parts_fsdp: Literal["auto", "shard", "replicate"] = field(
         default="auto",
         metadata={
@@ -248,6 +255,11 @@ class DistTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and not value:
                 raise UsageError(f"{name}={value!r} names nothing. Leave it out to train everything.")
+        if self.frozen_feature_cache is not None and self.trainable_modules is None and self.frozen_modules is None:
+            raise UsageError(
+                f"frozen_feature_cache={self.frozen_feature_cache!r} needs a frozen part: set trainable_modules or "
+                "frozen_modules."
+            )
         wrong = {name: rate for name, rate in (self.learning_rates or {}).items() if not rate >= 0}
         if wrong:
             raise UsageError(f"learning_rates={wrong!r}: a learning rate is 0 or more.")

@@ -90,9 +90,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
-    cases = {"plain": {}, "bf16": {"bf16": True}}
+    features = {"frozen_feature_cache": str(options.folder / "features")}
+    cases = {"plain": {}, "bf16": {"bf16": True}, "features": features}
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        cases = {"plain": {}, "sharded": {"frozen_parts_fsdp": "shard"}, "bf16": {"bf16": True}}
+        cases["sharded"] = {"frozen_parts_fsdp": "shard"}
+        cases["features, sharded"] = features | cases["sharded"]
     else:
         cases["checkpointing"] = {"activation_checkpointing": True}
     found = {name: train(options.folder, name, **more) for name, more in cases.items()}

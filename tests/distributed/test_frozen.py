@@ -33,7 +33,7 @@ def test_only_the_projector_moves_though_one_rank_never_sees_an_image(run):
 @pytest.mark.parametrize("run", ["DDP", "FSDP2"])
 def test_weights_equal_those_of_one_process(run):
     alone = found("single")["plain"]
-    for name in {"plain", "sharded", "checkpointing"} & set(found(run)):
+    for name in set(found(run)) - {"world_size", "bf16"}:
         assert found(run)[name]["projector"] == pytest.approx(alone["projector"], abs=1e-6), name
         assert found(run)[name]["losses"] == pytest.approx(alone["losses"], abs=1e-5), name
 

@@ -1,0 +1,170 @@
+"""Frozen features on disk: one tensor per input, found by what the input is, not by where it stood.
+
+    store = FeatureStore(folder); store.add(keys, features); store.flush(); store.load(); store.get(keys)
+
+(1) a key is a hash of one row's tensors as the model takes them, padding left out; so another image size, prompt,
+    tokenizer or row is another key and can never be answered with old features
+(2) features are appended to shards, safetensors files with `keys` (n, 2) int64 and `features` (n, ...); a shard
+    appears under its name when it is complete, so neither a kill nor a full disk leaves half of one
+(3) every process reads the index of all shards and maps the features it needs
+
+The folder is for one frozen part with one set of weights: `part_digest` names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from .column_layout import TOKEN_AXIS_KEYS
+from .errors import UsageError
+
+SHARD_BYTES = 64 * 2**20
+Key = tuple[int, int]
+
+
+# ---- (1) ----
+
+
+def row_keys(features: Mapping[str, torch.Tensor], salt: str = "", keeps_left_padding: bool = True) -> list[Key]:
+    """128 bits per row (first axis). `keeps_left_padding`: positions count from the left edge, so that the number of
+    padding tokens before a row is part of what it is."""
+    mask = features.get("attention_mask")
+    names = sorted(name for name, value in features.items() if isinstance(value, torch.Tensor))
+    num_rows = len(features[names[0]])
+    hashes = [hashlib.blake2b(salt.encode(), digest_size=16) for _ in range(num_rows)]
+    for name in names:
+        value = features[name].detach().cpu()
+        if len(value) != num_rows:
+            raise UsageError(
+                f"frozen_feature_cache: {name} {tuple(value.shape)} does not hold one entry for each of {num_rows} "
+                "rows, so its features can not be told apart by row. Switch the cache off for this model."
+            )
+        is_tokens = mask is not None and name in TOKEN_AXIS_KEYS and value.shape[:2] == mask.shape[:2]
+        for i, row in enumerate(value):
+            if is_tokens:
+                real = mask[i].cpu().bool()
+                if keeps_left_padding:
+                    hashes[i].update(int(real.int().argmax()).to_bytes(4, "little"))
+                row = row[real]
+            hashes[i].update(f"{name} {row.dtype} {tuple(row.shape)};".encode())
+            hashes[i].update(_bytes(row))
+    digests = [one.digest() for one in hashes]
+    return [
+        (int.from_bytes(d[:8], "little", signed=True), int.from_bytes(d[8:], "little", signed=True)) for d in digests
+    ]
+
+
+def part_digest(modules: Iterable[nn.Module], *facts: Any) -> str:
+    """What the features depend on beside the input: weights, buffers, configuration, precision."""
+    found = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    for module in modules:
+        for name, tensor in sorted({**dict(module.named_parameters()), **dict(module.named_buffers())}.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            found.update(_bytes(tensor.detach().cpu()))
+    return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+# ---- (2), (3) ----
+
+
+class FeatureStore:
+    """Shards of one folder. `rank` names this process's own shards."""
+
+    def __init__(self, folder: str | Path, rank: int = 0):
+        self.folder, self.rank = Path(folder), rank
+        self.places: dict[Key, tuple[Path, int]] = {}
+        self._pending: list[tuple[Key, torch.Tensor]] = []
+        self._open: dict[Path, Any] = {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.load()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # file handles do not travel to data loader processes
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def load(self) -> None:
+        """Read the keys of shards that are not known yet, in the order of their names."""
+        known = {path for path, _ in self.places.values()}
+        for path in sorted(self.folder.glob("features-*.safetensors")):
+            if path in known:
+                continue
+            try:
+                with safe_open(path, "pt") as shard:
+                    keys = shard.get_tensor("keys").tolist()
+            except SafetensorError as error:
+                raise UsageError(f"{path} is no complete shard of features ({error}). Delete it.") from error
+            for i, key in enumerate(keys):
+                self.places.setdefault(tuple(key), (path, i))
+
+    def get(self, keys: Sequence[Key]) -> torch.Tensor:
+        """(n, ...) features in the order of the keys, which must all be there."""
+        rows = []
+        for key in keys:
+            path, i = self.places[key]
+            if path not in self._open:
+                self._open[path] = safe_open(path, "pt")
+            rows.append(self._open[path].get_slice("features")[i])
+        return torch.stack(rows)
+
+    def add(self, keys: Sequence[Key], features: torch.Tensor) -> None:
+        """Features (n, ...) of new keys; written when a shard is full, or by `flush`."""
+        waiting = {key for key, _ in self._pending}
+        for key, row in zip(keys, features.cpu(), strict=True):
+            if key not in self.places and key not in waiting:
+                self._pending.append((key, row.clone()))
+                waiting.add(key)
+        if self._pending and len(self._pending) * self._pending[0][1].nbytes >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting. Raises UsageError when the disk is full; nothing half-written stays."""
+        if not self._pending:
+            return
+        shapes = {tuple(row.shape) for _, row in self._pending}
+        if len(shapes) > 1:
+            raise UsageError(
+                f"frozen_feature_cache: features of different shapes, {sorted(shapes)[:3]}. Inputs of one size are "
+                "needed; switch the cache off for this model."
+            )
+        path = self.folder / f"features-{self.rank:05d}-{self._next_number():05d}.safetensors"
+        unfinished = path.with_suffix(".unfinished")
+        keys = torch.tensor([key for key, _ in self._pending], dtype=torch.int64)
+        try:
+            save_file({"keys": keys, "features": torch.stack([row for _, row in self._pending])}, unfinished)
+            with open(unfinished, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise UsageError(
+                f"frozen_feature_cache: {path} can not be written ({error}). {len(self)} rows are kept for the "
+                "next run; make room, or give another folder."
+            ) from error
+        self.places.update({key: (path, i) for i, (key, _) in enumerate(self._pending)})
+        self._pending = []
+
+    def _next_number(self) -> int:
+        own = re.compile(rf"features-{self.rank:05d}-(\d+)")
+        numbers = [int(found[1]) for path in self.folder.iterdir() if (found := own.match(path.name))]
+        return max(numbers, default=-1) + 1

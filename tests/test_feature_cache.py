@@ -1,0 +1,193 @@
+"""Frozen features are computed once, found by content, and train to the same weights."""
+
+import datasets
+import pytest
+import torch
+
+from hf_dist_ext.data import ContrastiveCollator
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.feature_store import FeatureStore, row_keys
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.towers import TowerModel
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer, tiny_towers
+from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
+
+
+def arguments(folder, **options) -> DistTrainingArguments:
+    return DistTrainingArguments(
+        output_dir=str(folder / "run"), per_device_train_batch_size=4, per_device_eval_batch_size=3, max_steps=6,
+        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+        remove_unused_columns=False, max_grad_norm=0.0, **options,
+    )  # fmt: skip
+
+
+ROWS = [row(i % 3 != 2, i) for i in range(8)]
+ENCODER = "model.vision_tower"
+
+
+def llava_run(folder, cache: bool, rows=ROWS, model=None, collator=collate, **options) -> tuple[DistTrainer, Calls]:
+    model = model or tiny_llava()
+    calls = Calls(model, [f"{ENCODER}.encoder"])
+    more = {"frozen_feature_cache": str(folder / "features")} if cache else {}
+    args = arguments(folder, **{"trainable_modules": ["projector"]} | options | more)
+    trainer = DistTrainer(model, args, train_dataset=rows, data_collator=collator, processing_class=BlankPictures())
+    trainer.train()
+    return trainer, calls
+
+
+def projector_of(trainer: DistTrainer) -> torch.Tensor:
+    parameters = trainer.model.model.multi_modal_projector.parameters()
+    return torch.cat([p.detach().double().flatten() for p in parameters])
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"activation_checkpointing": True}])
+def test_an_image_encoder_runs_once_per_picture_and_the_weights_are_the_same(tmp_path, options):
+    start = projector_of_model(tiny_llava())
+    plain, plain_calls = llava_run(tmp_path, False, **options)
+    cached, calls = llava_run(tmp_path, True, **options)
+    assert (projector_of(plain) - start).abs().max() > 1e-2
+    assert torch.allclose(projector_of(cached), projector_of(plain), atol=2e-3 if options.get("bf16") else 1e-5)
+    assert plain_calls.forward[f"{ENCODER}.encoder"] == 6  # every step
+    # three batches of rows, the first of them twice, and the blank picture
+    assert calls.forward[f"{ENCODER}.encoder"] == 5
+    again, calls = llava_run(tmp_path, True, **options)
+    assert torch.equal(projector_of(again), projector_of(cached))
+    assert calls.forward[f"{ENCODER}.encoder"] == 3  # one batch, once more as a check, and the blank picture
+
+
+def projector_of_model(model) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in model.model.multi_modal_projector.parameters()])
+
+
+def test_other_weights_or_pictures_are_never_answered_with_old_features(tmp_path):
+    llava_run(tmp_path, True)
+    folders = set((tmp_path / "features").iterdir())
+    assert len(folders) == 1
+    other = tiny_llava(seed=1)
+    llava_run(tmp_path, True, model=other)
+    assert len(set((tmp_path / "features").iterdir())) == 2
+    (folder,) = folders
+    stored = len(FeatureStore(folder))
+    assert stored == sum("pixel_values" in one for one in ROWS)
+    changed = [{**one} for one in ROWS]
+    changed[0]["pixel_values"] = changed[0]["pixel_values"] + 1e-3
+    llava_run(tmp_path, True, rows=changed)
+    assert len(FeatureStore(folder)) == stored + 1
+
+
+def test_random_pictures_are_refused(tmp_path):
+    def augmented(rows):
+        batch = collate(rows)
+        if "pixel_values" in batch:
+            batch["pixel_values"] = batch["pixel_values"] + torch.rand(())
+        return batch
+
+    with pytest.raises(UsageError, match="augmentation"):
+        llava_run(tmp_path, True, collator=augmented)
+
+
+def test_without_a_frozen_leading_part_the_cache_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="its image encoder trains"):
+        llava_run(tmp_path, True, trainable_modules=["vision", "projector"])
+    with pytest.raises(UsageError, match="needs a frozen part"):
+        arguments(tmp_path, frozen_feature_cache="x")
+
+
+TEXTS = datasets.Dataset.from_list(
+    [{"query": " ".join(WORDS[i:][: 2 + i % 4]), "positive": " ".join(WORDS[2 * i :][: 3 + i % 3])} for i in range(8)]
+)
+
+
+def text_run(folder, cache: bool, **options) -> DistTrainer:
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config(model_config("bert"), projection_dim=8).double()
+    more = {"frozen_feature_cache": str(folder / "features")} if cache else {}
+    args = arguments(folder, trainable_modules=["projection"], **options, **more)
+    trainer = DistTrainer(
+        model, args, train_dataset=TEXTS, loss=InfoNCELoss(0.1),
+        data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], max_length=16),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_pooled_vectors_of_texts_train_the_projection_alike(tmp_path, chunk):
+    plain = text_run(tmp_path, False, gradient_cache_chunk_size=chunk).model.projection.weight
+    calls = []
+    cached = text_run(tmp_path, True, gradient_cache_chunk_size=chunk)
+    assert torch.allclose(cached.model.projection.weight, plain, atol=1e-10)
+    cached.model.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
+    cached.train()
+    assert not calls  # everything came from the folder
+
+
+def test_vectors_of_a_locked_tower_train_the_other_alike(tmp_path):
+    size = tiny_towers()["image"].config.image_size
+    rows = [{"ids": torch.randint(4, 20, (6,)), "pixels": torch.randn(3, size, size).double()} for _ in range(8)]
+
+    def collate_pairs(batch):
+        ids = torch.stack([one["ids"] for one in batch])
+        pixels = torch.stack([one["pixels"] for one in batch])
+        return {
+            "query": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            "positive": {"pixel_values": pixels},
+        }
+
+    weights = {}
+    for cache in (False, True):
+        torch.manual_seed(0)
+        model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"}).double()
+        more = {"frozen_feature_cache": str(tmp_path / "features")} if cache else {}
+        args = arguments(tmp_path, frozen_modules=["image"], gradient_cache_chunk_size=3, **more)
+        calls = []
+        model.towers["image"].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        trainer = DistTrainer(model, args, train_dataset=rows, data_collator=collate_pairs, loss=InfoNCELoss(0.1))
+        trainer.train()
+        weights[cache] = torch.cat([p.detach().flatten() for p in model.towers["text"].parameters()])
+        assert len(calls) == (4 if cache else 12)  # three batches and one again; or two chunks in each of six steps
+    assert torch.allclose(weights[True], weights[False], atol=1e-5)
+
+
+def test_a_key_is_the_rows_content_without_its_padding():
+    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    keys = row_keys({"input_ids": ids, "attention_mask": mask})
+    assert keys[0] != keys[1]
+    wider = {"input_ids": torch.tensor([[5, 6, 7, 0, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0]])}
+    assert row_keys(wider) == keys[:1] != row_keys(wider, salt="other")
+    left = {"input_ids": torch.tensor([[0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
+    assert row_keys(left) != keys[:1] and row_keys(left, keeps_left_padding=False) == row_keys(
+        wider, keeps_left_padding=False
+    )
+
+
+def test_a_full_disk_leaves_what_was_complete_and_nothing_half_written(tmp_path, monkeypatch):
+    store = FeatureStore(tmp_path)
+    store.add([(1, 2)], torch.ones(1, 3))
+    store.flush()
+    monkeypatch.setattr("hf_dist_ext.feature_store.os.replace", no_space)
+    store.add([(3, 4)], torch.zeros(1, 3))
+    with pytest.raises(UsageError, match="can not be written.*make room"):
+        store.flush()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+    again = FeatureStore(tmp_path)
+    assert (1, 2) in again and (3, 4) not in again
+    assert torch.equal(again.get([(1, 2)]), torch.ones(1, 3))
+
+
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_more_than_the_disk_holds_is_refused_before_it_is_computed(tmp_path, monkeypatch):
+    class Usage:
+        free = 10
+
+    monkeypatch.setattr("hf_dist_ext.feature_cache.shutil.disk_usage", lambda folder: Usage)
+    with pytest.raises(UsageError, match="are free in"):
+        llava_run(tmp_path, True)
+    assert not list((tmp_path / "features").rglob("*.safetensors"))
