@@ -32,6 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--png", metavar="FILE", help="also draw a stacked bar per strategy")
+    plan.add_argument("--trace", action="store_true", help="also let torch trace the model without its memory")
     plan.set_defaults(act=_plan)
 
     search = commands.add_parser("search", help="ask a trained code-search model for functions")
@@ -79,13 +80,15 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.config import load_run
     from hf_dist_ext.devices import hardware_of
     from hf_dist_ext.plan_report import print_plan, to_json, write_png
-    from hf_dist_ext.planner import make_plan
+    from hf_dist_ext.planner import make_plan, run_trace
 
     run = load_run(["--config", arguments.config, *overrides])
     hardware = hardware_of(
         arguments.num_devices, arguments.device_memory_gib, arguments.num_nodes, arguments.interconnect
     )
     plan = make_plan(run, hardware)
+    if arguments.trace:
+        plan.trace = run_trace(run)
     print(to_json(plan)) if arguments.json else print_plan(plan)
     if arguments.png:
         write_png(plan, Path(arguments.png))

@@ -92,8 +92,6 @@ def _checkpointing(plan: Plan) -> str:
 
 def trace_line(trace: dict[str, Any]) -> str:
     """What torch's own tracker found beside the closed form."""
-    if trace.get("error"):
-        return f"trace: the model does not trace: {trace['error']}"
     predicted, traced = trace["closed_form"], trace["traced"]
     words = [
         f"{name} {gib(predicted[name])} / {gib(traced[name])} ({predicted[name] / traced[name] - 1:+.0%})"

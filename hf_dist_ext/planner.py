@@ -16,10 +16,17 @@ It loads no weights and imports no torch: a laptop plans for a model that it cou
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from hf_dist_ext.architectures import is_known
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.memory import (
     GIB,
     STRATEGIES,
@@ -36,7 +43,7 @@ from hf_dist_ext.memory import (
 from hf_dist_ext.presets import presets
 from hf_dist_ext.shape_config import read_model_config
 from hf_dist_ext.traffic import Traffic, traffic
-from hf_dist_ext.workload import Workload, with_batch, workload_of
+from hf_dist_ext.workload import TracedWorkload, Workload, with_batch, workload_of
 
 # A chunk of few tokens leaves a device waiting: with this many it runs at half speed.
 HALF_SPEED_TOKENS = 512
@@ -132,7 +139,25 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
     """
     config = run.run
     shape = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
-    return plan_workload(workload_of(run, shape), hardware, available)
+    work = workload_of(run, shape)
+    if not is_known(shape):
+        note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
+        found = run_trace(run, "--shape")
+        work = TracedWorkload(**vars(work) | {"notes": (*work.notes, note)}, found=found)
+    return plan_workload(work, hardware, available)
+
+
+def run_trace(run: Any, *options: str) -> dict[str, Any]:
+    """memory_trace.py in a process of its own, on what the run resolved to. Raises UsageError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        path.write_text(json.dumps(run.given), encoding="utf-8")
+        command = [sys.executable, "-m", "hf_dist_ext.memory_trace", "--config", str(path), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise UsageError(lines[-1].removeprefix("error: "))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def plan_workload(work: Workload, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
@@ -160,7 +185,7 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     if strategy.is_hybrid:
         return hardware.num_nodes > 1
     if strategy.is_tensor_parallel:
-        return tensor_parallel_size(work, hardware) > 1
+        return tensor_parallel_size(work, hardware) > 1 and not isinstance(work, TracedWorkload)
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
         return strategy.keeps_whole == (work.fsdp_mode == "speed")
     return not strategy.keeps_whole or work.is_embedding  # without our loss nothing keeps weights whole

@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_dist_ext.architectures import TWO_TOWERS, Rows, embed, embed_tower, generate, image_tokens, num_patches
-from hf_dist_ext.tape import Lora, Recipe, Tape
+from hf_dist_ext.tape import Lora, Parameter, Recipe, Tape
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
@@ -85,6 +85,8 @@ class Workload:
     replicates_frozen: str
     is_embedding: bool
     notes: tuple[str, ...] = ()
+    mask_bytes: int = 1  # see tape.Recipe
+    has_padding: bool = True
 
     @property
     def batch(self) -> int:
@@ -122,7 +124,8 @@ class Workload:
             item=self.item if compute_bytes is None else lambda name: compute_bytes,
             autocast_bytes=self.autocast_bytes,
             attention=self.attention,
-            has_padding=True,
+            has_padding=self.has_padding,
+            mask_bytes=self.mask_bytes,
             lora=self.lora,
         )
 
@@ -158,12 +161,30 @@ class Workload:
             backward=sum(part.backward for part in parts),
         )
 
-    def parameters(self, tensor_parallel: int = 1) -> dict[str, Any]:
+    def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
         """Name -> `tape.Parameter`, of all towers."""
         found = {}
         for column in self.columns:
             found |= self.tape(column, None, tensor_parallel).parameters
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class TracedWorkload(Workload):
+    """A model without a closed form, as torch's trace found it (`memory_trace.py --shape`)."""
+
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+    def work(self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1) -> Work:
+        row = self.found["rows"][column.name]
+        trains = any(one[2] for one in self.found["parameters"].values())
+        casts = row["casts"] if compute_bytes is None else 0.0
+        backward = 2 * row["products"] * trains
+        # what backward makes meanwhile is in the trace already
+        return Work(row["kept"], row["kept_checkpointed"], casts, casts, 0.0, row["products"], backward)
+
+    def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
+        return {name: Parameter(*values) for name, values in self.found["parameters"].items()}
 
 
 def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The closed form against what autograd, optimizers and transformers really hold."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
@@ -120,3 +122,49 @@ def test_a_model_that_is_nowhere_is_an_error_that_says_what_to_do(monkeypatch):
         read_model_config(None, "nobody/has-this-model")
     with pytest.raises(UsageError, match='"bertt" is not one of the installed'):
         with_defaults({"model_type": "bertt"})
+
+
+# ---- the second engine ----
+
+
+@pytest.fixture
+def small_run(tmp_path):
+    import json
+
+    from hf_dist_ext.config import load_run
+
+    def make(model, **fields):
+        content = {"dataset_name": "code-search", "model_config": model, "max_length": 64, **fields}
+        content |= {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 16}
+        (tmp_path / "run.json").write_text(json.dumps(content), encoding="utf-8")
+        return load_run(["--config", str(tmp_path / "run.json")])
+
+    return make
+
+
+@pytest.mark.parametrize("model", [BERT, LLAVA["text_config"] | {"hidden_size": 128}], ids=["bert", "llama"])
+@pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": True}, {"trainable_modules": ["0"]}], ids=str)
+def test_torch_s_tracker_agrees_with_the_closed_form(small_run, model, fields):
+    from hf_dist_ext.memory_trace import compare
+    from hf_dist_ext.workload import workload_of
+
+    run = small_run(model, **fields)
+    work = workload_of(run, read_model_config(run.run.model_config, None))
+    found = compare(run, dataclasses.replace(work, mask_bytes=0, has_padding=False))
+    assert found["traced"]["activations"] > 2**20
+    for part in ("parameters", "gradients", "optimizer", "total"):
+        assert found["closed_form"][part] == pytest.approx(found["traced"][part], rel=0.1, abs=4096), part
+    assert found["closed_form"]["activations"] == pytest.approx(found["traced"]["activations"], rel=0.15)
+
+
+def test_a_family_without_a_closed_form_is_traced(small_run):
+    from hf_dist_ext.memory import GIB, Hardware
+    from hf_dist_ext.planner import make_plan
+
+    model = {"model_type": "electra", "hidden_size": 64, "num_attention_heads": 4, "embedding_size": 64}
+    plan = make_plan(small_run({**model, "num_hidden_layers": 2, "intermediate_size": 128}), Hardware(2, 8 * GIB))
+    assert "no closed form" in plan.notes[-1]
+    assert plan.as_dict()["parameters"] == 64 * (30522 + 512 + 2 + 2) + 2 * (
+        4 * 64 * 65 + 64 * 129 + 128 * 65 + 4 * 64
+    )
+    assert plan.best.unchecked.activations > plan.best.checkpointed.activations > 2**20

@@ -28,8 +28,7 @@ from torch import nn
 from hf_dist_ext import memory
 from hf_dist_ext.config import load_run
 from hf_dist_ext.shape_config import read_model_config
-from hf_dist_ext.tape import Recipe
-from hf_dist_ext.workload import Workload, workload_of
+from hf_dist_ext.workload import workload_of
 
 WHO_TRAINS = ("trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_target_modules")
 PARTS = ("parameters", "gradients", "optimizer", "activations")
@@ -122,17 +121,10 @@ def run_of(case: dict, folder: str):
     return run
 
 
-class OnCpu(Workload):
-    """Dropout masks of a CPU are of the values' own type."""
-
-    def recipe(self, compute_bytes: int | None = None) -> Recipe:
-        return replace(super().recipe(compute_bytes), mask_bytes=0)
-
-
 def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
     config = run.run
     shape = read_model_config(config.model_config, config.model_name_or_path)
-    work = OnCpu(**vars(workload_of(run, shape)))
+    work = replace(workload_of(run, shape), mask_bytes=0)  # a CPU's dropout masks are of the values' own type
     hardware = memory.Hardware(world)
     settings = memory.Settings(is_checkpointed=work.is_checkpointed)
     chosen = next(one for one in memory.STRATEGIES if one.name == strategy)
