@@ -226,7 +226,7 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
 
 def _why_not(strategy: Strategy, preset: str, hardware: Hardware, available: Collection[str]) -> str:
     if strategy.name == "single" and hardware.num_devices > 1:
-        return f"would leave {hardware.num_devices - 1} devices idle"
+        return f"it would use one of {hardware.num_devices} devices"
     if preset not in available:
         return f"there is no preset {preset}"
     if strategy.is_deepspeed and importlib.util.find_spec("deepspeed") is None:
@@ -301,6 +301,10 @@ def count_of(number: float) -> str:
     return f"{number:.0f}"
 
 
+def count_with(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def _explain(plan: Plan) -> None:
     work, hardware, best, say = plan.work, plan.hardware, plan.best, plan.reasons.append
     whole = model_of(work).whole
@@ -320,8 +324,9 @@ def _explain(plan: Plan) -> None:
     if best.strategy.name == "DDP":
         saved = states + simplest.given.master_weights
         less = "would save little" if saved < 0.1 * hardware.memory_bytes else f"could save at most {gib(saved)}"
+        with_changes = "Everything fits" if best.fits else "With the changes below everything fits"
         say(
-            f"Everything fits on each device ({gib(fitted.total)} of {gib(hardware.memory_bytes)}); sharding {less} "
+            f"{with_changes} on each device ({gib(fitted.total)} of {gib(hardware.memory_bytes)}); sharding {less} "
             f"and send more. DDP sends {gib(best.traffic.bytes)} per device and step."
         )
     elif best.strategy.name != "single":
@@ -352,11 +357,12 @@ def _explain_activations(plan: Plan, best: Option, fitted: Bytes) -> None:
     longest = max(column.length for column in work.columns)
     if is_cut(work, settings):
         rows = work.rows_of_chunk(longest, settings.chunk_rows)
-        what = f"a chunk of {rows} rows of {longest} tokens"
+        what = f"a chunk of {count_with(rows, 'row')} of {longest} tokens"
     else:
-        what = f"{best.batch} rows of {longest} tokens"
+        what = f"{count_with(best.batch, 'row')} of {longest} tokens"
     with_it, without = best.checkpointed.activations, best.unchecked.activations
-    other = "" if settings.chunk_rows else f" ({gib(without)} without checkpointing, {gib(with_it)} with)"
+    as_given = settings.chunk_rows is None and best.batch == work.batch
+    other = f" ({gib(without)} without checkpointing, {gib(with_it)} with)" if as_given else ""
     largest = max(
         ("weights", fitted.weights + fitted.master_weights), ("activations", fitted.activations), key=lambda x: x[1]
     )
