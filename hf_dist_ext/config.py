@@ -112,6 +112,11 @@ class RunConfig:
     max_length: int | dict[str, int] | None = option(
         None, 'Tokens kept of a text, for all columns or each: {"query": 64, "positive": 256}.'
     )
+    image_columns: list[str] | None = option(
+        None,
+        'Task "embedding": columns that hold names of image files, such as ["positive"]. Columns of pictures are '
+        "known by their type.",
+    )
     image_folder: str | None = option(None, "Folder that the image files named in the data start in.")
     streaming: bool = option(False, "Read the dataset while training instead of before.")
     max_train_samples: int | None = option(None, "Train on the first rows only.")
@@ -202,6 +207,7 @@ class Run:
     echo: list[str]
     given: dict[str, Any]
     name: str = ""  # of a stage
+    is_done: bool = False  # a stage that an earlier attempt has finished
     stages: list[Run] = field(default_factory=list)
 
     def flat(self) -> dict[str, Any]:

@@ -223,6 +223,10 @@ def prepare(dataset: AnyDataset, run: RunConfig, name: str) -> AnyDataset:
                 f'id_column="{run.id_column}" is also a name in columns. Call that column something else.'
             )
         require_column(run.id_column, available, name, "id_column")
+    if run.image_columns:
+        from .image_files import with_images
+
+        dataset = with_images(dataset, columns, run, name)
     if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
         for index, (column, source) in enumerate(columns.items()):
             check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, name)

@@ -1,11 +1,13 @@
-"""Task "embedding": pairs of texts -> `EmbeddingModel` under a contrastive loss, judged by retrieval."""
+"""Task "embedding": pairs of texts -> `EmbeddingModel`, of texts and pictures -> `TowerModel`, judged by retrieval."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from datasets import Image
 from transformers import AutoTokenizer
 
+from . import image_pairs
 from .code_search import train_tokenizer
 from .config import Run
 from .data import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
@@ -25,15 +27,26 @@ LOSS_OPTIONS = (
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.run
     train_dataset, eval_dataset = load_datasets(config)
-    tokenizer = build_tokenizer(run, train_dataset)
-    model = build_model(run, tokenizer)
+    columns = column_names(config, train_dataset)
+    pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
+    if image_pairs.has_towers(config):
+        tokenizer = image_pairs.load_pair_processor(config)
+        model = image_pairs.build_towers(run, columns, pictures)
+        collator = image_pairs.build_collator(run, model, tokenizer, columns)
+    elif pictures:
+        raise UsageError(
+            f'column "{pictures[0]}" holds pictures, but the model embeds text only. Use a dual encoder: '
+            f"{', '.join(image_pairs.DUAL_ENCODERS)}."
+        )
+    else:
+        tokenizer = build_tokenizer(run, train_dataset)
+        model = build_model(run, tokenizer)
+        collator = ContrastiveCollator(tokenizer, columns, config.prompts, config.max_length, config.id_column)
     return Parts(
         model=model,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
-        data_collator=ContrastiveCollator(
-            tokenizer, column_names(config, train_dataset), config.prompts, config.max_length, config.id_column
-        ),
+        data_collator=collator,
         processing_class=tokenizer,
         loss=None if config.loss is None else InfoNCELoss(**{name: getattr(config, name) for name in LOSS_OPTIONS}),
         metrics=METRICS,
@@ -41,6 +54,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
+    if image_pairs.has_towers(run.run):
+        return ['load it:  TowerModel.from_pretrained("{folder}")      # from hf_dist_ext.towers import TowerModel']
     lines = ['load it:  EmbeddingModel.from_pretrained("{folder}")      # from hf_dist_ext import EmbeddingModel']
     if run.run.dataset_name == CODE_SEARCH:
         lines.append('try it:   hf-dist search --model {folder} "parse a date string"')

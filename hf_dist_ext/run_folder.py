@@ -28,7 +28,14 @@ def missing_from_checkpoint(folder: Path) -> list[str]:
         return any(path.is_dir() or path.stat().st_size > 0 for path in found)
 
     # global_step*: DeepSpeed keeps weights, optimizer and scheduler in one folder; *_0: sharded by FSDP
-    weights = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "pytorch_model_fsdp_0", "global_step*")
+    weights = (
+        "*.safetensors",
+        "*/model*.safetensors",
+        "pytorch_model*.bin",
+        "adapter_model.bin",
+        "pytorch_model_fsdp_0",
+        "global_step*",
+    )
     is_there = {
         "weights": has(*weights),
         "trainer_state.json": has("trainer_state.json"),

@@ -109,7 +109,11 @@ def _resume(run: Run, stages: list[Run]) -> None:
                 f"resume_from_checkpoint is true but {output_dir} holds no {FOLDERS} folder. "
                 "Remove it to start afresh."
             )
-        unfinished = [stage for stage in stages if not is_finished(stage)]
+        for stage in stages:
+            stage.is_done = is_finished(stage)
+            if not stage.is_done:
+                break
+        unfinished = [stage for stage in stages if not stage.is_done]
         if unfinished:
             folder = Path(unfinished[0].training["output_dir"])
             has_some = unfinished[0] is stages[0] or bool(manifest.checkpoints_in(folder))
@@ -130,5 +134,6 @@ def _resume(run: Run, stages: list[Run]) -> None:
                 f'resume_from_checkpoint="{asked}" is of stage "{stages[index].name}", but stage "{stage.name}" is '
                 "not finished. Give true to continue there."
             )
+        stage.is_done = True
     checkpoint_to_resume(asked, folders[index])
     stages[index].training["resume_from_checkpoint"] = asked

@@ -27,7 +27,6 @@ from . import manifest
 from .config import Run
 from .errors import UsageError
 from .freezing import plan_freezing
-from .stage_plan import is_finished
 from .tasks import Parts, build_parts, make_arguments
 from .trainer import DistTrainer
 
@@ -38,12 +37,12 @@ TrainOnce = Callable[[Run, Any, Parts], tuple[DistTrainer, dict[str, Any]]]
 
 def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
     """Train what is not finished; every stage's report, in order. `train_once` trains parts and reports."""
-    todo = [stage for stage in run.stages if not is_finished(stage)]
+    todo = [stage for stage in run.stages if not stage.is_done]
     for stage in run.stages:  # (1)
         with _naming(stage):
             make_arguments(stage)
     for index, stage in enumerate(run.stages):
-        if todo and index >= run.stages.index(todo[0]):
+        if stage in todo:
             _start_from(stage, run.stages[index - 1] if index else None)
             args = make_arguments(stage)
             parts = build_parts(stage, args)

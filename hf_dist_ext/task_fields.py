@@ -13,7 +13,10 @@ CONTRASTIVE_FIELDS = (
     "gradient_cache_chunk_patches"
 ).split()
 OF_TASK = {
-    "embedding": [*CONTRASTIVE_FIELDS, *"pooling projection_dim normalize id_column no_duplicates_in_batch".split()],
+    "embedding": [
+        *CONTRASTIVE_FIELDS,
+        *"pooling projection_dim normalize id_column image_columns no_duplicates_in_batch".split(),
+    ],
     "image-text-to-text": ["generate_max_new_tokens"],
 }
 

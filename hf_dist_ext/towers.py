@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.modeling import EmbeddingModel, EmbeddingOutput
@@ -28,15 +28,20 @@ from hf_dist_ext.modeling import EmbeddingModel, EmbeddingOutput
 VECTOR_FIELDS = ("embeddings", "text_embeds", "image_embeds", "pooler_output")
 
 
-class TowerModel(nn.Module):
-    """Towers by name, and the name of each column's tower; two columns may share one."""
+class TowerModel(PreTrainedModel):
+    """Towers by name, and the name of each column's tower; two columns may share one.
+
+    A PreTrainedModel, so that Trainer saves it by `save_pretrained`; its own config says nothing.
+    """
 
     accepts_loss_kwargs = False  # as in EmbeddingModel
+    supports_gradient_checkpointing = True
+    all_tied_weights_keys: dict[str, str] = {}
 
     def __init__(
         self, towers: Mapping[str, PreTrainedModel], column_to_tower: Mapping[str, str], normalize: bool = True
     ):
-        super().__init__()
+        super().__init__(PreTrainedConfig())
         for column, tower in column_to_tower.items():
             if tower not in towers:
                 raise UsageError(f'column "{column}" asks for the tower "{tower}"; there are {list(towers)}.')
@@ -88,31 +93,31 @@ class TowerModel(nn.Module):
                 raise UsageError(f'state_dict must hold every weight of the tower "{name}" under "{prefix}".')
             tower.save_pretrained(folder / name, state_dict=weights)
         description = {
-            "towers": {name: type(tower).__name__ for name, tower in self.towers.items()},
+            "towers": {name: type(tower).__name__.removeprefix("FSDP") for name, tower in self.towers.items()},
             "column_to_tower": self.column_to_tower,
             "normalize": self.normalize,
         }
         (folder / "towers.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> TowerModel:
-        """The model of a folder that `save_pretrained` wrote."""
+    def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | str = "auto") -> TowerModel:
+        """The model of a folder that `save_pretrained` wrote; `dtype` "auto" is what its files hold."""
         folder = Path(folder)
         if not (folder / "towers.json").is_file():
             raise UsageError(f"{folder} has no towers.json, so it is no folder of a TowerModel.")
         description = json.loads((folder / "towers.json").read_text(encoding="utf-8"))
-        towers = {name: _load_tower(folder / name, kind) for name, kind in description["towers"].items()}
+        towers = {name: _load_tower(folder / name, kind, dtype) for name, kind in description["towers"].items()}
         return cls(towers, description["column_to_tower"], description["normalize"]).eval()
 
 
-def _load_tower(folder: Path, class_name: str) -> PreTrainedModel:
+def _load_tower(folder: Path, class_name: str, dtype: torch.dtype | str) -> PreTrainedModel:
     if class_name == EmbeddingModel.__name__:
-        return EmbeddingModel.from_pretrained(folder)
+        return EmbeddingModel.from_pretrained(folder, dtype=dtype)
     model_class = getattr(transformers, class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise UsageError(f'{folder} is a "{class_name}", which this version of transformers does not have.')
     try:
-        tower, report = model_class.from_pretrained(folder, output_loading_info=True)
+        tower, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"tower {folder} cannot be loaded: {' '.join(str(error).split())}") from error
     if report["missing_keys"]:
