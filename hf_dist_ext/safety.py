@@ -1,8 +1,8 @@
 """`SafeTrainer`: Trainer's hooks, wired to what keeps a run well (guard.py, preemption.py, failures.py, bad_rows.py).
 
 (1) every micro-batch's loss is added up on the device; behind the last backward of an update the ranks start to tell
-    each other their sums, whether a signal came and how many rows were bad: one small all-gather, which runs while
-    the gradient is clipped
+    each other their sums, whether a signal came, how many rows were bad, whether memory ran out: one small
+    all-gather, which runs while the gradient is clipped
 (2) before the update it is read together with the gradient norm, in one copy to the host: skip it, or stop behind it
 (3) a stop is one checkpoint after the step, and then the end of `train()`; an evaluation is left for it
 (4) no checkpoint is written from weights that are not finite
@@ -57,6 +57,7 @@ class SafeTrainer(Trainer):
         self._inputs: list = []  # of the update, for its report
         self._stop_at_step: int | None = None
         self._tally: Tally | None = None
+        self._retry: Any = None  # out_of_memory.MemoryRetry, with a gradient cache
         self._bad_rows = self._bad_rows_before = 0  # of all ranks in this epoch; of this rank before it
         self.add_callback(_RunWatch(self))
         if hasattr(self.args, "step_timeout"):
@@ -132,7 +133,7 @@ class SafeTrainer(Trainer):
     def _backward_done(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Call with every micro-batch's loss; gives it back."""
         may_replace = bool(getattr(self.args, "max_bad_rows", 0))
-        if self.guard is None and self._stop is None and not may_replace:
+        if self.guard is None and self._stop is None and self._retry is None and not may_replace:
             return loss
         own = loss.detach().float()
         self._loss_of_update = own if self._loss_of_update is None else self._loss_of_update + own
@@ -140,8 +141,10 @@ class SafeTrainer(Trainer):
         if self.accelerator.sync_gradients:
             has_signal = self._stop is not None and self._stop.received is not None
             num_bad_rows = self._tally.count() - self._bad_rows_before if may_replace and self._tally else 0
-            message = [self._loss_of_update.reshape(1), own.new_tensor([float(has_signal), float(num_bad_rows)])]
-            self._answers, self._loss_of_update = distributed.exchange_later(torch.cat(message)), None
+            has_failed = self._retry is not None and self._retry.has_failed
+            rest = own.new_tensor([float(has_signal), float(num_bad_rows), float(has_failed)])
+            message = torch.cat([self._loss_of_update.reshape(1), rest])
+            self._answers, self._loss_of_update = distributed.exchange_later(message), None
         return loss
 
     # ---- (2) ----
@@ -151,20 +154,32 @@ class SafeTrainer(Trainer):
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if hasattr(grad_norm, "full_tensor"):  # of FSDP2: a collective, once; logging it would be another
             grad_norm = grad_norm.full_tensor()
-        if self._answers is not None:
-            self._before_update(grad_norm)
+        if self._answers is not None and self._must_redo(grad_norm):
+            return self._redo(model)
         return grad_norm
 
-    def _before_update(self, grad_norm: Any) -> None:
-        answers, self._answers = self._answers(), None  # (W, 3)
+    def _redo(self, model: nn.Module) -> Any:
+        """The micro-batches of this update again, in the smaller chunks that all ranks have now."""
+        batches, self._inputs = self._inputs, []
+        for i, inputs in enumerate(batches):
+            self.accelerator.gradient_state._set_sync_gradients(i == len(batches) - 1)
+            self._tr_loss += self.training_step(model, inputs)
+        return self._get_grad_norm(model, self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None)
+
+    def _must_redo(self, grad_norm: Any) -> bool:
+        """Before an update: what all ranks have to say about it."""
+        answers, self._answers = self._answers(), None  # (W, 4)
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm).detach().to(answers)
         *numbers, norm = torch.cat([answers.flatten(), norm.reshape(1)]).tolist()  # the one copy to the host
-        losses, signals, bad_rows = numbers[0::3], numbers[1::3], numbers[2::3]
+        losses, signals, bad_rows, failed = (numbers[i::4] for i in range(4))
         step = self.state.global_step + 1
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < self.state.max_steps:
             self._stop_at_step = step
             logger.warning(f"rank {signals.index(1.0)} was asked to stop; all leave behind step {step}.")
+        if any(failed):
+            self._retry.go_back([rank for rank, has_failed in enumerate(failed) if has_failed], step)
+            return True
         self._bad_rows = int(sum(bad_rows))
         if self._bad_rows > (self.args.max_bad_rows or 0):
             raise RunError(
@@ -180,6 +195,7 @@ class SafeTrainer(Trainer):
             rows = "; ".join(distributed.texts_of(rows, bad_ranks(losses)))
             self.guard.report(step, losses, norm, rows, has_scaler)
         self._inputs = []
+        return False
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.guard is not None and self.guard.total and "loss" in logs:

@@ -42,6 +42,7 @@ from .errors import UsageError
 from .frozen_columns import batch_of_pooled, forward_bytes_per_token, frozen_columns, has_frozen_backbone
 from .gradient_cache import CachedStep, RandomState, cached_step, encode_without_graph
 from .layer_classes import repeated_layer_classes
+from .out_of_memory import MemoryRetry
 from .safety import SafeTrainer
 from .training_args import DistTrainingArguments
 
@@ -91,6 +92,7 @@ class DistTrainer(SafeTrainer):
         self._reduction: distributed.Reduction | None = None
         self._loss_gradients_are_used = True
         self._may_widen = True
+        self._retry = MemoryRetry(self) if self.args.uses_gradient_cache else None
         self._budget = self._make_budget()
         _check_setup(self)
 
@@ -210,6 +212,8 @@ class DistTrainer(SafeTrainer):
     def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
         found: list[Any] = []
         budget, start = self._budget, RandomState(self.args.device)
+        if self._retry is not None and not self._inputs:
+            self._retry.update_begins(start)
         bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         encodes_once = self.args.uses_gradient_cache and has_frozen_backbone(bare)
         frozen = frozen_columns(bare, batch)
@@ -229,6 +233,8 @@ class DistTrainer(SafeTrainer):
                 to_train, wide = batch_of_pooled(pooled), None
                 encode, sync = functools.partial(self._encode, model), self._reduction
             options = {"score": lambda embeddings: self._score(embeddings, ids, counts), "sync": sync}
+            if self._retry is not None:
+                encode, options["score"], options["sync"] = self._retry.watched(encode, **options)
             if budget is not None and budget.is_guarding:
                 options |= budget.guarded(**options) | {"replays_last": True}
             step = cached_step(
@@ -250,23 +256,30 @@ class DistTrainer(SafeTrainer):
             model.zero_grad()
             start.restore()
 
-        if budget is None:
-            step = attempt()
-        else:
+        def run() -> CachedStep:
+            if budget is None:
+                return attempt()
             is_first = all(p.grad is None for p in model.parameters())
-            step = budget.run(attempt, reset, can_retry=is_first and not self._reduction.is_fsdp)
+            return budget.run(attempt, reset, can_retry=is_first and not self._reduction.is_fsdp)
+
+        def finish(chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
+            encode, score = functools.partial(self._encode, model), lambda rows: self._score(rows, ids, counts)
+            self._retry.finish(chunked, counts, encode, score, self._reduction)
+
+        step = run() if self._retry is None else self._retry.run(run, found, finish)
         self._may_widen = not step.drew_randomness
         return step, *found
 
     def _limits(self) -> ChunkLimits:
         args = self.args
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
-        return ChunkLimits(
+        limits = ChunkLimits(
             size,
             args.gradient_cache_chunk_tokens,
             args.gradient_cache_width_multiple,
             args.gradient_cache_chunk_patches,
         )
+        return limits if self._retry is None else self._retry.limits(limits)
 
     def _make_budget(self) -> ChunkBudget | None:
         args, limits = self.args, self._limits()

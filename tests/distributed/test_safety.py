@@ -13,7 +13,7 @@ import pytest
 from hf_dist_ext.lease import NAME as LEASE
 from hf_dist_ext.preemption import MARK, REQUEUE
 from hf_dist_ext.run_folder import missing_from_checkpoint
-from tests.launching import PRESETS, ROOT, environment
+from tests.launching import PRESETS, ROOT, environment, launch
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 SCRIPT = ROOT / "scripts" / "train_hf.py"
@@ -188,6 +188,17 @@ def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file):
     assert "nothing was finished for 3 s. rank 0: step 3, forward and backward, for" in line, text
     assert "rank 1: step 3, forward and backward" in line and "failing_worker.py" in line.partition("rank 1")[2]
     assert "Traceback" not in text
+
+
+def test_all_ranks_redo_a_step_in_smaller_chunks_when_one_runs_out_of_memory(tmp_path):
+    worker = ROOT / "tests" / "distributed" / "memory_worker.py"
+    done = launch("multi_gpu_ddp", 2, worker, "--output", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["moved"] > 1e-3 and found["difference"] < 1e-6, found
+    assert found["share"] == 1 / 8 and found["skipped"] == 0
+    assert found["losses"][0] == pytest.approx(found["losses"][1], abs=1e-5)
+    said = [line for line in done.stderr.splitlines() if "rank 1 ran out of memory" in line]
+    assert len(said) >= 3, done.stderr
 
 
 @pytest.mark.slow
