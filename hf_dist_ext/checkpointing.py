@@ -2,7 +2,8 @@
 
 (1) the loss's own parameters and their optimizer state stand in a file of their own, `loss.safetensors` and
     `loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model
-(2) an `EmbeddingModel` reads back the folder that others can serve
+(2) an `EmbeddingModel` reads back the folder that others can serve; where weights are in a form of their own, what
+    describes the model stands beside them
 (3) the token of the hub never reaches a file
 """
 
@@ -13,6 +14,7 @@ import copyreg
 import json
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +22,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .errors import UsageError
-from .run_folder import LOSS_WEIGHTS
+from .run_folder import OF_THE_LOSS
+from .trainable_checkpoint import bare_optimizer
 
 if TYPE_CHECKING:
     from .trainer import DistTrainer
 
-LOSS_OPTIMIZER = "loss_optimizer.pt"
+LOSS_WEIGHTS, LOSS_OPTIMIZER = OF_THE_LOSS
 BUDGET = "gradient_cache.json"
 SECRETS = ("hub_token", "push_to_hub_token")
 
@@ -37,7 +40,7 @@ def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramet
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [p for p in parameters if id(p) not in owned]
     if missing:
-        _bare(optimizer).add_param_group({"params": missing, "weight_decay": 0.0})
+        bare_optimizer(optimizer).add_param_group({"params": missing, "weight_decay": 0.0})
 
 
 @contextlib.contextmanager
@@ -48,7 +51,7 @@ def loss_state_apart(trainer: DistTrainer, save_to: str | None = None, load_from
     if not parameters or trainer.optimizer is None:
         yield
         return
-    optimizer = _bare(trainer.optimizer)
+    optimizer = bare_optimizer(trainer.optimizer)
     ids = {id(p) for p in parameters}
     groups, others = [], []
     for group in optimizer.param_groups:
@@ -104,13 +107,6 @@ def load_loss(trainer: DistTrainer, folder: str) -> None:
     trainer.loss.load_state_dict(load_file(path))
 
 
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 # ---- (2) the model ----
 
 
@@ -128,6 +124,24 @@ def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
         return False
     load_weights(model, weights, source=folder)
     return True
+
+
+def save_description(trainer: DistTrainer, folder: Path) -> None:
+    """Everything that `save_model` writes beside weights: configs, adapters' configs, processor, arguments."""
+    if not trainer.args.should_save:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    for name in ("config", "generation_config"):
+        if hasattr(part := getattr(model, name, None), "save_pretrained"):
+            part.save_pretrained(folder)
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        adapter.save_pretrained(folder if name == "default" else folder / name)
+    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    with without_secrets(trainer.args, trainer._as_given):
+        torch.save(trainer.args, folder / "training_args.bin")
 
 
 def save_budget(trainer: DistTrainer, folder: str) -> None:

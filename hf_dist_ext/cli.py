@@ -41,6 +41,14 @@ def main(argv: list[str] | None = None) -> None:
     search.add_argument("query", nargs="+", metavar="QUERY", help="what the function should do, in words")
     search.set_defaults(act=_search)
 
+    merge = commands.add_parser("merge", help="the complete model of a checkpoint, as from_pretrained loads it")
+    merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint-N folder, or the output_dir of a run")
+    merge.add_argument("--output", required=True, metavar="DIR", help="a new folder")
+    merge.add_argument("--base", metavar="MODEL", help="where the frozen weights are, if not where the run had them")
+    merge.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
+    merge.add_argument("--trust_checkpoint", action="store_true", help="read files that may run code when read")
+    merge.set_defaults(act=_merge)
+
     # `hf-dist config --explain run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(argv)
     if overrides and not getattr(arguments, "explain", None) and arguments.command != "plan":
@@ -100,6 +108,16 @@ def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.search import main as search
 
     search(arguments.model, " ".join(arguments.query), arguments.top_k)
+
+
+def _merge(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from pathlib import Path
+
+    from hf_dist_ext.merge import merge
+
+    output = Path(arguments.output)
+    merge(Path(arguments.checkpoint), output, arguments.base, arguments.trust_remote_code, arguments.trust_checkpoint)
+    print(f"{output}: the complete model, read back and compared.")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers.utils import logging
 
-from . import distributed, manifest
+from . import distributed, manifest, trainable_checkpoint
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def committed(trainer: DistTrainer, trial: Any) -> Iterator[None]:
             here = {name: entry for name, entry in files.items() if (folder / name).is_file()}
             manifest.commit(folder, here, facts(trainer))
     trainer.accelerator.wait_for_everyone()
+    trainer._committed_step = trainer.state.global_step
     if trainer.args.should_save:  # (4)
         manifest.rotate(output_dir, trainer.args.save_total_limit, keep=[trainer.state.best_model_checkpoint])
     for push in pushes:
@@ -96,7 +97,7 @@ def expected_bytes(trainer: DistTrainer, output_dir: Path) -> int:
                 return sum(entry["size"] for entry in content["files"].values())
     state = getattr(trainer.optimizer, "state", None) or {}
     tensors = [value for values in state.values() for value in values.values() if hasattr(value, "element_size")]
-    weights = [p for p in trainer.model.parameters() if trainer.freeze_plan is None or p.requires_grad]
+    weights = [p for p in trainer.model.parameters() if not trainer._saves_trainable_only or p.requires_grad]
     return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *weights])
 
 
@@ -153,7 +154,8 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
     """What the manifest tells of the run beside its files."""
     args, state = trainer.args, trainer.state
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    config, dataset, plan = getattr(model, "config", None), trainer.train_dataset, trainer.freeze_plan
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    dataset, plan, digests = trainer.train_dataset, trainer.freeze_plan, trainer._frozen_digests
     return {
         "step": state.global_step,
         "epoch": state.epoch,
@@ -166,13 +168,51 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
         "data_fingerprint": getattr(dataset, "_fingerprint", None),
         "data_length": len(dataset) if hasattr(dataset, "__len__") else None,
         "sharding": _sharding(trainer),
-        "model": type(model).__name__,
-        "base_model": getattr(config, "_name_or_path", None) or None,
-        "base_revision": getattr(config, "_commit_hash", None),
+        "model": type(bare).__name__,
+        "embedding": embedding_options(bare) if type(bare).__name__ == "EmbeddingModel" else None,
+        "dtype": _dtype(bare),
+        "base_model": base_model(trainer),
+        "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
+        "frozen_fingerprint": None if digests is None else trainable_checkpoint.fingerprint(digests),
         "stage": getattr(trainer, "stage", None),
         "trains": None if plan is None else plan.describe(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
     }
+
+
+def base_model(trainer: DistTrainer) -> str | None:
+    """The folder or hub id that the weights came from; None for a model that was built from a configuration."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    name = getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
+def _dtype(model: Any) -> str:
+    """That of the first weights that do not train: what the base was loaded in."""
+    parameters = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
+    return str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
+
+
+def embedding_options(model: Any) -> dict[str, Any]:
+    """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`."""
+    names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
+    has_bias = model.projection is not None and model.projection.bias is not None
+    width = None if model.projection is None else model.projection.out_features
+    return {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}
+
+
+def commit_model(trainer: DistTrainer, folder: Path) -> None:
+    """A manifest for what `save_model` wrote of a run with frozen parts, which `hf-dist merge` can then read."""
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.should_save:
+        names = [
+            name for name in (trainable_checkpoint.WEIGHTS, trainable_checkpoint.FROZEN) if (folder / name).is_file()
+        ]
+        manifest.commit(folder, manifest.record(folder, names), facts(trainer))
+        logger.info(
+            f"{folder} holds what was trained. hf-dist merge {folder} --output DIR makes the complete model; "
+            "save_full_model=true does so at the end of a run."
+        )
 
 
 def samples_seen(trainer: DistTrainer) -> int:

@@ -386,6 +386,8 @@ def _check_rules(run: Run) -> None:
     if config.eval_holdout and (config.eval_split or config.eval_dataset_name):
         other = "eval_split" if config.eval_split else "eval_dataset_name"
         raise UsageError(f"eval_holdout takes rows from the train split, but {other} is given too. Keep one.")
+    if given.get("resume_weights_only") and given.get("resume_from_checkpoint") in (None, False):
+        raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
     if given.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
         raise UsageError("deepspeed is set but not installed. Run: pip install -e '.[deepspeed]'")
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(os.environ.get(name, ""))]

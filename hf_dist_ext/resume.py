@@ -2,6 +2,7 @@
 
 (1) the newest complete one, or the one that was named: sizes by every rank, hashes shared by the ranks
 (2) strict: optimizer, schedule, scaler, this rank's random state and the loss's parameters must be there
+(3) weights only, when that is asked for: from any form a checkpoint has, before anything is wrapped
 
 Trainer goes on without most of (2) and says nothing; here it is an error on every rank. Without DistTrainingArguments
 everything is Trainer's.
@@ -12,13 +13,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from transformers import set_seed
+from safetensors.torch import load_file
+from torch import nn
+from transformers import Trainer, set_seed
 from transformers.utils import logging
 
-from . import manifest
-from .checkpointing import LOSS_OPTIMIZER, LOSS_WEIGHTS
+from . import manifest, trainable_checkpoint, trusted
+from .checkpointing import LOSS_OPTIMIZER, LOSS_WEIGHTS, MODULES, load_loss
 from .errors import UsageError
+from .modeling import EmbeddingModel, check_weights, load_weights, weights_from_folder
 from .run_folder import another, checkpoint_to_resume, missing_from_checkpoint
 
 if TYPE_CHECKING:
@@ -26,12 +31,16 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+SHARDED_BY_FSDP = "pytorch_model_fsdp_0"  # what accelerate calls it
+
 # ---- (1) ----
 
 
 def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
     """What `train(resume_from_checkpoint=...)` means: the path of a complete checkpoint, or None."""
-    output_dir, passed_over = Path(trainer.args.output_dir), {}
+    args, output_dir, passed_over = trainer.args, Path(trainer.args.output_dir), {}
+    if args.resume_weights_only and asked in (None, False):
+        raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
     while True:
         folder = checkpoint_to_resume(asked, output_dir, passed_over)
         if folder is None:
@@ -43,6 +52,12 @@ def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
             hint = another(folder, manifest.checkpoints_in(output_dir))
             raise UsageError(f"{folder} is incomplete: {', '.join(broken)}. {hint}")
         passed_over[folder] = ", ".join(broken)
+    if trainer.is_deepspeed_enabled and not args.trust_checkpoint:
+        raise UsageError(
+            f"{folder} is DeepSpeed's, whose files may run code when they are read. Set trust_checkpoint=true if you "
+            "made it yourself."
+        )
+    trusted.check_metadata(folder, args.trust_checkpoint)
     if trainer.is_world_process_zero():
         for path, reason in passed_over.items():
             logger.warning(f"{path} is passed over: {reason}.")
@@ -51,8 +66,19 @@ def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
                 f"{folder} has no {manifest.MANIFEST} (the stock Trainer wrote it, or its save did not end): what is "
                 "inside its files can not be checked."
             )
-        logger.info(f"resuming from {folder}")
+        what = ": weights only, everything else starts anew" if args.resume_weights_only else ""
+        logger.info(f"resuming from {folder}{what}")
+    if args.resume_weights_only:
+        load_weights_only(trainer, folder)
+        return None
     _check_complete(trainer, folder)
+    if trainer._saves_trainable_only:
+        trainable_checkpoint.check_frozen(folder, trainer._frozen_digests)
+    elif trainable_checkpoint.has_trainable_weights(folder):
+        raise UsageError(
+            f"{folder} holds only what was trained, but nothing is frozen now. Give the trainable_modules or "
+            "frozen_modules it was saved with, or resume_weights_only=true."
+        )
     return str(folder)
 
 
@@ -110,3 +136,56 @@ def draws_anew(trainer: DistTrainer, folder: str) -> bool:
         logger.warning(f"{folder} is of {before} processes, this run of {args.world_size}: random states start anew.")
     set_seed(hash((args.seed, trainer.state.global_step, args.process_index)) % 2**32)
     return True
+
+
+# ---- (3) ----
+
+
+def load_weights_only(trainer: DistTrainer, folder: Path) -> None:
+    """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
+    model, trust = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), trainer._trusts
+    if trainable_checkpoint.has_trainable_weights(folder):
+        stored = trainable_checkpoint.stored_weights(folder, trust)
+        names = frozenset(stored.shapes)
+        trainable_checkpoint.check_frozen(
+            folder, trainable_checkpoint.frozen_digests(model, names & _parameters(model))
+        )
+        trainable_checkpoint.load_weights(model, None, folder, trust)
+    elif (folder / MODULES).is_file() and isinstance(model, EmbeddingModel):
+        load_weights(model, weights_from_folder(folder), source=str(folder))
+    elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
+        Trainer._load_from_checkpoint(trainer, str(folder), model)
+    else:
+        _load_whole(model, _whole_weights(model, folder, trust), folder)
+    load_loss(trainer, str(folder))
+
+
+def _parameters(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _whole_weights(model: nn.Module, folder: Path, trust: bool) -> dict[str, torch.Tensor]:
+    if (folder / SHARDED_BY_FSDP).is_dir():
+        state = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
+        trusted.load(state, folder / SHARDED_BY_FSDP, trust)
+        return state["model"]
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        weights |= load_file(path)
+    for path in [] if weights else sorted(folder.glob("pytorch_model*.bin")):
+        weights |= torch.load(path, map_location="cpu", weights_only=True)
+    if not weights:
+        raise UsageError(f"{folder} holds no weights that are known here.")
+    return weights
+
+
+def _load_whole(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ()) | set(
+        getattr(model, "_keys_to_ignore_on_save", None) or ()
+    )
+    own = model.state_dict()
+    whole = {name: own[name] for name in tied & own.keys()} | weights
+    check_weights(model, whole, source=str(folder))
+    model.load_state_dict(weights, strict=False)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()

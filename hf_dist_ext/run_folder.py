@@ -15,7 +15,7 @@ from typing import Any
 from hf_dist_ext import manifest
 from hf_dist_ext.errors import UsageError
 
-LOSS_WEIGHTS = "loss.safetensors"  # the loss's own parameters, beside the model's weights
+OF_THE_LOSS = ("loss.safetensors", "loss_optimizer.pt")  # its own parameters, beside the model's
 
 # (1) ---------------------------------------------------------------------------------------------------------------
 
@@ -24,10 +24,10 @@ def missing_from_checkpoint(folder: Path) -> list[str]:
     """What resuming needs and a checkpoint lacks. The Trainer itself goes on without some of it and says nothing."""
 
     def has(*patterns: str) -> bool:
-        found = (path for pattern in patterns for path in folder.glob(pattern) if path.name != LOSS_WEIGHTS)
+        found = (path for pattern in patterns for path in folder.glob(pattern) if path.name not in OF_THE_LOSS)
         return any(path.is_dir() or path.stat().st_size > 0 for path in found)
 
-    # global_step*: DeepSpeed keeps weights, optimizer and scheduler in one folder; *_0: sharded by FSDP
+    # global_step*: DeepSpeed keeps weights, optimizer and scheduler in one folder; *_0, trainable: sharded by FSDP
     weights = (
         "*.safetensors",
         "*/model*.safetensors",
@@ -35,11 +35,12 @@ def missing_from_checkpoint(folder: Path) -> list[str]:
         "adapter_model.bin",
         "pytorch_model_fsdp_0",
         "global_step*",
+        "trainable",
     )
     is_there = {
         "weights": has(*weights),
         "trainer_state.json": has("trainer_state.json"),
-        "optimizer state": has("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
+        "optimizer state": has("*optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
         "scheduler.pt": has("scheduler.pt", "global_step*"),
         "rng_state": has("rng_state*.pth"),
     }

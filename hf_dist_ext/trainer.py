@@ -15,7 +15,6 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -24,18 +23,9 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from . import (
-    checkpointing,
-    commit,
-    communication,
-    distributed,
-    feature_cache,
-    frozen_training,
-    learning_rate,
-    resume,
-    sharding,
-)
+from . import checkpointing, communication, distributed, feature_cache, frozen_training, learning_rate, sharding
 from .callbacks import MetricsFile, StepMeter
+from .checkpoint_hooks import CheckpointHooks
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
 from .errors import UsageError
@@ -51,7 +41,7 @@ logger = logging.get_logger(__name__)
 Batch = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-class DistTrainer(SafeTrainer):
+class DistTrainer(SafeTrainer, CheckpointHooks):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
@@ -66,8 +56,6 @@ class DistTrainer(SafeTrainer):
     args: DistTrainingArguments
     freeze_plan: Any = None  # what trains, when fields say so
     feature_cache: feature_cache.FeatureCache | None = None
-    _put_off: list | None = None  # while a checkpoint is written: the pushes that wait for its commit
-    _as_given: Mapping[str, Any] = {}  # and arguments that are overridden for as long
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
         self.loss, self._budget, self._rate_names = loss, None, []
@@ -428,64 +416,6 @@ class DistTrainer(SafeTrainer):
             real, computed = self.meter.last_tokens
             seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
             self.state.num_input_tokens_seen += sum(row[0] for row in distributed.exchange([seen], self.args.device))
-
-    # ---- checkpoints ----
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any):
-        if self._has_own_arguments:
-            resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
-            learning_rate.keep_effective_batch(self, resume_from_checkpoint)
-            learning_rate.scale(self.args)
-        return super().train(resume_from_checkpoint, *arguments, **options)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with commit.committed(self, trial) if self._has_own_arguments else nullcontext():
-            super()._save_checkpoint(model, trial)
-
-    def _finalize_training(self, *arguments: Any):
-        # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
-        with commit.put_off(self) if self._has_own_arguments else nullcontext():
-            return super()._finalize_training(*arguments)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not self._has_own_arguments or not resume.draws_anew(self, checkpoint):
-            super()._load_rng_state(checkpoint)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._put_off is not None:
-            self._put_off.append(lambda: self._push_from_checkpoint(checkpoint_folder))
-            return
-        with checkpointing.without_secrets(self.args, self._as_given):
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    @property
-    def _has_own_arguments(self) -> bool:
-        return isinstance(self.args, DistTrainingArguments)  # with TrainingArguments checkpoints are Trainer's
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with checkpointing.without_secrets(self.args, self._as_given):
-            super()._save(output_dir, state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with checkpointing.loss_state_apart(self, save_to=output_dir):
-            super()._save_optimizer_and_scheduler(output_dir)
-        checkpointing.save_budget(self, output_dir)
-        communication.save(self, output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with checkpointing.loss_state_apart(self, load_from=checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
-        checkpointing.load_budget(self, checkpoint)
-        communication.load(self, checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not checkpointing.load_embedding_model(self, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if not checkpointing.load_embedding_model(self, self.state.best_model_checkpoint):
-            super()._load_best_model()
-        checkpointing.load_loss(self, self.state.best_model_checkpoint)
 
 
 def _configs_by_column(model: nn.Module) -> dict[str, Any]:

@@ -206,6 +206,24 @@ class DistTrainingArguments(TrainingArguments):
     lr_base_batch_size: int | None = field(
         default=None, metadata={"help": "The effective batch that learning_rate was found with, for lr_scale_rule."}
     )
+    resume_weights_only: bool = field(
+        default=False,
+        metadata={
+            "help": "With resume_from_checkpoint: take the weights only; optimizer, schedule, data and random states "
+            "start anew."
+        },
+    )
+    trust_checkpoint: bool = field(
+        default=False,
+        metadata={"help": "Read checkpoints whose files may run code when they are read (DeepSpeed's do)."},
+    )
+    save_full_model: bool = field(
+        default=False,
+        metadata={
+            "help": "When only a part was trained, end with the complete model all the same, adapters merged. Off: "
+            "what was trained; hf-dist merge makes the complete model of it."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Train into an output_dir that already holds another run."}
     )

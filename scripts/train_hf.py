@@ -50,17 +50,20 @@ def train(run: Run) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for line in run.echo if is_main else ():
         print(line)
+    to_load = hints(run)
     if run.stages:
         report = summary(run_stages(run, train_once))
     else:
         args = make_arguments(run)
         trainer, report = train_once(run, args, build_parts(run, args))
         trainer.save_model()  # (4)
+        if not trainer.saves_complete_model:
+            to_load = ["load it:  hf-dist merge {folder} --output DIR writes the complete model"]
     if is_main:
         output_dir = Path(run.training["output_dir"])
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
-        print_end(report, hints(run), output_dir)
+        print_end(report, to_load, output_dir)
 
 
 def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_dist_ext import commit, manifest
 from hf_dist_ext.errors import UsageError
@@ -120,9 +120,7 @@ def test_rotation_comes_after_the_commit_and_spares_what_was_not_committed(tmp_p
     folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
     monkeypatch.setattr(manifest, "commit", lambda *a: (events.append(("commit", folders())), commit_(*a)))
     monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (events.append(("rotate", folders())), rotate(*a, **k)))
-    monkeypatch.setattr(
-        DistTrainer.__mro__[1], "_push_from_checkpoint", lambda self, folder: events.append(("push", folder))
-    )
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append(("push", folder)))
     trainer = make(tmp_path, save_total_limit=1, max_steps=4)
     trainer.args.push_to_hub = True
     monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)

@@ -1,0 +1,155 @@
+"""Trainer's hooks for checkpoints, wired to the parts; the base class of `DistTrainer`.
+
+(1) saving: `commit` around it all, `trainable_checkpoint` for runs with frozen parts, `checkpointing` for the loss
+(2) the model that a run ends with: never nothing, complete unless the run was of frozen parts
+(3) resuming: `resume` says from what, the same parts read it
+
+With transformers' own TrainingArguments all of it is Trainer's, but for the loss's parameters and the token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.utils import logging
+
+from . import checkpointing, commit, communication, learning_rate, merge, resume, trainable_checkpoint
+from .training_args import DistTrainingArguments
+from .trusted import trusted_reading
+
+logger = logging.get_logger(__name__)
+
+
+class CheckpointHooks(Trainer):
+    _put_off: list | None = None  # while a checkpoint is written: the pushes that wait for its commit
+    _as_given: Mapping[str, Any] = {}  # and arguments that are overridden for as long
+    _committed_step: int | None = None  # of this run's last checkpoint
+    _frozen_digests: dict[str, str] | None = None  # of the weights that checkpoints leave out
+
+    @property
+    def _has_own_arguments(self) -> bool:
+        return isinstance(self.args, DistTrainingArguments)
+
+    @property
+    def _saves_trainable_only(self) -> bool:
+        return self.freeze_plan is not None and self._has_own_arguments and not self.is_deepspeed_enabled
+
+    @property
+    def saves_complete_model(self) -> bool:
+        """Whether `save_model` ends with a folder that from_pretrained loads: not when only a part was trained, unless
+        it was asked for, or the rest is in no folder and on no hub."""
+        return not self._saves_trainable_only or self.args.save_full_model or commit.base_model(self) is None
+
+    # ---- (1) ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self._committed_step == self.state.global_step:
+            return  # asked for twice, as when an evaluation was left: to write it again would put it at risk
+        with commit.committed(self, trial) if self._has_own_arguments else nullcontext():
+            super()._save_checkpoint(model, trial)
+
+    def _finalize_training(self, *arguments: Any):
+        # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
+        with commit.put_off(self) if self._has_own_arguments else nullcontext():
+            return super()._finalize_training(*arguments)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with checkpointing.without_secrets(self.args, self._as_given):
+            super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with checkpointing.loss_state_apart(self, save_to=output_dir):
+            if self._saves_trainable_only:
+                trainable_checkpoint.save_optimizer(self, Path(output_dir))
+                if self.args.should_save:
+                    torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+            else:
+                super()._save_optimizer_and_scheduler(output_dir)
+        checkpointing.save_budget(self, output_dir)
+        communication.save(self, output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._put_off is not None:
+            self._put_off.append(lambda: self._push_from_checkpoint(checkpoint_folder))
+            return
+        with checkpointing.without_secrets(self.args, self._as_given):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    # ---- (2) ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        is_sharded = self._has_own_arguments and trainable_checkpoint.is_sharded(self)
+        if self._saves_trainable_only and (_internal_call or not self.saves_complete_model):
+            checkpointing.save_description(self, folder)
+            trainable_checkpoint.save_weights(self, folder, may_shard=_internal_call)
+            if not _internal_call:
+                commit.commit_model(self, folder)
+        elif is_sharded and _internal_call:  # the weights follow in their own format
+            checkpointing.save_description(self, folder)
+            return
+        elif self._saves_trainable_only and merge.has_adapters(self):
+            merge.save_merged(self, folder)
+        elif is_sharded:
+            self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
+        else:
+            return super().save_model(output_dir, _internal_call)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # ---- (3) ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any):
+        self._committed_step = None
+        if self._saves_trainable_only and self._frozen_digests is None:
+            bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            self._frozen_digests = trainable_checkpoint.frozen_digests(bare, self.freeze_plan.saved)
+        if self._has_own_arguments:
+            resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
+            learning_rate.keep_effective_batch(self, resume_from_checkpoint)
+            learning_rate.scale(self.args)
+        return super().train(resume_from_checkpoint, *arguments, **options)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self._saves_trainable_only:
+            trainable_checkpoint.load_weights(
+                model or self.model, self.freeze_plan.saved, Path(resume_from_checkpoint), self.args.trust_checkpoint
+            )
+        elif not checkpointing.load_embedding_model(self, resume_from_checkpoint):
+            with trusted_reading(self._trusts):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with checkpointing.loss_state_apart(self, load_from=checkpoint), trusted_reading(self._trusts):
+            if checkpoint is not None and self._saves_trainable_only:
+                trainable_checkpoint.load_optimizer(self, Path(checkpoint), self._trusts)
+                scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
+                self.lr_scheduler.load_state_dict(scheduler)
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+        checkpointing.load_budget(self, checkpoint)
+        communication.load(self, checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self._has_own_arguments or not resume.draws_anew(self, checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self._saves_trainable_only:
+            trainable_checkpoint.load_weights(self.model, self.freeze_plan.saved, Path(best), self._trusts)
+        elif not checkpointing.load_embedding_model(self, best):
+            with trusted_reading(self._trusts):
+                super()._load_best_model()
+        checkpointing.load_loss(self, best)
+
+    @property
+    def _trusts(self) -> bool:
+        return getattr(self.args, "trust_checkpoint", False)

@@ -1,0 +1,225 @@
+"""A checkpoint -> a complete Hugging Face model folder, which `from_pretrained` alone loads.
+
+    hf-dist merge outputs/run/checkpoint-40 --output merged
+
+(1) the checkpoint is verified; its manifest says which model it is of and where the rest of the weights is
+(2) the model: the base with what was trained put into it, or what the checkpoint holds complete
+(3) adapters are merged; the weights must then differ from the base's and give the outputs they gave before
+(4) the folder: weights, configs, and every file of the processor
+(5) it is read back as a user would: the same weights, the same outputs, every processor file unchanged
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+
+from . import manifest, trainable_checkpoint
+from .errors import UsageError
+from .model_folder import resolve_folder
+from .modeling import EmbeddingModel
+
+if TYPE_CHECKING:
+    from .trainer import DistTrainer
+
+# Files of a checkpoint or model folder that are not the processor's.
+NOT_PROCESSOR = {
+    manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
+    "metrics.json", "run.json", trainable_checkpoint.FROZEN,
+}  # fmt: skip
+PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
+TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order
+
+
+def merge(
+    checkpoint: Path, output: Path, base: str | None = None, trust_remote_code: bool = False, trust: bool = False
+) -> None:
+    """Write the complete model of a checkpoint, or of the folder that a run with frozen parts ended with.
+
+    `base`: where the frozen weights are, when not where the run had them.
+    """
+    facts = _verified(checkpoint)  # (1)
+    if output.exists() and any(output.iterdir()):
+        raise UsageError(f"--output {output} is not empty. Give a new folder.")
+    options = {"trust_remote_code": trust_remote_code}
+    model, source = _complete_model(checkpoint, facts, base, options, trust)  # (2)
+    before = _outputs(model)
+    if hasattr(model, "merge_and_unload"):
+        model = _without_adapters(model, before)  # (3)
+    model.save_pretrained(output)  # (4)
+    processor_files = _copy_processor(checkpoint, source, output)
+    _check(output, model, before, processor_files, options)  # (5)
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def _verified(checkpoint: Path) -> dict[str, Any]:
+    facts = manifest.read(checkpoint) if checkpoint.is_dir() else None
+    if facts is None:
+        raise UsageError(f"{checkpoint} is no checkpoint with a {manifest.MANIFEST}. Give a checkpoint-N folder.")
+    if broken := manifest.problems(checkpoint, facts):
+        raise UsageError(f"{checkpoint} is incomplete: {', '.join(broken)}. Use another checkpoint.")
+    return facts
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: dict, trust: bool) -> tuple[Any, Path]:
+    """The model with the checkpoint's weights, and the folder that its processor's files may be taken from."""
+    is_partial = trainable_checkpoint.has_trainable_weights(checkpoint)
+    has_adapters = (checkpoint / "adapter_config.json").is_file()
+    if not is_partial and not has_adapters and _has_whole_weights(checkpoint):
+        return _load(facts, checkpoint, options), checkpoint
+    if not is_partial and not has_adapters:
+        return _from_shards(checkpoint, facts, options, trust), checkpoint
+    base = base or facts["base_model"]
+    if base is None:
+        raise UsageError(
+            f"{checkpoint} holds only what was trained, and its model was built from a configuration: the rest is "
+            "nowhere. Give --base FOLDER, or train with save_full_model=true."
+        )
+    folder = resolve_folder(base, facts["base_revision"])
+    model = _load(facts, folder, options, is_base=True)
+    if has_adapters:
+        from peft import PeftConfig, PeftModel, get_peft_model
+
+        if not is_partial:
+            return PeftModel.from_pretrained(model, checkpoint), folder
+        model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
+    stored = frozenset(trainable_checkpoint.stored_weights(checkpoint, trust).shapes)
+    names = stored & {name for name, _ in model.named_parameters()}
+    trainable_checkpoint.check_frozen(checkpoint, trainable_checkpoint.frozen_digests(model, names))
+    trainable_checkpoint.load_weights(model, None, checkpoint, trust)
+    return model.eval(), folder
+
+
+def _has_whole_weights(folder: Path) -> bool:
+    return any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def _model_class(facts: dict) -> Any:
+    if facts["model"] == "EmbeddingModel":
+        return EmbeddingModel
+    found = getattr(transformers, facts["model"], None)
+    if found is None:
+        raise UsageError(f"{facts['model']} is neither an EmbeddingModel nor a class of transformers.")
+    return found
+
+
+def _load(facts: dict, folder: Path, options: dict, is_base: bool = False) -> Any:
+    if is_base:  # as the run had it, to compare the frozen weights bit for bit
+        embedding = {name: value for name, value in (facts["embedding"] or {}).items() if value is not None}
+        options = options | embedding | {"dtype": facts["dtype"]}
+    return _model_class(facts).from_pretrained(folder, **({"dtype": "auto"} | options)).eval()
+
+
+def _from_shards(checkpoint: Path, facts: dict, options: dict, trust: bool) -> Any:
+    from .resume import _load_whole, _whole_weights
+
+    config = transformers.AutoConfig.from_pretrained(checkpoint, **options)
+    if facts["model"] == "EmbeddingModel":
+        model = EmbeddingModel.from_config(config, **facts["embedding"])
+    else:
+        model = _model_class(facts)(config)
+    _load_whole(model, _whole_weights(model, checkpoint, trust), checkpoint)
+    return model.eval()
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def has_adapters(trainer: DistTrainer) -> bool:
+    return hasattr(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), "merge_and_unload")
+
+
+def save_merged(trainer: DistTrainer, folder: Path) -> None:
+    """The complete model at the end of a run with adapters: merged in a copy, on the process that writes."""
+    if trainer.is_fsdp_enabled:
+        raise UsageError("save_full_model with adapters under FSDP: use hf-dist merge on the last checkpoint.")
+    if trainer.args.should_save:
+        model = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)).eval()
+        _without_adapters(model, _outputs(model)).save_pretrained(folder)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
+
+
+def _without_adapters(model: Any, before: torch.Tensor | None) -> nn.Module:
+    with model.disable_adapter():
+        of_base = _outputs(model)
+    merged = model.merge_and_unload().eval()
+    after = _outputs(merged)
+    if before is None or after is None:
+        return merged
+    if torch.equal(after, of_base):
+        raise UsageError("the adapters change nothing: the merged model would be the base model. Train them first.")
+    scale = before.abs().max().item() or 1.0
+    if (difference := (after - before).abs().max().item()) > _tolerance(merged) * scale:
+        raise UsageError(
+            f"merging changed the outputs by {difference:.1e} of {scale:.1e}: the adapters can not be merged."
+        )
+    return merged
+
+
+def _tolerance(model: nn.Module) -> float:
+    is_wide = all(p.dtype.itemsize >= 4 for p in model.parameters() if p.is_floating_point())
+    return TOLERANCE if is_wide else 0.05
+
+
+@torch.no_grad()
+def _outputs(model: Any) -> torch.Tensor | None:
+    """What the model says to a few tokens; None for one that needs more than tokens."""
+    tokens = torch.tensor([[5, 6, 7, 8], [8, 7, 6, 5]], device=next(model.parameters()).device)
+    try:
+        output = model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return output[0].float()
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def _copy_processor(checkpoint: Path, source: Path, output: Path) -> dict[str, Path]:
+    """name -> where it is from; the checkpoint's own files, or else those of the base."""
+    for folder in (checkpoint, source):
+        found = {p.name: p for p in folder.iterdir() if p.is_file() and _is_processors(p.name)}
+        if found:
+            break
+    for name, path in found.items():
+        shutil.copyfile(path, output / name)
+    templates = source / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, output / templates.name)
+    return found
+
+
+def _is_processors(name: str) -> bool:
+    return name.endswith(PROCESSOR_ENDINGS) and name not in NOT_PROCESSOR and not name.endswith(".index.json")
+
+
+# (5) ---------------------------------------------------------------------------------------------------------------
+
+
+def _check(output: Path, model: nn.Module, before: Any, processor_files: dict[str, Path], options: dict) -> None:
+    again = type(model).from_pretrained(output, dtype="auto", **options).eval()
+    ours, theirs = model.state_dict(), again.state_dict()
+    wrong = [n for n in ours if n not in theirs or not torch.equal(ours[n].to(theirs[n].dtype), theirs[n])]
+    if wrong:
+        raise UsageError(f"{output} does not load as it was written ({len(wrong)} weights, such as {wrong[0]}).")
+    after = _outputs(again)
+    if before is not None and after is not None:
+        scale = before.abs().max().item() or 1.0
+        if not torch.allclose(before, after, atol=_tolerance(again) * scale, rtol=0):
+            raise UsageError(f"{output} gives other outputs than the checkpoint.")
+    changed = [n for n, path in processor_files.items() if (output / n).read_bytes() != path.read_bytes()]
+    if changed:
+        raise UsageError(f"{output}: {changed[0]} of the processor is not that of {processor_files[changed[0]]}.")

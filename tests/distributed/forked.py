@@ -1,0 +1,85 @@
+"""Runs of one process, or of two that talk over gloo, forked from a process that has imported everything.
+
+A launch costs ten seconds of imports, a fork none. The children are real processes with a launcher's environment;
+they are killed by their ids.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+MODES = {
+    "single": (1, {}),
+    "ddp": (2, {}),
+    "fsdp-full": (2, FSDP | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}),
+    "fsdp-sharded": (2, FSDP | {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}),
+}
+
+
+class Run:
+    """A started run: process ids, and the lines that rank 0 says; the last is what `target` returns.
+
+    `target(say)` is what each process does. Their output is in `log` with the rank before its suffix.
+    """
+
+    def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):
+        world_size, environment = MODES[mode]
+        self.reader, writer = os.pipe()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.pids, self.logs = [], [log.with_suffix(f".{rank}.log") for rank in range(world_size)]
+        for rank in range(world_size):
+            if pid := os.fork():
+                self.pids.append(pid)
+                continue
+            with open(self.logs[rank], "w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            try:
+                if world_size > 1:
+                    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                    values = (str(rank), str(rank), "2", "2", "127.0.0.1", port)
+                    os.environ.update(dict(zip(names, values, strict=True)) | environment)
+                say = lambda line, rank=rank: rank == 0 and os.write(writer, f"{line}\n".encode())  # noqa: E731
+                say(target(say))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+        os.close(writer)
+        self.lines = os.fdopen(self.reader)
+
+    def wait(self) -> bool:
+        """Whether all processes end well; when one does not, the others are ended."""
+        left, is_well = set(self.pids), True
+        while left:
+            pid, status = os.wait()
+            left.discard(pid)
+            if status and is_well:
+                is_well = False
+                self.kill(left)
+        return is_well
+
+    def result(self) -> str:
+        """The last line; AssertionError with the log when a process failed."""
+        *_, line = ["", *self.lines]
+        assert self.wait(), "\n".join(log.read_text()[-3000:] for log in self.logs)
+        return line.strip()
+
+    def kill(self, pids) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)

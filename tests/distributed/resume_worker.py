@@ -1,0 +1,120 @@
+r"""Checkpoints of runs with frozen parts, saved in one mode and resumed in another.
+
+    python tests/distributed/resume_worker.py --output found.json
+
+Every mode sees the same global batches and there is no dropout, so an uninterrupted run ends with the same weights in
+all of them but for rounding. Reported per pair: the largest difference to the end of the run that saved, how far
+weights moved after the checkpoint, and whether the optimizer state that was read is bit for bit the saved one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_dist_ext import trainable_checkpoint, trusted
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.distributed.forked import MODES, Run
+
+PAIRS = [
+    ("ddp", "fsdp-full"), ("ddp", "single"), ("fsdp-sharded", "single"), ("fsdp-sharded", "ddp"),
+    ("single", "fsdp-sharded"), ("fsdp-full", "ddp"), ("fsdp-full", "fsdp-sharded"),
+]  # fmt: skip
+
+
+def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    rows = [{"input_ids": (ids := torch.randint(1, 60, (8,))), "labels": ids} for _ in range(24)]
+    options = dict(trainable_modules=["layers.1", "lm_head"], save_steps=2, save_model=False) | more
+    saves_model = options.pop("save_model")
+    args = DistTrainingArguments(
+        output_dir=str(folder), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=4 // MODES[mode][0],
+        report_to=[], disable_tqdm=True, use_cpu=True, seed=5, frozen_parts_fsdp="shard", logging_steps=10, **options,
+    )  # fmt: skip
+    read = {}
+
+    class Reading(DistTrainer):
+        def _load_optimizer_and_scheduler(self, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                state, _ = trainable_checkpoint.optimizer_state(self)
+                read.update(trainable_checkpoint.gathered(state, keep=True))
+
+    trainer = Reading(LlamaForCausalLM(config), args, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    if saves_model:
+        trainer.save_model()
+    weights = trainable_checkpoint.named(trainer.model.named_parameters())
+    weights = dict(trainable_checkpoint.gathered(weights, keep=True))
+    if trainer.is_world_process_zero():
+        save_file(weights, folder / f"end-{mode}.safetensors")
+        save_file(read, folder / "read.safetensors")
+    return "done"
+
+
+def run(mode: str, folder: Path, **options) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    Run(mode, folder / "run", partial(train, folder=folder, mode=mode, **options)).result()
+    return load_file(folder / f"end-{mode}.safetensors")
+
+
+def optimizer_saved(folder: Path) -> dict[str, torch.Tensor]:
+    """The saved state, read without a run."""
+    content = torch.load(folder / trainable_checkpoint.OPTIMIZER, weights_only=True)
+    if "state" in content:
+        return content["state"]
+    shards = folder / trainable_checkpoint.SHARDED_OPTIMIZER
+    entries = trusted.read_entries(shards, trust=False)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    trainable_checkpoint._stored_shards(shards, trust=False).fill(tensors)
+    return tensors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True)
+    options = parser.parse_args()
+    found: dict = {"pairs": {}, "files": {}, "model": {}}
+    with TemporaryDirectory() as name:
+        folders = {mode: Path(name, mode) for mode in MODES}
+        ends = {mode: run(mode, folders[mode], save_model=True) for mode in MODES}
+        start = LlamaForCausalLM(LlamaConfig.from_pretrained(folders["single"] / "checkpoint-2"))
+        found["num_parameters"] = sum(p.numel() for p in start.parameters())
+        trained = [*start.model.layers[1].parameters(), *start.lm_head.parameters()]
+        found["num_trained"] = sum(p.numel() for p in trained)
+        for mode in MODES:
+            checkpoint = folders[mode] / "checkpoint-2"
+            files = {str(p.relative_to(checkpoint)): p.stat().st_size for p in checkpoint.rglob("*") if p.is_file()}
+            found["files"][mode] = files
+            found["model"][mode] = sorted(path.name for path in folders[mode].glob("*.safetensors"))
+        for saved, resumed in PAIRS:
+            end = run(resumed, folders[saved], resume=True)
+            checkpoint = folders[saved] / "checkpoint-2"
+            theirs, read = optimizer_saved(checkpoint), load_file(folders[saved] / "read.safetensors")
+            stored = trainable_checkpoint.stored_weights(checkpoint)
+            middle = {key: torch.empty(shape) for key, shape in stored.shapes.items()}
+            stored.fill(middle)
+            found["pairs"][f"{saved} -> {resumed}"] = {
+                "difference": max((end[key] - ends[saved][key]).abs().max().item() for key in end),
+                "moved": max((end[key] - middle[key]).abs().max().item() for key in middle),
+                "states": len(theirs),
+                "state_equal": theirs.keys() == read.keys() and all(torch.equal(theirs[k], read[k]) for k in theirs),
+                "state_size": max(value.abs().max().item() for key, value in theirs.items() if "exp_avg" in key),
+            }
+    Path(options.output).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

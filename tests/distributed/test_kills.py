@@ -1,0 +1,45 @@
+"""SIGKILL near a save, for real: what is resumed must end bit for bit as the run that was never interrupted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import ROOT, environment
+
+WORKER = Path(__file__).with_name("kill_worker.py")
+FULL_COUNTS = {"single": 20, "ddp": 12, "fsdp-sharded": 12, "fsdp-full": 4}
+
+
+def kills(folder: Path, modes: list[str], number: int, *options: str) -> dict:
+    output = folder / "found.json"
+    command = [sys.executable, WORKER, "--mode", *modes, "--kills", number, "--output", output, *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(output.read_text())
+
+
+def check(found: dict) -> None:
+    for mode, runs in found.items():
+        for kill in runs["kills"]:
+            assert kill.get("digest") == runs["digest"], (mode, kill)
+            assert 1 <= len(kill["committed"]) <= 3, (mode, kill)
+
+
+def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
+    check(kills(tmp_path, ["single", "ddp", "fsdp-sharded"], 2))
+
+
+def test_a_killed_run_with_frozen_parts_is_resumed_bit_for_bit(tmp_path):
+    check(kills(tmp_path, ["ddp", "fsdp-sharded"], 1, "--frozen", "--seed", "1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, number", FULL_COUNTS.items())
+@pytest.mark.parametrize("options", [(), ("--frozen",)], ids=["full", "frozen"])
+def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, options):
+    found = kills(tmp_path, [mode], number, *options)
+    check(found)
+    assert any(kill["not_committed"] for kill in found[mode]["kills"]), "no kill tore a save"
