@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-OF_RANK = re.compile(r"(?:.*/)?(?:rng_state_(\d+)\.pth|__(\d+)_\d+\.distcp)")  # files that a rank other than 0 writes
+# Files that every rank writes for itself.
+OF_RANK = re.compile(r"(?:.*/)?(?:(?:rng_state|ddp_comm_hook)_(\d+)\.pth?|__(\d+)_\d+\.distcp)")
 SPARE = 1.1  # of the last checkpoint's size must be free: its trainer_state grows, and logs are written too
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from . import checkpointing, communication, distributed, feature_cache, frozen_training, learning_rate, sharding
+from . import checkpointing, communication, distributed, feature_cache, frozen_training, sharding
 from .callbacks import MetricsFile, StepMeter
 from .checkpoint_hooks import CheckpointHooks
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
