@@ -21,9 +21,10 @@ from transformers import Trainer, set_seed
 from transformers.utils import logging
 
 from . import manifest, trainable_checkpoint, trusted
-from .checkpointing import LOSS_OPTIMIZER, LOSS_WEIGHTS, MODULES, load_loss
+from .checkpointing import LOSS_OPTIMIZER, LOSS_WEIGHTS, load_loss
 from .errors import UsageError
-from .modeling import EmbeddingModel, check_weights, load_weights, weights_from_folder
+from .modeling import check_weights, load_weights
+from .read_back import weights_in_memory_names
 from .run_folder import another, checkpoint_to_resume, missing_from_checkpoint
 
 if TYPE_CHECKING:
@@ -151,8 +152,8 @@ def load_weights_only(trainer: DistTrainer, folder: Path) -> None:
             folder, trainable_checkpoint.frozen_digests(model, names & _parameters(model))
         )
         trainable_checkpoint.load_weights(model, None, folder, trust)
-    elif (folder / MODULES).is_file() and isinstance(model, EmbeddingModel):
-        load_weights(model, weights_from_folder(folder), source=str(folder))
+    elif (weights := weights_in_memory_names(model, folder)) is not None:
+        load_weights(model, weights, source=str(folder))
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
         Trainer._load_from_checkpoint(trainer, str(folder), model)
     else:
