@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, astuple, dataclass, field
 
-from hf_dist_ext.tape import Parameter
+from hf_dist_ext.tape import TEMPORARY_VALUES, Parameter
 from hf_dist_ext.workload import Workload
 
 GIB = 2**30
@@ -23,10 +23,6 @@ GIB = 2**30
 CONTEXT_BYTES = 0.75 * GIB
 COMMUNICATOR_BYTES = 0.4 * GIB
 FRAGMENTATION = 0.03
-# Backward holds gradients of values beside what was saved. In traces of torch (memory_trace.py) over encoders and
-# decoders, with and without autocast: 1.6 to 3.4 times the widest value, 1.1 to 2.4 with checkpointing.
-TEMPORARY_VALUES = 3
-TEMPORARY_VALUES_CHECKPOINTED = 2
 EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
 TILE_ROWS = 1024  # of the loss (losses.py)
 
@@ -338,12 +334,11 @@ def held(work: Workload, settings: Settings, compute: int | None = None, parts: 
     for column in work.columns:
         cost = work.work(column, compute, parts)
         rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) if cut else column.rows
-        beside = TEMPORARY_VALUES_CHECKPOINTED if settings.is_checkpointed else TEMPORARY_VALUES
         graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
         found = Held(
             rows * (cost.kept_checkpointed if settings.is_checkpointed else cost.kept) * graphs,
             (cost.casts_checkpointed if settings.is_checkpointed else cost.casts) * graphs,
-            rows * cost.largest * beside,
+            rows * (cost.temporary_checkpointed if settings.is_checkpointed else cost.temporary),
         )
         if cut:  # the pass without a graph takes wider chunks
             wide = min(rows * work.widening, column.rows) * cost.largest * TEMPORARY_VALUES
@@ -364,8 +359,11 @@ def _embeddings(work: Workload, world: int) -> float:
     """The loss stage: linear in the batch, and on several devices in everyone's rows; a tile of scores."""
     if not work.is_embedding:
         return 0.0
-    own = sum(column.rows for column in work.columns) * work.embedding_dim * 4
+    rows = sum(column.rows for column in work.columns)
+    own = rows * work.embedding_dim * 4
     everyone = own * world
     candidates = sum(column.rows for column in work.columns[1:]) * world
     tile = min(TILE_ROWS, work.batch) * candidates * 4 * 2
-    return EMBEDDING_COPIES * (own + everyone) + tile
+    # Over a frozen backbone, its pooled features are kept from the pass without a graph: only the rest runs again.
+    features = rows * work.feature_dim * 4 if work.keeps_features else 0.0
+    return EMBEDDING_COPIES * (own + everyone) + tile + features

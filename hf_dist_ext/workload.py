@@ -46,13 +46,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Work:
-    """What `rows` rows cost: bytes kept for backward, weight copies, the largest value, multiply-adds."""
+    """What a row costs: bytes kept for backward, weight copies, the largest value and what backward makes beside what
+    is kept, multiply-adds."""
 
     kept: float
     kept_checkpointed: float
     casts: float
     casts_checkpointed: float
     largest: float
+    temporary: float
+    temporary_checkpointed: float
     forward: float
     backward: float
 
@@ -91,6 +94,18 @@ class Workload:
     @property
     def batch(self) -> int:
         return self.columns[0].rows
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether a cached step runs a frozen backbone once, and keeps its pooled output."""
+        is_frozen = not any(layer.saved for layer in self.tape(self.columns[0]).layers)
+        return self.is_cached and self.projection_dim is not None and is_frozen
+
+    @property
+    def feature_dim(self) -> int:
+        """Width of the backbone's pooled output."""
+        text = self.config.get("text_config") or self.config
+        return text["hidden_size"]
 
     @property
     def widening(self) -> int:
@@ -150,13 +165,15 @@ class Workload:
         """Of one row of a column."""
         tape = self.tape(column, compute_bytes, tensor_parallel)
         plain, checkpointed = tape.cost(), tape.cost(lambda layer: True)
-        parts = [tape.outside, *tape.layers]
+        parts = [tape.before, *tape.layers, tape.after]
         return Work(
             kept=plain.activations,
             kept_checkpointed=checkpointed.activations,
             casts=plain.casts,
             casts_checkpointed=checkpointed.casts,
             largest=max(part.largest for part in parts),
+            temporary=plain.temporary,
+            temporary_checkpointed=checkpointed.temporary,
             forward=sum(part.products for part in parts),
             backward=sum(part.backward for part in parts),
         )
@@ -175,13 +192,18 @@ class TracedWorkload(Workload):
 
     found: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def keeps_features(self) -> bool:
+        trains = [name for name, one in self.found["parameters"].items() if one[2]]
+        return self.is_cached and all(name.startswith("projection.") for name in trains)
+
     def work(self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1) -> Work:
         row = self.found["rows"][column.name]
         trains = any(one[2] for one in self.found["parameters"].values())
         casts = row["casts"] if compute_bytes is None else 0.0
         backward = 2 * row["products"] * trains
         # what backward makes meanwhile is in the trace already
-        return Work(row["kept"], row["kept_checkpointed"], casts, casts, 0.0, row["products"], backward)
+        return Work(row["kept"], row["kept_checkpointed"], casts, casts, 0.0, 0.0, 0.0, row["products"], backward)
 
     def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
         return {name: Parameter(*values) for name, values in self.found["parameters"].items()}
