@@ -248,8 +248,9 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
         _fsdp(found, strategy, model, shards, computes_in, stored, is_half, work)
     else:
         found.gradients = whole.trained_stored
-        found.weights = whole.frozen_stored + of_chunk.casts + (0 if is_half else whole.trained_stored)
-        found.master_weights = whole.trained_stored if is_half else 0.0
+        has_masters = whole.trained_stored > whole.trained * computes_in
+        found.weights = whole.frozen_stored + of_chunk.casts + (0 if has_masters else whole.trained_stored)
+        found.master_weights = whole.trained_stored if has_masters else 0.0
         if strategy.name == "DDP" and not work.bucket_view:
             found.buffers = whole.trained_stored  # the reducer's buckets
     if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):

@@ -171,6 +171,11 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     plan = Plan(work, hardware, options, best, notes=list(work.notes))
     if not is_known_optimizer(work.optimizer):
         plan.notes.append(f'optim "{work.optimizer}" is not known here: counted as AdamW, 8 bytes per parameter.')
+    whole = model_of(work).whole
+    if whole.trained and whole.trained_stored < 4 * whole.trained:
+        plan.notes.append(
+            "what trains is stored in half precision on one device and under DDP: small updates are lost."
+        )
     _explain(plan)
     return plan
 
