@@ -13,8 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.launching import launch
-from tests.parity.memory_worker import PARTS
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # started by its path, Python looks beside this file only
+
+from tests.launching import launch  # noqa: E402
+from tests.parity.memory_worker import PARTS  # noqa: E402
 
 SMALL = {
     "vocab_size": 64,
