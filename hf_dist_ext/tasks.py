@@ -75,10 +75,19 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
 
 def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
     set_seed(args.seed)  # every process builds the same weights
+    _keep_precision_of_frozen_weights(run, args)
     parts = _module(run).build(run, args)
     # The first evaluation is the training loop's own: outside of it, FSDP2 has no optimizer to shard the model with.
     args.eval_on_start = parts.eval_dataset is not None
     return parts
+
+
+def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> None:
+    """Frozen weights under autocast stay as their files hold them (bfloat16, mostly): a float32 copy would double what
+    they take and change nothing. What trains is made float32 by the freeze plan."""
+    has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None
+    if run.run.dtype is None and run.run.model_name_or_path and has_frozen_part and (args.bf16 or args.fp16):
+        run.run.dtype = "auto"
 
 
 def hints(run: Run) -> list[str]:

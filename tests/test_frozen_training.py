@@ -1,5 +1,7 @@
 """DistTrainer's freezing fields on one process: the plan is printed, asserted, and followed by the optimizer."""
 
+import json
+
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -124,3 +126,25 @@ def test_the_booleans_people_know_are_short_names(tmp_path):
     path.write_text("{" + base + ', "freeze_vision": true, "frozen_modules": ".*tower"}')
     with pytest.raises(UsageError, match="regex"):
         load_run(["--config", str(path)])
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_frozen_weights_are_loaded_in_the_precision_of_their_files(tmp_path, bf16):
+    from hf_dist_ext.modeling import EmbeddingModel
+    from hf_dist_ext.tasks import build_parts, make_arguments
+    from tests.tiny_models import model_config, tiny_tokenizer
+
+    EmbeddingModel.from_config(model_config("bert")).bfloat16().save_pretrained(
+        tmp_path / "model", tokenizer=tiny_tokenizer(max_length=16)
+    )
+    path = tmp_path / "run.json"
+    given = {
+        "model_name_or_path": str(tmp_path / "model"), "dataset_name": "code-search", "projection_dim": 8,
+        "trainable_modules": ["projection"], "use_cpu": True, "bf16": bf16, "output_dir": str(tmp_path / "run"),
+        "max_train_samples": 16, "max_eval_samples": 8,
+    }  # fmt: skip
+    path.write_text(json.dumps(given))
+    run = load_run(["--config", str(path)])
+    parts = build_parts(run, make_arguments(run))
+    expected = torch.bfloat16 if bf16 else torch.float32
+    assert {p.dtype for p in parts.model.backbone.parameters()} == {expected}
