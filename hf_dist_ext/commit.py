@@ -24,6 +24,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from . import distributed, manifest, trainable_checkpoint
+from .data_position import data_fingerprint
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -160,13 +161,13 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
     return {
         "step": state.global_step,
         "epoch": state.epoch,
-        "samples_seen": samples_seen(trainer),
+        **trainer.position_facts(),
         "world_size": args.world_size,
         "per_device_train_batch_size": trainer._train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "seed": args.seed,
         "data_seed": args.data_seed,
-        "data_fingerprint": getattr(dataset, "_fingerprint", None),
+        "data_fingerprint": data_fingerprint(dataset),
         "data_length": len(dataset) if hasattr(dataset, "__len__") else None,
         "sharding": _sharding(trainer),
         "model": type(bare).__name__,
@@ -214,20 +215,6 @@ def commit_model(trainer: DistTrainer, folder: Path) -> None:
             f"{folder} holds what was trained. hf-dist merge {folder} --output DIR makes the complete model; "
             "save_full_model=true does so at the end of a run."
         )
-
-
-def samples_seen(trainer: DistTrainer) -> int:
-    """Rows that the optimizer steps so far have used: whole epochs, then whole steps of the current one."""
-    args, step = trainer.args, trainer.state.global_step
-    per_batch = trainer._train_batch_size * args.world_size
-    per_step = per_batch * args.gradient_accumulation_steps
-    try:
-        num_batches, num_rows = len(trainer.callback_handler.train_dataloader), len(trainer.train_dataset)
-    except TypeError:  # a stream
-        return step * per_step
-    steps_per_epoch = max(-(-num_batches // args.gradient_accumulation_steps), 1)
-    per_epoch = min(num_rows, num_batches * per_batch)
-    return step // steps_per_epoch * per_epoch + min(step % steps_per_epoch * per_step, per_epoch)
 
 
 def _sharding(trainer: DistTrainer) -> str:

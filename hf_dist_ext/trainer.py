@@ -28,6 +28,7 @@ from .callbacks import MetricsFile, StepMeter
 from .checkpoint_hooks import CheckpointHooks
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
+from .data_position import PositionHooks
 from .errors import UsageError
 from .frozen_columns import batch_of_pooled, forward_bytes_per_token, frozen_columns, has_frozen_backbone
 from .gradient_cache import CachedStep, RandomState, cached_step, encode_without_graph
@@ -41,7 +42,7 @@ logger = logging.get_logger(__name__)
 Batch = Mapping[str, Mapping[str, torch.Tensor]]
 
 
-class DistTrainer(SafeTrainer, CheckpointHooks):
+class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
@@ -149,6 +150,9 @@ class DistTrainer(SafeTrainer, CheckpointHooks):
             return super().get_train_dataloader()
 
     def _get_train_sampler(self, train_dataset: Any = None):
+        return self.placed(self._train_order(train_dataset))
+
+    def _train_order(self, train_dataset: Any):
         if self.loss is None:
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset

@@ -224,6 +224,10 @@ class DistTrainingArguments(TrainingArguments):
             "what was trained; hf-dist merge makes the complete model of it."
         },
     )
+    allow_changed_data: bool = field(
+        default=False,
+        metadata={"help": "Resume though the seed of the order or the training rows are not those of the checkpoint."},
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Train into an output_dir that already holds another run."}
     )

@@ -1,0 +1,141 @@
+"""A run that is resumed with another batch, accumulation or number of processes repeats no row and skips none."""
+
+from collections import Counter
+
+import datasets
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import WeightedRandomSampler
+
+from hf_dist_ext.data_position import data_fingerprint
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+
+ROWS = 30
+
+
+class Model(nn.Module):
+    """Notes which rows it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(1)), []
+
+    def forward(self, x, labels=None):
+        self.seen += x[:, 0].int().tolist()
+        return {"loss": (self.weight * x.sum()).sum() * 1e-6, "logits": x}
+
+
+def table(rows: int = ROWS, shift: int = 0) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"x": [[float(i + shift)] for i in range(rows)]})
+
+
+def run(folder, dataset=None, resume=None, epochs: float = 2, **options) -> Model:
+    model = Model()
+    args = DistTrainingArguments(
+        **{"output_dir": str(folder if resume is None else folder / "resumed"), "num_train_epochs": epochs,
+           "per_device_train_batch_size": 4, "save_steps": 1, "save_strategy": "steps" if resume is None else "no",
+           "report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"} | options
+    )  # fmt: skip
+    trainer = DistTrainer(model, args, train_dataset=table() if dataset is None else dataset)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
+    model.last_step = trainer.state.global_step
+    return model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder with a checkpoint of every step, the rows in the order they were seen) of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder).seen
+
+
+CHANGES = {
+    "smaller batch": {"per_device_train_batch_size": 3},
+    "larger batch": {"per_device_train_batch_size": 7},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "same batch in parts": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "workers": {"per_device_train_batch_size": 3, "dataloader_num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("stopped", [3, 8, 11])
+def test_every_row_is_seen_once_per_epoch(whole, name, stopped):
+    folder, order = whole
+    rows = {3: 12, 8: ROWS, 11: ROWS + 12}[stopped]  # an epoch is 8 steps, the last of two rows
+    after = run(folder, resume=stopped, **CHANGES[name])
+    assert len(after.seen) == 2 * ROWS - rows > 0
+    assert Counter(order[:rows] + after.seen) == Counter(list(range(ROWS)) * 2)
+    assert order[:rows] + after.seen == order  # the order goes on as it was, in other batches
+
+
+def test_an_unchanged_run_is_trainers_own_resume(whole):
+    folder, order = whole
+    assert run(folder, resume=3).seen == order[12:]
+
+
+def test_a_sequential_order_goes_on(tmp_path):
+    run(tmp_path, train_sampling_strategy="sequential", epochs=0.5)
+    after = run(tmp_path, resume=3, train_sampling_strategy="sequential", per_device_train_batch_size=5)
+    assert after.seen == [*range(12, ROWS), *range(ROWS)]
+
+
+def test_a_run_may_be_changed_twice(whole, tmp_path):
+    folder, order = whole
+    resumed = {"resume": 3, "per_device_train_batch_size": 3, "max_steps": 5, "save_strategy": "steps"}
+    assert run(folder, output_dir=str(tmp_path), **resumed).seen == order[12:18]
+    assert run(tmp_path, resume=5).seen == order[18:]
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_a_number_of_steps_is_kept_with_another_batch(whole, batch):
+    folder, order = whole
+    after = run(folder, resume=10, max_steps=20, per_device_train_batch_size=batch)
+    assert after.last_step == 20
+    assert after.seen[: min(10 * batch, 22)] == order[ROWS + 8 :][: 10 * batch]
+
+
+def test_a_stream_goes_on_behind_what_was_read(tmp_path):
+    def stream():
+        return table().to_iterable_dataset().shuffle(seed=3, buffer_size=10)
+
+    before = run(tmp_path, stream(), max_steps=12, save_steps=4)
+    after = run(tmp_path, stream(), resume=4, max_steps=12, per_device_train_batch_size=2)
+    assert after.seen == before.seen[16 : 16 + 2 * 8] and len(after.seen) == 16
+    with pytest.raises(UsageError, match="dataloader_num_workers"):
+        run(tmp_path, stream(), resume=4, max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"seed": 7}, "seed of the order was 42, now it is 7"),
+        ({"dataset": table(29)}, "had 30 rows, now it has 29"),
+        ({"dataset": table(shift=1)}, "rows of the training set are others"),
+    ],
+)
+def test_other_data_are_refused_unless_they_are_meant(whole, options, words):
+    with pytest.raises(UsageError, match=words):
+        run(whole[0], resume=3, **options)
+    assert run(whole[0], resume=3, allow_changed_data=True, **options).seen
+
+
+def test_an_order_that_only_its_run_knows_is_refused(whole):
+    class OwnOrder(DistTrainer):
+        def _train_order(self, dataset):
+            return WeightedRandomSampler(torch.ones(ROWS), ROWS)
+
+    args = DistTrainingArguments(
+        output_dir=str(whole[0] / "own"), per_device_train_batch_size=3, use_cpu=True, report_to=[]
+    )
+    with pytest.raises(UsageError, match="WeightedRandomSampler can not go on with another batch"):
+        OwnOrder(Model(), args, train_dataset=table()).train(resume_from_checkpoint=str(whole[0] / "checkpoint-3"))
+
+
+def test_a_fingerprint_is_the_content_not_the_object():
+    assert data_fingerprint(table()) == data_fingerprint(table().map(lambda row: row)) is not None
+    assert data_fingerprint(table()) != data_fingerprint(table(shift=1))
+    assert data_fingerprint([1, 2]) is None
