@@ -20,7 +20,8 @@ def main(argv: list[str] | None = None) -> None:
     what.add_argument("--explain", metavar="RUN.json", help="print the fields it sets, short names resolved")
     config.set_defaults(act=_config)
 
-    presets = commands.add_parser("presets", help="the accelerate presets, a line each")
+    presets = commands.add_parser("presets", help="the accelerate presets, a line each, and what this machine can run")
+    presets.add_argument("--explain", metavar="NAME", help="what it shards, what travels, when to use it")
     presets.set_defaults(act=_presets)
 
     summary = "bytes per device for every strategy, and which to take, from the run file alone"
@@ -72,13 +73,25 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.presets import preset_folder, presets
+    from hf_dist_ext.launch import count_devices
+    from hf_dist_ext.preset_notes import NOTES, runs_here
+    from hf_dist_ext.presets import find_preset, preset_folder, presets
     from hf_dist_ext.short_names import PRESET_SHORT_NAMES
 
+    devices = count_devices()
+    if arguments.explain:
+        path = find_preset(arguments.explain)
+        if path.stem not in NOTES or path.parent != preset_folder():
+            raise UsageError(f"{path} is not one of ours: {', '.join(NOTES)}.")
+        notes = NOTES[path.stem]
+        print(f"{path.stem}: {presets()[path.stem]}")
+        print(f"sharded:    {notes.sharded}\ntravels:    {notes.travels}\nuse it:     {notes.use}")
+        print(f"runs here:  {runs_here(path, devices)[1]}\nfile:       {path}")
+        return
     for name, description in presets().items():
         short = [one for one, preset in PRESET_SHORT_NAMES.items() if preset == name]
         print(f"{name} ({', '.join(short)})" if short else name)
-        print(f"    {description}")
+        print(f"    {description}\n    here: {runs_here(find_preset(name), devices)[1]}")
     print(f"auto\n    what hf-dist plan recommends for the devices here.\n\nFiles: {preset_folder()}")
 
 

@@ -18,6 +18,7 @@ import numpy
 import torch
 from transformers.utils import logging
 
+from .distributed import launches_deepspeed
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def _refuse_without_ddp(given: tuple[str, Any], args: Any) -> None:
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         if args.sharding != "NO_SHARD":
             runs = 'FSDP, which scatters gradients itself; its precision is "reduce_dtype"'
-    elif args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+    elif args.deepspeed or launches_deepspeed():
         runs = "DeepSpeed, which reduces gradients itself"
     elif args.world_size == 1:
         runs = "one process, which sends no gradients"

@@ -36,8 +36,14 @@ def processes_here() -> int:
 
 
 def must_use_cpu() -> bool:
-    """Several processes and no accelerator: without `use_cpu` every rank would train alone into one output_dir."""
-    return launched_processes() > 1 and not has_accelerator()
+    """Several processes and no accelerator: without `use_cpu` every rank would train alone into one output_dir. Not
+    for DeepSpeed, which finds the CPU itself and which accelerate drops, silently, once `use_cpu` is set."""
+    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+    return launched_processes() > 1 and (wants_cpu or not has_accelerator()) and not launches_deepspeed()
+
+
+def launches_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
 def has_accelerator() -> bool:
@@ -214,11 +220,12 @@ class Reduction:
         self.is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
         self.has_towers = has_towers
+        self.completes = False  # whether the phase that runs does
         self.is_hsdp = self.is_fsdp and any(mesh.ndim > 1 for mesh in meshes)
         self.fsdp_mode = choose_fsdp_mode(model) if self.is_fsdp and fsdp_mode == "auto" else fsdp_mode
 
     def __call__(self, phase: Phase) -> AbstractContextManager:
-        completes = phase.is_last and self.is_sync_step()
+        completes = self.completes = phase.is_last and self.is_sync_step()
         if self.is_fsdp:
             return self._fsdp(completes)
         if isinstance(self.model, torch.nn.parallel.DistributedDataParallel) and not completes:

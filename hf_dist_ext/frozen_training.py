@@ -176,7 +176,8 @@ class FreezeWatch(TrainerCallback):
         self.trainer.freeze_plan.check(_bare_model(self.trainer), f"step {state.global_step + 1}")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        if not self._has_checked_gradients and not args.ddp_find_unused_parameters:
+        has_gradients = not self.trainer.is_deepspeed_enabled  # its engine has used them up by now
+        if has_gradients and not self._has_checked_gradients and not args.ddp_find_unused_parameters:
             self.trainer.freeze_plan.check_gradients(_bare_model(self.trainer))
         self._has_checked_gradients = True
 

@@ -161,6 +161,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
     path = find_preset(asked)
     preset = load_preset(path)
     kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")  # YAML reads a bare NO as false
+    devices = 0 if preset.get("use_cpu") else devices
     _refuse_impossible(run, kind, _fsdp_version(preset), devices, f'accelerate_config="{path.stem}"')
     if kind == "NO":
         if wanted not in (None, 1):
@@ -233,6 +234,8 @@ def _refuse_lonely_tasks() -> None:
 def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) -> int:
     """accelerate's launcher in this process; its children's exit code, 128 + the signal's number when one ended it."""
     os.environ[HANDED_OVER] = "1"
+    if load_preset(plan.path).get("use_cpu"):
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher says so to a single process only
     words = ["--config_file", str(plan.path), "--num_processes", str(plan.num_processes)]
     if not load_preset(plan.path).get("main_process_port"):
         words += ["--main_process_port", "0"]  # a free one

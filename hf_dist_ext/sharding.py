@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .distributed import launches_deepspeed
 from .errors import UsageError
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
@@ -141,7 +142,7 @@ def _refuse_without_fsdp(given: dict[str, Any]) -> None:
     if not given:
         return
     hint = ' For DDP there is "ddp_comm_hook".' if "reduce_dtype" in given else ""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+    if launches_deepspeed():
         hint = " DeepSpeed's own knobs are in its preset."
     raise UsageError(
         f'{_shown(given)} has no meaning without FSDP, and this run does not shard. Set "accelerate_config": '

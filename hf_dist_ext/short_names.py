@@ -123,6 +123,10 @@ PRESET_SHORT_NAMES = {
     "fsdp": "multi_gpu_fsdp",
     "fsdp2": "multi_gpu_fsdp",
     "hsdp": "multi_gpu_hsdp",
+    "fsdp_offload": "multi_gpu_fsdp_offload",
+    "zero1": "deepspeed_zero1",
+    "zero2": "deepspeed_zero2",
+    "zero3": "deepspeed_zero3",
 }
 
 # What people still type that is gone from TrainingArguments without a field of the same meaning.

@@ -23,7 +23,15 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from . import checkpointing, communication, distributed, feature_cache, frozen_training, sharding
+from . import (
+    checkpointing,
+    communication,
+    deepspeed_step,
+    distributed,
+    feature_cache,
+    frozen_training,
+    sharding,
+)
 from .callbacks import MetricsFile, StepMeter
 from .checkpoint_hooks import CheckpointHooks
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
@@ -81,7 +89,9 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
         self._reduction: distributed.Reduction | None = None
         self._loss_gradients_are_used = True
         self._may_widen = True
-        self._retry = MemoryRetry(self) if self.args.uses_gradient_cache else None
+        # DeepSpeed's engine has taken its step by the time an update could be redone.
+        can_redo = self.args.uses_gradient_cache and not self.is_deepspeed_enabled
+        self._retry = MemoryRetry(self) if can_redo else None
         self._budget = self._make_budget()
         _check_setup(self)
 
@@ -224,6 +234,8 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
                 pooled = encode_without_graph(wide or chunked, functools.partial(encode, stops_at_pooled=True), sync)
                 to_train, wide = batch_of_pooled(pooled), None
                 encode, sync = functools.partial(self._encode, model), self._reduction
+            kept = self._num_kept_graphs(chunked)
+            deepspeed_step.check_chunks(self, kept, len(to_train.chunks()), len(to_train.tables))
             options = {"score": lambda embeddings: self._score(embeddings, ids, counts), "sync": sync}
             if self._retry is not None:
                 encode, options["score"], options["sync"] = self._retry.watched(encode, **options)
@@ -234,8 +246,8 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
                 encode,
                 backward=self._backward,
                 loss_parameters=self._loss_parameters(),
-                keep_graph=self._num_kept_graphs(chunked),
-                backward_together=not self._reduction.is_fsdp,
+                keep_graph=kept,
+                backward_together=not (self._reduction.is_fsdp or deepspeed_step.is_zero3(self)),
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
                 **options,
@@ -305,7 +317,8 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
         plans = [chunked] if wide is None else [chunked, wide]
         needed = [plan.num_chunks(by_vision=True) for plan in plans]
         everyone = distributed.exchange([*rows.values(), *chain(*needed)], self.args.device)
-        if self.is_fsdp_enabled:  # a forward is a collective: every rank runs as many as the one that needs most
+        # A forward is a collective there: every rank runs as many as the one that needs most.
+        if self.is_fsdp_enabled or deepspeed_step.is_zero3(self):
             most = [max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
                 plan.agree(most[: len(own)], by_vision=True)
@@ -371,7 +384,11 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self.accelerator.backward(loss / self.current_gradient_accumulation_steps)
+        loss = loss / self.current_gradient_accumulation_steps
+        if self.is_deepspeed_enabled:
+            deepspeed_step.backward(self, loss, self._reduction.completes)
+        else:
+            self.accelerator.backward(loss)
 
     def _clip_grad_norm(self, model: nn.Module):
         if self.loss is None or not self._loss_parameters():
@@ -481,9 +498,7 @@ def _prepare_arguments(args: DistTrainingArguments) -> None:
 def _check_setup(trainer: DistTrainer) -> None:
     args, model = trainer.args, trainer.model
     if trainer.is_deepspeed_enabled:
-        raise UsageError(
-            "a loss over embeddings does not run under DeepSpeed yet: use the multi_gpu_ddp or multi_gpu_fsdp preset."
-        )
+        deepspeed_step.check(trainer)
     if not args.uses_gradient_cache:
         return
     was_training = model.training

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from . import communication, learning_rate, sharding
-from .distributed import must_use_cpu
+from .distributed import has_accelerator, launches_deepspeed, must_use_cpu
 from .errors import UsageError
 
 logger = logging.get_logger(__name__)
@@ -237,8 +237,12 @@ class DistTrainingArguments(TrainingArguments):
         self._check_freezing()
         for module in (sharding, communication, learning_rate):
             module.check(self)
+        if self.frozen_parts_fsdp == "auto" and os.environ.get("FSDP_IGNORED_MODULES") == sharding.FROZEN_PARTS:
+            self.frozen_parts_fsdp = "replicate"  # as the preset multi_gpu_fsdp_frozen_replicated says
         if must_use_cpu():
             self.use_cpu = True
+        elif launches_deepspeed() and not has_accelerator():
+            self.ddp_backend = self.ddp_backend or "gloo"  # without one, accelerate counts one process
         yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if not (self.bf16 or self.fp16) and yaml_precision in ("bf16", "fp16"):
             setattr(self, yaml_precision, True)

@@ -10,9 +10,9 @@ CORE = (
     "frozen_mode image_stand_in"
 ).split()
 BEFORE_RANKS = (
-    "errors fields short_names task_fields config config_docs stage_plan manifest run_folder presets memory planner "
-    "launch cli preemption lease failures shape_config tape architectures workload traffic plan_report devices "
-    "auto_choice"
+    "errors fields short_names task_fields config config_docs stage_plan manifest run_folder presets preset_notes "
+    "memory planner launch cli preemption lease failures shape_config tape architectures workload traffic plan_report "
+    "devices auto_choice"
 ).split()
 
 BLOCKED_IMPORT = """

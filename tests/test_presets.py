@@ -5,8 +5,9 @@ import re
 import pytest
 import yaml
 
-from hf_dist_ext import presets
+from hf_dist_ext import preset_notes, presets
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.preset_notes import NOTES
 from hf_dist_ext.short_names import PRESET_SHORT_NAMES
 
 NAMES = sorted(presets.presets())
@@ -27,12 +28,16 @@ def test_accelerate_reads_the_preset_and_every_key_has_an_effect(name):
     load_config_from_file(str(path))  # raises for keys that it does not know
     defaults = vars(launch_command_parser().parse_args(["script.py"]))
     content = presets.load_preset(path)
-    for key in set(content) - {"distributed_type", "fsdp_config", "parallelism_config"}:
+    # use_cpu is read by name, and a DeepSpeed entry by its name there
+    for key in set(content) - {"distributed_type", "fsdp_config", "parallelism_config", "deepspeed_config", "use_cpu"}:
         # the launcher copies a key of the file only over an argument that is None
         assert key in defaults and defaults[key] is None, f"{key} is silently ignored"
     for key in content.get("parallelism_config", {}):
         assert key in defaults, f"{key} is silently ignored"
     for key in content.get("fsdp_config", {}):
+        # without a flag of its own, but read from the file (utils/launch.py, FSDP_IGNORED_MODULES)
+        assert key in defaults or key == "fsdp_ignored_modules", f"{key} reaches nobody"
+    for key in content.get("deepspeed_config", {}):
         assert key in defaults, f"{key} reaches nobody"
 
 
@@ -55,6 +60,43 @@ def test_the_launcher_turns_the_fsdp_preset_into_version_2_and_whole_checkpoints
     }
     assert {name: env.get(name) for name in wanted} == wanted
     assert arguments.nproc_per_node == "2"
+
+
+def test_every_preset_is_explained_and_no_other_is():
+    assert set(NOTES) == set(NAMES)
+    assert all(all(notes) for notes in NOTES.values())
+
+
+@pytest.mark.parametrize(("name", "devices", "runs", "words"), [
+    ("single_gpu", 0, True, "on the CPU"),
+    ("multi_gpu_fsdp", 0, True, "gloo"),
+    ("multi_gpu_fsdp", 8, True, "8 GPU"),
+    ("cpu", 8, True, "gloo"),
+    ("multi_gpu_hsdp", 2, False, "4 processes"),
+    ("multi_node_ddp", 8, False, "2 machines"),
+    ("deepspeed_zero2", 8, False, "deepspeed"),
+])  # fmt: skip
+def test_what_this_machine_can_run_is_said(monkeypatch, name, devices, runs, words):
+    monkeypatch.setattr(preset_notes.importlib.util, "find_spec", lambda module: None)
+    found, line = preset_notes.runs_here(presets.find_preset(name), devices)
+    assert found is runs and words in line
+
+
+def test_the_frozen_preset_sets_the_default_of_its_field(monkeypatch, tmp_path):
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    from hf_dist_ext.training_args import DistTrainingArguments
+
+    words = ["--config_file", str(presets.find_preset("multi_gpu_fsdp_frozen_replicated")), "script.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    name = "FSDP_IGNORED_MODULES"
+    for value in (prepare_multi_gpu_env(arguments)[name], "some.module"):
+        monkeypatch.setenv(name, value)
+        fields = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+        is_ours = value == "frozen parts"
+        assert DistTrainingArguments(**fields).frozen_parts_fsdp == ("replicate" if is_ours else "auto")
+        assert DistTrainingArguments(**fields, frozen_parts_fsdp="shard").frozen_parts_fsdp == "shard"
 
 
 @pytest.mark.parametrize("short", PRESET_SHORT_NAMES)
