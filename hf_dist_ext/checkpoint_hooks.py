@@ -108,6 +108,8 @@ class CheckpointHooks(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any):
         self._committed_step = None
+        if self._saves_trainable_only and self.args.save_full_model:
+            merge.check_can_save_merged(self)
         if self._saves_trainable_only and self._frozen_digests is None:
             bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
             self._frozen_digests = trainable_checkpoint.frozen_digests(bare, self.freeze_plan.saved)

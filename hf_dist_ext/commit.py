@@ -133,7 +133,7 @@ def _size(kibibytes: int) -> str:
 def _shared_record(trainer: DistTrainer, folder: Path) -> dict[str, dict[str, Any]]:
     """The record of all files on every rank: a rank reads what it wrote itself, the first machine's share the rest."""
     args, here = trainer.args, distributed.processes_here()
-    mine = {}
+    names = []
     for index, name in enumerate(manifest.files_in(folder)):
         of_rank = OF_RANK.fullmatch(name)
         # Each machine has a copy of its own of what rank 0 writes when save_on_each_node is set.
@@ -141,7 +141,8 @@ def _shared_record(trainer: DistTrainer, folder: Path) -> dict[str, dict[str, An
         if of_rank and args.world_size > 1:
             writer = int(of_rank[1] or of_rank[2]) % args.world_size
         if writer == args.process_index:
-            mine |= manifest.record(folder, [name])
+            names.append(name)
+    mine = manifest.record(folder, names)
     if args.world_size == 1:
         return mine
     shares: list = [None] * args.world_size

@@ -107,9 +107,7 @@ def _has_whole_weights(folder: Path) -> bool:
 
 
 def _model_class(facts: dict) -> Any:
-    if facts["model"] == "EmbeddingModel":
-        return EmbeddingModel
-    found = getattr(transformers, facts["model"], None)
+    found = {"EmbeddingModel": EmbeddingModel}.get(facts["model"]) or getattr(transformers, facts["model"], None)
     if found is None:
         raise UsageError(f"{facts['model']} is neither an EmbeddingModel nor a class of transformers.")
     return found
@@ -141,10 +139,17 @@ def has_adapters(trainer: DistTrainer) -> bool:
     return hasattr(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), "merge_and_unload")
 
 
+def check_can_save_merged(trainer: DistTrainer) -> None:
+    """Before training: the copy that is merged would have to be whole on one process."""
+    if trainer.is_fsdp_enabled and has_adapters(trainer):
+        raise UsageError(
+            "save_full_model=true with adapters does not work under FSDP. Turn it off; hf-dist merge makes the "
+            "complete model of what the run ends with."
+        )
+
+
 def save_merged(trainer: DistTrainer, folder: Path) -> None:
     """The complete model at the end of a run with adapters: merged in a copy, on the process that writes."""
-    if trainer.is_fsdp_enabled:
-        raise UsageError("save_full_model with adapters under FSDP: use hf-dist merge on the last checkpoint.")
     if trainer.args.should_save:
         model = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)).eval()
         _without_adapters(model, _outputs(model)).save_pretrained(folder)

@@ -1,5 +1,6 @@
 """Saving and resuming through DistTrainer in this process: order, damage, disks that are full, what resuming needs."""
 
+import importlib.util
 import itertools
 import json
 import logging
@@ -15,6 +16,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.launching import ROOT
 from tests.test_trainer import Tiny, collate
 
 
@@ -223,3 +225,17 @@ def test_no_token_reaches_a_file(tmp_path, monkeypatch):
     assert not [path for path in files if b"hf_SECRET" in path.read_bytes()]
     assert torch.load(tmp_path / "training_args.bin", weights_only=False).hub_token is None
     assert "hub_token" not in json.dumps(manifest.read(tmp_path / "checkpoint-2"))
+
+
+def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
+    path = ROOT / "scripts" / "benchmark_checkpoints.py"
+    spec = importlib.util.spec_from_file_location("benchmark_checkpoints", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    words = ["--width", "32", "--layers", "2", "--saves", "1", "--output", str(tmp_path / "found.json")]
+    monkeypatch.setattr("sys.argv", [str(path), *words])
+    module.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["Trainer"]["ratios"] == [1.0, 1.0] and len(found) == 4
+    assert found["ours, last layer trains"]["bytes"] < found["ours"]["bytes"]
+    assert "ours, no hashes" in capsys.readouterr().out

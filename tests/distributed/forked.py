@@ -35,7 +35,7 @@ class Run:
     """
 
     def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):
-        world_size, environment = MODES[mode]
+        world_size, environment = MODES[mode.partition("+")[0]]
         self.reader, writer = os.pipe()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -8,7 +8,7 @@ uninterrupted one.
     killed and soon after the others, as a launcher does
 (3) the run is started again with resume_from_checkpoint=True and ends; its weights are compared
 
-`--stock` runs transformers' own classes instead, `--frozen` freezes a layer.
+`--stock` runs transformers' own classes instead, a mode that ends in `+frozen` freezes a layer.
 """
 
 from __future__ import annotations
@@ -110,16 +110,15 @@ def killed_and_resumed(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=MODES, nargs="+", required=True)
+    parser.add_argument("--mode", choices=[*MODES, *(f"{mode}+frozen" for mode in MODES)], nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stock", action="store_true")
-    parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     found = {}
     for mode in options.mode:
-        draw = random.Random(options.seed)
+        draw, options.frozen = random.Random(options.seed), mode.endswith("+frozen")
         with TemporaryDirectory() as folder:
             digest, seconds = uninterrupted(mode, Path(folder, "whole"), options)
             kills = []
@@ -128,8 +127,9 @@ def main() -> None:
                 kills.append(killed_and_resumed(mode, run, options, seconds, draw))
                 shutil.rmtree(run, ignore_errors=True)
         right = sum(kill.get("digest") == digest for kill in kills)
-        what = "".join(f", {name}" for name in ("stock", "frozen") if getattr(options, name))
-        print(f"{mode}{what}: {right} of {options.kills} resumed bit for bit", flush=True)
+        print(
+            f"{mode}{', stock' if options.stock else ''}: {right} of {options.kills} resumed bit for bit", flush=True
+        )
         found[mode] = {"digest": digest, "seconds_per_save": seconds, "kills": kills}
     Path(options.output).write_text(json.dumps(found, indent=1))
 
