@@ -190,6 +190,16 @@ def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file):
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])
+def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all(tmp_path, preset):
+    launch(preset, 2, ROOT / "tests" / "distributed" / "nonfinite_worker.py", "--output", tmp_path / "found.json")
+    first, second = json.loads((tmp_path / "found.json").read_text())
+    assert first == second
+    assert first["contrastive"] == {"moved": [True, False, True, True], "total": 1, "message": ""}
+    assert first["own loss"]["total"] == 2 and first["own loss"]["moved"] == [True, False]
+    assert "step 4: the loss of rank 1 is inf; 2 steps in a row were not finite" in first["own loss"]["message"]
+
+
 def test_all_ranks_redo_a_step_in_smaller_chunks_when_one_runs_out_of_memory(tmp_path):
     worker = ROOT / "tests" / "distributed" / "memory_worker.py"
     done = launch("multi_gpu_ddp", 2, worker, "--output", tmp_path / "found.json")

@@ -1,0 +1,98 @@
+"""Rank 1 alone has a loss that is not finite in the third of five steps: what every rank's weights do.
+
+accelerate launch --config_file configs/accelerate/multi_gpu_fsdp.yaml tests/distributed/nonfinite_worker.py --output f
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+
+from hf_dist_ext.distributed import rank
+from hf_dist_ext.errors import RunError
+from hf_dist_ext.losses import InfoNCELoss, LossOutput
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.distributed.trainer_worker import SMALL, contrastive_trainer, weights_of
+
+BAD_STEP = 3
+
+
+class Weights(TrainerCallback):
+    def __init__(self):
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, args, state, control, model=None, **others):
+        self.seen.append(weights_of(model))
+
+
+class InfiniteOnRankOne(InfoNCELoss):
+    """Infinite, with a finite gradient: no reduction carries it to the others."""
+
+    calls = 0
+
+    def forward(self, own, everyone=None, row_offset=0, ids=None):
+        self.calls += self.training
+        found = super().forward(own, everyone, row_offset, ids)
+        bad = torch.inf if self.calls == BAD_STEP and rank() == 1 else 0.0
+        return LossOutput(found.loss + bad, found.metrics)
+
+
+class InfiniteClassifier(BertForSequenceClassification):
+    """The same, as the model's own loss; the causes of the stock Trainer's NaN are many, one is enough."""
+
+    calls = 0
+
+    def forward(self, **inputs):
+        self.calls += self.training
+        output = super().forward(**inputs)
+        if rank() == 1 and self.calls >= BAD_STEP:
+            output.loss = output.loss + torch.inf
+        return output
+
+
+def classifier(folder: Path, **more) -> DistTrainer:
+    torch.manual_seed(0)
+    rows = [{"input_ids": torch.randint(1, 60, (10,)), "labels": torch.tensor(i % 2)} for i in range(40)]
+    args = DistTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=5, report_to=[], disable_tqdm=True,
+        use_cpu=True, save_strategy="no", remove_unused_columns=False, **more,
+    )  # fmt: skip
+    return DistTrainer(InfiniteClassifier(BertConfig(**SMALL)), args, train_dataset=rows)
+
+
+def moves(trainer: DistTrainer, ends: bool) -> dict:
+    trainer.add_callback(weights := Weights())
+    message = ""
+    try:
+        trainer.train()
+    except RunError as error:
+        assert ends, error
+        message = str(error)
+    steps = zip(weights.seen, weights.seen[1:], strict=False)
+    return {"moved": [not torch.equal(a, b) for a, b in steps], "total": trainer.guard.total, "message": message}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True)
+    output = Path(parser.parse_args().output)
+    contrastive = contrastive_trainer(output.parent / "a", max_steps=5, save_strategy="no")
+    contrastive.loss = InfiniteOnRankOne()
+    found = {
+        "contrastive": moves(contrastive, ends=False),
+        "own loss": moves(classifier(output.parent / "b", max_nonfinite_steps=2), ends=True),
+    }
+    everyone: list = [None, None]
+    torch.distributed.all_gather_object(everyone, found)
+    if rank() == 0:
+        output.write_text(json.dumps(everyone))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
