@@ -99,7 +99,7 @@ class SafeTrainer(Trainer):
             self._say_bad_rows()
         if not self.was_preempted:
             return super()._finalize_training(*arguments, **options)
-        # Trainer would now load the best checkpoint and, with save_total_limit=1, delete the one just written.
+        # Trainer would now load the best checkpoint, which takes time that a signal may not leave.
         best, self.state.best_model_checkpoint = self.state.best_model_checkpoint, None
         try:
             return super()._finalize_training(*arguments, **options)
