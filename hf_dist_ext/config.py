@@ -94,6 +94,16 @@ class RunConfig:
     projection_dim: int | None = option(None, "Add a linear layer to this embedding size. Null: the backbone's size.")
     normalize: bool = option(True, "Embeddings have length 1, so that scores are cosines.")
 
+    use_lora: bool = option(False, "Train low-rank adapters (LoRA, by peft) instead of the weights themselves.")
+    lora_r: int = option(8, "Rank of the adapters.")
+    lora_alpha: float = option(16, "Adapters count lora_alpha / lora_r.")
+    lora_dropout: float = option(0.0, "Dropout before the adapters.")
+    lora_target_modules: list[str] | str | None = option(
+        None,
+        'Layers with adapters: names or dotted suffixes, "all-linear", or a regex. Null: peft\'s choice for the model '
+        "(in a vision-language model for its language model).",
+    )
+
     # --- Data ---
     dataset_name: str | None = option(
         None, 'Training data: "code-search" (built in), a hub id, or a json/csv/parquet/arrow file or folder.'
@@ -156,22 +166,27 @@ EXACT_TYPES = {
 
 _POSITIVE = (
     "num_processes projection_dim eval_holdout max_length max_train_samples max_eval_samples save_total_limit "
-    "generate_max_new_tokens "
+    "generate_max_new_tokens lora_r "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
     "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
     "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps "
     "sharding_group_size ddp_power_sgd_rank lr_base_batch_size max_bad_rows"
 ).split()
-_ABOVE_ZERO = "step_timeout gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
+_ABOVE_ZERO = (
+    "step_timeout lora_alpha gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
+)
 _NOT_NEGATIVE = (
     "num_train_epochs learning_rate weight_decay max_grad_norm warmup_steps eval_delay eval_steps matryoshka_weights "
     "false_negative_margin dataloader_num_workers seed data_seed gradient_cache_keep_graph min_num_params"
 ).split()
+_SHARES = "adam_beta1 adam_beta2 label_smoothing_factor lora_dropout".split()
 BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items of lists and objects are held to them
     **dict.fromkeys(_POSITIVE, {"minimum": 1}),
     **dict.fromkeys(_ABOVE_ZERO, {"exclusiveMinimum": 0}),
     **dict.fromkeys(_NOT_NEGATIVE, {"minimum": 0}),
-    **dict.fromkeys(["adam_beta1", "adam_beta2", "label_smoothing_factor"], {"minimum": 0, "exclusiveMaximum": 1}),
+    **dict.fromkeys(
+        ["adam_beta1", "adam_beta2", "label_smoothing_factor", "lora_dropout"], {"minimum": 0, "exclusiveMaximum": 1}
+    ),
     "matryoshka_dims": {"minimum": 1, "minItems": 1},
     "max_steps": {"minimum": -1},
     "ddp_power_sgd_warmup_steps": {"minimum": 2},

@@ -8,6 +8,7 @@ from datasets import Image
 from transformers import AutoTokenizer
 
 from . import image_pairs
+from .adapters import LOAD_ADAPTERS, add_adapters
 from .code_search import train_tokenizer
 from .config import Run
 from .data import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
@@ -43,7 +44,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         model = build_model(run, tokenizer)
         collator = ContrastiveCollator(tokenizer, columns, config.prompts, config.max_length, config.id_column)
     return Parts(
-        model=model,
+        model=add_adapters(model, config),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         data_collator=collator,
@@ -54,6 +55,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
+    if run.run.use_lora:
+        return [LOAD_ADAPTERS]
     if image_pairs.has_towers(run.run):
         return ['load it:  TowerModel.from_pretrained("{folder}")      # from hf_dist_ext.towers import TowerModel']
     lines = ['load it:  EmbeddingModel.from_pretrained("{folder}")      # from hf_dist_ext import EmbeddingModel']

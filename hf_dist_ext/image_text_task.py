@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from . import digits
+from .adapters import LOAD_ADAPTERS, add_adapters
 from .backbones import one_line, parse_config, parse_dtype, shortened
 from .config import Run, RunConfig
 from .conversations import ConversationReader, load_conversations
@@ -35,7 +36,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     generates = config.generate_max_new_tokens is not None
     args.remove_unused_columns = False  # the collator reads the dataset's own columns
     return Parts(
-        model=model,
+        model=add_adapters(model, config),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         data_collator=ImageTextCollator(processor, reader, config.max_length),
@@ -53,6 +54,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
+    if run.run.use_lora:
+        return [LOAD_ADAPTERS]
     return ['load it:  AutoModelForImageTextToText.from_pretrained("{folder}")      # from transformers']
 
 

@@ -30,6 +30,9 @@ def check_task_fields(task: str, given: dict[str, Any]) -> None:
                 f'{useless[0]}={show(given[useless[0]])} belongs to task "{other}", but task is "{task}". '
                 f"Remove {useless[0]}."
             )
+    lora = [name for name in given if name.startswith("lora_") and given[name] is not None]
+    if lora and not given.get("use_lora"):
+        raise UsageError(f"{lora[0]}={show(given[lora[0]])} needs adapters. Set use_lora: true, or remove {lora[0]}.")
     if task != "image-text-to-text":
         return
     if given.get("loss") not in (None, "none"):

@@ -1,0 +1,59 @@
+"""LoRA from the run file, through peft: `use_lora` and its fields -> the model with adapters, its base frozen.
+
+(1) where adapters go: the modules that are named (peft's meaning: names or suffixes, "all-linear", or a regex), or
+    peft's own choice for the architecture; in a vision-language model inside the language model only
+(2) peft freezes the base. `trainable_modules` may name parts of it that train whole beside the adapters, such as the
+    projector; then a checkpoint holds both, and `hf-dist merge` makes one model of them
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .backbones import one_line
+from .config import RunConfig
+from .errors import UsageError
+from .freezing import module_groups
+
+LOAD_ADAPTERS = "merge it: hf-dist merge {folder} --output {folder}_merged"
+
+
+def add_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
+    """The model itself when the run wants none."""
+    if not config.use_lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    targets = config.lora_target_modules if config.lora_target_modules is not None else _usual_targets(model)
+    options = LoraConfig(
+        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=targets
+    )
+    try:
+        return get_peft_model(model, options)
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"lora_target_modules={config.lora_target_modules!r}: {one_line(error)}") from error
+
+
+def _usual_targets(model: nn.Module) -> list[str]:
+    """Full names, so that the image encoder's layers of the same name stay as they are."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    wanted = USUAL.get(getattr(text, "model_type", ""), ["q_proj", "v_proj"])
+    groups = module_groups(model)
+    roots = groups["language"].roots if "language" in groups else ("",)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = [
+        name
+        for name in linear
+        if name.rpartition(".")[2] in wanted and any(root == "" or name.startswith(f"{root}.") for root in roots)
+    ]
+    if not found:
+        raise UsageError(
+            f"use_lora: {type(model).__name__} has no layer called {' or '.join(wanted)}. Name some in "
+            f'lora_target_modules, or "all-linear". Its last ones: {", ".join(linear[-3:])}.'
+        )
+    return found
