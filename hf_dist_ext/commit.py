@@ -171,8 +171,8 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
         "data_fingerprint": data_fingerprint(dataset),
         "data_length": len(dataset) if hasattr(dataset, "__len__") else None,
         "sharding": _sharding(trainer),
-        "model": type(bare).__name__,
-        "embedding": embedding_options(bare) if type(bare).__name__ == "EmbeddingModel" else None,
+        "model": _class_name(bare),
+        "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
         "dtype": _dtype(bare),
         "base_model": base_model(trainer),
         "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
@@ -188,6 +188,11 @@ def base_model(trainer: DistTrainer) -> str | None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     name = getattr(getattr(model, "config", None), "_name_or_path", None) or None
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
+def _class_name(model: Any) -> str:
+    """FSDP2 makes a class of its own of the model's, with a prefix."""
+    return next(one.__name__ for one in type(model).__mro__ if not one.__name__.startswith("FSDP"))
 
 
 def _dtype(model: Any) -> str:

@@ -234,6 +234,7 @@ def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
     spec.loader.exec_module(module)
     words = ["--width", "32", "--layers", "2", "--saves", "1", "--output", str(tmp_path / "found.json")]
     monkeypatch.setattr("sys.argv", [str(path), *words])
+    monkeypatch.setattr(module.os, "sync", lambda: None)
     module.main()
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["Trainer"]["ratios"] == [1.0, 1.0] and len(found) == 4

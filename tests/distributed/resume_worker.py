@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext import trainable_checkpoint, trusted
+from hf_dist_ext.merge import merge
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import MODES, Run
@@ -37,10 +39,12 @@ def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
         tie_word_embeddings=False,
     )  # fmt: skip
     rows = [{"input_ids": (ids := torch.randint(1, 60, (8,))), "labels": ids} for _ in range(24)]
-    options = dict(trainable_modules=["layers.1", "lm_head"], save_steps=2, save_model=False) | more
+    options = (
+        dict(trainable_modules=["layers.1", "lm_head"], save_steps=2, save_model=False, learning_rate=1e-2) | more
+    )
     saves_model = options.pop("save_model")
     args = DistTrainingArguments(
-        output_dir=str(folder), max_steps=4, learning_rate=1e-2, per_device_train_batch_size=4 // MODES[mode][0],
+        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4 // MODES[mode][0],
         report_to=[], disable_tqdm=True, use_cpu=True, seed=5, frozen_parts_fsdp="shard", logging_steps=10, **options,
     )  # fmt: skip
     read = {}
@@ -82,6 +86,24 @@ def optimizer_saved(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def check_whole(folder: Path) -> dict[str, bool]:
+    """A sharded run in which everything trains: its model, its checkpoint merged, its weights in other modes."""
+    run_folder, merged = folder / "whole", folder / "merged"
+    end = run("fsdp-sharded", run_folder, trainable_modules=None, save_model=True)
+    merge(run_folder / "checkpoint-4", merged)
+    found = {}
+    for what, path in (("save_model", run_folder), ("merge", merged)):
+        weights = LlamaForCausalLM.from_pretrained(path).state_dict()
+        found[what] = all(torch.equal(weights[name], end[name]) for name in end)
+    shutil.rmtree(run_folder / "checkpoint-2")
+    (run_folder / "checkpoint-4").rename(run_folder / "checkpoint-2")
+    still = dict(trainable_modules=None, resume=True, resume_weights_only=True, learning_rate=0.0, save_steps=9)
+    for mode in ("single", "fsdp-sharded"):
+        weights = run(mode, run_folder, **still)
+        found[f"weights only, {mode}"] = all(torch.equal(weights[name], end[name]) for name in end)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True)
@@ -113,6 +135,7 @@ def main() -> None:
                 "state_equal": theirs.keys() == read.keys() and all(torch.equal(theirs[k], read[k]) for k in theirs),
                 "state_size": max(value.abs().max().item() for key, value in theirs.items() if "exp_avg" in key),
             }
+        found["whole"] = check_whole(Path(name))
     Path(options.output).write_text(json.dumps(found, indent=1))
 
 

@@ -49,3 +49,9 @@ def test_a_checkpoint_is_as_large_as_what_trains(mode):
 @pytest.mark.parametrize("mode", ["single", "ddp", "fsdp-full", "fsdp-sharded"])
 def test_save_model_writes_weights_in_every_mode(mode):
     assert "model.safetensors" in found()["model"][mode]
+
+
+def test_a_sharded_run_of_everything_ends_with_its_model_and_can_be_merged_or_begun_from():
+    assert len(found()["whole"]) == 4
+    for what, is_equal in found()["whole"].items():
+        assert is_equal, what
