@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -170,7 +171,7 @@ class FreezeWatch(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._has_checked_gradients = False
         if state.is_world_process_zero:
-            print(format_report(self.trainer.freeze_lines))
+            tqdm.write(format_report(self.trainer.freeze_lines))  # the progress bar is there already
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.trainer.freeze_plan.check(_bare_model(self.trainer), f"step {state.global_step + 1}")

@@ -67,7 +67,7 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
     feature_cache: feature_cache.FeatureCache | None = None
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
-        self.loss, self._budget, self._rate_names = loss, None, []
+        self.loss, self._budget, self._rate_names, self._rates = loss, None, [], {}
         if args is None:
             args = DistTrainingArguments(output_dir="tmp_trainer")
         if loss is not None:
@@ -146,6 +146,11 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
         if self.loss is not None and self.optimizer is not None:
             checkpointing.add_loss_group(self.optimizer, self._loss_parameters())
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def _get_learning_rate(self) -> float:
+        # Trainer asks just before the schedule moves on, so these are the rates of the step that is logged.
+        self._rates = frozen_training.rates_for_log(self.optimizer, self._rate_names) if self._rate_names else {}
+        return super()._get_learning_rate()
 
     def _loss_parameters(self) -> list[nn.Parameter]:
         parameters = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
@@ -425,8 +430,8 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.loss is not None and "loss" in logs:
             logs.update(self.meter.read(self.args.device))
-        if self._rate_names and "learning_rate" in logs:
-            logs.update(frozen_training.rates_for_log(self.optimizer, self._rate_names))
+        if "learning_rate" in logs:
+            logs.update(self._rates)
         super().log(logs, start_time)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
