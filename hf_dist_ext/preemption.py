@@ -49,8 +49,10 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        leaves = isinstance(error, SystemExit) and error.code == REQUEUE
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            # A signal that comes while the process ends must not turn its exit code into that of a death.
+            signal.signal(number, signal.SIG_IGN if leaves else handler)
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -117,6 +117,14 @@ def test_a_process_with_nothing_to_finish_leaves_at_once_with_the_code():
     assert done.returncode == REQUEUE
 
 
+def test_a_signal_while_the_process_ends_does_not_change_its_code():
+    code = "import atexit, os, signal\nfrom hf_dist_ext.preemption import REQUEUE, StopSignals\n"
+    code += "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+    code += "with StopSignals():\n    raise SystemExit(REQUEUE)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT)
+    assert done.returncode == REQUEUE
+
+
 def test_auto_resumes_what_is_there_and_else_starts(tmp_path):
     path = tmp_path / "run.json"
     path.write_text('{"model_config": {"model_type": "bert"}, "dataset_name": "code-search"}')

@@ -77,10 +77,7 @@ def moves(trainer: DistTrainer, ends: bool) -> dict:
     return {"moved": [not torch.equal(a, b) for a, b in steps], "total": trainer.guard.total, "message": message}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--output", required=True)
-    output = Path(parser.parse_args().output)
+def look(output: Path) -> None:
     contrastive = contrastive_trainer(output.parent / "a", max_steps=5, save_strategy="no")
     contrastive.loss = InfiniteOnRankOne()
     found = {
@@ -91,6 +88,13 @@ def main() -> None:
     torch.distributed.all_gather_object(everyone, found)
     if rank() == 0:
         output.write_text(json.dumps(everyone))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True)
+    look(Path(parser.parse_args().output))  # its trainers are gone before the group is
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
