@@ -43,6 +43,7 @@ from .gradient_cache import CachedStep, RandomState, cached_step, encode_without
 from .layer_classes import repeated_layer_classes
 from .out_of_memory import MemoryRetry
 from .safety import SafeTrainer
+from .step_timing import Profiler, StepClock
 from .training_args import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -81,8 +82,12 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
             self.image_stand_in = frozen_training.stand_in_for_images(self)
         self.meter = StepMeter()
         self.add_callback(MetricsFile())
+        self._clock = StepClock(self.args.device)
+        if getattr(self.args, "profile_steps", None):
+            self.add_callback(Profiler(self.args.profile_steps))
         if loss is None:
             return
+        self.add_callback(self._clock)
         if isinstance(loss, nn.Module):
             loss.to(self.args.device)
         self._takes_column = "column" in _forward_parameters(self.model)
@@ -236,7 +241,9 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
                 encode, sync = budget.encode(encode), budget.sync(sync)
             to_train = chunked
             if encodes_once:
-                pooled = encode_without_graph(wide or chunked, functools.partial(encode, stops_at_pooled=True), sync)
+                pooled = encode_without_graph(
+                    wide or chunked, functools.partial(encode, stops_at_pooled=True), self._clock.sync(sync)
+                )
                 to_train, wide = batch_of_pooled(pooled), None
                 encode, sync = functools.partial(self._encode, model), self._reduction
             kept = self._num_kept_graphs(chunked)
@@ -246,6 +253,7 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
                 encode, options["score"], options["sync"] = self._retry.watched(encode, **options)
             if budget is not None and budget.is_guarding:
                 options |= budget.guarded(**options) | {"replays_last": True}
+            options["score"], options["sync"] = self._clock.score(options["score"]), self._clock.sync(options["sync"])
             step = cached_step(
                 to_train,
                 encode,
@@ -427,9 +435,13 @@ class DistTrainer(SafeTrainer, CheckpointHooks, PositionHooks):
 
     # ---- logging ----
 
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+        with self._clock.part("data"):
+            return super().get_batch_samples(*arguments, **options)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.loss is not None and "loss" in logs:
-            logs.update(self.meter.read(self.args.device))
+            logs.update(self.meter.read(self.args.device) | self._clock.read())
         if "learning_rate" in logs:
             logs.update(self._rates)
         super().log(logs, start_time)

@@ -196,6 +196,13 @@ class DistTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Gradients live in DDP's buckets instead of beside them: saves their memory once."},
     )
+    profile_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Write a torch profiler trace of this many steps, from the third on: profile_rank<r>.json in "
+            "output_dir. Null: none."
+        },
+    )
     lr_scale_rule: Literal["none", "linear", "sqrt"] = field(
         default="none",
         metadata={

@@ -95,7 +95,7 @@ def resumed() -> dict:
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
-        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2}
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "trust_checkpoint": True}
         whole = make_trainer(folder[0], InfoNCELoss(temperature=0.1), **options)
         whole.train()
         again = make_trainer(folder[0], InfoNCELoss(temperature=0.1), **options)

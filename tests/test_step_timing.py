@@ -1,0 +1,68 @@
+"""The parts of a step add up to it, and the profiler writes its steps."""
+
+import json
+import time
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.step_timing import PARTS
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.parity.exactness_worker import BERT, Case, collate
+
+SLOW_LOADING = 0.05
+
+
+class WallTime(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends = []
+
+    def on_step_end(self, args, state, control, **others):
+        self.ends.append(time.perf_counter())
+
+
+def trained(folder, **arguments) -> tuple[DistTrainer, WallTime]:
+    def load(rows):
+        time.sleep(SLOW_LOADING)
+        return collate(Case("timing"), rows, 0)
+
+    torch.manual_seed(0)
+    wall = WallTime()
+    args = DistTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=6, max_steps=6, logging_steps=2, use_cpu=True,
+        save_strategy="no", report_to=[], disable_tqdm=True, **arguments,
+    )  # fmt: skip
+    trainer = DistTrainer(
+        EmbeddingModel.from_config(BERT), args, data_collator=load, train_dataset=list(range(60)),
+        loss=InfoNCELoss(), callbacks=[wall],
+    )  # fmt: skip
+    trainer.train()
+    return trainer, wall
+
+
+def test_the_parts_of_a_step_add_up_to_it(tmp_path):
+    trainer, wall = trained(tmp_path, gradient_cache_chunk_size=2)
+    line = [line for line in trainer.state.log_history if "seconds_data" in line][-1]  # of the last two steps
+    seconds = {name: line[f"seconds_{name}"] for name in PARTS}
+    assert all(value > 0 for value in seconds.values()), seconds
+    step = (wall.ends[-1] - wall.ends[-3]) / 2
+    assert 0.5 * step < sum(seconds.values()) <= 1.02 * step
+    assert seconds["data"] >= 0.9 * SLOW_LOADING
+
+
+def test_without_a_cache_nothing_is_encoded_without_a_graph(tmp_path):
+    trainer, _ = trained(tmp_path)
+    line = [line for line in trainer.state.log_history if "seconds_data" in line][-1]
+    assert line["seconds_encode"] == 0.0 < line["seconds_replay"]
+
+
+@pytest.mark.parametrize("num_steps", [2, 100])
+def test_the_profiler_writes_the_steps_that_were_asked_for(tmp_path, num_steps):
+    trained(tmp_path, profile_steps=num_steps, gradient_cache_chunk_size=3)
+    events = json.loads((tmp_path / "profile_rank0.json").read_text())["traceEvents"]
+    steps = sum(event.get("name", "").startswith("Optimizer.step") for event in events)
+    assert steps == min(num_steps, 4)
