@@ -187,6 +187,10 @@ class Tape:
         """A view of some columns."""
         return replace(whole, width=width, whole=whole.whole or whole)
 
+    def regrouped(self, x: Value, count: float) -> Value:
+        """A view that puts `count` neighbouring rows into one."""
+        return replace(x, rows=x.rows / count, width=x.width * count, whole=x.whole or x)
+
     def keep(self, value: Value) -> None:
         """(2)"""
         value = value.whole or value
@@ -320,6 +324,13 @@ class Tape:
     def add(self, a: Value, b: Value) -> Value:
         return self.new(a.rows, a.width, max(a.item, b.item), a.flows or b.flows)
 
+    def scaled(self, name: str, x: Value) -> Value:
+        """Times a learned vector."""
+        weight = self.parameter(name, int(x.width))
+        if weight.trains:
+            self.keep(x)
+        return self.new(x.rows, x.width, max(x.item, weight.item), x.flows or weight.trains)
+
     def dropout(self, x: Value, probability: float) -> Value:
         if not probability:
             return x
@@ -339,10 +350,11 @@ class Tape:
         causal: bool = False,
         kind: str | None = None,
         capped: bool = False,
+        masked: bool = True,
     ) -> Value:
         """softmax(q k^T) v. Keys and values of fewer heads (`shared`) are repeated where a kernel needs that.
 
-        `kind` wins over the recipe's attention; `capped`: scores go through tanh.
+        `kind` wins over the recipe's attention; `capped`: scores go through tanh; `masked`: padding is masked.
         """
         kind = kind or self.recipe.attention
         item = self.recipe.autocast_bytes or query.item
@@ -367,6 +379,6 @@ class Tape:
             return out
         self.keep(out)
         self.keep_bytes(4 * query.rows * heads)  # log of the sum of exponentials
-        if self.recipe.has_padding:
+        if self.recipe.has_padding and masked:
             self.keep_bytes(query.rows * length * item)  # the mask, in the kernel's precision
         return out

@@ -16,8 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_dist_ext.architectures import TWO_TOWERS, Rows, embed, embed_tower, generate, image_tokens, num_patches
+from hf_dist_ext.architectures import TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.tape import Lora, Parameter, Recipe, Tape
+from hf_dist_ext.text_architectures import Rows
+from hf_dist_ext.tower_architectures import num_patches
+from hf_dist_ext.vision_language import assumption, image_tokens
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
@@ -30,7 +33,6 @@ LORA_TARGETS = {
     "phi3": ("qkv_proj",),
     "modernbert": ("Wqkv",),
 }
-PROJECTOR = re.compile(r"(^|\.)(multi_modal_projector)(\.|$)")
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,8 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         if not isinstance(length, int):
             length = min(longest, per_image + DEFAULT_LENGTH)
             notes.append(f"max_length is not given: counted with rows of {length} tokens.")
+        if per_image and (said := assumption(config)):
+            notes.append(said)
         return (Column("rows", rows, length, images=1 if per_image else 0),)
     names = dict(fields.columns or {"query": "query", "positive": "positive"})
     found = []
@@ -346,12 +350,19 @@ def depth(patterns: Sequence[str] | str, name: str) -> int:
     return max(found)
 
 
+# Names of parts as freezing.py finds them in a model; a projector may lie inside the vision part.
 GROUPS = {
-    "vision": ("model.vision_tower", "vision_model"),
+    "vision": ("model.vision_tower", "model.vision_model", "model.visual", "vision_model"),
     "image": ("vision_model", "visual_projection"),
     "text": ("text_model", "text_projection"),
-    "projector": ("model.multi_modal_projector",),
-    "language": ("model.language_model", "lm_head"),
+    "projector": (
+        "model.multi_modal_projector",
+        "model.image_newline",
+        "model.connector",
+        "model.visual.merger",
+        "model.visual.deepstack_merger_list",
+    ),
+    "language": ("model.language_model", "model.text_model", "lm_head"),
     "backbone": ("backbone",),
     "pooling": ("pooling",),
     "projection": ("projection",),
@@ -359,8 +370,11 @@ GROUPS = {
 
 
 def _group_root(pattern: str, name: str) -> str | None:
-    roots = GROUPS.get(pattern, ())
-    return next((root for root in roots if name == root or name.startswith(root + ".")), None)
+    def root_of(group: str) -> str | None:
+        roots = GROUPS.get(group, ())
+        return next((root for root in roots if name == root or name.startswith(root + ".")), None)
+
+    return None if pattern == "vision" and root_of("projector") else root_of(pattern)
 
 
 def _lora(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:

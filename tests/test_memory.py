@@ -6,27 +6,32 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
-from hf_dist_ext.architectures import FAMILIES, TWO_TOWERS, Rows, embed, embed_tower, generate
+from hf_dist_ext.architectures import FAMILIES, TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.chunk_budget import peak_bytes
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.shape_config import read_model_config, with_defaults
 from hf_dist_ext.tape import Recipe, Tape
+from hf_dist_ext.text_architectures import Rows, bert
+from hf_dist_ext.vision_language import TOWERS, image_tokens
+from hf_dist_ext.workload import depth
 from tests.parity.memory_table import BERT, CASES, CLIP, LLAMA, ON_TWO, error, rows_of
 from tests.parity.memory_worker import PARTS
 
-WHOLE = ("llava", "paligemma", "gemma3")
 NO_AUTO_MODEL = ("siglip_text_model",)
+
+
+PICTURE = 64
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*FAMILIES, *TWO_TOWERS) if kind not in NO_AUTO_MODEL])
 def test_parameters_have_the_names_and_sizes_of_transformers(kind):
     with torch.device("meta"):
         config = AutoConfig.for_model(kind)
-        auto = AutoModelForImageTextToText if kind in WHOLE else AutoModel
-        poolerless = {"add_pooling_layer": False} if FAMILIES.get(kind) is FAMILIES["bert"] else {}
+        auto = AutoModelForImageTextToText if kind in TOWERS else AutoModel
+        poolerless = {"add_pooling_layer": False} if FAMILIES.get(kind) is bert else {}
         model = auto.from_config(config, **poolerless)
     tape, full = Tape(), with_defaults({"model_type": kind})
-    if kind in WHOLE:
+    if kind in TOWERS:
         generate(tape, full, Rows(1, 600, 1))
     elif kind in TWO_TOWERS:
         embed_tower(tape, full, Rows(1, 64), is_image=False)
@@ -61,34 +66,101 @@ def test_each_of_two_processes_holds_what_was_predicted(way):
         assert {part: error(row, part) for part in PARTS} == pytest.approx(dict.fromkeys(PARTS, 0), abs=0.1), row
 
 
-VISION = {**CLIP["vision_config"], "model_type": "clip_vision_model"}
+TEXT = {**CLIP["text_config"], "num_key_value_heads": 2}
+VISION = CLIP["vision_config"]
 LLAVA = {
     "model_type": "llava",
-    "vision_config": VISION,
-    "text_config": {**CLIP["text_config"], "model_type": "llama", "num_key_value_heads": 2},
+    "vision_config": {**VISION, "model_type": "clip_vision_model"},
+    "text_config": {**TEXT, "model_type": "llama"},
     "image_token_index": 63,
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN_VISION = {"depth": 3, "num_heads": 4, "patch_size": 4, "hidden_size": 64, "out_hidden_size": 64}
+TINY = {
+    "llava": LLAVA,
+    "llava_next": {**LLAVA, "model_type": "llava_next", "image_grid_pinpoints": [[32, 32]]},
+    "idefics3": {
+        "model_type": "idefics3", "vision_config": VISION, "text_config": {**TEXT, "model_type": "llama"},
+        "image_token_id": 63,
+    },
+    "internvl": {
+        "model_type": "internvl", "vision_config": VISION, "text_config": {**TEXT, "model_type": "qwen2"},
+        "image_token_id": 63,
+    },
+    "qwen2_vl": {
+        "model_type": "qwen2_vl", "vision_config": {**QWEN_VISION, "embed_dim": 48, "mlp_ratio": 3},
+        "text_config": {**TEXT, "rope_parameters": ROPE}, "image_token_id": 63,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl", "text_config": {**TEXT, "rope_parameters": ROPE}, "image_token_id": 63,
+        "vision_config": {**QWEN_VISION, "intermediate_size": 96, "fullatt_block_indexes": [1], "window_size": 32},
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl", "image_token_id": 63,
+        "text_config": {**TEXT, "head_dim": 16, "rope_parameters": ROPE},
+        "vision_config": {
+            **QWEN_VISION, "intermediate_size": 96, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+        },
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("trained", ["", "multi_modal_projector", "language_model"])
-@pytest.mark.parametrize("autocast", [None, 2])
-def test_a_vision_language_model_saves_what_was_predicted(trained, autocast):
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
+def picture_inputs(kind: str, config: dict, rows: int) -> tuple[dict, int]:
+    """Random pictures, one per row, as the model takes them, and how many tokens each becomes."""
+    side = 32
+    if kind.startswith("qwen"):
+        side = PICTURE // 8 * 8 // 4  # in patches
+        grid = torch.tensor([[1, side, side]] * rows)
+        return {"pixel_values": torch.randn(rows * side * side, 3 * 2 * 16), "image_grid_thw": grid}, side * side // 4
+    full, more = image_tokens(with_defaults(config)), {}
+    shape = (rows, 3, side, side)
+    if kind == "llava_next":
+        shape, more = (rows, 2, 3, side, side), {"image_sizes": torch.tensor([[side, side]] * rows)}
+    if kind == "idefics3":
+        shape = (rows, 1, 3, side, side)
+    return {"pixel_values": torch.randn(shape), **more}, full
 
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "autocast"),
+    [
+        *(("llava", trained, autocast) for trained in ("", "projector", "language") for autocast in (None, 2)),
+        *((kind, "", None) for kind in TINY if kind != "llava"),
+        ("internvl", "", 2), ("qwen3_vl", "", 2), ("qwen2_5_vl", "language", None), ("idefics3", "projector", None),
+    ],
+)  # fmt: skip
+def test_a_vision_language_model_saves_what_was_predicted(monkeypatch, kind, trained, autocast):
+    monkeypatch.setattr("hf_dist_ext.vision_language.PICTURE", PICTURE)
     torch.manual_seed(0)
-    config = {name: value for name, value in LLAVA.items() if name != "model_type"}
-    model = LlavaForConditionalGeneration(LlavaConfig(**config)).train()
+    config = {name: value for name, value in TINY[kind].items() if name != "model_type"}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config)).train()
+    trains = (lambda name: bool(depth([trained], name))) if trained else lambda name: True
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained in name)
-    ids = torch.randint(3, 60, (8, 40))
-    ids[:, :16] = 63  # the image's 4 x 4 patches
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(8, 3, 32, 32)}
+        parameter.requires_grad_(trains(name))
+    pictures, count = picture_inputs(kind, TINY[kind], 8)
+    ids = torch.randint(3, 60, (8, count + 24))
+    ids[:, :count] = 63
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pictures}
+    if kind.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (ids == 63).int()
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
     with peak_bytes(torch.device("cpu"), known) as peak, torch.autocast("cpu", enabled=autocast is not None):
         model(**inputs, labels=ids).loss.backward()
-    tape = Tape(Recipe(trains=lambda name: trained in name, autocast_bytes=autocast, mask_bytes=0))
-    generate(tape, with_defaults(LLAVA), Rows(8, 40, images=1))
-    assert tape.cost().total == pytest.approx(peak(), rel=0.1)
+    tape = Tape(Recipe(trains=trains, autocast_bytes=autocast, mask_bytes=0))
+    generate(tape, with_defaults(TINY[kind]), Rows(8, count + 24, images=1))
+    assert peak() > 2**18 and tape.cost().total == pytest.approx(peak(), rel=0.1)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_parts_of_vision_language_models_are_those_that_freezing_finds(kind):
+    from hf_dist_ext.freezing import module_groups
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind))
+    names = [name for name, _ in model.named_parameters()]
+    for part, group in module_groups(model).items():
+        theirs = {name for name in names if group.depth(name)}
+        assert theirs and {name for name in names if depth([part], name)} == theirs
 
 
 def test_a_frozen_model_below_the_projection_saves_nothing_of_its_layers():
