@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 from .backbones import one_line
-from .config import RunConfig
+from .config import Run, RunConfig
 from .errors import UsageError
 from .freezing import module_groups
 
-LOAD_ADAPTERS = "merge it: hf-dist merge {folder} --output {folder}_merged"
+LOAD_ADAPTERS = 'load it:  PeftModel.from_pretrained(the model it started from, "{folder}")      # from peft'
 
 
 def add_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
@@ -34,6 +34,11 @@ def add_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
         return get_peft_model(model, options)
     except (ValueError, KeyError) as error:
         raise UsageError(f"lora_target_modules={config.lora_target_modules!r}: {one_line(error)}") from error
+
+
+def are_all_that_trains(run: Run) -> bool:
+    """Whether the run ends with peft's own folder of adapters."""
+    return run.run.use_lora and not {"trainable_modules", "frozen_modules"} & run.training.keys()
 
 
 def _usual_targets(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ from datasets import Image
 from transformers import AutoTokenizer
 
 from . import image_pairs
-from .adapters import LOAD_ADAPTERS, add_adapters
+from .adapters import LOAD_ADAPTERS, add_adapters, are_all_that_trains
 from .code_search import train_tokenizer
 from .config import Run
 from .data import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
@@ -55,7 +55,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
-    if run.run.use_lora:
+    if are_all_that_trains(run):
         return [LOAD_ADAPTERS]
     if image_pairs.has_towers(run.run):
         return ['load it:  TowerModel.from_pretrained("{folder}")      # from hf_dist_ext.towers import TowerModel']

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from . import digits
-from .adapters import LOAD_ADAPTERS, add_adapters
+from .adapters import LOAD_ADAPTERS, add_adapters, are_all_that_trains
 from .backbones import one_line, parse_config, parse_dtype, shortened
 from .config import Run, RunConfig
 from .conversations import ConversationReader, load_conversations
@@ -54,7 +54,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
-    if run.run.use_lora:
+    if are_all_that_trains(run):
         return [LOAD_ADAPTERS]
     return ['load it:  AutoModelForImageTextToText.from_pretrained("{folder}")      # from transformers']
 
