@@ -49,6 +49,9 @@ class TowerModel(PreTrainedModel):
         self.column_to_tower = dict(column_to_tower)
         self.normalize = normalize
 
+    def get_input_embeddings(self) -> None:
+        """None: every tower has its own. accelerate asks before it shards, and transformers would raise."""
+
     def forward(self, column: str, vectors: torch.Tensor | None = None, **features) -> EmbeddingOutput:
         """Features of B rows of `column` -> `embeddings` (B, D), at least float32. `vectors` are embeddings of a
         frozen tower that were computed before; they are returned as they are."""
