@@ -65,12 +65,20 @@ def _train(run: Run, stage: Run, args: Any, parts: Parts, train_once: TrainOnce)
     trainer, report = train_once(stage, args, parts)
     is_last = stage is run.stages[-1]
     folder = Path(run.training["output_dir"] if is_last else args.output_dir)
-    facts = {"stage": {"name": stage.name} | report} | write_model(trainer, folder)  # (3)
+    facts = {"stage": {"name": stage.name} | _in_short(report) | report} | write_model(trainer, folder)  # (3)
     if args.should_save:
         files = [] if is_last else _own_files(folder)
         manifest.commit(args.output_dir, manifest.record(folder, files), facts)  # (4)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
+
+
+def _in_short(report: dict[str, Any]) -> dict[str, Any]:
+    """What one reads first of a stage, without looking into "before" and "after"."""
+    accuracy = {f"accuracy_{when}": report[when].get("answer_accuracy") for when in ("before", "after")}
+    return {name: value for name, value in accuracy.items() if value is not None} | {
+        "seconds": report["train_seconds"]
+    }
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ def test_a_projector_alone_shows_pictures_to_a_frozen_language_model(digits):
     assert captions["after"]["answer_accuracy"] < 0.3, "no picture was seen yet"
     assert align["before"] == captions["after"] and tune["before"] == align["after"]
     assert align["after"]["answer_accuracy"] >= 0.6 and tune["after"]["answer_accuracy"] >= 0.6
+    for stage in report["stages"]:
+        assert stage["accuracy_after"] == stage["after"]["answer_accuracy"] and stage["seconds"] > 0
     assert align["trained_share"] < 0.06 < tune["trained_share"] < 0.6
     assert report["after"] == tune["after"] and all(stage["train_seconds"] > 0 for stage in report["stages"])
 
