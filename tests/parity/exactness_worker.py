@@ -94,6 +94,8 @@ CASES = [
     Case("gradient checkpointing", arguments={"activation_checkpointing": True}),
     Case("LoRA", model="lora"),
     Case("LoRA with LoRA dropout", model="lora:0.3", same_masks=True),
+    Case("LoRA and a trained projection", model="lora", worlds=(1, 2),
+         arguments={"trainable_modules": ["projection"]}),
     Case("dropout", model="dropout", same_masks=True),
     Case("dropout and gradient checkpointing", model="dropout", same_masks=True,
          arguments={"activation_checkpointing": True}),
@@ -346,13 +348,17 @@ def runs_here(case: Case, is_fsdp: bool) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True)
-    parser.add_argument("--only")
+    parser.add_argument("--only", help="cases whose name holds this")
+    parser.add_argument("--names", nargs="+", help="exactly these cases, whatever way of running they are listed for")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="JSON: arguments put over every case's own")
     options = parser.parse_args()
     is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     errors = {}
     for case in CASES:
-        if not runs_here(case, is_fsdp) or (options.only and options.only not in case.name):
+        is_wanted = case.name in options.names if options.names else runs_here(case, is_fsdp)
+        if not is_wanted or (options.only and options.only not in case.name):
             continue
+        case.arguments |= options.arguments
         own = torch.tensor(measure(case), dtype=torch.float64)
         if launched_processes() > 1:
             torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
