@@ -64,9 +64,9 @@ def checkpoint_to_resume(
     if asked is not True:
         return _named(Path(asked), earlier)
     if not earlier:
-        raise UsageError(
-            f"resume_from_checkpoint is true but {output_dir} holds no checkpoint-N folder. "
-            "Remove it to start afresh, or give the checkpoint's path."
+        raise UsageError(  # begins as Trainer's, as the next one: programs look for these words and start afresh
+            f"No valid checkpoint found in output directory ({output_dir}): it holds no checkpoint-N folder. "
+            "Remove resume_from_checkpoint to start afresh, or give the checkpoint's path."
         )
     for checkpoint in reversed(earlier):
         if checkpoint in passed_over:
@@ -86,7 +86,7 @@ def checkpoint_to_resume(
 def _named(checkpoint: Path, earlier: list[Path]) -> Path:
     if not checkpoint.is_dir():
         hint = f"Newest in output_dir: {earlier[-1]}" if earlier else "Give the path of a checkpoint-N folder."
-        raise UsageError(f'resume_from_checkpoint="{checkpoint}": no such folder. {hint}')
+        raise UsageError(f"Can't find a valid checkpoint at {checkpoint}: no such folder. {hint}")
     is_marked = (checkpoint / manifest.MANIFEST).is_file()
     if broken := manifest.why_incomplete(checkpoint) if is_marked else ", ".join(missing_from_checkpoint(checkpoint)):
         raise UsageError(f"{checkpoint} is incomplete: {broken}. {another(checkpoint, earlier)}")

@@ -59,7 +59,8 @@ class SafeTrainer(Trainer):
         self._tally: Tally | None = None
         self._retry: Any = None  # out_of_memory.MemoryRetry, with a gradient cache
         self._bad_rows = self._bad_rows_before = 0  # of all ranks in this epoch; of this rank before it
-        self.add_callback(_RunWatch(self))
+        if self._stop is not None or any(getattr(self.args, name, None) for name in ("step_timeout", "max_bad_rows")):
+            self.add_callback(_RunWatch(self))
         if hasattr(self.args, "step_timeout"):
             set_collective_timeout(self.args.ddp_timeout)
 

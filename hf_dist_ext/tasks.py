@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from .callbacks import MetricsFile
 from .config import Run
 from .errors import UsageError
 from .trainer import DistTrainer
@@ -48,7 +49,7 @@ class Parts:
     metrics: tuple[str, ...] = ()
 
     def make_trainer(self, args: DistTrainingArguments) -> DistTrainer:  # (3)
-        return self.trainer_class(
+        trainer = self.trainer_class(
             self.model,
             args,
             data_collator=self.data_collator,
@@ -59,6 +60,9 @@ class Parts:
             loss=self.loss,
             **self.trainer_options,
         )
+        trainer.remove_callback(MetricsFile)  # a run from a file has it always, a DistTrainer when it uses our parts
+        trainer.add_callback(MetricsFile())
+        return trainer
 
 
 def make_arguments(run: Run) -> DistTrainingArguments:  # (1)

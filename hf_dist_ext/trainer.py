@@ -73,7 +73,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             self.add_callback(frozen_training.FreezeWatch(self))
             self.image_stand_in = frozen_training.stand_in_for_images(self)
         self.meter = StepMeter()
-        self.add_callback(MetricsFile())
+        if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
+            self.add_callback(MetricsFile())
         self._clock = StepClock(self.args.device)
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))
