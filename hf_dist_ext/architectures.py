@@ -73,7 +73,7 @@ def _normalized(tape: Tape, x: Value) -> Value:
     x = tape.cast(x, 4)
     if x.flows:
         tape.keep(x)
-        tape.keep_bytes(2 * x.bytes)  # the divisor, expanded, and the result for the product with its gradient
+        tape.keep_bytes(x.bytes + 2 * 4 * x.rows)  # its product with the gradient's cache; a norm and divisor per row
     return tape.new(x.rows, x.width, 4, x.flows)
 
 

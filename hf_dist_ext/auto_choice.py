@@ -17,8 +17,8 @@ from typing import Any
 from hf_dist_ext.config import Run
 from hf_dist_ext.devices import device_memory_bytes, links
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.memory import Hardware
 from hf_dist_ext.planner import Plan, make_plan
+from hf_dist_ext.strategies import Hardware
 
 
 @dataclass(frozen=True)

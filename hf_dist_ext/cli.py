@@ -109,7 +109,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     )
     plan = make_plan(run, hardware)
     if arguments.trace:
-        plan.trace = run_trace(run)
+        plan.trace = run_trace(plan.run)
     print(to_json(plan)) if arguments.json else print_plan(plan)
     if arguments.png:
         write_png(plan, Path(arguments.png))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.launch import count_devices
-from hf_dist_ext.memory import GIB, Hardware
+from hf_dist_ext.strategies import GIB, Hardware
 
 ASSUMED_GIB = 80.0  # where no device is at hand and none is named
 

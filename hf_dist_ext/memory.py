@@ -1,7 +1,7 @@
 """Bytes per device for every way to spread a run: a closed form.
 
 (1) what the model has: parameters by layer, trained and frozen, as stored and as computed with (workload.py)
-(2) a `Strategy` says over how many devices weights, gradients and optimizer state are split, and what is whole when
+(2) a `Strategy` (strategies.py) says what is split over how many devices, and what is whole when
 (3) `estimate` adds up: weights, master weights, gradients, optimizer, activations of a chunk, the embeddings of the
     batch, buffers of the collectives, the framework; the optimizer's own scratch counts only while no activation lives
 What the same strategies send is in traffic.py.
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, astuple, dataclass, field
 
+from hf_dist_ext.knobs import kept_by_hook
+from hf_dist_ext.strategies import GIB, Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.tape import TEMPORARY_VALUES, Parameter
-from hf_dist_ext.workload import Workload
+from hf_dist_ext.workload import Column, Work, Workload
 
-GIB = 2**30
 # What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
 # allocator can not use. Measured by nobody here: no GPU was at hand.
 CONTEXT_BYTES = 0.75 * GIB
@@ -25,61 +26,6 @@ COMMUNICATOR_BYTES = 0.4 * GIB
 FRAGMENTATION = 0.03
 EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
 TILE_ROWS = 1024  # of the loss (losses.py)
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How a run is spread. `shards`: what is split over devices: "" nothing, "o" optimizer state, "og" gradients too,
-    "ogw" weights too. `keeps_whole`: gathered weights and gradients stay from chunk to chunk (speed)."""
-
-    name: str
-    preset: str
-    shards: str = ""
-    is_deepspeed: bool = False
-    keeps_whole: bool = False
-    replicates_frozen: bool = False
-    is_hybrid: bool = False  # sharded inside a machine, copies between machines
-    offloads: bool = False
-    is_tensor_parallel: bool = False
-    in_words: str = ""
-
-
-STRATEGIES = (
-    Strategy("single", "single_gpu", in_words="one device"),
-    Strategy("DDP", "multi_gpu_ddp", in_words="every device has everything"),
-    Strategy("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
-    Strategy("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
-    Strategy(
-        "FSDP frozen whole",
-        "multi_gpu_fsdp_frozen_replicated",
-        "ogw",
-        replicates_frozen=True,
-        in_words="what trains is sharded, what is frozen is whole",
-    ),
-    Strategy("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words="sharded in a machine, copies between them"),
-    Strategy("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words="weights and state on the CPU"),
-    Strategy("ZeRO-1", "deepspeed_zero1", "o", is_deepspeed=True, in_words="optimizer state sharded"),
-    Strategy("ZeRO-2", "deepspeed_zero2", "og", is_deepspeed=True, in_words="gradients sharded too"),
-    Strategy("ZeRO-3", "deepspeed_zero3", "ogw", is_deepspeed=True, in_words="weights sharded too"),
-    Strategy(
-        "ZeRO-3 offload", "deepspeed_zero3_offload", "ogw", is_deepspeed=True, offloads=True, in_words="on the CPU"
-    ),
-    Strategy("TP", "multi_gpu_tp", "ogw", is_tensor_parallel=True, in_words="each layer split over devices"),
-)
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """`num_devices` over all machines; `memory_bytes` per device."""
-
-    num_devices: int = 1
-    memory_bytes: float = 80 * GIB
-    num_nodes: int = 1
-    interconnect: str = "nvlink"
-
-    @property
-    def per_node(self) -> int:
-        return max(1, self.num_devices // self.num_nodes)
 
 
 @dataclass(frozen=True)
@@ -156,11 +102,16 @@ class Model:
         return [unit for name, unit in self.units.items() if name is not None]
 
 
-def model_of(work: Workload, tensor_parallel: int = 1) -> Model:
-    model = Model()
-    for parameter in work.parameters(tensor_parallel).values():
+def model_of(work: Workload, tensor_parallel: int = 1, min_num_params: int = 0) -> Model:
+    """`min_num_params`: layers with fewer parameters are no unit of their own."""
+    model, parameters = Model(), work.parameters(tensor_parallel).values()
+    counts: dict[str | None, float] = {}
+    for parameter in parameters:
+        counts[parameter.layer] = counts.get(parameter.layer, 0) + parameter.elements
+    for parameter in parameters:
+        unit = parameter.layer if counts[parameter.layer] >= min_num_params else None
         model.whole.add(parameter, work.optimizer)
-        model.units.setdefault(parameter.layer, Sizes()).add(parameter, work.optimizer)
+        model.units.setdefault(unit, Sizes()).add(parameter, work.optimizer)
     return model
 
 
@@ -202,32 +153,10 @@ def is_known_optimizer(optimizer: str) -> bool:
 # (2), (3) ----------------------------------------------------------------------------------------------------------
 
 
-def tensor_parallel_size(work: Workload, hardware: Hardware) -> int:
-    """The most devices of a machine that the key heads and the feed-forward can be dealt to; 1: cannot be split."""
-    config = work.config.get("text_config") or work.config
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
-    inner = config.get("intermediate_size") or 1
-    if "rms_norm_eps" not in config:  # transformers has plans for decoders
-        return 1
-    sizes = [2**power for power in range(8) if 2**power <= hardware.per_node]
-    return max(size for size in sizes if heads % size == 0 and inner % size == 0)
-
-
-def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
-    """S"""
-    if not strategy.shards:
-        return 1
-    if strategy.is_hybrid:
-        return hardware.per_node
-    if strategy.is_tensor_parallel:
-        return max(1, hardware.num_devices // tensor_parallel_size(work, hardware))
-    return hardware.num_devices
-
-
 def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
     """Peak bytes of one device. (3)"""
     parts = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
-    model = model_of(work, parts)
+    model = model_of(work, parts, work.knobs.min_num_params or 0)
     shards = shard_count(strategy, work, hardware)
     is_half = work.autocast_bytes is not None
     computes_in = work.autocast_bytes or work.load_bytes
@@ -253,6 +182,8 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
         found.master_weights = whole.trained_stored if has_masters else 0.0
         if strategy.name == "DDP" and not work.bucket_view:
             found.buffers = whole.trained_stored  # the reducer's buckets
+        if strategy.name == "DDP":
+            found.buffers += kept_by_hook(work.knobs.hook, work.knobs.hook_rank, work.parameters().values())
     if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
         found.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
@@ -283,7 +214,8 @@ def _fsdp(
 
     units = [gathered(unit) for unit in model.layers]
     largest = max(units, default=0.0)
-    reduced = max((unit.trained for unit in model.units.values()), default=0.0) * computes_in
+    reduced = max((unit.trained for unit in model.units.values()), default=0.0)
+    reduced *= work.knobs.reduce_bytes or computes_in
     live = gathered(model.root) + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
     frozen = whole.frozen_stored if strategy.replicates_frozen else whole.frozen_stored / shards
     resting = frozen + (0 if is_half else stored / shards)
@@ -334,6 +266,9 @@ def held(work: Workload, settings: Settings, compute: int | None = None, parts: 
     cut = is_cut(work, settings)
     for column in work.columns:
         cost = work.work(column, compute, parts)
+        if encodes_once(work, settings):
+            _hold_features(of_tower, column, cost, work, settings)
+            continue
         rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) if cut else column.rows
         graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
         found = Held(
@@ -351,9 +286,26 @@ def held(work: Workload, settings: Settings, compute: int | None = None, parts: 
     return Held(*(sum(column) for column in zip(*map(astuple, of_tower.values()), strict=True)))
 
 
+def _hold_features(of_tower: dict[str, Held], column: Column, cost: Work, work: Workload, settings: Settings) -> None:
+    """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
+    through the projection together, with one graph. `cost.kept` is the projection's, its input included."""
+    rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows))
+    wide = min(rows * work.widening, column.rows) * cost.largest * TEMPORARY_VALUES
+    before = of_tower.get("", Held())
+    saved = before.saved + column.rows * cost.kept
+    forward = 0.0 if work.reads_features else wide  # alone on the device before there is a graph
+    most = max(before.activations, forward)
+    of_tower[""] = Held(saved, before.casts, max(0.0, most - saved))
+
+
 def is_cut(work: Workload, settings: Settings) -> bool:
     """Whether the batch goes through in chunks: the run has a gradient cache, or the settings give it one."""
     return work.is_cached or settings.chunk_rows is not None
+
+
+def encodes_once(work: Workload, settings: Settings) -> bool:
+    """Whether a frozen backbone runs once per step, or never, and the projection goes on from its pooled vectors."""
+    return work.reads_features or (work.has_frozen_backbone and is_cut(work, settings))
 
 
 def _embeddings(work: Workload, world: int) -> float:
@@ -365,6 +317,4 @@ def _embeddings(work: Workload, world: int) -> float:
     everyone = own * world
     candidates = sum(column.rows for column in work.columns[1:]) * world
     tile = min(TILE_ROWS, work.batch) * candidates * 4 * 2
-    # Over a frozen backbone, its pooled features are kept from the pass without a graph: only the rest runs again.
-    features = rows * work.feature_dim * 4 if work.keeps_features else 0.0
-    return EMBEDDING_COPIES * (own + everyone) + tile + features
+    return EMBEDDING_COPIES * (own + everyone) + tile

@@ -80,11 +80,9 @@ def build(run: Any, work: Workload) -> nn.Module:
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         model = auto.from_config(config, dtype=dtype)
     if work.lora is not None:
-        from peft import LoraConfig, get_peft_model
+        from hf_dist_ext.adapters import add_adapters
 
-        wanted = run.given.get("lora_target_modules")
-        options = {"r": work.lora.rank, "lora_dropout": work.lora.dropout, "target_modules": wanted}
-        model = get_peft_model(model, LoraConfig(**options))
+        model = add_adapters(model, fields)
     for name, parameter in model.named_parameters():
         if work.lora is None or not work.trains(name):
             parameter.requires_grad_(work.trains(name))

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.memory import GIB, Bytes
-from hf_dist_ext.planner import Option, Plan, count_of, gib
+from hf_dist_ext.memory import Bytes
+from hf_dist_ext.plan_reasons import count_of, gib
+from hf_dist_ext.planner import Option, Plan
+from hf_dist_ext.strategies import GIB
 from hf_dist_ext.traffic import ARITHMETIC, BANDWIDTH
 
 PARTS = ("weights", "master_weights", "gradients", "optimizer", "activations", "embeddings", "buffers", "framework")
@@ -24,10 +26,11 @@ def print_plan(plan: Plan) -> None:
     work, hardware = plan.work, plan.hardware
     model = plan.as_dict()
     devices = f"{hardware.num_devices} device{'s' if hardware.num_devices > 1 else ''}"
+    stage = f', stage "{plan.run.name}" of {len(plan.stages)}' if plan.stages else ""
     where = f" on {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
     title = (
-        f"{model['model_type']}, {count_of(model['parameters'])} parameters, {count_of(model['trained_parameters'])} "
-        f"train; {devices}{where} of {gib(hardware.memory_bytes)}, {hardware.interconnect}. GiB per device."
+        f"{model['model_type']}{stage}, {count_of(model['parameters'])} parameters, "
+        f"{count_of(model['trained_parameters'])} train; {devices}{where} of {gib(hardware.memory_bytes)}, {hardware.interconnect}. GiB per device."
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("strategy", *COLUMNS, "total", "fits", "spare", "sent/step", "collectives/step"):

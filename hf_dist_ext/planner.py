@@ -9,6 +9,7 @@
 (3) of what fits and has a preset, the one whose step is shortest wins: arithmetic plus communication; what fits as the
     run stands comes before what needs changes
 (4) boundaries follow from these numbers; nothing here knows how large a "large" model is
+(5) stages are planned one by one, and the one that needs most decides
 
 It loads no weights and imports no torch: a laptop plans for a model that it could never hold.
 """
@@ -21,27 +22,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.architectures import is_known
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.memory import (
-    GIB,
-    STRATEGIES,
-    Bytes,
-    Hardware,
-    Settings,
-    Strategy,
-    estimate,
-    is_cut,
-    is_known_optimizer,
-    model_of,
-    tensor_parallel_size,
-)
+from hf_dist_ext.memory import Bytes, Settings, estimate, is_cut, is_known_optimizer, model_of
+from hf_dist_ext.plan_reasons import explain, explain_stages
 from hf_dist_ext.presets import presets
 from hf_dist_ext.shape_config import read_model_config
+from hf_dist_ext.strategies import (
+    STRATEGIES,
+    Hardware,
+    Strategy,
+    adapted,
+    leaves_frozen_whole,
+    refusal,
+    tensor_parallel_size,
+)
 from hf_dist_ext.traffic import Traffic, traffic
 from hf_dist_ext.workload import TracedWorkload, Workload, with_batch, workload_of
 
@@ -109,6 +108,15 @@ class Plan:
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     trace: dict[str, Any] | None = None
+    run: Any = None  # the run that was planned: of several stages, the one that needs most
+    stages: list[dict[str, Any]] = field(default_factory=list)
+
+    def option(self, name: str) -> Option | None:
+        return next((option for option in self.options if option.strategy.name == name), None)
+
+    @property
+    def simplest(self) -> Option:
+        return self.option("DDP") or self.options[0]
 
     def as_dict(self) -> dict[str, Any]:
         model = model_of(self.work).whole
@@ -127,6 +135,8 @@ class Plan:
             else {"strategy": self.best.strategy.name, "preset": self.best.preset, "set": self.changes},
             "reasons": self.reasons,
             "notes": self.notes,
+            "stage": self.run.name if self.stages else None,
+            "stages": self.stages,
             "strategies": [option.as_dict() for option in self.options],
             "trace": self.trace,
         }
@@ -137,14 +147,39 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
 
     Raises UsageError where the model's configuration is not to be had or its family is unknown.
     """
+    if run.stages:
+        return _plan_stages(run, hardware, available)
     config = run.run
     shape = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
     work = workload_of(run, shape)
     if not is_known(shape):
         note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
         found = run_trace(run, "--shape")
-        work = TracedWorkload(**vars(work) | {"notes": (*work.notes, note)}, found=found)
-    return plan_workload(work, hardware, available)
+        known = {one.name: getattr(work, one.name) for one in fields(work)}
+        work = TracedWorkload(**known | {"notes": (*work.notes, note)}, found=found)
+    plan = plan_workload(work, hardware, available)
+    plan.run = run
+    return plan
+
+
+def _plan_stages(run: Any, hardware: Hardware, available: Collection[str] | None) -> Plan:
+    """Each stage by itself; the plan of the one that needs most where nothing is sharded, since the processes are
+    those of the whole run. (5)"""
+    plans = [make_plan(stage, hardware, available) for stage in run.stages]
+    found = max(plans, key=lambda plan: plan.simplest.given.total)
+    for plan in plans:
+        chosen = plan.option(found.best.strategy.name) if found.best is not None else None
+        found.stages.append(
+            {
+                "name": plan.run.name,
+                "needs": round(plan.simplest.given.total),
+                "needs_with": None if chosen is None else round(chosen.given.total),
+                "fits": None if chosen is None else chosen.fits,
+                "set": {} if chosen is None else changes_for(plan, chosen, hardware),
+            }
+        )
+    explain_stages(found)
+    return found
 
 
 def run_trace(run: Any, *options: str) -> dict[str, Any]:
@@ -162,8 +197,11 @@ def run_trace(run: Any, *options: str) -> dict[str, Any]:
 
 def plan_workload(work: Workload, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
     available = set(presets()) if available is None else set(available)
+    if work.lora is not None and not any(".lora_" in name for name in work.parameters()):
+        wanted = work.lora.wanted if isinstance(work.lora.wanted, str) else " or ".join(work.lora.wanted)
+        raise UsageError(f"use_lora: the model has no layer called {wanted}. Name some in lora_target_modules.")
     options = [
-        _option(work, strategy, hardware, available)
+        _option(work, adapted(strategy, work, hardware), hardware, available)
         for strategy in STRATEGIES
         if _has_meaning(strategy, work, hardware)
     ]
@@ -176,7 +214,9 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
         plan.notes.append(
             "what trains is stored in half precision on one device and under DDP: small updates are lost."
         )
-    _explain(plan)
+    explain(plan)
+    if best is not None:
+        plan.changes = changes_for(plan, best, hardware)
     return plan
 
 
@@ -185,10 +225,11 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
         return True
     if hardware.num_devices == 1:
         return strategy.offloads
-    if strategy.replicates_frozen:
-        return work.is_frozen and work.replicates_frozen != "shard"
+    if strategy.replicates_frozen:  # where the run's own field does so, the other rows do
+        is_possible = work.can_replicate and work.replicates_frozen != "shard"
+        return is_possible and not leaves_frozen_whole(work, hardware)
     if strategy.is_hybrid:
-        return hardware.num_nodes > 1
+        return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
     if strategy.is_tensor_parallel:
         return tensor_parallel_size(work, hardware) > 1 and not isinstance(work, TracedWorkload)
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
@@ -201,7 +242,7 @@ def _preset(strategy: Strategy, hardware: Hardware, available: Collection[str]) 
     if hardware.num_nodes > 1 and for_nodes in available:
         return for_nodes
     # The run file's frozen_parts_fsdp lets the plain preset leave frozen parts whole.
-    if strategy.replicates_frozen and strategy.preset not in available:
+    if strategy.name == "FSDP frozen whole" and strategy.preset not in available:
         return "multi_gpu_fsdp"
     return strategy.preset
 
@@ -212,7 +253,7 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
     option = Option(
         strategy,
         preset,
-        _why_not(strategy, preset, hardware, available),
+        refusal(strategy, work, hardware) or _why_not(strategy, preset, hardware, available),
         estimate(work, strategy, hardware, as_given),
         estimate(work, strategy, hardware, Settings(is_checkpointed=True)),
         estimate(work, strategy, hardware, Settings(is_checkpointed=False)),
@@ -292,112 +333,17 @@ def _best(options: list[Option]) -> Option | None:
     return next((option for option in possible if option.seconds <= NEARLY * shortest), None)
 
 
-# ---- reasons ----
-
-
-def gib(count: float) -> str:
-    return f"{count / GIB:.2f} GiB" if count < 100 * GIB else f"{count / GIB:.0f} GiB"
-
-
-def count_of(number: float) -> str:
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.0f}"
-
-
-def count_with(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def _explain(plan: Plan) -> None:
-    work, hardware, best, say = plan.work, plan.hardware, plan.best, plan.reasons.append
-    whole = model_of(work).whole
-    share = whole.trained / whole.elements if whole.elements else 0
-    by_name = {option.strategy.name: option for option in plan.options}
-    simplest = by_name.get("DDP") or by_name["single"]
-    states = simplest.given.gradients + simplest.given.optimizer
-    trained = f"All {count_of(whole.elements)} parameters train"
-    if share < 1:
-        trained = f"{count_of(whole.trained)} of {count_of(whole.elements)} parameters train ({share:.1%})"
-    state_size = f"gradients {gib(simplest.given.gradients)}, optimizer state {gib(simplest.given.optimizer)}"
-    say(f"{trained}: {state_size}.")
-    if best is None:
-        _explain_nothing_fits(plan)
-        return
-    fitted = best.fitted or best.given
-    if best.strategy.name == "DDP":
-        saved = states + simplest.given.master_weights
-        less = "would save little" if saved < 0.1 * hardware.memory_bytes else f"could save at most {gib(saved)}"
-        with_changes = "Everything fits" if best.fits else "With the changes below everything fits"
-        say(
-            f"{with_changes} on each device ({gib(fitted.total)} of {gib(hardware.memory_bytes)}); sharding {less} "
-            f"and send more. DDP sends {gib(best.traffic.bytes)} per device and step."
-        )
-    elif best.strategy.name != "single":
-        fixed = simplest.given.total - simplest.given.activations - simplest.given.embeddings
-        what = "fits only with changes" if simplest.settings is not None else "does not fit"
-        if simplest.fits:
-            what = "fits too, but its step is longer"
-        say(
-            f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(simplest.given.total)} in "
-            f"all, of {gib(hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
-            f"{gib(fitted.total)} and sends {gib(best.traffic.bytes)} per device and step."
-        )
-    else:
-        say(f"One device: {gib(fitted.total)} of {gib(hardware.memory_bytes)}.")
-    _explain_activations(plan, best, fitted)
-    if not best.fits:
-        say(f"As it stands the run needs {gib(best.given.total)} per device and does not fit; the changes below do.")
-    if hardware.num_devices > 1 and best.strategy.name == "DDP":
-        sent, computed = best.traffic.seconds, best.traffic.arithmetic_seconds
-        if sent < 0.1 * computed:
-            say(f"Communication is about {sent / computed:.0%} of the arithmetic: compressing gradients is pointless.")
-    _changes(plan, best)
-
-
-def _explain_activations(plan: Plan, best: Option, fitted: Bytes) -> None:
-    work, settings = plan.work, best.settings
-    assert settings is not None
-    longest = max(column.length for column in work.columns)
-    if is_cut(work, settings):
-        rows = work.rows_of_chunk(longest, settings.chunk_rows)
-        what = f"a chunk of {count_with(rows, 'row')} of {longest} tokens"
-    else:
-        what = f"{count_with(best.batch, 'row')} of {longest} tokens"
-    with_it, without = best.checkpointed.activations, best.unchecked.activations
-    as_given = settings.chunk_rows is None and best.batch == work.batch
-    other = f" ({gib(without)} without checkpointing, {gib(with_it)} with)" if as_given else ""
-    largest = max(
-        ("weights", fitted.weights + fitted.master_weights), ("activations", fitted.activations), key=lambda x: x[1]
-    )
-    dominate = ": they dominate" if largest[0] == "activations" and fitted.activations > fitted.total / 2 else ""
-    plan.reasons.append(f"Activations of {what}: {gib(fitted.activations)}{other}{dominate}.")
-
-
-def _explain_nothing_fits(plan: Plan) -> None:
-    least = min(plan.options, key=lambda option: option.checkpointed.total)
-    choosable = [option for option in plan.options if option.settings is not None]
-    memory = gib(plan.hardware.memory_bytes)
-    if choosable:
-        names = ", ".join(f"{option.strategy.name} ({option.why_not})" for option in choosable)
-        plan.reasons.append(f"Nothing that can be chosen here fits {memory}. What would: {names}.")
-        return
-    plan.reasons.append(
-        f"Nothing fits {memory}: the least is {least.strategy.name} with {gib(least.checkpointed.total)}. Use more "
-        'devices, shorter rows, LoRA or frozen parts, "optim": "adamw_bnb_8bit", or half-precision weights.'
-    )
-
-
-def _changes(plan: Plan, best: Option) -> None:
-    """Fields of the run file that the recommendation sets."""
-    work, settings, changes = plan.work, best.settings, plan.changes
-    assert settings is not None
-    if plan.hardware.num_devices > 1 or best.strategy.name != "single":
+def changes_for(plan: Plan, best: Option, hardware: Hardware) -> dict[str, Any]:
+    """Fields of the run file that an option needs set."""
+    work, settings, changes = plan.work, best.settings, {}
+    if settings is None:
+        return {}
+    if hardware.num_devices > 1 or best.strategy.name != "single":
         changes["accelerate_config"] = best.preset
-    if best.strategy.preset == "multi_gpu_fsdp" and work.is_embedding and work.fsdp_mode == "auto":
+    is_plain = best.strategy.name in ("FSDP speed", "FSDP memory")
+    if is_plain and work.is_embedding and work.fsdp_mode == "auto":
         changes["gradient_cache_fsdp"] = "speed" if best.strategy.keeps_whole else "memory"
-    if best.strategy.replicates_frozen and best.preset == "multi_gpu_fsdp":
+    if best.strategy.name == "FSDP frozen whole" and best.preset == "multi_gpu_fsdp":
         changes["frozen_parts_fsdp"] = "replicate"
     if settings.is_checkpointed and not work.is_checkpointed:
         changes["gradient_checkpointing"] = True
@@ -406,3 +352,4 @@ def _changes(plan: Plan, best: Option) -> None:
     if best.batch != work.batch:
         changes["per_device_train_batch_size"] = best.batch
         changes["gradient_accumulation_steps"] = work.accumulation * -(-work.batch // best.batch)
+    return changes

@@ -19,7 +19,7 @@ Everything is in bytes unless it says elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -60,6 +60,7 @@ class Lora:
     rank: int
     dropout: float = 0.0
     targets: Callable[[str], bool] = lambda name: False
+    wanted: Sequence[str] | str = ()  # in the run file's words
 
 
 @dataclass(frozen=True)

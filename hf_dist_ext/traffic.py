@@ -1,6 +1,6 @@
 """Collectives and bytes sent per optimizer step, and a rough time for them: what tells strategies apart that all fit.
 
-(1) DDP: one all-reduce of what trains, whatever the number of chunks
+(1) DDP: one all-reduce of what trains, whatever the number of chunks; less with a hook that compresses (knobs.py)
 (2) FSDP "speed": every unit is gathered once and reduced once per step; "memory": three gathers per chunk and layer
     (pass without a graph, replay, its backward), one reduction per chunk and unit
 (3) tensor parallelism: two all-reduces of the activations per layer and forward, two per backward
@@ -17,7 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_dist_ext.memory import Hardware, Model, Settings, Strategy, is_cut, model_of, shard_count, tensor_parallel_size
+from hf_dist_ext.knobs import sent_by_hook
+from hf_dist_ext.memory import Model, Settings, encodes_once, is_cut, model_of
+from hf_dist_ext.strategies import Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.workload import Workload
 
 # Bytes per second that a device sends, well below the data sheets; between machines "ethernet" counts.
@@ -30,12 +32,15 @@ LATENCY = 30e-6  # of one collective
 
 @dataclass
 class Traffic:
-    """Of one optimizer step and one device. `bytes` are those sent inside and between machines."""
+    """Of one optimizer step and one device. `bytes` are those sent inside and between machines. `reduction_seconds`:
+    of DDP's gradients as they are, `compressed_seconds` as the run's hook sends them (else as half precision)."""
 
     collectives: dict[str, int] = field(default_factory=dict)
     bytes: float = 0.0
     seconds: float = 0.0
     arithmetic_seconds: float = 0.0
+    reduction_seconds: float = 0.0
+    compressed_seconds: float = 0.0
 
     @property
     def total_seconds(self) -> float:
@@ -58,7 +63,7 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     inside = BANDWIDTH[hardware.interconnect]
     across = BANDWIDTH["ethernet"] if hardware.num_nodes > 1 else inside
     computes_in = work.autocast_bytes or work.load_bytes
-    model = model_of(work, parts)
+    model = model_of(work, parts, work.knobs.min_num_params or 0)
     chunks = work.num_chunks(settings.chunk_rows) if is_cut(work, settings) else len(work.columns)
 
     def send(kind: str, count: float, size: float, members: int, bandwidth: float) -> None:
@@ -73,7 +78,12 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
         _tensor_parallel(work, settings, parts, model, send, inside)
     shards = shard_count(strategy, work, hardware)
     if not strategy.shards:
-        send("all_reduce", 1, model.whole.trained_stored, world, across)  # (1)
+        parameters, knobs = work.parameters().values(), work.knobs  # (1)
+        sent = sent_by_hook(knobs.hook, knobs.hook_rank, parameters)
+        send("all_reduce", 1, sent, world, across)
+        ring = 2 * (world - 1) / world / across
+        found.reduction_seconds = model.whole.trained_stored * ring
+        found.compressed_seconds = (sent if knobs.hook else sent_by_hook("fp16", 1, parameters)) * ring
     elif "w" in strategy.shards:
         link = inside if strategy.is_hybrid else across
         _sharded(work, strategy, settings, model, shards, chunks, computes_in, send, link)
@@ -116,14 +126,18 @@ def _sharded(
     root = weight(model.root)
     reduced = sum(1 for unit in [*layers, model.root] if unit.trained)
     size = sum(map(weight, gathered))
+    reduced_size = model.whole.trained * (work.knobs.reduce_bytes or computes_in)
     if strategy.keeps_whole:
-        send("all_gather", len(gathered) + bool(root), size + root, shards, bandwidth)
-        send("reduce_scatter", reduced, model.whole.trained * computes_in, shards, bandwidth)
+        times = 1 if work.is_embedding else work.accumulation  # only our step keeps them over micro-batches
+        send("all_gather", times * (len(gathered) + bool(root)), times * (size + root), shards, bandwidth)
+        send("reduce_scatter", times * reduced, times * reduced_size, shards, bandwidth)
         return
-    runs = chunks * work.accumulation
+    runs = backwards = chunks * work.accumulation
     passes = 3 if is_cut(work, settings) else 2  # the root stays whole from a forward to its backward
+    if encodes_once(work, settings):  # the projection alone has a backward, once
+        passes, backwards = 0 if work.reads_features else 1, work.accumulation
     send("all_gather", runs * (passes * len(gathered) + bool(root)), runs * (passes * size + root), shards, bandwidth)
-    send("reduce_scatter", runs * reduced, runs * model.whole.trained * computes_in, shards, bandwidth)
+    send("reduce_scatter", backwards * reduced, backwards * reduced_size, shards, bandwidth)
 
 
 def _tensor_parallel(
@@ -147,7 +161,7 @@ def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:
     total = 0.0
     for column in work.columns:
         cost = work.work(column, None, parts)
-        forwards = 1 + (is_cut(work, settings) and cost.backward > 0)
-        forwards += settings.is_checkpointed and cost.backward > 0
+        runs_again = cost.backward > 0 and not encodes_once(work, settings)
+        forwards = 1 + (is_cut(work, settings) + settings.is_checkpointed) * runs_again
         total += 2 * column.rows * work.accumulation * (forwards * cost.forward + cost.backward)
     return total

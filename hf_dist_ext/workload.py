@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_dist_ext.architectures import TWO_TOWERS, embed, embed_tower, generate
+from hf_dist_ext.knobs import Knobs, knobs_of
 from hf_dist_ext.tape import Lora, Parameter, Recipe, Tape
 from hf_dist_ext.text_architectures import Rows
 from hf_dist_ext.tower_architectures import num_patches
@@ -24,15 +25,8 @@ from hf_dist_ext.vision_language import assumption, image_tokens
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
-# peft's own targets for the families of architectures.py
-LORA_TARGETS = {
-    "bert": ("query", "value"),
-    "roberta": ("query", "value"),
-    "xlm-roberta": ("query", "value"),
-    "distilbert": ("q_lin", "v_lin"),
-    "phi3": ("qkv_proj",),
-    "modernbert": ("Wqkv",),
-}
+# peft's own targets for the families of architectures.py; q_proj and v_proj in all others (adapters.py)
+LORA_TARGETS = dict.fromkeys(["bert", "roberta", "xlm-roberta"], ("query", "value"))
 
 
 @dataclass(frozen=True)
@@ -88,6 +82,9 @@ class Workload:
     bucket_view: bool
     fsdp_mode: str
     replicates_frozen: str
+    can_replicate: bool  # by freezing fields; adapters leave nothing whole
+    knobs: Knobs
+    has_feature_cache: bool
     is_embedding: bool
     notes: tuple[str, ...] = ()
     mask_bytes: int = 1  # see tape.Recipe
@@ -97,17 +94,28 @@ class Workload:
     def batch(self) -> int:
         return self.columns[0].rows
 
-    @property
-    def keeps_features(self) -> bool:
-        """Whether a cached step runs a frozen backbone once, and keeps its pooled output."""
-        is_frozen = not any(layer.saved for layer in self.tape(self.columns[0]).layers)
-        return self.is_cached and self.projection_dim is not None and is_frozen
+    @functools.cached_property
+    def has_frozen_backbone(self) -> bool:
+        """Pooled vectors are constants of the run, and a projection goes on from them (frozen_columns.py)."""
+        if self.projection_dim is None or not self.is_embedding:
+            return False
+        return not any(one.trains for name, one in self.parameters().items() if not name.startswith("projection."))
 
     @property
-    def feature_dim(self) -> int:
-        """Width of the backbone's pooled output."""
-        text = self.config.get("text_config") or self.config
-        return text["hidden_size"]
+    def reads_features(self) -> bool:
+        """Whether a step reads pooled output from frozen_feature_cache instead."""
+        return self.has_feature_cache and self.has_frozen_backbone
+
+    def products_of(self, column: Column, tape: Tape) -> float:
+        """Multiply-adds of one forward in a step; frozen_feature_cache takes the frozen leading part out of it."""
+        parts = [tape.before, *tape.layers, tape.after]
+        if self.reads_features:
+            return tape.after.products
+        if self.has_feature_cache and self.config["model_type"] in TWO_TOWERS:
+            return sum(part.products for part in parts) if any(p.trains for p in tape.parameters.values()) else 0.0
+        if self.has_feature_cache and not self.is_embedding:  # the image encoder
+            return sum(part.products for part in parts if part.backward or not depth(["vision"], part.name))
+        return sum(part.products for part in parts)
 
     @property
     def widening(self) -> int:
@@ -176,7 +184,7 @@ class Workload:
             largest=max(part.largest for part in parts),
             temporary=plain.temporary,
             temporary_checkpointed=checkpointed.temporary,
-            forward=sum(part.products for part in parts),
+            forward=self.products_of(column, tape),
             backward=sum(part.backward for part in parts),
         )
 
@@ -193,11 +201,6 @@ class TracedWorkload(Workload):
     """A model without a closed form, as torch's trace found it (`memory_trace.py --shape`)."""
 
     found: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def keeps_features(self) -> bool:
-        trains = [name for name, one in self.found["parameters"].items() if one[2]]
-        return self.is_cached and all(name.startswith("projection.") for name in trains)
 
     def work(self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1) -> Work:
         row = self.found["rows"][column.name]
@@ -236,6 +239,7 @@ def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
 def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     """A parsed run (`config.Run`) and its model's complete configuration (shape_config.py) -> Workload."""
     given, fields = run.given, run.run
+    knobs = knobs_of(given)
     notes: list[str] = []
     is_embedding = getattr(fields, "task", "embedding") == "embedding"
     columns = _columns(run, config, is_embedding, notes)
@@ -270,8 +274,11 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         lora=lora,
         is_frozen=bool(trainable or frozen or lora),
         bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
-        fsdp_mode=given.get("gradient_cache_fsdp") or "auto",
+        fsdp_mode=knobs.fsdp_mode or given.get("gradient_cache_fsdp") or "auto",
         replicates_frozen=given.get("frozen_parts_fsdp") or "auto",
+        can_replicate=bool(trainable or frozen),
+        knobs=knobs,
+        has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
         notes=tuple(notes),
     )
@@ -380,11 +387,14 @@ def _group_root(pattern: str, name: str) -> str | None:
 def _lora(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:
     wanted = given.get("lora_target_modules")
     kind = (config.get("text_config") or config)["model_type"]
-    if wanted is None:
+    is_usual, has_parts = wanted is None, bool(config.get("vision_config")) and config["model_type"] not in TWO_TOWERS
+    if is_usual:
         wanted = LORA_TARGETS.get(kind, ("q_proj", "v_proj"))
 
     @functools.cache
     def targets(name: str) -> bool:
+        if is_usual and has_parts and not depth(["language"], name):
+            return False  # peft's own choice stays out of the image part (adapters.py)
         last = name.rpartition(".")[2]
         if wanted == "all-linear":
             return last not in ("lm_head", "patch_embedding") and not name.startswith("projection")
@@ -392,7 +402,7 @@ def _lora(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:
             return re.fullmatch(wanted, name) is not None
         return any(name == one or name.endswith("." + one) for one in wanted)
 
-    return Lora(given.get("lora_r") or 8, given.get("lora_dropout") or 0.0, targets)
+    return Lora(given.get("lora_r") or 8, given.get("lora_dropout") or 0.0, targets, wanted)
 
 
 def with_batch(work: Workload, rows: int) -> Workload:

@@ -8,10 +8,11 @@ import pytest
 from hf_dist_ext import auto_choice, cli, launch
 from hf_dist_ext.config import load_run
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.memory import GIB, STRATEGIES, Hardware, Settings, estimate, model_of
+from hf_dist_ext.memory import Settings, estimate, model_of
 from hf_dist_ext.planner import make_plan
 from hf_dist_ext.presets import presets
 from hf_dist_ext.shape_config import read_model_config
+from hf_dist_ext.strategies import GIB, STRATEGIES, Hardware
 from hf_dist_ext.traffic import traffic
 from hf_dist_ext.workload import depth, workload_of
 

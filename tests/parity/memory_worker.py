@@ -25,7 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from hf_dist_ext import memory
+from hf_dist_ext import memory, strategies
 from hf_dist_ext.config import load_run
 from hf_dist_ext.shape_config import read_model_config
 from hf_dist_ext.workload import workload_of
@@ -125,9 +125,9 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
     config = run.run
     shape = read_model_config(config.model_config, config.model_name_or_path)
     work = replace(workload_of(run, shape), mask_bytes=0)  # a CPU's dropout masks are of the values' own type
-    hardware = memory.Hardware(world)
+    hardware = strategies.Hardware(world)
     settings = memory.Settings(is_checkpointed=work.is_checkpointed)
-    chosen = next(one for one in memory.STRATEGIES if one.name == strategy)
+    chosen = next(one for one in strategies.STRATEGIES if one.name == strategy)
     found = memory.estimate(work, chosen, hardware, settings)
     sharded = "w" in chosen.shards
     whole = memory.model_of(work).whole
