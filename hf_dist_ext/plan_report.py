@@ -30,7 +30,8 @@ def print_plan(plan: Plan) -> None:
     where = f" on {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
     title = (
         f"{model['model_type']}{stage}, {count_of(model['parameters'])} parameters, "
-        f"{count_of(model['trained_parameters'])} train; {devices}{where} of {gib(hardware.memory_bytes)}, {hardware.interconnect}. GiB per device."
+        f"{count_of(model['trained_parameters'])} train; {devices}{where} of {gib(hardware.memory_bytes)}, "
+        f"{hardware.interconnect}. GiB per device."
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("strategy", *COLUMNS, "total", "fits", "spare", "sent/step", "collectives/step"):

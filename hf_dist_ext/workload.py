@@ -2,7 +2,7 @@
 
 (1) columns and the tokens of their rows: `max_length`, or what the model takes at most (said in `notes`)
 (2) chunks: rows per chunk from gradient_cache_chunk_size and _tokens; without a cache every row's graph is held
-(3) who trains: trainable_modules and frozen_modules by name, with the meaning of freezing.py; LoRA adapters
+(3) who trains, and which layers have adapters: who_trains.py
 (4) a forward and backward of one row on a `Tape`; everything it keeps is linear in rows
 
 Row lengths are upper bounds: real batches are shorter than `max_length`, never longer.
@@ -11,8 +11,7 @@ Row lengths are upper bounds: real batches are shorter than `max_length`, never 
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +21,10 @@ from hf_dist_ext.tape import Lora, Parameter, Recipe, Tape
 from hf_dist_ext.text_architectures import Rows
 from hf_dist_ext.tower_architectures import num_patches
 from hf_dist_ext.vision_language import assumption, image_tokens
+from hf_dist_ext.who_trains import depth, lora_of, who_trains
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
-# peft's own targets for the families of architectures.py; q_proj and v_proj in all others (adapters.py)
-LORA_TARGETS = dict.fromkeys(["bert", "roberta", "xlm-roberta"], ("query", "value"))
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     size = given.get("gradient_cache_chunk_size")
     tokens = given.get("gradient_cache_chunk_tokens")
     half = given.get("bf16") or given.get("fp16")
-    lora = _lora(given, config) if given.get("use_lora") else None
+    lora = lora_of(given, config) if given.get("use_lora") else None
     trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
     keep = given.get("gradient_cache_keep_graph", 0)
     dtype = fields.dtype or "float32"
@@ -270,7 +268,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         attention=fields.attn_implementation or "sdpa",
         projection_dim=fields.projection_dim,
         embedding_dim=fields.projection_dim or config.get("projection_dim") or text["hidden_size"],
-        trains=_who_trains(trainable, frozen, is_lora=lora is not None),
+        trains=who_trains(trainable, frozen, is_lora=lora is not None),
         lora=lora,
         is_frozen=bool(trainable or frozen or lora),
         bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
@@ -321,88 +319,6 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
 
 def found_towers(config: Mapping[str, Any]) -> bool:
     return config["model_type"] in TWO_TOWERS
-
-
-# ---- (3) ----
-
-
-def _who_trains(trainable: Any, frozen: Any, is_lora: bool) -> Callable[[str], bool]:
-    @functools.cache
-    def trains(name: str) -> bool:
-        if ".lora_" in name:
-            return True
-        chosen = depth(trainable, name) if trainable else 0
-        if is_lora and not chosen:
-            return False
-        if frozen:
-            held = depth(frozen, name)
-            return chosen > held if trainable else not held
-        return bool(chosen) if trainable else not is_lora
-
-    return trains
-
-
-def depth(patterns: Sequence[str] | str, name: str) -> int:
-    """How deep the deepest match of freezing patterns lies above a parameter; 0 for none."""
-    parts = name.split(".")
-    above = [".".join(parts[: count + 1]) for count in range(len(parts))]
-    if isinstance(patterns, str):
-        return max((one.count(".") + 1 for one in above if re.fullmatch(patterns, one)), default=0)
-    found = [0]
-    for pattern in patterns:
-        if root := _group_root(pattern, name):
-            found.append(root.count(".") + 1)
-            continue
-        found += [one.count(".") + 1 for one in above if one == pattern or one.endswith("." + pattern)]
-    return max(found)
-
-
-# Names of parts as freezing.py finds them in a model; a projector may lie inside the vision part.
-GROUPS = {
-    "vision": ("model.vision_tower", "model.vision_model", "model.visual", "vision_model"),
-    "image": ("vision_model", "visual_projection"),
-    "text": ("text_model", "text_projection"),
-    "projector": (
-        "model.multi_modal_projector",
-        "model.image_newline",
-        "model.connector",
-        "model.visual.merger",
-        "model.visual.deepstack_merger_list",
-    ),
-    "language": ("model.language_model", "model.text_model", "lm_head"),
-    "backbone": ("backbone",),
-    "pooling": ("pooling",),
-    "projection": ("projection",),
-}
-
-
-def _group_root(pattern: str, name: str) -> str | None:
-    def root_of(group: str) -> str | None:
-        roots = GROUPS.get(group, ())
-        return next((root for root in roots if name == root or name.startswith(root + ".")), None)
-
-    return None if pattern == "vision" and root_of("projector") else root_of(pattern)
-
-
-def _lora(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:
-    wanted = given.get("lora_target_modules")
-    kind = (config.get("text_config") or config)["model_type"]
-    is_usual, has_parts = wanted is None, bool(config.get("vision_config")) and config["model_type"] not in TWO_TOWERS
-    if is_usual:
-        wanted = LORA_TARGETS.get(kind, ("q_proj", "v_proj"))
-
-    @functools.cache
-    def targets(name: str) -> bool:
-        if is_usual and has_parts and not depth(["language"], name):
-            return False  # peft's own choice stays out of the image part (adapters.py)
-        last = name.rpartition(".")[2]
-        if wanted == "all-linear":
-            return last not in ("lm_head", "patch_embedding") and not name.startswith("projection")
-        if isinstance(wanted, str):
-            return re.fullmatch(wanted, name) is not None
-        return any(name == one or name.endswith("." + one) for one in wanted)
-
-    return Lora(given.get("lora_r") or 8, given.get("lora_dropout") or 0.0, targets, wanted)
 
 
 def with_batch(work: Workload, rows: int) -> Workload:

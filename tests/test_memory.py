@@ -13,7 +13,7 @@ from hf_dist_ext.shape_config import read_model_config, with_defaults
 from hf_dist_ext.tape import Recipe, Tape
 from hf_dist_ext.text_architectures import Rows, bert
 from hf_dist_ext.vision_language import TOWERS, image_tokens
-from hf_dist_ext.workload import depth
+from hf_dist_ext.who_trains import depth
 from tests.parity.memory_table import BERT, CASES, CLIP, LLAMA, ON_TWO, error, rows_of
 from tests.parity.memory_worker import PARTS
 

@@ -14,7 +14,8 @@ from hf_dist_ext.presets import presets
 from hf_dist_ext.shape_config import read_model_config
 from hf_dist_ext.strategies import GIB, STRATEGIES, Hardware
 from hf_dist_ext.traffic import traffic
-from hf_dist_ext.workload import depth, workload_of
+from hf_dist_ext.who_trains import depth
+from hf_dist_ext.workload import workload_of
 
 BASE = {"model_type": "bert"}  # 109M parameters
 DECODER = {
