@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from . import checkpointing, commit, communication, learning_rate, merge, resume, trainable_checkpoint
+from . import async_save, checkpointing, commit, communication, learning_rate, merge, resume, trainable_checkpoint
 from .training_args import DistTrainingArguments
 from .trusted import trusted_reading
 
@@ -31,6 +31,8 @@ class CheckpointHooks(Trainer):
     _put_off: list | None = None  # while a checkpoint is written: the pushes that wait for its commit
     _as_given: Mapping[str, Any] = {}  # and arguments that are overridden for as long
     _committed_step: int | None = None  # of this run's last checkpoint
+    _saving: async_save.Saving | None = None  # a save in flight
+    _saving_group: Any = None  # what it talks over
     _frozen_digests: dict[str, str] | None = None  # of the weights that checkpoints leave out
 
     @property
@@ -55,7 +57,12 @@ class CheckpointHooks(Trainer):
         with commit.committed(self, trial) if self._has_own_arguments else nullcontext():
             super()._save_checkpoint(model, trial)
 
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        async_save.collect(self)
+        super()._maybe_log_save_evaluate(*arguments, **options)
+
     def _finalize_training(self, *arguments: Any):
+        async_save.collect(self, wait=True)
         # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
         with commit.put_off(self) if self._has_own_arguments else nullcontext():
             return super()._finalize_training(*arguments)
@@ -117,7 +124,8 @@ class CheckpointHooks(Trainer):
             resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
             learning_rate.keep_effective_batch(self, resume_from_checkpoint)
             learning_rate.scale(self.args)
-        return super().train(resume_from_checkpoint, *arguments, **options)
+        with async_save.ended(self):
+            return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._saves_trainable_only:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import platform
 import re
 import shutil
@@ -20,10 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from transformers.utils import logging
 
-from . import distributed, manifest, trainable_checkpoint
+from . import async_save, distributed, manifest, trainable_checkpoint
 from .data_position import data_fingerprint
 from .errors import UsageError
 
@@ -40,24 +40,36 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_di
 
 @contextlib.contextmanager
 def committed(trainer: DistTrainer, trial: Any) -> Iterator[None]:
-    """Around Trainer's own `_save_checkpoint`."""
+    """Around Trainer's own `_save_checkpoint`. With `save_async`, (3) and (4) happen while training goes on."""
+    async_save.collect(trainer, wait=True)
+    args, is_async = trainer.args, trainer.args.save_async
     output_dir = Path(trainer._get_output_dir(trial=trial))
     folder = output_dir / f"checkpoint-{trainer.state.global_step}"
     check_free_space(trainer, output_dir, folder)  # (1)
-    if trainer.args.should_save:
+    if args.should_save:
         manifest.withdraw(folder)
     trainer.accelerator.wait_for_everyone()
-    with put_off(trainer) as pushes, _full_disk_in_words(trainer, output_dir, folder):  # (2)
-        yield
-        trainer.accelerator.wait_for_everyone()  # (3)
-        files = _shared_record(trainer, folder)
-        if trainer.args.should_save:
-            here = {name: entry for name, entry in files.items() if (folder / name).is_file()}
-            manifest.commit(folder, here, facts(trainer))
-    trainer.accelerator.wait_for_everyone()
+    with put_off(trainer) as pushes, _full_disk_in_words(output_dir, folder):  # (2)
+        with async_save.staged(folder) if is_async else contextlib.nullcontext([]) as writes:
+            yield
+    content = facts(trainer) if args.should_save else {}
+    best, limit = trainer.state.best_model_checkpoint, args.save_total_limit
+
+    def end(group: Any = None) -> None:
+        with _full_disk_in_words(output_dir, folder):
+            together = functools.partial(async_save.together, group=group)
+            together(lambda: async_save.make(writes, group))
+            names = _share(args, manifest.files_in(folder))  # (3)
+            shares = together(lambda: manifest.record(folder, names))
+            together(lambda: _commit(args, folder, shares, content))
+        if args.should_save:  # (4)
+            manifest.rotate(output_dir, limit, keep=[best])
+
     trainer._committed_step = trainer.state.global_step
-    if trainer.args.should_save:  # (4)
-        manifest.rotate(output_dir, trainer.args.save_total_limit, keep=[trainer.state.best_model_checkpoint])
+    if is_async:
+        async_save.begin(trainer, folder.name, end, pushes)
+        return
+    end()
     for push in pushes:
         push()
 
@@ -104,7 +116,7 @@ def expected_bytes(trainer: DistTrainer, output_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def _full_disk_in_words(trainer: DistTrainer, output_dir: Path, folder: Path) -> Iterator[None]:
+def _full_disk_in_words(output_dir: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -130,11 +142,10 @@ def _size(kibibytes: int) -> str:
 # ---- (3) ----
 
 
-def _shared_record(trainer: DistTrainer, folder: Path) -> dict[str, dict[str, Any]]:
-    """The record of all files on every rank: a rank reads what it wrote itself, the first machine's share the rest."""
-    args, here = trainer.args, distributed.processes_here()
-    names = []
-    for index, name in enumerate(manifest.files_in(folder)):
+def _share(args: Any, files: list[str]) -> list[str]:
+    """What this rank reads back: what it wrote itself, and its part of the rest, of its machine's or the first's."""
+    here, names = distributed.processes_here(), []
+    for index, name in enumerate(files):
         of_rank = OF_RANK.fullmatch(name)
         # Each machine has a copy of its own of what rank 0 writes when save_on_each_node is set.
         writer = index % here + (args.process_index // here * here if args.save_on_each_node else 0)
@@ -142,15 +153,19 @@ def _shared_record(trainer: DistTrainer, folder: Path) -> dict[str, dict[str, An
             writer = int(of_rank[1] or of_rank[2]) % args.world_size
         if writer == args.process_index:
             names.append(name)
-    mine = manifest.record(folder, names)
-    if args.world_size == 1:
-        return mine
-    shares: list = [None] * args.world_size
-    dist.all_gather_object(shares, mine)
+    return names
+
+
+def _commit(args: Any, folder: Path, shares: list[dict], content: dict[str, Any]) -> None:
+    """The manifest of all ranks' records, on a rank that saves."""
+    if not args.should_save:
+        return
     if args.save_on_each_node:  # same names, other files: one's own machine counts
+        here = distributed.processes_here()
         start = args.process_index // here * here
         shares = shares[:start] + shares[start + here :] + shares[start : start + here]
-    return {name: entry for share in shares for name, entry in share.items()}
+    files = {name: entry for share in shares for name, entry in share.items()}
+    manifest.commit(folder, {name: files[name] for name in files if (folder / name).is_file()}, content)
 
 
 def facts(trainer: DistTrainer) -> dict[str, Any]:

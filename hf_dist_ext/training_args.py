@@ -9,7 +9,7 @@ from typing import Literal
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from . import communication, learning_rate, sharding
+from . import async_save, communication, learning_rate, sharding
 from .distributed import has_accelerator, launches_deepspeed, must_use_cpu
 from .errors import UsageError
 
@@ -224,6 +224,13 @@ class DistTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Read checkpoints whose files may run code when they are read (DeepSpeed's do)."},
     )
+    save_async: bool = field(
+        default=False,
+        metadata={
+            "help": "Training goes on while a checkpoint is written, from a copy in the CPU's memory. It counts once "
+            "it is complete; the next save, the end and a preemption wait for it. Not with DeepSpeed."
+        },
+    )
     save_full_model: bool = field(
         default=False,
         metadata={
@@ -242,7 +249,7 @@ class DistTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         self._check_gradient_cache()
         self._check_freezing()
-        for module in (sharding, communication, learning_rate):
+        for module in (sharding, communication, learning_rate, async_save):
             module.check(self)
         if self.frozen_parts_fsdp == "auto" and os.environ.get("FSDP_IGNORED_MODULES") == sharding.FROZEN_PARTS:
             self.frozen_parts_fsdp = "replicate"  # as the preset multi_gpu_fsdp_frozen_replicated says

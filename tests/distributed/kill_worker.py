@@ -8,7 +8,8 @@ uninterrupted one.
     killed and soon after the others, as a launcher does
 (3) the run is started again with resume_from_checkpoint=True and ends; its weights are compared
 
-`--stock` runs transformers' own classes instead, a mode that ends in `+frozen` freezes a layer.
+`--stock` runs transformers' own classes instead, a mode that ends in `+frozen` freezes a layer; in one that ends in
+`+async` files are written, slowly, while training goes on, and a save ends with its commit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_dist_ext import manifest
+from hf_dist_ext import async_save, manifest
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import MODES, Run
@@ -47,14 +48,20 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         output_dir=str(folder), max_steps=STEPS, save_steps=SAVE_EVERY, save_total_limit=2, learning_rate=1e-2,
         per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=1000, seed=5,
         **({"frozen_modules": ["layers.0"]} if options.frozen else {}),
+        **({"save_async": True} if options.later else {}),
     )  # fmt: skip
 
     class Reporting(trainer_class):
         def _save_checkpoint(self, *arguments):
             report("begin")
             super()._save_checkpoint(*arguments)
-            report("end")
+            if not options.later:
+                report("end")
 
+    if options.later:
+        make, commit = async_save.make, manifest.commit
+        async_save.make = lambda *arguments: (time.sleep(0.1), make(*arguments))
+        manifest.commit = lambda *arguments: (commit(*arguments), report("end"))
     trainer = Reporting(LlamaForCausalLM(config), args, train_dataset=rows)
     trainer.train(resume_from_checkpoint=resume)
     digest = hashlib.sha256()
@@ -110,7 +117,8 @@ def killed_and_resumed(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=[*MODES, *(f"{mode}+frozen" for mode in MODES)], nargs="+", required=True)
+    modes = [mode + frozen + later for mode in MODES for frozen in ("", "+frozen") for later in ("", "+async")]
+    parser.add_argument("--mode", choices=modes, nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stock", action="store_true")
@@ -118,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     found = {}
     for mode in options.mode:
-        draw, options.frozen = random.Random(options.seed), mode.endswith("+frozen")
+        draw, options.frozen, options.later = random.Random(options.seed), "+frozen" in mode, "+async" in mode
         with TemporaryDirectory() as folder:
             digest, seconds = uninterrupted(mode, Path(folder, "whole"), options)
             kills = []

@@ -29,12 +29,15 @@ def check(found: dict) -> None:
 
 
 def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
-    check(kills(tmp_path, ["single", "ddp", "fsdp-sharded", "ddp+frozen", "fsdp-sharded+frozen"], 1))
+    modes = ["single", "ddp", "fsdp-sharded", "ddp+frozen", "fsdp-sharded+frozen", "fsdp-sharded+async"]
+    found = kills(tmp_path, modes, 1)
+    check(found)
+    assert found["fsdp-sharded+async"]["digest"] == found["fsdp-sharded"]["digest"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode, number", FULL_COUNTS.items())
-@pytest.mark.parametrize("suffix", ["", "+frozen"], ids=["full", "frozen"])
+@pytest.mark.parametrize("suffix", ["", "+frozen", "+async"], ids=["full", "frozen", "async"])
 def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, suffix):
     found = kills(tmp_path, [mode + suffix], number)
     check(found)
