@@ -28,6 +28,7 @@ from . import (
     feature_cache,
     frozen_training,
     sharding,
+    shared_rows,
 )
 from .callbacks import MetricsFile, StepMeter
 from .checkpoint_hooks import CheckpointHooks
@@ -65,6 +66,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             args = DistTrainingArguments(output_dir="tmp_trainer")
         if loss is not None:
             _prepare_arguments(args)
+            shared_rows.check(model, args)
             if options.get("compute_metrics") is None and len(more) < 7:
                 options["compute_metrics"] = _retrieval_metrics
         self.freeze_plan = frozen_training.freeze(model, args)
@@ -125,6 +127,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
+        if self.loss is not None:
+            shared_rows.check(model, self.args)
         self.freeze_plan = frozen_training.freeze(model, self.args)
         return model
 

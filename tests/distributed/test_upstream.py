@@ -1,10 +1,18 @@
 """Tells when a workaround is no longer needed: each test fails once upstream does what we do by hand."""
 
+import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+from types import SimpleNamespace
 
-from tests.launching import environment
+import pytest
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType
+from transformers import LlamaConfig, LlamaModel, Trainer, TrainingArguments
+
+from tests.launching import environment, launch
 
 
 def run(code: str, **variables: str) -> str:
@@ -39,3 +47,35 @@ def test_accelerate_still_refuses_bert_without_named_layers():
         print(set(model._no_split_modules) == set(repeated_layer_classes(model)))
     """
     assert run(code) == "False"
+
+
+def test_trainer_still_cannot_resume_a_model_split_at_load(tmp_path):
+    """shared_rows: reason 1 of docs/choosing-a-strategy.md, "Tensor parallelism"."""
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], save_strategy="steps")
+    model = LlamaModel(
+        LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+    Trainer(model, args)
+    model._is_distributed_loading_by_transformers = True
+    with pytest.raises(ValueError, match="Resuming is not supported"):
+        Trainer(model, args)
+
+
+def test_norms_inside_attention_still_count_chunks_twice_under_tensor_parallelism(tmp_path):
+    """shared_rows: reason 2. Everything else is exact; DistTrainer refuses the model."""
+    launch("multi_gpu_ddp", 2, Path(__file__).parent / "tensor_parallel_worker.py", tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    wrong = {name for name, difference in found["differences"].items() if difference > 1e-12}
+    assert wrong == {name for name in found["differences"] if "q_norm" in name or "k_norm" in name}
+    assert min(found["differences"][name] for name in wrong) > 1e-2
+    assert "Qwen3Model was split" in found["said"]
+
+
+def test_accelerate_still_refuses_a_mesh_of_cpu_processes():
+    """shared_rows: reason 3."""
+    processes = SimpleNamespace(
+        num_processes=2, is_fsdp2=False, multi_device=False, distributed_type=DistributedType.MULTI_CPU,
+        is_main_process=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="MULTI_CPU"):
+        ParallelismConfig(tp_size=2)._validate_accelerator(processes)
