@@ -50,8 +50,6 @@ def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Ru
         try:
             stage = parse([(file, origin), (own, where), *over, (whole, where)])
             _check_paths(stage)
-            if stage.run.use_lora:
-                raise UsageError("use_lora does not go with stages: they hand whole models on. Use a run of its own.")
         except UsageError as error:
             raise UsageError(str(error) if where in str(error) else f"{where}: {error}") from None
         stage.name = name

@@ -5,8 +5,9 @@ in a folder and the next one starts as a run from that folder would; resuming ta
 
 (1) before anything trains, every stage's arguments are made once and its freeze plan is resolved on the model
 (2) the model of the first stage is the run's, that of every other one is read from the folder before it
-(3) after a stage all ranks gather the whole weights, the first one writes them: into the stage's folder, those of the
-    last stage into output_dir. Weights of another precision than most stand in a file of their own, bit for bit
+(3) after a stage all ranks gather the whole weights, the first one writes them, adapters merged: into the stage's
+    folder, those of the last stage into output_dir. Weights of another precision than most stand in a file of their
+    own, bit for bit
 (4) the mark: a manifest in the stage's folder, written last, with the stage's report and what has trained so far
 
 The marks of a stage that starts, and of those after it, are withdrawn: they belong to another attempt.
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from . import manifest
+from .adapters import merged_weights, name_without_adapters
 from .config import Run
 from .errors import UsageError
 from .freezing import plan_freezing
@@ -120,10 +122,11 @@ def _start_from(stage: Run, before: Run | None) -> None:
 def _carry(model: nn.Module, folder: Path) -> None:
     """What from_pretrained has rounded, as it was; and the names that a checkpoint must hold beside its own."""
     path = folder / OTHER_PRECISION
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    full = {plain: name for name in own if (plain := name_without_adapters(name)) is not None}
     for name, value in (load_file(path) if path.is_file() else {}).items():
-        named[name].data = value
-    model._carried_parameters = tuple(manifest.read(folder)["carried"])
+        own[full[name]].data = value
+    model._carried_parameters = tuple(full[name] for name in manifest.read(folder)["carried"])
 
 
 # (3) ---------------------------------------------------------------------------------------------------------------
@@ -135,9 +138,15 @@ def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     plan = trainer.freeze_plan
     trained = {name for name, p in model.named_parameters() if p.requires_grad} if plan is None else plan.saved
-    facts = {"dtype": "float32", "carried": sorted(trained | set(getattr(model, "_carried_parameters", ())))}
+    if hasattr(model, "peft_config"):
+        trained |= {name for name, _ in model.named_parameters() if name.endswith(".base_layer.weight")}
+    trained |= set(getattr(model, "_carried_parameters", ()))
+    carried = {plain for name in trained if (plain := name_without_adapters(name)) is not None}
+    facts = {"dtype": "float32", "carried": sorted(carried)}
     if trainer.args.should_save:
         folder.mkdir(parents=True, exist_ok=True)
+        if hasattr(model, "peft_config"):
+            model, weights = model.get_base_model(), merged_weights(model, weights)
         sizes = Counter()
         for value in weights.values():
             sizes[value.dtype] += value.numel() * value.is_floating_point()

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from hf_dist_ext.adapters import add_adapters
+from hf_dist_ext.adapters import add_adapters, merged_weights
 from hf_dist_ext.config import RunConfig
 from hf_dist_ext.digits import build_processor
 from hf_dist_ext.errors import UsageError
@@ -18,6 +18,7 @@ from hf_dist_ext.modeling import EmbeddingModel
 from tests.launching import launch
 from tests.test_stages import CONFIG, SCRIPT, main
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_vision_language import tiny_llava
 
 LLAVA = json.loads(CONFIG.read_text())["model_config"]
 
@@ -114,7 +115,6 @@ def test_a_projector_trains_whole_beside_adapters(run_file, tmp_path):
     ({"lora_r": 0}, "lora_r=0 must be at least 1"),
     ({"lora_dropout": 1.0}, "lora_dropout=1.0 must be"),
     ({"lora_target_modules": ["quary"]}, "lora_target_modules=['quary']"),
-    ({"stages": [{"name": "one"}]}, "use_lora does not go with stages"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(run_file, capsys, change, words):
     with pytest.raises(SystemExit):
@@ -125,3 +125,18 @@ def test_mistakes_are_one_line(run_file, capsys, change, words):
 def test_a_model_without_the_usual_layers_says_so():
     with pytest.raises(UsageError, match="has no layer called"):
         add_adapters(torch.nn.Sequential(torch.nn.Linear(2, 2)), RunConfig(use_lora=True))
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_merged_weights_are_those_that_peft_merges_in_place(targets):
+    torch.manual_seed(0)
+    model = add_adapters(tiny_llava(), RunConfig(use_lora=True, lora_r=2, lora_alpha=6, lora_target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    found = merged_weights(model, model.state_dict())
+    before = tiny_llava().state_dict()
+    expected = model.merge_and_unload().state_dict()
+    assert found.keys() == expected.keys() == before.keys()
+    assert any(not torch.equal(found[name], before[name]) for name in found)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in found)

@@ -72,6 +72,20 @@ def test_a_projector_alone_shows_pictures_to_a_frozen_language_model(digits):
     assert report["after"] == tune["after"] and all(stage["train_seconds"] > 0 for stage in report["stages"])
 
 
+def test_a_stage_with_adapters_hands_on_the_merged_model(digits, tmp_path):
+    """The projector alone, adapters in the language model beside it, and then the projector alone again."""
+    lora = {"use_lora": True, "lora_r": 4, "learning_rate": 3e-3}
+    listed = [{"trainable_modules": ["projector"], "max_steps": 3} | more for more in ({}, lora, {})]
+    listed = [stage | {"name": name} for stage, name in zip(listed, ("first", "adapted", "last"), strict=True)]
+    start = {"model_name_or_path": str(digits[0]), "model_config": None, "stages": listed, "save_strategy": "no"}
+    main(write_config(tmp_path, **start))
+    out = tmp_path / "out"
+    first, adapted, last = weights(out / "stage_0_first"), weights(out / "stage_1_adapted"), weights(out)
+    assert changed(first, adapted) == LANGUAGE | PROJECTOR and changed(adapted, last) == PROJECTOR
+    carried = manifest.read(out / "stage_1_adapted")["carried"]
+    assert any("q_proj" in name for name in carried) and not any("lora" in name for name in carried)
+
+
 def test_what_a_stage_freezes_is_bit_identical_after_it(digits):
     out, _ = digits
     captions, align, tune = (weights(out / name) for name in ("stage_0_captions", "stage_1_align", "."))
