@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.utils.checkpoint
 
 from .chunking import Chunk, ChunkedBatch, ChunkLimits
 from .gradient_cache import CachedStep, Phase
@@ -300,8 +301,28 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
     def pack(tensor: torch.Tensor):
         return tensor if _storage(tensor) in of_known else Saved(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: getattr(saved, "tensor", saved)):
-        yield lambda: most
+    hook = torch.utils.checkpoint._recomputation_hook
+
+    class Counting(hook):
+        """Non-reentrant checkpointing runs a layer again under hooks of its own, so ours see nothing of it (torch
+        2.13). Remove when torch calls hooks inside hooks."""
+
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            inner, counted = self.pack_hook, []
+
+            def pack_again(tensor: torch.Tensor):
+                counted.append(pack(tensor.detach()))  # with its graph, it would keep itself alive
+                return inner(tensor)
+
+            self.pack_hook = pack_again
+
+    torch.utils.checkpoint._recomputation_hook = Counting
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: getattr(saved, "tensor", saved)):
+            yield lambda: most
+    finally:
+        torch.utils.checkpoint._recomputation_hook = hook
 
 
 def _storage(tensor: torch.Tensor) -> int:

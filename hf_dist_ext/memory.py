@@ -218,9 +218,12 @@ def _fsdp(
     reduced *= work.knobs.reduce_bytes or computes_in
     live = gathered(model.root) + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
     frozen = whole.frozen_stored if strategy.replicates_frozen else whole.frozen_stored / shards
-    resting = frozen + (0 if is_half else stored / shards)
-    found.host = resting if strategy.offloads else 0.0
-    found.weights = live + (0 if strategy.offloads else resting)
+    found.weights = live + (frozen if strategy.replicates_frozen else 0.0)  # which FSDP never moves
+    resting = (0 if strategy.replicates_frozen else frozen) + (0 if is_half else stored / shards)
+    if strategy.offloads:
+        found.host = resting
+    else:
+        found.weights += resting
     found.master_weights = stored / shards if is_half else 0.0
     between = whole.trained * computes_in if strategy.keeps_whole else 0.0
     found.gradients = stored / shards + between

@@ -91,7 +91,8 @@ def _compression(plan: Plan, best: Option) -> str:
 
 
 def _seconds(number: float) -> str:
-    return f"{number:.2g} s" if number >= 1 else f"{1000 * number:.2g} ms"
+    size, unit = (number, "s") if number >= 1 else (1000 * number, "ms")
+    return f"{size:.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
 
 
 def explain_stages(plan: Plan) -> None:

@@ -7,7 +7,7 @@
 (2) what does not fit is tried with smaller chunks, with checkpointing, with both (or a smaller batch and more
     accumulation where there is no gradient cache to use)
 (3) of what fits and has a preset, the one whose step is shortest wins: arithmetic plus communication; what fits as the
-    run stands comes before what needs changes
+    run stands comes before what needs changes or the CPU's memory
 (4) boundaries follow from these numbers; nothing here knows how large a "large" model is
 (5) stages are planned one by one, and the one that needs most decides
 
@@ -69,6 +69,11 @@ class Option:
     @property
     def fits(self) -> bool:
         return self.given.total <= self.memory_bytes
+
+    @property
+    def is_last_resort(self) -> bool:
+        """The CPU holds what the devices do not: no easier than smaller chunks."""
+        return self.strategy.preset.endswith("_offload")
 
     @property
     def headroom(self) -> float:
@@ -264,7 +269,9 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
         _make_fit(option, work, hardware)
     else:
         option.settings, option.batch, option.fitted = as_given, work.batch, option.given
-        option.seconds = option.traffic.total_seconds * _repeats(strategy, work, hardware)
+        sent = option.traffic
+        option.seconds = sent.seconds + sent.arithmetic_seconds * _waiting(work, as_given)
+        option.seconds *= _repeats(strategy, work, hardware)
     if work.finds_chunk and option.settings is not None and option.settings.is_checkpointed == work.is_checkpointed:
         option.given = option.fitted or option.given  # the run finds this size itself
     return option
@@ -328,7 +335,7 @@ def _repeats(strategy: Strategy, work: Workload, hardware: Hardware) -> float:
 def _best(options: list[Option]) -> Option | None:
     """(3) Of steps about as short, the simplest strategy: the table goes from simple to involved."""
     possible = [option for option in options if not option.why_not and option.settings is not None]
-    possible = [option for option in possible if option.fits] or possible
+    possible = [option for option in possible if option.fits and not option.is_last_resort] or possible
     shortest = min((option.seconds for option in possible), default=0.0)
     return next((option for option in possible if option.seconds <= NEARLY * shortest), None)
 

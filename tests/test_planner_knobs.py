@@ -195,3 +195,12 @@ def test_stages_are_planned_one_by_one_and_the_largest_decides(make_run, capsys)
     assert 'stage "all" of 2' in capsys.readouterr().out
     cli.main(["plan", "--config", "run.json", "--num_devices", "2", "--device_memory_gib", "24", "--json"])
     assert json.loads(capsys.readouterr().out)["stage"] == "all"
+
+
+def test_the_memory_of_the_cpu_is_no_easier_way_than_smaller_chunks(make_run):  # noqa: F811
+    run = make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512, bf16=True)
+    needs = {name: bytes_of(run, name, 4).total for name in ("FSDP memory", "FSDP offload")}
+    between = Hardware(4, (needs["FSDP memory"] + needs["FSDP offload"]) / 2)
+    plan = make_plan(run, between)
+    assert option(plan, "FSDP offload").fits and not option(plan, "FSDP memory").fits
+    assert plan.best.preset == "multi_gpu_fsdp" and plan.changes["gradient_cache_chunk_size"] < 16
