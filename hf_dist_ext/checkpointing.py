@@ -132,6 +132,8 @@ def save_description(trainer: DistTrainer, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if hasattr(model, "save_description"):  # a TowerModel's own config says nothing
+        model.save_description(folder)
     for name in ("config", "generation_config"):
         if hasattr(part := getattr(model, name, None), "save_pretrained"):
             part.save_pretrained(folder)

@@ -188,6 +188,7 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
         "sharding": _sharding(trainer),
         "model": _class_name(bare),
         "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
+        "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
         "dtype": _dtype(bare),
         "base_model": base_model(trainer),
         "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
@@ -203,6 +204,15 @@ def base_model(trainer: DistTrainer) -> str | None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     name = getattr(getattr(model, "config", None), "_name_or_path", None) or None
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
+def _tower(tower: Any) -> dict[str, Any]:
+    """Where a tower of a `TowerModel` came from, and its options when it is an `EmbeddingModel`."""
+    name = getattr(tower.config, "_name_or_path", None) or None
+    return {
+        "base": str(Path(name).resolve()) if name and Path(name).is_dir() else name,
+        "embedding": embedding_options(tower) if _class_name(tower) == "EmbeddingModel" else None,
+    }
 
 
 def _class_name(model: Any) -> str:

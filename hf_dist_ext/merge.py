@@ -24,6 +24,7 @@ from . import manifest, trainable_checkpoint
 from .errors import UsageError
 from .model_folder import resolve_folder
 from .modeling import EmbeddingModel
+from .towers import TowerModel, class_of_tower, load_tower
 
 if TYPE_CHECKING:
     from .trainer import DistTrainer
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 NOT_PROCESSOR = {
     manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
-    "metrics.json", "run.json", trainable_checkpoint.FROZEN,
+    "metrics.json", "run.json", "towers.json", trainable_checkpoint.FROZEN,
 }  # fmt: skip
 PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order
@@ -77,6 +78,10 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
     """The model with the checkpoint's weights, and the folder that its processor's files may be taken from."""
     is_partial = trainable_checkpoint.has_trainable_weights(checkpoint)
     has_adapters = (checkpoint / "adapter_config.json").is_file()
+    if facts["model"] == TowerModel.__name__:
+        if not has_adapters:
+            return _complete_towers(checkpoint, facts, base, is_partial, trust)
+        raise UsageError(f"{checkpoint} has adapters on a TowerModel, which are not merged here.")
     if not is_partial and not has_adapters and _has_whole_weights(checkpoint):
         return _load(facts, checkpoint, options), checkpoint
     if not is_partial and not has_adapters:
@@ -95,11 +100,58 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
         if not is_partial:
             return PeftModel.from_pretrained(model, checkpoint), folder
         model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
+    return _with_trained(model, checkpoint, trust), folder
+
+
+def _with_trained(model: Any, checkpoint: Path, trust: bool) -> Any:
+    """What was trained, into the base, whose frozen weights must be those of the run."""
     stored = frozenset(trainable_checkpoint.stored_weights(checkpoint, trust).shapes)
     names = stored & {name for name, _ in model.named_parameters()}
     trainable_checkpoint.check_frozen(checkpoint, trainable_checkpoint.frozen_digests(model, names))
     trainable_checkpoint.load_weights(model, None, checkpoint, trust)
-    return model.eval(), folder
+    return model.eval()
+
+
+def _complete_towers(
+    checkpoint: Path, facts: dict, base: str | None, is_partial: bool, trust: bool
+) -> tuple[TowerModel, Path]:
+    """A `TowerModel`: every tower whole in the checkpoint; or from its base, which may be a folder of towers, a dual
+    encoder or a tower of its own; or built from its config, for weights in shards."""
+    folders: dict[str, Path] = {}
+
+    def from_base(name: str, kind: str) -> Any:
+        known = (facts["towers"] or {}).get(name, {"base": None, "embedding": None})
+        source = base or known["base"]
+        if source is None:
+            raise UsageError(
+                f'{checkpoint} holds only what was trained, and its tower "{name}" was built from a configuration: '
+                "the rest is nowhere. Give --base FOLDER."
+            )
+        folder = folders[name] = resolve_folder(source)
+        options = {key: value for key, value in (known["embedding"] or {}).items() if value is not None}
+        if (folder / "towers.json").is_file():
+            folder = folder / name
+        elif not options:  # of a dual encoder's folder only the tower's own part
+            options = {"config": class_of_tower(kind, folder).config_class.from_pretrained(checkpoint / name)}
+        return load_tower(folder, kind, facts["dtype"], **options)
+
+    def from_config(name: str, kind: str) -> Any:
+        model_class = class_of_tower(kind, checkpoint)
+        if model_class is EmbeddingModel:
+            config = transformers.AutoConfig.from_pretrained(checkpoint / name)
+            return EmbeddingModel.from_config(config, **facts["towers"][name]["embedding"])
+        return model_class(model_class.config_class.from_pretrained(checkpoint / name))
+
+    if is_partial:
+        model = TowerModel.from_description(checkpoint, from_base)
+        return _with_trained(model, checkpoint, trust), next(iter(folders.values()))
+    if all(_has_whole_weights(path.parent) for path in checkpoint.glob("*/config.json")):
+        return TowerModel.from_pretrained(checkpoint), checkpoint
+    from .resume import _load_whole, _whole_weights
+
+    model = TowerModel.from_description(checkpoint, from_config)
+    _load_whole(model, _whole_weights(model, checkpoint, trust), checkpoint)
+    return model.eval(), checkpoint
 
 
 def _has_whole_weights(folder: Path) -> bool:
@@ -182,12 +234,27 @@ def _tolerance(model: nn.Module) -> float:
 @torch.no_grad()
 def _outputs(model: Any) -> torch.Tensor | None:
     """What the model says to a few tokens; None for one that needs more than tokens."""
+    if isinstance(model, TowerModel):
+        found = [_outputs_of_tower(tower) for tower in model.towers.values()]
+        return None if any(output is None for output in found) else torch.cat(found)
     tokens = torch.tensor([[5, 6, 7, 8], [8, 7, 6, 5]], device=next(model.parameters()).device)
     try:
         output = model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
     except (TypeError, ValueError, NotImplementedError):
         return None
     return output[0].float()
+
+
+@torch.no_grad()
+def _outputs_of_tower(tower: Any) -> torch.Tensor | None:
+    size = getattr(tower.config, "image_size", None)
+    if isinstance(tower, EmbeddingModel) or tower.main_input_name != "pixel_values":
+        found = _outputs(tower)
+        return None if found is None else found.flatten()
+    if not isinstance(size, int):  # patches with masks of their own
+        return None
+    pixels = torch.linspace(-1, 1, tower.config.num_channels * size**2, dtype=tower.dtype)
+    return tower.eval()(pixel_values=pixels.view(1, -1, size, size))[0].float().flatten()
 
 
 # (4) ---------------------------------------------------------------------------------------------------------------
@@ -215,6 +282,7 @@ def _is_processors(name: str) -> bool:
 
 
 def _check(output: Path, model: nn.Module, before: Any, processor_files: dict[str, Path], options: dict) -> None:
+    options = {} if isinstance(model, TowerModel) else options
     again = type(model).from_pretrained(output, dtype="auto", **options).eval()
     ours, theirs = model.state_dict(), again.state_dict()
     wrong = [n for n in ours if n not in theirs or not torch.equal(ours[n].to(theirs[n].dtype), theirs[n])]

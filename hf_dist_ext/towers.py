@@ -13,7 +13,7 @@ SigLIP's text and vision models). On disk each tower is a folder of its own, bes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -95,6 +95,15 @@ class TowerModel(PreTrainedModel):
             if weights.keys() != tower.state_dict().keys():
                 raise UsageError(f'state_dict must hold every weight of the tower "{name}" under "{prefix}".')
             tower.save_pretrained(folder / name, state_dict=weights)
+        self.save_description(folder)
+
+    def save_description(self, folder: str | Path) -> None:
+        """What there is beside weights: `towers.json`, and a config per tower that has none there yet."""
+        folder = Path(folder)
+        for name, tower in self.towers.items():
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            if not (folder / name / "config.json").is_file():
+                tower.config.save_pretrained(folder / name)
         description = {
             "towers": {name: type(tower).__name__.removeprefix("FSDP") for name, tower in self.towers.items()},
             "column_to_tower": self.column_to_tower,
@@ -105,22 +114,35 @@ class TowerModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | str = "auto") -> TowerModel:
         """The model of a folder that `save_pretrained` wrote; `dtype` "auto" is what its files hold."""
+        return cls.from_description(folder, lambda name, kind: load_tower(Path(folder, name), kind, dtype))
+
+    @classmethod
+    def from_description(cls, folder: str | Path, tower: Callable[[str, str], PreTrainedModel]) -> TowerModel:
+        """The model that `folder` describes, of the towers that `tower` gives for their names and classes' names."""
         folder = Path(folder)
         if not (folder / "towers.json").is_file():
             raise UsageError(f"{folder} has no towers.json, so it is no folder of a TowerModel.")
         description = json.loads((folder / "towers.json").read_text(encoding="utf-8"))
-        towers = {name: _load_tower(folder / name, kind, dtype) for name, kind in description["towers"].items()}
+        towers = {name: tower(name, kind) for name, kind in description["towers"].items()}
         return cls(towers, description["column_to_tower"], description["normalize"]).eval()
 
 
-def _load_tower(folder: Path, class_name: str, dtype: torch.dtype | str) -> PreTrainedModel:
+def class_of_tower(class_name: str, folder: str | Path) -> type[PreTrainedModel]:
     if class_name == EmbeddingModel.__name__:
-        return EmbeddingModel.from_pretrained(folder, dtype=dtype)
+        return EmbeddingModel
     model_class = getattr(transformers, class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise UsageError(f'{folder} is a "{class_name}", which this version of transformers does not have.')
+    return model_class
+
+
+def load_tower(folder: str | Path, class_name: str, dtype: torch.dtype | str, **options) -> PreTrainedModel:
+    """A tower with its weights; `options` go to its `from_pretrained`."""
+    model_class = class_of_tower(class_name, folder)
+    if model_class is EmbeddingModel:
+        return EmbeddingModel.from_pretrained(folder, dtype=dtype, **options)
     try:
-        tower, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        tower, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(f"tower {folder} cannot be loaded: {' '.join(str(error).split())}") from error
     if report["missing_keys"]:

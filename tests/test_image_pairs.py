@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPConfig,
     CLIPImageProcessorPil,
@@ -18,6 +19,8 @@ from transformers import (
     SiglipProcessor,
 )
 
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.merge import merge
 from hf_dist_ext.towers import TowerModel
 from tests.test_stages import main
 from tests.tiny_models import SPECIAL_IDS, WORDS, tiny_tokenizer
@@ -137,3 +140,25 @@ def test_siglips_texts_have_the_full_width(run_file, tmp_path):
     picture = Image.new("RGB", (16, 16))
     batch = collate([{"query": "parse", "positive": picture}, {"query": "parse a date " * 9, "positive": picture}])
     assert batch["query"]["input_ids"].shape == (2, 16) and batch["positive"]["pixel_values"].shape == (2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+@pytest.mark.parametrize("trained", [["text"], None], ids=["one tower", "both"])
+def test_a_checkpoint_of_towers_is_merged_into_the_folder_the_run_ends_with(run_file, tmp_path, family, trained):
+    main(run_file(family, trainable_modules=trained))
+    end = TowerModel.from_pretrained(tmp_path / "out")
+    checkpoint, merged = tmp_path / "out" / "checkpoint-4", tmp_path / "merged"
+    assert (checkpoint / "trainable.safetensors").is_file() == (trained is not None)
+    merge(checkpoint, merged)
+    model = TowerModel.from_pretrained(merged)
+    assert model.column_to_tower == end.column_to_tower and model.normalize == end.normalize
+    weights = end.state_dict()
+    assert weights.keys() == model.state_dict().keys() and len(weights) > 20
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert (merged / "tokenizer_config.json").is_file()
+    if trained is not None:
+        merge(checkpoint, tmp_path / "again", base=str(merged))  # a folder of towers is a base too
+        image = merged / "image" / "model.safetensors"
+        save_file({name: value + 1 for name, value in load_file(image).items()}, image, metadata={"format": "pt"})
+        with pytest.raises(UsageError, match="frozen weights .* other values"):
+            merge(checkpoint, tmp_path / "wrong", base=str(merged))
