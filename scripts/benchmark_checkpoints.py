@@ -2,11 +2,15 @@
 """What a save costs: the stock Trainer's, ours without and with the reading back, side by side in one run.
 
     python scripts/benchmark_checkpoints.py --width 512 --layers 8 --saves 7
+    python scripts/benchmark_checkpoints.py --width 512 --layers 8 --saves 7 --during_steps 10
 
 (1) one model on one process, trained one step so that the optimizer has state
 (2) in turns, so that all meet the same machine: Trainer's `_save_checkpoint`; ours; ours with a hash that costs
     nothing, which leaves fsync, manifest and rotation; a frozen run's
 (3) medians, and their ratios to Trainer's
+
+With `--during_steps`: the seconds of so many training steps, a save before the first of them, stopping training or
+beside it (`save_async`), over the seconds of the same steps without a save, all in turns.
 
 The page cache takes a stock save in memory; ours ends when the disk has it. The sync after each stock save, outside of
 its time, keeps one's writing from slowing the other's.
@@ -27,7 +31,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_dist_ext import manifest
+from hf_dist_ext import async_save, manifest
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 
@@ -75,6 +79,45 @@ def save(trainer: Trainer) -> tuple[float, float]:
     return seconds
 
 
+def during(folder: Path, options: argparse.Namespace) -> dict:
+    """What a save adds to the steps that follow it."""
+    trainers = {name: make(folder / name, options, False, save_async=name == "async") for name in ("sync", "async")}
+    tokens = torch.randint(1000, (options.rows, 64), device=trainers["sync"].args.device)
+    batch = {"input_ids": tokens, "labels": tokens}
+    seconds: dict[str, list] = {kind: [] for kind in ("none", "sync", "async", "async, save alone")}
+    for turn in range(options.saves + 1):
+        for kind in ("none", "sync", "async"):
+            trainer = trainers["sync" if kind == "none" else kind]
+            start = time.perf_counter()
+            if kind != "none":
+                trainer.state.global_step += 1
+                trainer._save_checkpoint(trainer.model, None)
+            returned = time.perf_counter() - start
+            for _ in range(options.during_steps):
+                trainer.training_step(trainer.model, batch)
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            taken = time.perf_counter() - start
+            async_save.collect(trainer, wait=True)
+            os.sync()
+            if turn:
+                seconds[kind].append(taken)
+                if kind == "async":
+                    seconds["async, save alone"].append(returned)
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    ratios = {
+        kind: statistics.median(one / none for one, none in zip(seconds[kind], seconds["none"], strict=True))
+        for kind in ("sync", "async")
+    }
+    print(f"{options.during_steps} steps without a save: {medians['none']:.3f} s")
+    for kind, ratio in ratios.items():
+        print(f"with a save, {kind:6}: {medians[kind]:.3f} s, ratio {ratio:.2f}")
+    print(f"the asynchronous save itself stops training for {medians['async, save alone']:.3f} s")
+    return {"seconds": medians, "ratios": ratios}
+
+
 def size_of(folder: Path) -> int:
     newest = max(folder.glob("checkpoint-*"), key=manifest.step_of)
     return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
@@ -85,10 +128,17 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--saves", type=int, default=7)
+    parser.add_argument("--during_steps", type=int, help="measure so many training steps with a save beside them")
+    parser.add_argument("--rows", type=int, default=4, help="of 64 tokens, per training step")
     parser.add_argument("--folder", help="on the disk to measure; default: the temporary one")
     parser.add_argument("--output", help="also write the figures to this JSON file")
     options = parser.parse_args()
     with TemporaryDirectory(dir=options.folder) as name:
+        if options.during_steps:
+            found = during(Path(name), options)
+            if options.output:
+                Path(options.output).write_text(json.dumps(found, indent=1), encoding="utf-8")
+            return
         kinds = {"Trainer": (True, {}), "ours": (False, {}), "ours, no hashes": (False, {})}
         kinds["ours, last layer trains"] = (False, {"trainable_modules": [f"layers.{options.layers - 1}"]})
         trainers = {}

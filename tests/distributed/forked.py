@@ -1,4 +1,4 @@
-"""Runs of one process, or of two that talk over gloo, forked from a process that has imported everything.
+"""Runs of one process, or of several that talk over gloo, forked from a process that has imported everything.
 
 A launch costs ten seconds of imports, a fork none. The children are real processes with a launcher's environment;
 they are killed by their ids.
@@ -26,6 +26,7 @@ MODES = {
     "fsdp-full": (2, FSDP | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}),
     "fsdp-sharded": (2, FSDP | {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}),
 }
+HSDP = {"hsdp-sharded": (4, MODES["fsdp-sharded"][1])}  # two copies of the model, each on two processes
 
 
 class Run:
@@ -35,7 +36,7 @@ class Run:
     """
 
     def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):
-        world_size, environment = MODES[mode.partition("+")[0]]
+        world_size, environment = (MODES | HSDP)[mode.partition("+")[0]]
         self.reader, writer = os.pipe()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -51,7 +52,7 @@ class Run:
             try:
                 if world_size > 1:
                     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-                    values = (str(rank), str(rank), "2", "2", "127.0.0.1", port)
+                    values = (str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1", port)
                     os.environ.update(dict(zip(names, values, strict=True)) | environment)
                 say = lambda line, rank=rank: rank == 0 and os.write(writer, f"{line}\n".encode())  # noqa: E731
                 say(target(say))

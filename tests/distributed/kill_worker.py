@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_dist_ext import async_save, manifest
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
-from tests.distributed.forked import MODES, Run
+from tests.distributed.forked import HSDP, MODES, Run
 
 STEPS, SAVE_EVERY = 10, 2
 
@@ -49,6 +49,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=1000, seed=5,
         **({"frozen_modules": ["layers.0"]} if options.frozen else {}),
         **({"save_async": True} if options.later else {}),
+        **({"sharding": "HYBRID_SHARD", "sharding_group_size": 2} if options.copies else {}),
     )  # fmt: skip
 
     class Reporting(trainer_class):
@@ -117,7 +118,7 @@ def killed_and_resumed(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    modes = [mode + frozen + later for mode in MODES for frozen in ("", "+frozen") for later in ("", "+async")]
+    modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
     parser.add_argument("--mode", choices=modes, nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -127,6 +128,7 @@ def main() -> None:
     found = {}
     for mode in options.mode:
         draw, options.frozen, options.later = random.Random(options.seed), "+frozen" in mode, "+async" in mode
+        options.copies = "hsdp" in mode
         with TemporaryDirectory() as folder:
             digest, seconds = uninterrupted(mode, Path(folder, "whole"), options)
             kills = []

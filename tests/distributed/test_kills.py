@@ -10,7 +10,7 @@ import pytest
 from tests.launching import ROOT, environment
 
 WORKER = Path(__file__).with_name("kill_worker.py")
-FULL_COUNTS = {"single": 20, "ddp": 12, "fsdp-sharded": 12, "fsdp-full": 4}
+FULL_COUNTS = {"single": 20, "ddp": 12, "fsdp-sharded": 12, "fsdp-full": 4, "hsdp-sharded": 2}
 
 
 def kills(folder: Path, modes: list[str], number: int, *options: str) -> dict:
