@@ -27,6 +27,7 @@ from . import (
     distributed,
     feature_cache,
     frozen_training,
+    loss_scale,
     sharding,
     shared_rows,
 )
@@ -58,6 +59,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     args: DistTrainingArguments
     freeze_plan: Any = None  # what trains, when fields say so
+    _watches_items = True  # loss_scale, in the first step
     feature_cache: feature_cache.FeatureCache | None = None
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
@@ -200,7 +202,10 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.loss is None:
             inputs = feature_cache.take_features(self, inputs)
-            return super().training_step(model, inputs, num_items_in_batch)
+            items = loss_scale.watched(self, num_items_in_batch)
+            loss = super().training_step(model, inputs, items)
+            loss_scale.warn_if_unused(self, items)
+            return loss
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()

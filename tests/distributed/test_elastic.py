@@ -1,0 +1,77 @@
+"""A group that is restarted after a death resumes by itself, on fewer processes too, and every row is seen."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.launching import PRESETS, ROOT, environment
+
+WORKER = Path(__file__).with_name("elastic_worker.py")
+
+
+def lives(folder: Path) -> tuple[list[dict], list[dict]]:
+    """What the ranks of the first life and of the second one did."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("life_*.json"))]
+    began = sorted({life["began_at"] for life in found})
+    assert len(began) == 2 and began[0] == 0 and began[1] > 0
+    return [life for life in found if life["began_at"] == 0], [life for life in found if life["began_at"]]
+
+
+def check_rows(folder: Path) -> None:
+    """Steps of the first life that the second began behind, and all of the second: every row once per epoch."""
+    first, second = lives(folder)
+    kept = [rows for life in first for step, rows in life["steps"].items() if int(step) <= second[0]["began_at"]]
+    kept += [rows for life in second for rows in life["steps"].values()]
+    assert Counter(row for rows in kept for row in rows) == Counter(list(range(32)) * 2)
+    assert max(int(step) for step in second[0]["steps"]) == 8
+    assert json.loads((folder / "end_0.json").read_text()) == 8
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.slow  # the next one restarts too, and more
+def test_accelerate_launch_with_max_restarts_goes_on_from_the_newest_checkpoint(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--max_restarts", "1", "--monitor_interval", "0.5"]
+    command += ["--config_file", str(PRESETS / "multi_gpu_ddp.yaml"), "--num_processes", "2", str(WORKER)]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=200, env=environment(), cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = lives(tmp_path)
+    assert [life["world_size"] for life in [*first, *second]] == [2, 2, 2, 2]
+    check_rows(tmp_path)
+
+
+def test_torchrun_goes_on_with_one_machine_when_the_other_is_gone(tmp_path):
+    """Two launchers on loopback are two machines; the second dies with its process."""
+    port = free_port()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
+    command += ["--max_restarts", "2", "--monitor_interval", "0.5", "--rdzv_id", "test", "--rdzv_backend", "c10d"]
+    command += ["--rdzv_endpoint", f"127.0.0.1:{port}", "--local_addr", "127.0.0.1"]
+    quick = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    work = [str(WORKER), "--folder", str(tmp_path), "--dies"]
+    machines, options = [], {"stderr": subprocess.STDOUT, "env": environment(), "cwd": ROOT}
+    try:
+        # is_host: the meeting point is on the machine that stays.
+        for name, is_host, dies in (("first", 1, "nobody"), ("second", 0, "machine")):
+            started = [*command, "--rdzv_conf", f"is_host={is_host},{quick}", *work, dies]
+            with (tmp_path / f"{name}.log").open("w") as log:
+                machines.append(subprocess.Popen(started, stdout=log, **options))
+        codes = sorted(machine.wait(timeout=240) for machine in machines)
+    finally:
+        for machine in machines:
+            machine.kill()
+    logs = "\n".join((tmp_path / f"{name}.log").read_text()[-4000:] for name in ("first", "second"))
+    assert codes == [-9, 0], logs
+    first, second = lives(tmp_path)
+    assert [life["world_size"] for life in first] == [2, 2] and [life["world_size"] for life in second] == [1]
+    check_rows(tmp_path)
