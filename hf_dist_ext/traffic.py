@@ -42,10 +42,6 @@ class Traffic:
     reduction_seconds: float = 0.0
     compressed_seconds: float = 0.0
 
-    @property
-    def total_seconds(self) -> float:
-        return self.seconds + self.arithmetic_seconds
-
     def as_dict(self) -> dict[str, Any]:
         return {
             "collectives": self.collectives,
