@@ -84,7 +84,8 @@ def during(folder: Path, options: argparse.Namespace) -> dict:
     trainers = {name: make(folder / name, options, False, save_async=name == "async") for name in ("sync", "async")}
     tokens = torch.randint(1000, (options.rows, 64), device=trainers["sync"].args.device)
     batch = {"input_ids": tokens, "labels": tokens}
-    seconds: dict[str, list] = {kind: [] for kind in ("none", "sync", "async", "async, save alone")}
+    seconds: dict[str, list] = {kind: [] for kind in ("none", "sync", "async")}
+    stops: dict[str, list] = {"none": [], "sync": [], "async": []}
     for turn in range(options.saves + 1):
         for kind in ("none", "sync", "async"):
             trainer = trainers["sync" if kind == "none" else kind]
@@ -104,8 +105,7 @@ def during(folder: Path, options: argparse.Namespace) -> dict:
             os.sync()
             if turn:
                 seconds[kind].append(taken)
-                if kind == "async":
-                    seconds["async, save alone"].append(returned)
+                stops[kind].append(returned)
     medians = {kind: statistics.median(values) for kind, values in seconds.items()}
     ratios = {
         kind: statistics.median(one / none for one, none in zip(seconds[kind], seconds["none"], strict=True))
@@ -113,9 +113,11 @@ def during(folder: Path, options: argparse.Namespace) -> dict:
     }
     print(f"{options.during_steps} steps without a save: {medians['none']:.3f} s")
     for kind, ratio in ratios.items():
-        print(f"with a save, {kind:6}: {medians[kind]:.3f} s, ratio {ratio:.2f}")
-    print(f"the asynchronous save itself stops training for {medians['async, save alone']:.3f} s")
-    return {"seconds": medians, "ratios": ratios}
+        stop = statistics.median(stops[kind])
+        print(f"with a save, {kind:6}: {medians[kind]:.3f} s, ratio {ratio:.2f}; training stops for {stop:.3f} s")
+    ratio = statistics.median(one / other for one, other in zip(stops["async"], stops["sync"], strict=True))
+    print(f"the asynchronous save stops training for {ratio:.2f} of the time of the synchronous one")
+    return {"seconds": medians, "ratios": ratios, "stops": ratio}
 
 
 def size_of(folder: Path) -> int:
