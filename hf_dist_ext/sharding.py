@@ -16,9 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from .distributed import launches_deepspeed
 from .errors import UsageError
+
+logger = logging.get_logger(__name__)
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 KNOBS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
@@ -79,6 +82,17 @@ def without_pinning(plugin: Any) -> None:
 
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+
+def warn_of_other_masks(plugin: Any, model: torch.nn.Module) -> None:
+    """accelerate 1.15 checkpoints FSDP's layers with preserve_rng_state=False (fsdp2_apply_ac): the recomputed forward
+    draws other dropout masks than the one whose loss is back-propagated."""
+    has_dropout = any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+    if plugin.activation_checkpointing and has_dropout:
+        logger.warning(
+            "fsdp_activation_checkpointing draws dropout anew when it recomputes a layer: the gradients are not those "
+            'of the loss. Set "activation_checkpointing": true in the run file instead, and false in the FSDP YAML.'
+        )
 
 
 def _check_backend(offloads: bool) -> None:

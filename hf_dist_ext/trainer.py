@@ -104,6 +104,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled and self.model is not None:
             sharding.without_pinning(self.accelerator.state.fsdp_plugin)
+            sharding.warn_of_other_masks(self.accelerator.state.fsdp_plugin, self.model)
             _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
             if self.freeze_plan is not None:
                 frozen_training.replicate_frozen_parts(

@@ -1,8 +1,8 @@
 """What goes wrong in silence with the stock classes, each beside what ours do about it.
 
 Others stand where their parts are tested: a frozen tower that is back-propagated in test_frozen_mode.py, unfreezing in
-a run of parts in test_frozen_training.py, dropout under FSDP's checkpointing in distributed/test_strategies.py, models
-that FSDP's `save_model` does not write in distributed/test_resume.py, torn checkpoints in distributed/test_kills.py,
+a run of parts in test_frozen_training.py, dropout under our own checkpointing in parity/test_exactness.py, models that
+FSDP's `save_model` does not write in distributed/test_resume.py, torn checkpoints in distributed/test_kills.py,
 NaN in test_guard.py, the gradient of a temperature in parity/test_exactness.py.
 """
 
@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_dist_ext import sharding
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.trainer import DistTrainer
@@ -114,6 +116,15 @@ def test_several_gpus_in_one_process_are_refused_where_trainer_wraps_them(tmp_pa
     assert isinstance(stock._wrap_model(stock.model), nn.DataParallel)
     with pytest.raises(UsageError, match="DataParallel"):
         DistTrainer(llama(), DistTrainingArguments(**options), loss=InfoNCELoss())
+
+
+@pytest.mark.parametrize("checkpoints, dropout, is_said", [(True, 0.1, True), (True, 0.0, False), (False, 0.1, False)])
+def test_fsdps_checkpointing_with_dropout_is_said(monkeypatch, checkpoints, dropout, is_said):
+    found: list[str] = []
+    monkeypatch.setattr(sharding.logger, "warning", found.append)
+    plugin = SimpleNamespace(activation_checkpointing=checkpoints)
+    sharding.warn_of_other_masks(plugin, nn.Sequential(nn.Linear(2, 2), nn.Dropout(dropout)))
+    assert len(found) == is_said and all('"activation_checkpointing": true' in text for text in found)
 
 
 # ---- two processes ----
