@@ -16,7 +16,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.short_names import PRESET_SHORT_NAMES
 
 ABSENT = {  # what people look for, and why it is not there
-    "multi_gpu_tp": "tensor parallelism cannot be trained exactly nor resumed with the transformers of today "
+    "multi_gpu_tp": "with the transformers of today a run under tensor parallelism cannot be resumed "
     '(docs/choosing-a-strategy.md, "Tensor parallelism"). Use "multi_gpu_fsdp", or "multi_gpu_hsdp" over slow links.'
 }
 

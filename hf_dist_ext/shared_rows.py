@@ -29,9 +29,9 @@ def check(model: Any, args: Any) -> None:
         )
     if (found := _split_at_load(model)) is not None:  # (2)
         raise UsageError(
-            f"{type(found).__name__} was split while it was loaded (distributed_config). Trainer can neither resume "
-            "such a model nor add up its gradients over several chunks, and so a loss over embeddings is not trained "
-            "with it. Load it without distributed_config and use multi_gpu_fsdp or multi_gpu_hsdp; "
+            f"{type(found).__name__} was split while it was loaded (distributed_config). Trainer cannot resume such a "
+            "model, and gradients over several chunks go wrong in some, so a loss over embeddings is not trained with "
+            "it. Load it without distributed_config and use multi_gpu_fsdp or multi_gpu_hsdp; "
             'docs/choosing-a-strategy.md, "Tensor parallelism", has the figures.'
         )
 

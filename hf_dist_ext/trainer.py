@@ -39,6 +39,7 @@ from .errors import UsageError
 from .layer_classes import repeated_layer_classes
 from .out_of_memory import MemoryRetry
 from .safety import SafeTrainer
+from .scaling import Scaling
 from .step_timing import Profiler, StepClock
 from .training_args import DistTrainingArguments
 
@@ -79,6 +80,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self.meter = StepMeter()
         if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
             self.add_callback(MetricsFile())
+        self.scaling = Scaling(self)
+        self.add_callback(self.scaling)
         self._clock = StepClock(self.args.device)
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))

@@ -203,6 +203,13 @@ class DistTrainingArguments(TrainingArguments):
             "output_dir. Null: none."
         },
     )
+    scaling_baseline: str | None = field(
+        default=None,
+        metadata={
+            "help": "metrics.json of a single-process run with the same batch per device: the end of this run logs "
+            "scaling_efficiency, its samples per second over N times that run's. Null: none."
+        },
+    )
     lr_scale_rule: Literal["none", "linear", "sqrt"] = field(
         default="none",
         metadata={

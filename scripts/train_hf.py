@@ -88,8 +88,10 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[Dis
         "after": {name: after.get(f"eval_{name}") for name in parts.metrics},
         "train_seconds": round(result.metrics["train_runtime"], 2),
         "world_size": args.world_size,
+        "per_device_train_batch_size": args.train_batch_size,
         "trained_share": round(sum(n for n, is_on in trains if is_on) / sum(n for n, _ in trains), 4),
     }
+    report |= trainer.scaling.report
     if parts.loss is not None:
         report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
     return trainer, report
@@ -111,6 +113,8 @@ def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
         Console().print(table)
     chunks = f", {report['num_chunks']} chunks per step" if "num_chunks" in report else ""
     print(f"{report['train_seconds']} s of training{chunks}")
+    if "scaling_efficiency" in report:
+        print(f"scaling efficiency {report['scaling_efficiency']:.0%} over {report['world_size']} process(es)")
     for hint in hints:
         print(hint.format(folder=output_dir))
 
