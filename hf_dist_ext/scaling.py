@@ -2,9 +2,9 @@
 
 (1) rows and seconds from the end of the first update to the end of the last: waiting for data counts, evaluating and
     saving do not
-(2) `samples_per_second` over all processes goes into the last logged line and metrics.json
-(3) `scaling_baseline` names the metrics.json of a single process; it is read before the first step, and the last line
-    adds `scaling_efficiency` = (throughput of N processes / throughput of one) / N
+(2) `samples_per_second` over all processes goes into metrics.json; Trainer's own runs have it with (3) only
+(3) `scaling_baseline` names the metrics.json of a single process; it is read before the first step, and a last line is
+    logged with `scaling_efficiency` = (throughput of N processes / throughput of one) / N
 
 Equal work per process is what makes the figure mean anything, so another batch per device is warned about. With a loss
 over embeddings the scores grow with N, which this counts as lost.
@@ -35,6 +35,7 @@ class Scaling(TrainerCallback):
     def __init__(self, trainer: DistTrainer):
         self.trainer = trainer
         self.report: dict[str, float] = {}
+        self._since: float | None = None  # of an evaluation without training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.report, self._batches, self._seconds, self._since = {}, 0, 0.0, None
@@ -71,7 +72,7 @@ class Scaling(TrainerCallback):
         self.report = {"samples_per_second": round(throughput, 3)}
         if self._baseline is not None:
             self.report["scaling_efficiency"] = round(throughput / self._baseline / args.world_size, 4)
-        self.trainer.log(dict(self.report))
+            self.trainer.log(dict(self.report))
 
     @property
     def _batch(self) -> int:

@@ -81,7 +81,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
             self.add_callback(MetricsFile())
         self.scaling = Scaling(self)
-        self.add_callback(self.scaling)
+        if loss is not None or self.freeze_plan is not None or getattr(self.args, "scaling_baseline", None):
+            self.add_callback(self.scaling)
         self._clock = StepClock(self.args.device)
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))

@@ -60,9 +60,6 @@ def test_throughput_counts_waiting_for_data_and_every_micro_batch_but_not_evalua
     batches = 4 * accumulation
     assert ends[-1] - ends[0] > 2  # evaluations slept
     assert batches * BATCH / (ends[-1] - ends[0] - 2) * 0.8 < found < BATCH / LOADING
-    assert [line["samples_per_second"] for line in trainer.state.log_history if "samples_per_second" in line] == [
-        found
-    ]
     assert "scaling_efficiency" not in trainer.scaling.report
 
 
