@@ -59,6 +59,7 @@ def test_one_process_holds_what_was_predicted():
         assert {part: error(row, part) for part in PARTS} == pytest.approx(dict.fromkeys(PARTS, 0), abs=0.1), row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["DDP 2", "FSDP2 2"])
 def test_each_of_two_processes_holds_what_was_predicted(way):
     rows = rows_of(way, ON_TWO[:2])

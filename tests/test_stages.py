@@ -122,6 +122,7 @@ def short_config(folder: Path, **more) -> Path:
     return write_config(folder, stages=listed, **(SHORT | more))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_in_its_stage_and_ends_with_the_same_weights(tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
@@ -199,6 +200,7 @@ def test_weights_of_two_precisions_are_carried_bit_for_bit(tmp_path):
         assert parameter.dtype == expected[name].dtype and torch.equal(parameter, expected[name]), name
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_whole_in_the_next_stage(tmp_path):
     """Two FSDP processes of 32 rows against one process of 64: the same three batches in every stage."""
     folders = tmp_path / "sharded", tmp_path / "alone"

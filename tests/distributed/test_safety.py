@@ -131,6 +131,7 @@ def test_signals_apart_end_in_one_checkpoint_and_code_75_and_auto_goes_on(run_fi
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, last_step + 1))
 
 
+@pytest.mark.slow
 def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path):
     """bash and a scontrol that writes down what it is asked; the cluster itself was not tried."""
     fake = tmp_path / "bin" / "scontrol"
@@ -157,6 +158,7 @@ def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path):
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, int(steps) + 1))
 
 
+@pytest.mark.slow
 def test_under_accelerates_own_launcher_the_mark_tells_what_the_exit_code_hides(run_file):
     with Running(run_file, launcher="multi_gpu_fsdp") as running:
         running.wait_for_steps()
