@@ -148,3 +148,15 @@ def test_frozen_weights_are_loaded_in_the_precision_of_their_files(tmp_path, bf1
     parts = build_parts(run, make_arguments(run))
     expected = torch.bfloat16 if bf16 else torch.float32
     assert {p.dtype for p in parts.model.backbone.parameters()} == {expected}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_half_precision_weights_train_under_the_fp16_scaler(tmp_path):
+    """A stock run of the same ends with "Attempting to unscale FP16 gradients"."""
+    trainer = make_trainer(tmp_path, tiny_llava().half(), use_cpu=False, fp16=True)
+    before = trainer.model.model.multi_modal_projector.linear_1.weight.clone()
+    trainer.train()
+    after = trainer.model.model.multi_modal_projector.linear_1.weight
+    assert after.dtype == torch.float32 and not torch.equal(after, before)
+    assert trainer.model.lm_head.weight.dtype == torch.float16
