@@ -44,3 +44,15 @@ def launch(
     if check and done.returncode != 0:
         raise AssertionError(f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
     return done
+
+
+def leave_together() -> None:
+    """At the end of a worker: gloo aborts a process whose peer has left while its threads still talk to it."""
+    import gc
+
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -38,7 +38,7 @@ def units(run, name="FSDP memory", devices=FOUR):
         ({"cpu_offload": False}, {"FSDP speed", "FSDP memory"}),
         ({"ddp_comm_hook": "fp16"}, {"DDP"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_only_what_a_knob_allows_can_be_chosen(make_run, fields, possible):  # noqa: F811
     found = names(make_plan(make_run(DECODER, **LARGE, **fields), FOUR))

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from hf_dist_ext.distributed import launched_processes, rank
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.launching import leave_together
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava
 
 STEPS, GLOBAL_BATCH = 3, 4
@@ -104,3 +105,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_together()

@@ -14,6 +14,7 @@ from hf_dist_ext.distributed import fsdp_on_cpu
 from hf_dist_ext.layer_classes import repeated_layer_classes
 from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.towers import TowerModel
+from tests.launching import leave_together
 from tests.tiny_models import TEXT_CONFIGS, model_config, tiny_towers
 
 ROWS = 4  # over all ranks
@@ -99,3 +100,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_together()

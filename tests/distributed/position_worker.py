@@ -13,6 +13,7 @@ from pathlib import Path
 from hf_dist_ext.distributed import rank
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.launching import leave_together
 from tests.test_data_position import Model, table
 
 
@@ -35,3 +36,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_together()

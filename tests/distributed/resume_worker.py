@@ -25,6 +25,7 @@ from hf_dist_ext.merge import merge
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import MODES, Run
+from tests.launching import leave_together
 
 PAIRS = [
     ("ddp", "fsdp-full"), ("ddp", "single"), ("fsdp-sharded", "single"), ("fsdp-sharded", "ddp"),
@@ -141,3 +142,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_together()

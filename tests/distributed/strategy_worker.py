@@ -29,6 +29,7 @@ from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.trainer_worker import weights_of
+from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, BERT, Case, collate
 
 CASES = {
@@ -206,3 +207,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_together()

@@ -36,6 +36,7 @@ from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.launching import leave_together
 from tests.tiny_models import WORDS, tiny_tokenizer
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=60)
@@ -219,7 +220,7 @@ def main() -> None:
     if rank() == 0:
         Path(options.output).write_text(json.dumps(found, indent=1))
     if launched_processes() > 1:
-        torch.distributed.destroy_process_group()
+        leave_together()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.towers import TowerModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.launching import leave_together
 
 BATCH = 6  # rows per rank and micro-batch
 WIDTHS = {"query": 9, "positive": 30, "negative": 17, "other": 12}
@@ -367,8 +368,7 @@ def main() -> None:
             print(f"{case.name:45s} {own.item():.1e}", flush=True)
             with open(options.output, "w") as file:
                 json.dump(errors, file)
-    if launched_processes() > 1:
-        torch.distributed.destroy_process_group()
+    leave_together()
 
 
 if __name__ == "__main__":
