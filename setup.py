@@ -27,7 +27,7 @@ REQUIRED = [
     "tokenizers>=0.22",
 ]
 TEST = [
-    "jsonschema>=4.20", "pytest>=8", "pytest-xdist>=3.6", "scikit-learn>=1.4", "sentence-transformers>=5.2",
+    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-xdist>=3.6", "scikit-learn>=1.4", "sentence-transformers>=5.2",
     "tensorboard>=2.16",
 ]  # fmt: skip
 TRACKING = ["tensorboard>=2.16", "wandb>=0.19"]
@@ -44,7 +44,7 @@ setup(
     extras_require={
         "test": TEST,
         "digits": ["scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
-        "dev": [*TEST, "matplotlib>=3.8", "ruff>=0.12"],
+        "dev": [*TEST, "ruff>=0.12"],
         "deepspeed": ["deepspeed>=0.19.1"],  # 0.19.0 and older lost gradients with ZeRO-1/2 and CPU offload
         "tracking": TRACKING,
     },
