@@ -27,8 +27,8 @@ REQUIRED = [
     "tokenizers>=0.22",
 ]
 TEST = [
-    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-xdist>=3.6", "scikit-learn>=1.4", "sentence-transformers>=5.2",
-    "tensorboard>=2.16",
+    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-xdist>=3.6", "scikit-learn>=1.4",
+    "sentence-transformers>=5.2", "tensorboard>=2.16",
 ]  # fmt: skip
 TRACKING = ["tensorboard>=2.16", "wandb>=0.19"]
 
