@@ -43,7 +43,7 @@ setup(
     install_requires=REQUIRED,
     extras_require={
         "test": TEST,
-        "digits": ["scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
+        "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
         "dev": [*TEST, "ruff>=0.12"],
         "deepspeed": ["deepspeed>=0.19.1"],  # 0.19.0 and older lost gradients with ZeRO-1/2 and CPU offload
         "tracking": TRACKING,

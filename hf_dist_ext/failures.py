@@ -44,6 +44,7 @@ class Phase:
     def __init__(self) -> None:
         self.step, self.is_step = 0, False
         self.enter("starting")
+        self.touch()
 
     def enter(self, name: str, step: int | None = None) -> None:
         """`step`: a new step begins; otherwise the same goes on."""
