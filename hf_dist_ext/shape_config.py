@@ -4,6 +4,7 @@
 (2) config.json leaves out what equals the class's default, and a run file leaves out more; the defaults are read from
     the source of the configuration class (`fields.read_fields`), since importing transformers takes seconds
 (3) names that differ between families (n_layers, dim, ...) are added under their usual ones
+(4) how many tiles a picture is cut into at most, from the image processor's file beside config.json
 
 No weights are loaded and neither torch nor transformers is imported.
 """
@@ -27,8 +28,13 @@ from hf_dist_ext.fields import UNKNOWN, read_fields, source_of
 def read_model_config(
     model_config: Mapping[str, Any] | None, name_or_path: str | None, revision: str | None = None
 ) -> dict[str, Any]:
-    """The complete configuration of a run's model. Raises UsageError when there is none to read."""
-    return with_defaults(dict(model_config) if model_config is not None else _from_folder(name_or_path, revision))
+    """The complete configuration of a run's model, with `tiles_of_picture` (4). Raises UsageError: there is none."""
+    if model_config is not None:
+        return with_defaults(model_config)
+    found = with_defaults(_from_folder(name_or_path, revision))
+    if (tiles := _tiles_of_picture(found["model_type"], name_or_path, revision)) is not None:
+        found["tiles_of_picture"] = tiles
+    return found
 
 
 def _from_folder(name_or_path: str | None, revision: str | None) -> dict[str, Any]:
@@ -160,3 +166,38 @@ def _model_type(node: ast.ClassDef) -> str | None:
 
 def _model_type_of(path: Path, class_name: str) -> str:
     return next((_model_type(node) for node in _classes(path) if node.name == class_name), None) or class_name
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def _tiles_of_picture(model_type: str, name_or_path: str | None, revision: str | None) -> int | None:
+    """Images that the tower sees of one picture at most, the whole picture made small included; None: not known."""
+    if model_type not in ("idefics3", "smolvlm", "internvl"):
+        return None
+    processor = _processor_file(str(name_or_path), revision)
+    if processor is None:
+        return None
+    if model_type == "internvl":  # its processor cuts, whatever the image processor's own default is
+        most = processor.get("max_patches", 12) if processor.get("crop_to_patches", True) else 1
+        return most + (most > 1)
+    if not processor.get("do_image_splitting", True):
+        return 1
+    tile = (processor.get("max_image_size") or {}).get("longest_edge")
+    side = (processor.get("size") or {}).get("longest_edge")
+    return None if not tile or not side else (-(-side // tile)) ** 2 + (side > tile)
+
+
+def _processor_file(name_or_path: str, revision: str | None) -> dict[str, Any] | None:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = Path(name_or_path, name)
+        if not Path(name_or_path).is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            path = (
+                try_to_load_from_cache(name_or_path, name, revision=revision) if name_or_path.count("/") < 2 else None
+            )
+        if isinstance(path, (str, Path)) and Path(path).is_file():
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            return content.get("image_processor", content)
+    return None

@@ -41,7 +41,7 @@ def images_of_picture(config: Config) -> int:
     """How many images the tower sees of one picture, at most."""
     if config["model_type"] == "llava_next":
         return 1 + max(rows * columns for rows, columns in _tiles(config))
-    return 1
+    return config.get("tiles_of_picture", 1)
 
 
 def image_tokens(config: Config) -> int:
@@ -52,9 +52,9 @@ def image_tokens(config: Config) -> int:
     if kind in QWEN:
         return _qwen_patches(vision) // vision["spatial_merge_size"] ** 2
     if kind in SHUFFLING:
-        return num_patches(vision) // config["scale_factor"] ** 2
+        return images_of_picture(config) * (num_patches(vision) // config["scale_factor"] ** 2)
     if kind == "internvl":
-        return round(num_patches(vision) * config["downsample_ratio"] ** 2)
+        return images_of_picture(config) * round(num_patches(vision) * config["downsample_ratio"] ** 2)
     if kind == "llava_next":
         side = round(num_patches(vision) ** 0.5)
         # the whole picture small, then its tiles with the end of each line
@@ -73,7 +73,9 @@ def assumption(config: Config) -> str:
     kind = config["model_type"]
     if kind in QWEN:
         return f"pictures may have any size: counted as {PICTURE} x {PICTURE}, {image_tokens(config)} tokens."
-    if kind in (*SHUFFLING, "internvl"):
+    if (tiles := config.get("tiles_of_picture", 1)) > 1:
+        return f"pictures are counted with the processor's most tiles, {tiles}: {image_tokens(config)} tokens."
+    if kind in (*SHUFFLING, "internvl") and "tiles_of_picture" not in config:
         return f"a processor may cut pictures into tiles: counted as one tile, {image_tokens(config)} tokens."
     if kind == "llava_next":
         return f"pictures are counted with the most tiles, {images_of_picture(config)}: {image_tokens(config)} tokens."
@@ -94,7 +96,7 @@ def _image_features(tape: Tape, config: Config, pictures: float) -> tuple[Value,
     if kind in SHUFFLING:
         with tape.module("vision_model"):
             x = tape.layer_norm("post_layernorm", vision_states(tape, vision, images)[0][-1])
-        x = _shuffled(tape, x, images * image_tokens(config), config["scale_factor"] ** 2)
+        x = _shuffled(tape, x, pictures * image_tokens(config), config["scale_factor"] ** 2)
         return tape.linear("connector.modality_projection.proj", x, text["hidden_size"], bias=False), []
     with tape.module("vision_tower"):
         x = internvl_tower(tape, vision, images) if kind == "internvl" else _chosen_layer(tape, config, images)
@@ -130,7 +132,7 @@ def _projected(tape: Tape, config: Config, x: Value, images: float, pictures: fl
     kind, vision, text = config["model_type"], config["vision_config"], config["text_config"]
     if kind == "internvl":
         square = round(1 / config["downsample_ratio"]) ** 2
-        x = tape.layer_norm("layer_norm", _shuffled(tape, x, images * image_tokens(config), square))
+        x = tape.layer_norm("layer_norm", _shuffled(tape, x, pictures * image_tokens(config), square))
     else:
         count = num_patches(vision) if kind == "llava_next" else image_tokens(config)
         x = tape.new(images * count, vision["hidden_size"], x.item, x.flows)

@@ -1,6 +1,7 @@
 """The closed form against what autograd, optimizers and transformers really hold."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -115,11 +116,12 @@ def picture_inputs(kind: str, config: dict, rows: int) -> tuple[dict, int]:
         grid = torch.tensor([[1, side, side]] * rows)
         return {"pixel_values": torch.randn(rows * side * side, 3 * 2 * 16), "image_grid_thw": grid}, side * side // 4
     full, more = image_tokens(with_defaults(config)), {}
-    shape = (rows, 3, side, side)
+    tiles = config.get("tiles_of_picture", 1)
+    shape = (rows * tiles, 3, side, side)
     if kind == "llava_next":
         shape, more = (rows, 2, 3, side, side), {"image_sizes": torch.tensor([[side, side]] * rows)}
     if kind == "idefics3":
-        shape = (rows, 1, 3, side, side)
+        shape = (rows, tiles, 3, side, side)
     return {"pixel_values": torch.randn(shape), **more}, full
 
 
@@ -133,13 +135,23 @@ def picture_inputs(kind: str, config: dict, rows: int) -> tuple[dict, int]:
 )  # fmt: skip
 def test_a_vision_language_model_saves_what_was_predicted(monkeypatch, kind, trained, autocast):
     monkeypatch.setattr("hf_dist_ext.vision_language.PICTURE", PICTURE)
+    check_saved_bytes(kind, TINY[kind], trained, autocast)
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "internvl"])
+def test_tiles_of_a_picture_are_counted(kind):
+    one, five = (check_saved_bytes(kind, {**TINY[kind], "tiles_of_picture": tiles}, "", None) for tiles in (1, 5))
+    assert five > 2 * one
+
+
+def check_saved_bytes(kind, shape, trained, autocast) -> float:
     torch.manual_seed(0)
-    config = {name: value for name, value in TINY[kind].items() if name != "model_type"}
+    config = {name: value for name, value in shape.items() if name not in ("model_type", "tiles_of_picture")}
     model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config)).train()
     trains = (lambda name: bool(depth([trained], name))) if trained else lambda name: True
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trains(name))
-    pictures, count = picture_inputs(kind, TINY[kind], 8)
+    pictures, count = picture_inputs(kind, shape, 8)
     ids = torch.randint(3, 60, (8, count + 24))
     ids[:, :count] = 63
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pictures}
@@ -149,8 +161,32 @@ def test_a_vision_language_model_saves_what_was_predicted(monkeypatch, kind, tra
     with peak_bytes(torch.device("cpu"), known) as peak, torch.autocast("cpu", enabled=autocast is not None):
         model(**inputs, labels=ids).loss.backward()
     tape = Tape(Recipe(trains=trains, autocast_bytes=autocast, mask_bytes=0))
-    generate(tape, with_defaults(TINY[kind]), Rows(8, count + 24, images=1))
+    generate(tape, with_defaults(shape), Rows(8, count + 24, images=1))
     assert peak() > 2**18 and tape.cost().total == pytest.approx(peak(), rel=0.1)
+    return peak()
+
+
+SIZES = [(1, 1), (40, 3000), (3000, 40), (700, 650), (364, 364), (365, 365), (2000, 2000)]
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("kind", ["idefics3", "internvl"])
+def test_the_most_tiles_are_those_of_the_processors_file(tmp_path, kind, splits):
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    (tmp_path / "config.json").write_text(json.dumps(TINY[kind]))
+    if kind == "idefics3":
+        edges = {"size": {"longest_edge": 3 * 364}, "max_image_size": {"longest_edge": 364}}
+        processor = Idefics3ImageProcessorPil(do_image_splitting=splits, **edges)
+    else:
+        size = {"height": 32, "width": 32}
+        processor = GotOcr2ImageProcessorPil(crop_to_patches=splits, max_patches=6, size=size)
+    processor.save_pretrained(tmp_path)
+    counts = [processor.get_number_of_image_patches(height, width, {}) for height, width in SIZES]
+    counts = [max(1, count[0] if isinstance(count, tuple) else count) for count in counts]  # 0: not cut
+    config = read_model_config(None, str(tmp_path))
+    assert config["tiles_of_picture"] == max(counts) and (max(counts) > 1) == splits
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -182,7 +218,6 @@ def test_defaults_come_from_the_installed_transformers():
 
 
 def test_a_configuration_is_read_from_a_folder(tmp_path):
-    import json
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 48}), encoding="utf-8")
     assert read_model_config(None, str(tmp_path))["hidden_size"] == 48
