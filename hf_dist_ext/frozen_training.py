@@ -23,6 +23,7 @@ from .errors import UsageError
 from .freezing import FreezePlan, GroupReport, format_report, match_depths, module_groups, plan_freezing, report
 from .frozen_mode import fully_frozen_roots, set_frozen_mode
 from .image_stand_in import ImageStandIn
+from .sharding import FROZEN_PARTS
 
 if TYPE_CHECKING:
     from .trainer import DistTrainer
@@ -75,8 +76,14 @@ def stand_in_for_images(trainer: DistTrainer) -> ImageStandIn | None:
 # ---- (2) ----
 
 
-def replicate_frozen_parts(plugin: Any, model: nn.Module, choice: str) -> None:
+def replicate_frozen_parts(plugin: Any, model: nn.Module, plan: FreezePlan | None, choice: str) -> None:
     """Let FSDP2 leave frozen parts alone, whole on every rank, when asked for or when they are small."""
+    if plugin.ignored_modules == FROZEN_PARTS:  # the preset's two words; accelerate would take them for a regex
+        plugin.ignored_modules = None
+    if plan is None:
+        if choice == "replicate":
+            logger.warning("frozen_parts_fsdp='replicate': nothing is frozen by name, so FSDP shards everything.")
+        return
     if getattr(plugin, "fsdp_version", 1) != 2 or plugin.ignored_modules is not None:
         return
     roots = fully_frozen_roots(model)

@@ -110,10 +110,9 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             sharding.without_pinning(self.accelerator.state.fsdp_plugin)
             sharding.warn_of_other_masks(self.accelerator.state.fsdp_plugin, self.model)
             _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
-            if self.freeze_plan is not None:
-                frozen_training.replicate_frozen_parts(
-                    self.accelerator.state.fsdp_plugin, self.model, self.args.frozen_parts_fsdp
-                )
+            frozen_training.replicate_frozen_parts(
+                self.accelerator.state.fsdp_plugin, self.model, self.freeze_plan, self.args.frozen_parts_fsdp
+            )
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         is_ours = self.loss is not None or self.freeze_plan is not None

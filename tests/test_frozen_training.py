@@ -160,3 +160,23 @@ def test_half_precision_weights_train_under_the_fp16_scaler(tmp_path):
     after = trainer.model.model.multi_modal_projector.linear_1.weight
     assert after.dtype == torch.float32 and not torch.equal(after, before)
     assert trainer.model.lm_head.weight.dtype == torch.float16
+
+
+def test_the_preset_for_replicated_frozen_parts_reaches_fsdp(caplog):
+    """Its words stand where accelerate takes a regex; left there, everything would be sharded."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from hf_dist_ext.freezing import plan_freezing
+    from hf_dist_ext.frozen_training import replicate_frozen_parts
+    from hf_dist_ext.presets import find_preset, load_preset
+
+    words = load_preset(find_preset("multi_gpu_fsdp_frozen_replicated"))["fsdp_config"]["fsdp_ignored_modules"]
+    model = tiny_llava()
+    for plan in (plan_freezing(model, trainable_modules=["projector"]), None):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=words, cpu_ram_efficient_loading=False)
+        replicate_frozen_parts(plugin, model, plan, "replicate")
+        if plan is None:
+            assert plugin.ignored_modules is None and "nothing is frozen" in caplog.text
+        else:
+            ignored = {p for root in plugin.ignored_modules for p in root.parameters()}
+            assert ignored == {p for n, p in model.named_parameters() if "projector" not in n}

@@ -10,7 +10,8 @@ import pytest
 from tests.launching import launch
 
 WORKER = Path(__file__).with_name("frozen_worker.py")
-RUNS = {"single": ("python", 1), "DDP": ("multi_gpu_ddp", 2), "FSDP2": ("multi_gpu_fsdp", 2)}
+PRESET = "multi_gpu_fsdp_frozen_replicated"
+RUNS = {"single": ("python", 1), "DDP": ("multi_gpu_ddp", 2), "FSDP2": ("multi_gpu_fsdp", 2), PRESET: (PRESET, 2)}
 
 
 @functools.cache
@@ -22,7 +23,10 @@ def found(run: str) -> dict:
         return json.loads(output.read_text())
 
 
-@pytest.mark.parametrize("run", RUNS)
+ALL_RUNS = [pytest.param(run, marks=[pytest.mark.slow] * (run == PRESET)) for run in RUNS]
+
+
+@pytest.mark.parametrize("run", ALL_RUNS)
 def test_only_the_projector_moves_though_one_rank_never_sees_an_image(run):
     assert found(run)["world_size"] == RUNS[run][1]
     for name, case in found(run).items():
@@ -38,7 +42,7 @@ def test_weights_equal_those_of_one_process(run):
         assert found(run)[name]["losses"] == pytest.approx(alone["losses"], abs=1e-5), name
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ALL_RUNS)
 def test_frozen_weights_stay_bf16_and_trainable_ones_are_float32_masters(run):
     case = found(run)["bf16"]
     assert case["trained_dtypes"] == ["torch.float32"] and case["frozen_dtypes"] == ["torch.bfloat16"]
@@ -53,3 +57,8 @@ def test_ddp_sends_the_gradients_of_what_trains_and_no_more():
 def test_fsdp_replicates_small_frozen_parts_and_shards_them_when_asked():
     assert found("FSDP2")["plain"]["sharded_frozen"] == []
     assert any("vision_tower" in name for name in found("FSDP2")["sharded"]["sharded_frozen"])
+
+
+@pytest.mark.slow
+def test_the_preset_for_replicated_frozen_parts_shards_none_of_them():
+    assert found(PRESET)["plain"]["sharded_frozen"] == []
