@@ -20,7 +20,17 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from . import async_save, checkpointing, commit, communication, learning_rate, merge, resume, trainable_checkpoint
+from . import (
+    async_save,
+    checkpointing,
+    commit,
+    communication,
+    learning_rate,
+    merge,
+    resume,
+    stream_order,
+    trainable_checkpoint,
+)
 from .training_args import DistTrainingArguments
 from .trusted import trusted_reading
 
@@ -81,6 +91,8 @@ class CheckpointHooks(Trainer):
                 super()._save_optimizer_and_scheduler(output_dir)
         checkpointing.save_budget(self, output_dir)
         communication.save(self, output_dir)
+        if self._place is not None and self.args.should_save:
+            stream_order.save(self._place, output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._put_off is not None:

@@ -8,6 +8,7 @@
     stopped in, in its own batches, and whole epochs from then on; steps and schedule are counted anew for what is left
 
 The order of an epoch without duplicates in a batch depends on the batch; the epoch that was begun keeps its order.
+Streams of `datasets` know their place themselves (stream_order.py); here it is asked for, kept and given back.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer
 from transformers.utils import logging
 
-from . import manifest
+from . import manifest, stream_order
 from .errors import UsageError
 from .sampling import NoDuplicatesSampler
 
@@ -51,7 +53,10 @@ class Position:
 
 
 def data_fingerprint(dataset: Any) -> str | None:
-    """Of columns, length and rows spread over a `datasets.Dataset`, by content; None for other kinds."""
+    """Of columns, length and rows spread over a `datasets.Dataset`, by content; of a stream what its order depends on;
+    None for other kinds."""
+    if stream_order.is_stream(dataset):
+        return stream_order.fingerprint(dataset)
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "with_format") or not hasattr(dataset, "__len__"):
         return None
     from datasets import Image
@@ -86,6 +91,8 @@ def _check_data(trainer: PositionHooks, content: dict[str, Any], folder: str) ->
         "rows": f"the training set had {before['rows']} rows, now it has {now['rows']}",
         "content": "the rows of the training set are others",
     }
+    if stream_order.is_stream(dataset):
+        words["content"] = "the stream has other columns or shards, or is shuffled with another seed"
     found = "; ".join(words[name] for name in changed)
     if not args.allow_changed_data:
         raise UsageError(
@@ -151,42 +158,142 @@ class PositionHooks(Trainer):
     position = Position()
     _resumed: Position | None = None  # (3): set when the run was changed
     _rows_of_epoch: int | None = None
+    _place: stream_order.Place | None = None  # of a stream in one order; that of the last batch that was used
+    _resumed_from: str | None = None  # until the random states are those of this checkpoint
 
     @property
     def rows_per_micro_batch(self) -> int:
         """Of all ranks together."""
         return self.get_total_train_batch_size(self.args) // self.args.gradient_accumulation_steps
 
+    @property
+    def reads_in_one_order(self) -> bool:
+        config = self.accelerator.dataloader_config
+        return (
+            getattr(self.args, "stream_order", None) == "one"
+            and stream_order.is_stream(self.train_dataset)
+            and not config.dispatch_batches
+            and not config.split_batches
+        )
+
     def position_facts(self) -> dict[str, Any]:
         """For the manifest; a finished epoch is the beginning of the next."""
         now = self.position
+        how = {
+            "dataloader_num_workers": self.args.dataloader_num_workers,
+            "stream_order": "one" if self.reads_in_one_order else None,
+        }
         if self._rows_of_epoch is not None and now.rows >= self._rows_of_epoch:
             now = replace(now, epoch=now.epoch + 1, rows=0, window=self.rows_per_micro_batch)
-        return {"samples_seen": now.samples, "position": asdict(now)}
+        return {"samples_seen": now.samples, "position": asdict(now)} | how
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any):
         self.position, self._resumed = Position(window=self.rows_per_micro_batch), None
+        self._place, self._resumed_from = None, None
+        if self.reads_in_one_order:
+            self._check_stream()
+            self._place = stream_order.Place()
         content = manifest.read(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
         if content and "position" in content and hasattr(self.args, "allow_changed_data"):
             _check_data(self, content, resume_from_checkpoint)
-            self._continue(content)
-        return super().train(resume_from_checkpoint, *arguments, **options)
+            self._continue(content, resume_from_checkpoint)
+        try:
+            return super().train(resume_from_checkpoint, *arguments, **options)
+        finally:
+            self._place = None
 
-    def _continue(self, content: dict[str, Any]) -> None:
+    def _continue(self, content: dict[str, Any], folder: str) -> None:
         args, found = self.args, Position(**content["position"])
-        names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-        now = {"world_size": args.world_size, "per_device_train_batch_size": self._train_batch_size}
-        now["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+        now = {
+            "world_size": args.world_size,
+            "per_device_train_batch_size": self._train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        }
+        if isinstance(self.train_dataset, IterableDataset):  # else workers change nothing
+            now["dataloader_num_workers"] = args.dataloader_num_workers
+        changed = [name for name in now if content.get(name, now[name]) != now[name]]
         self.position = found
-        if found.is_regular and all(content[name] == now[name] for name in names):
-            return
-        self.position = self._resumed = replace(found, is_regular=False)
-        self._resumed_step = content["step"]
-        if self.is_world_process_zero():
+        if stream_order.is_stream(self.train_dataset):
+            self._check_reading(content, changed, folder)
+        is_unchanged = found.is_regular and not changed
+        if self._place is not None:
+            self._place = stream_order.load(folder)
+            self._resumed_from = folder if content["world_size"] == args.world_size else None
+            if self.is_world_process_zero() and self._place.rows and self._place.state is None:
+                logger.warning(
+                    f"the stream has a shuffle buffer, which no state holds: the {self._place.rows} rows of epoch "
+                    f"{self._place.epoch} that were used are read again, and dropped."
+                )
+        elif not is_unchanged:
+            self.position = self._resumed = replace(found, is_regular=False)
+            self._resumed_step = content["step"]
+        if changed and self.is_world_process_zero():
             logger.warning(
-                f"the batch is not the one of the checkpoint: epoch {found.epoch} goes on behind its first "
+                f"{' and '.join(changed)} changed since the checkpoint: epoch {found.epoch} goes on behind its first "
                 f"{found.rows} rows, none is repeated or skipped."
             )
+
+    # ---- a stream of `datasets` ----
+
+    def _check_stream(self) -> None:
+        """What would make processes or epochs disagree about the one order."""
+        by_epoch = [
+            name
+            for name in ("eval_strategy", "save_strategy", "logging_strategy")
+            if getattr(self.args, name) == "epoch"
+        ]
+        if by_epoch:
+            raise UsageError(
+                f"{by_epoch[0]}='epoch' with a stream: its epochs follow each other inside of a batch. Set it to "
+                "'steps', or stream_order to 'shards'."
+            )
+        if self.args.world_size == 1:
+            return
+        if getattr(self.train_dataset, "_distributed", None) is not None:
+            raise UsageError(
+                "the stream was split by split_dataset_by_node, and would be split again here. Give every process "
+                "the whole stream."
+            )
+        prints: list[Any] = [None] * self.args.world_size
+        dist.all_gather_object(prints, data_fingerprint(self.train_dataset))
+        if len(set(prints)) > 1:
+            raise UsageError(
+                "the stream is not the same on every process: other columns or shards, or shuffled without a seed. "
+                "Give shuffle(seed=...)."
+            )
+
+    def _check_reading(self, content: dict[str, Any], changed: list[str], folder: str) -> None:
+        was_one = content.get("stream_order") == "one"
+        if was_one != self.reads_in_one_order:
+            how = "in one order" if was_one else "by shards or dispatched"
+            raise UsageError(
+                f"{folder} read its stream {how}, which this run would not: its place is not one of this order. Set "
+                f"stream_order='{'one' if was_one else 'shards'}' and accelerator_config as they were."
+            )
+        if changed and not was_one:
+            raise UsageError(
+                f"{folder} can not be continued with another {changed[0]}: which process and loader worker reads a "
+                "row of the stream depends on it. Set it as it was; stream_order='one' can be changed at any time."
+            )
+
+    @contextmanager
+    def _in_one_order(self) -> Iterator[stream_order.OneOrder]:
+        given, config = self.train_dataset, self.accelerator.dataloader_config
+        dispatch = config.dispatch_batches
+        start = self._place or stream_order.Place()
+        self.train_dataset = stream_order.OneOrder(
+            given, self.rows_per_micro_batch, start, self.args.allow_changed_data, self.is_world_process_zero()
+        )
+        config.dispatch_batches = False
+        try:
+            yield self.train_dataset
+        finally:
+            self.train_dataset, config.dispatch_batches = given, dispatch
+
+    def _used(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch, place in batches:
+            self._place = stream_order.read(place)
+            yield batch
 
     # ---- the order ----
 
@@ -211,8 +318,15 @@ class PositionHooks(Trainer):
         return RestOfOrder(begun, sampler, self._resumed.epoch, self._resumed.rows)
 
     def get_train_dataloader(self):
-        with self._rest_of_stream():
-            return super().get_train_dataloader()
+        if not self.reads_in_one_order:
+            with self._rest_of_stream():
+                return super().get_train_dataloader()
+        with self._in_one_order() as rows:
+            loader = super().get_train_dataloader()
+        if self._place is not None:  # inside of train()
+            inner = getattr(loader, "base_dataloader", loader)
+            inner.collate_fn = stream_order.WithPlace(inner.collate_fn, rows)
+        return loader
 
     @contextmanager
     def _rest_of_stream(self) -> Iterator[None]:
@@ -222,8 +336,9 @@ class PositionHooks(Trainer):
             return
         if self.args.dataloader_num_workers:
             raise UsageError(
-                "a stream can not go on with another batch and dataloader_num_workers: its workers' shares are not "
-                "known. Set dataloader_num_workers=0, or resume with the checkpoint's batch."
+                "this stream can not go on with another batch and dataloader_num_workers: its workers' shares are not "
+                "known. Set dataloader_num_workers=0, resume with the checkpoint's batch, or make it a "
+                "datasets.IterableDataset."
             )
         self.train_dataset = RestOfStream(dataset, self._resumed.epoch, self._resumed.rows)
         try:
@@ -249,10 +364,15 @@ class PositionHooks(Trainer):
         max_steps += math.ceil(max(0, whole_epochs) * updates)
         return (epochs, updates, *others, max_steps)
 
-    def _init_training_state(self, max_steps: int, updates: int, *more: Any):
-        epochs, batches = super()._init_training_state(max_steps, updates, *more)
-        if self._resumed is not None:
-            return self._resumed.epoch, 0
+    def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *more: Any):
+        epochs, batches = super()._init_training_state(max_steps, updates, num_epochs, *more)
+        if self._resumed is not None or self._place is not None:
+            if self.state.global_step >= max_steps:
+                return num_epochs, 0  # nothing is left
+            return (0 if self._resumed is None else self._resumed.epoch), 0  # a stream itself begins at its place
+        if stream_order.is_stream(self.train_dataset) and self.position.samples:
+            # Trainer takes the steps of all epochs for batches of the first.
+            return self.position.epoch, self.position.rows // self.rows_per_micro_batch
         if epochs or batches:  # also of a stock checkpoint
             rows = batches * self.rows_per_micro_batch
             samples = self.position.samples or self.state.global_step * self.get_total_train_batch_size(self.args)
@@ -260,6 +380,10 @@ class PositionHooks(Trainer):
         return epochs, batches
 
     def _run_epoch(self, **options: Any) -> None:
+        if self._place is not None:
+            # Its only epoch; `state.epoch` goes on where it was, as a share of max_steps.
+            done = self.state.global_step / self.state.max_steps
+            return super()._run_epoch(**options | {"epoch": done, "epochs_trained": done})
         epoch, batch = options["epoch"], self.rows_per_micro_batch
         if epoch != self.position.epoch:
             self.position = replace(self.position, epoch=epoch, rows=0, window=batch)
@@ -279,9 +403,16 @@ class PositionHooks(Trainer):
         return self._resumed.rows if self._resumed is not None and epoch == self._resumed.epoch else 0
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any):
+        if self._place is not None:
+            epoch_iterator = self._used(epoch_iterator)
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         rows = len(batches) * self.rows_per_micro_batch
         if self._rows_of_epoch is not None:
             rows = min(rows, max(0, self._rows_of_epoch - self.position.rows))
         self.position = replace(self.position, rows=self.position.rows + rows, samples=self.position.samples + rows)
+        if self._place is not None:
+            self.position = replace(self.position, epoch=self._place.epoch, rows=self._place.rows)
+            if self._resumed_from is not None:  # starting a loader's workers draws a number
+                self._load_rng_state(self._resumed_from)
+                self._resumed_from = None
         return batches, items

@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 from hf_dist_ext.data_position import data_fingerprint
 from hf_dist_ext.errors import UsageError
@@ -32,8 +32,8 @@ def table(rows: int = ROWS, shift: int = 0) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"x": [[float(i + shift)] for i in range(rows)]})
 
 
-def run(folder, dataset=None, resume=None, epochs: float = 2, **options) -> Model:
-    model = Model()
+def run(folder, dataset=None, resume=None, epochs: float = 2, model: nn.Module | None = None, **options) -> Model:
+    model = model or Model()
     args = DistTrainingArguments(
         **{"output_dir": str(folder if resume is None else folder / "resumed"), "num_train_epochs": epochs,
            "per_device_train_batch_size": 4, "save_steps": 1, "save_strategy": "steps" if resume is None else "no",
@@ -98,15 +98,24 @@ def test_a_number_of_steps_is_kept_with_another_batch(whole, batch):
     assert after.seen[: min(10 * batch, 22)] == order[ROWS + 8 :][: 10 * batch]
 
 
-def test_a_stream_goes_on_behind_what_was_read(tmp_path):
-    def stream():
-        return table().to_iterable_dataset().shuffle(seed=3, buffer_size=10)
+class Stream(IterableDataset):
+    """Not of `datasets`: it has no state."""
 
-    before = run(tmp_path, stream(), max_steps=12, save_steps=4)
-    after = run(tmp_path, stream(), resume=4, max_steps=12, per_device_train_batch_size=2)
+    def __iter__(self):
+        return iter({"x": torch.tensor([float(i)])} for i in range(60))
+
+
+def test_a_stream_without_a_state_goes_on_behind_what_was_read(tmp_path):
+    before = run(tmp_path, Stream(), max_steps=12, save_steps=4)
+    after = run(tmp_path, Stream(), resume=4, max_steps=12, per_device_train_batch_size=2)
     assert after.seen == before.seen[16 : 16 + 2 * 8] and len(after.seen) == 16
     with pytest.raises(UsageError, match="dataloader_num_workers"):
-        run(tmp_path, stream(), resume=4, max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1)
+        run(tmp_path, Stream(), resume=4, max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1)
+
+
+def test_a_finished_run_takes_no_further_step_with_another_batch(whole):
+    after = run(whole[0], resume=16, max_steps=16, per_device_train_batch_size=2)
+    assert after.seen == [] and after.last_step == 16
 
 
 @pytest.mark.parametrize(

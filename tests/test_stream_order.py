@@ -1,0 +1,193 @@
+"""A stream is one order of rows: a resumed run takes it up where it was left, whatever changed."""
+
+import json
+import logging
+from itertools import chain
+
+import datasets
+import pytest
+import torch
+from torch import nn
+
+from hf_dist_ext import manifest, stream_order
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.stream_order import OneOrder, Place
+from tests.test_data_position import run, table
+
+ROWS, STEPS = 40, 25  # of 4 rows: two and a half epochs
+
+
+def plain() -> datasets.IterableDataset:
+    return table(ROWS).to_iterable_dataset(num_shards=5)
+
+
+def mapped() -> datasets.IterableDataset:
+    return (
+        plain().map(lambda batch: {"x": batch["x"]}, batched=True, batch_size=3).filter(lambda row: row["x"][0] != 7)
+    )
+
+
+def mixed() -> datasets.IterableDataset:
+    both = [plain(), table(ROWS, shift=100).to_iterable_dataset()]
+    return datasets.interleave_datasets(both, [0.7, 0.3], seed=5, stopping_strategy="all_exhausted")
+
+
+STREAMS = {
+    "plain": plain,
+    "shuffled": lambda: plain().shuffle(seed=3, buffer_size=7),
+    "mapped": mapped,
+    "mixed": mixed,
+}
+CHANGES = {
+    "nothing": {},
+    "smaller batch": {"per_device_train_batch_size": 3},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "workers": {"dataloader_num_workers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(a folder with a checkpoint of every step, the rows) of an uninterrupted run over a kind of stream."""
+    made = {}
+
+    def of(kind, **options):
+        key = kind, *options.values()
+        if key not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[key] = folder, run(folder, STREAMS[kind](), max_steps=STEPS, **options).seen
+        return made[key]
+
+    return of
+
+
+def goes_on(found, kind, stopped, **change) -> bool:
+    folder, order = found
+    after = run(folder, STREAMS[kind](), resume=stopped, max_steps=STEPS, **change)
+    assert after.last_step == STEPS
+    used = 4 * stopped
+    rows = change.get("per_device_train_batch_size", 4) * change.get("gradient_accumulation_steps", 1)
+    assert len(after.seen) == rows * (STEPS - stopped) > 0
+    common = min(len(order) - used, len(after.seen))
+    return after.seen[:common] == order[used:][:common]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", STREAMS)
+def test_no_row_is_repeated_and_none_is_skipped(whole, kind, change):
+    for stopped in (3, 10, 17):  # in the first epoch, behind its last row (of `plain`), in the second
+        assert goes_on(whole(kind), kind, stopped, **CHANGES[change])
+
+
+@pytest.mark.parametrize("kind", ["plain", "shuffled"])
+def test_loader_workers_do_not_change_the_order(whole, kind):
+    folder, order = whole(kind, dataloader_num_workers=2)
+    assert order == whole(kind)[1]
+    assert sorted(order[:ROWS]) == list(range(ROWS)) == sorted(order[ROWS : 2 * ROWS])
+    for change in ({}, {"dataloader_num_workers": 2}, {"dataloader_num_workers": 3, "per_device_train_batch_size": 5}):
+        assert goes_on((folder, order), kind, 11, **change)
+
+
+def test_rows_that_were_used_are_not_read_again(tmp_path):
+    read = []
+
+    def rows(shards):
+        for shard in shards:
+            for i in range(10):
+                read.append(10 * shard + i)
+                yield {"x": [float(10 * shard + i)]}
+
+    def stream():
+        return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": list(range(8))})
+
+    order = run(tmp_path, stream(), max_steps=19).seen
+    read.clear()
+    after = run(tmp_path, stream(), resume=14, max_steps=19, per_device_train_batch_size=2)
+    assert after.seen == order[56:66]
+    assert read[0] == 50 and len(read) < 20  # from the beginning of its shard on, which a generator can not skip
+
+
+def test_a_shuffle_buffer_is_filled_by_reading_again_and_that_is_said(whole, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert goes_on(whole("shuffled"), "shuffled", 15)
+    assert "the 20 rows of epoch 1 that were used are read again" in caplog.text
+
+
+def test_a_resumed_run_draws_what_the_whole_run_drew(tmp_path):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.drawn = nn.Parameter(torch.zeros(1)), []
+
+        def forward(self, x, labels=None):
+            self.drawn.append(torch.rand(1).item())
+            return {"loss": (self.weight * x.sum()).sum() * 1e-6, "logits": x}
+
+    order = run(tmp_path, plain(), max_steps=8, dataloader_num_workers=2, model=Noisy()).drawn
+    after = run(tmp_path, plain(), resume=5, max_steps=8, dataloader_num_workers=2, model=Noisy()).drawn
+    assert after == order[5:] and len(set(order)) == 8
+
+
+def test_the_place_is_a_committed_file_of_plain_json(whole):
+    folder = whole("plain")[0] / "checkpoint-11"
+    content = manifest.read(folder)
+    assert stream_order.FILE in content["files"] and content["position"]["rows"] == 4
+    place = json.loads((folder / stream_order.FILE).read_text())
+    assert place["epoch"] == 1 and place["rows"] == 4 and place["state"] is not None
+
+
+@pytest.mark.parametrize(
+    "stream, words",
+    [
+        (lambda: table(ROWS).to_iterable_dataset(num_shards=4), "other columns or shards"),
+        (lambda: plain().shuffle(seed=4, buffer_size=7), "shuffled with another seed"),
+        (lambda: table(ROWS, shift=1).to_iterable_dataset(num_shards=5), "is not the one of the checkpoint"),
+    ],
+)
+def test_another_stream_is_refused_unless_it_is_meant(whole, stream, words):
+    with pytest.raises(UsageError, match=words):
+        run(whole("plain")[0], stream(), resume=3, max_steps=STEPS)
+    assert run(whole("plain")[0], stream(), resume=3, max_steps=STEPS, allow_changed_data=True).seen
+
+
+def test_a_state_that_leads_elsewhere_is_not_believed(caplog):
+    rows = list(plain())
+    wrong = plain()
+    list(zip(wrong, range(4), strict=False))
+    start = Place(rows=10, state=wrong.state_dict(), following=stream_order.digest(rows[10]))
+    with caplog.at_level(logging.WARNING):
+        assert next(iter(OneOrder(plain(), 4, start))) == rows[10]
+    assert "the first 10 rows of epoch 0 are read again" in caplog.text
+
+
+def test_shards_are_shared_as_trainer_does_and_then_nothing_may_change(tmp_path):
+    options = {"max_steps": 15, "stream_order": "shards", "dataloader_num_workers": 2}
+    order = run(tmp_path, plain(), **options).seen
+    assert sorted(order[:ROWS]) == list(range(ROWS))
+    assert run(tmp_path, plain(), resume=12, **options).seen == order[48:]  # of the second epoch
+    for name, value in {"dataloader_num_workers": 0, "per_device_train_batch_size": 2}.items():
+        with pytest.raises(UsageError, match=f"another {name}: which process and loader worker"):
+            run(tmp_path, plain(), resume=3, **options | {name: value})
+    with pytest.raises(UsageError, match="by shards or dispatched"):
+        run(tmp_path, plain(), resume=3, **options | {"stream_order": "one"})
+
+
+def test_a_finished_run_takes_no_further_step(whole):
+    after = run(whole("plain")[0], plain(), resume=STEPS, max_steps=STEPS, per_device_train_batch_size=2)
+    assert after.seen == [] and after.last_step == STEPS
+
+
+def test_what_can_not_be_is_said(tmp_path):
+    with pytest.raises(UsageError, match="the training stream has no rows"):
+        run(tmp_path, plain().filter(lambda row: False), max_steps=2)
+    with pytest.raises(UsageError, match="save_strategy='epoch' with a stream"):
+        run(tmp_path, plain(), max_steps=2, save_strategy="epoch")
+    with pytest.raises(UsageError, match="stream_order='any': choose"):
+        run(tmp_path, plain(), max_steps=2, stream_order="any")
+
+
+def test_a_digest_is_the_content_of_a_row():
+    rows = [{"a": 1}, {"a": 2}, {"a": "1"}, {"b": 1}, {"a": [1]}, {"a": torch.ones(1)}, {"a": torch.zeros(1)}]
+    assert len({stream_order.digest(row) for row in rows}) == len(rows)
+    assert stream_order.digest({"a": 1, "b": b"x"}) == stream_order.digest({"b": b"x", "a": 1})
+    assert len(set(chain.from_iterable(zip(*[map(stream_order.digest, rows)], strict=True)))) == len(rows)
