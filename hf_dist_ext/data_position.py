@@ -219,10 +219,12 @@ class PositionHooks(Trainer):
         if self._place is not None:
             self._place = stream_order.load(folder)
             self._resumed_from = folder if content["world_size"] == args.world_size else None
-            if self.is_world_process_zero() and self._place.rows and self._place.state is None:
+            if content["data_fingerprint"] != data_fingerprint(self.train_dataset):  # allow_changed_data
+                self._place = replace(self._place, state=None)
+            elif self.is_world_process_zero() and self._place.rows and self._place.state is None:
                 logger.warning(
-                    f"the stream has a shuffle buffer, which no state holds: the {self._place.rows} rows of epoch "
-                    f"{self._place.epoch} that were used are read again, and dropped."
+                    f"the stream has a shuffle buffer, whose rows no state holds: the {self._place.rows} rows of "
+                    f"epoch {self._place.epoch} that were used are read again, and dropped."
                 )
         elif not is_unchanged:
             self.position = self._resumed = replace(found, is_regular=False)

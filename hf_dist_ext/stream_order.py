@@ -2,10 +2,10 @@
 
 (1) the order is the one that a single reader gets, epoch after epoch. A batch may hold the end of an epoch and the
     beginning of the next: none is short, and no row is repeated to fill one
-(2) every process and loader worker reads all of it and keeps its own: worker k of K takes the global batches k, k + K,
-    ..., which is how DataLoader asks for them; accelerate's IterableDatasetShard cuts a rank's rows out of each
-(3) with a batch comes the place behind it: epoch, rows of it that were used, `datasets`' state, and a digest of the row
-    that follows. The place of the last batch goes into the checkpoint, as JSON
+(2) every process and loader worker reads all of it and keeps its own: worker k of K takes the global batches k,
+    k + K, ..., which is how DataLoader asks for them; accelerate's IterableDatasetShard cuts a rank's rows out of each
+(3) with a batch comes the place behind it: epoch, rows of it that were used, `datasets`' state, and a digest of the
+    row that follows. The place of the last batch goes into the checkpoint, as JSON
 (4) a resumed run begins at that place: by the state, which reads nothing again but a part of one shard, or, where a
     shuffle buffer is in the stream, whose content no state holds, by reading the epoch's rows again up to there.
     Whichever it was, the row that follows must be the checkpoint's
@@ -71,7 +71,7 @@ def has_shuffle_buffer(stream: Any) -> bool:
 
 
 def fingerprint(stream: Any) -> str:
-    """Of what the order depends on and can be known without reading: columns, shards, seeds of shuffling and mixing."""
+    """Of what the order depends on and is known without reading: columns, shards, seeds of shuffling and mixing."""
     generators = [getattr(part, "generator", None) for part in _parts(stream._ex_iterable)]
     seeds = [one.bit_generator.state for one in generators if isinstance(one, np.random.Generator)]
     facts = [sorted(stream.column_names or ()), stream.num_shards, seeds]

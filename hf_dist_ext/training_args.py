@@ -252,8 +252,8 @@ class DistTrainingArguments(TrainingArguments):
     stream_order: Literal["one", "shards"] = field(
         default="one",
         metadata={
-            "help": "How several processes and loader workers read a stream. 'one': each reads all of it and keeps its "
-            "own batches; a resume with another batch, number of processes or workers repeats and skips no row. "
+            "help": "How several processes and loader workers read a stream. 'one': each reads all of it and keeps "
+            "its own batches; a resume with another batch, number of processes or workers repeats and skips no row. "
             "'shards': they share its shards, as in Trainer; a resume needs the same of each, and reads again."
         },
     )
