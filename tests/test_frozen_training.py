@@ -172,6 +172,8 @@ def test_the_preset_for_replicated_frozen_parts_reaches_fsdp(caplog):
 
     words = load_preset(find_preset("multi_gpu_fsdp_frozen_replicated"))["fsdp_config"]["fsdp_ignored_modules"]
     model = tiny_llava()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("projector" in name)
     for plan in (plan_freezing(model, trainable_modules=["projector"]), None):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=words, cpu_ram_efficient_loading=False)
         replicate_frozen_parts(plugin, model, plan, "replicate")
