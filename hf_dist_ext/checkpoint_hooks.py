@@ -134,6 +134,7 @@ class CheckpointHooks(Trainer):
             self._frozen_digests = trainable_checkpoint.frozen_digests(bare, self.freeze_plan.saved)
         if self._has_own_arguments:
             resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
+            resume.leave_others_aside(self, resume_from_checkpoint)
             learning_rate.keep_effective_batch(self, resume_from_checkpoint)
             learning_rate.scale(self.args)
         with async_save.ended(self):

@@ -131,7 +131,7 @@ def _full_disk_in_words(output_dir: Path, folder: Path) -> Iterator[None]:
 
 
 def _newest(output_dir: Path) -> str:
-    complete = [path.name for path in manifest.checkpoints_in(output_dir) if not manifest.why_incomplete(path)]
+    complete = [path.name for path in manifest.checkpoints_in(output_dir) if not manifest.why_passed_over(path)]
     return f"{complete[-1]} is complete and can be resumed." if complete else "There is no older checkpoint."
 
 

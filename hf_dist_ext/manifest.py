@@ -3,7 +3,9 @@
 (1) every file is read back once: its size, its SHA-256, and fsync
 (2) the manifest names them all; it is written in place and fsynced, then the folders: now the checkpoint exists
 (3) a folder whose manifest is missing, damaged, or names files that are gone, short or altered is no checkpoint
-(4) rotation counts and deletes complete checkpoints only; folders that were not committed are never touched
+(4) a run that starts afresh among checkpoints of an earlier one writes down which those are; nothing resumes or
+    rotates them by itself
+(5) rotation counts and deletes complete checkpoints only; folders that were not committed are never touched
 
 Nothing is staged and renamed: a kill at any moment leaves a folder without a manifest, and the older checkpoints as
 they were. Rotation after the commit means that there is one complete checkpoint from the first save on.
@@ -27,6 +29,7 @@ from hf_dist_ext.errors import UsageError
 
 MANIFEST = "manifest.json"
 DELETED = "manifest.deleted.json"  # what a manifest is called while rotation deletes its folder
+EARLIER = "earlier_checkpoints.json"  # in output_dir: (4)
 FORMAT = 1
 HASH = "sha256"  # of hashlib's the fastest but SHA-1 where the processor has instructions for it: 1.7 GB/s on one core
 BLOCK, READERS = 1 << 20, 4
@@ -171,16 +174,56 @@ def _saved_at(folder: Path) -> float:
 # (4) ---------------------------------------------------------------------------------------------------------------
 
 
+def set_aside(output_dir: str | Path, but: str | Path | None = None) -> list[Path]:
+    """Write down that the checkpoints which are there now, `but` one, are an earlier run's; returns those that were
+    not known as such."""
+    output_dir = Path(output_dir)
+    earlier = [path for path in checkpoints_in(output_dir) if but is None or path.resolve() != Path(but).resolve()]
+    new = [path for path in earlier if not is_of_earlier_run(path)]
+    if earlier:
+        with open(output_dir / f"{EARLIER}.new", "w", encoding="utf-8") as file:
+            json.dump({path.name: _saved_at(path) for path in earlier}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, output_dir / EARLIER)
+        _sync_folder(output_dir)
+    else:
+        (output_dir / EARLIER).unlink(missing_ok=True)
+    return new
+
+
+def is_of_earlier_run(folder: str | Path) -> bool:
+    """Whether a checkpoint was there before this run, or the one it continues, started afresh."""
+    folder = Path(folder)
+    try:
+        earlier = json.loads((folder.parent / EARLIER).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        raise UsageError(f"{folder.parent / EARLIER} is damaged. Give the path of the checkpoint to resume.") from None
+    return folder.name in earlier and earlier[folder.name] == _saved_at(folder)
+
+
+def why_passed_over(folder: str | Path) -> str:
+    """Why a run that looks for its own newest checkpoint does not take this one, in words; empty when it may."""
+    if is_of_earlier_run(folder):
+        return "of an earlier run in this folder, which a later one replaced"
+    return why_incomplete(folder)
+
+
+# (5) ---------------------------------------------------------------------------------------------------------------
+
+
 def rotate(output_dir: str | Path, limit: int | None, keep: Iterable[str | Path | None] = ()) -> list[Path]:
     """Delete the oldest complete checkpoints until `limit` are left; returns what was deleted.
 
-    Never the newest, never one of `keep` (the best), never a folder that was not committed. A deletion that was
-    interrupted is finished.
+    Never the newest, never one of `keep` (the best), never a folder that was not committed or is an earlier run's.
+    A deletion that was interrupted is finished.
     """
     if not limit or limit < 0:
         return []
     kept = {Path(path).resolve() for path in keep if path is not None}
-    complete = [path for path in checkpoints_in(output_dir) if not why_incomplete(path)]
+    complete = [path for path in checkpoints_in(output_dir) if not why_passed_over(path)]
     may_go = [path for path in complete[:-1] if path.resolve() not in kept]
     deleted = may_go[: max(len(complete) - limit, 0)]
     for path in deleted:

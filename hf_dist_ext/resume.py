@@ -3,6 +3,7 @@
 (1) the newest complete one, or the one that was named: sizes by every rank, hashes shared by the ranks
 (2) strict: optimizer, schedule, scaler, this rank's random state and the loss's parameters must be there
 (3) weights only, when that is asked for: from any form a checkpoint has, before anything is wrapped
+(4) a run that starts afresh among checkpoints leaves them aside, for itself and for those that continue it
 
 Trainer goes on without most of (2) and says nothing; here it is an error on every rank. Without DistTrainingArguments
 everything is Trainer's.
@@ -190,3 +191,24 @@ def _load_whole(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path
     model.load_state_dict(weights, strict=False)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
+
+
+# ---- (4) ----
+
+
+def leave_others_aside(trainer: DistTrainer, folder: str | None) -> None:
+    """What else lies in output_dir when a run begins there; `folder` is what it resumes, None when it starts afresh.
+
+    Without this, a run that is stopped before its first save would be continued from the run that it replaced.
+    """
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    if not args.should_save or args.resume_weights_only or trainer.hp_search_backend is not None:
+        return  # weights only: the next attempt shall take them from there too
+    is_here = folder is not None and Path(folder).resolve().parent == output_dir.resolve()
+    if is_here and not manifest.is_of_earlier_run(folder):
+        return
+    if others := manifest.set_aside(output_dir, but=folder):
+        logger.warning(
+            f"{output_dir} holds {', '.join(path.name for path in others)} of an earlier run. This one does not "
+            f"resume or delete them ({manifest.EARLIER} lists them); a save of the same step takes their place."
+        )

@@ -71,16 +71,20 @@ def checkpoint_to_resume(
     for checkpoint in reversed(earlier):
         if checkpoint in passed_over:
             continue
-        if not (reason := manifest.why_incomplete(checkpoint)):
+        if not (reason := manifest.why_passed_over(checkpoint)):
             return checkpoint
         passed_over[checkpoint] = reason
-    # What was not committed may still be whole: the stock Trainer's. It is for the user to say so.
-    whole = [
-        path for path in earlier if not (path / manifest.MANIFEST).is_file() and not missing_from_checkpoint(path)
-    ]
+    # What was not committed may still be whole: the stock Trainer's. It is for the user to say so, as it is for those
+    # of an earlier run.
+    whole = [path for path in earlier if not missing_from_checkpoint(path) and _may_be_meant(path)]
     hint = f"Give --resume_from_checkpoint {whole[-1]} to use that one as it is." if whole else "Start afresh."
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over.items())
     raise UsageError(f"{output_dir} holds no complete checkpoint ({reasons}). {hint}")
+
+
+def _may_be_meant(checkpoint: Path) -> bool:
+    is_marked = (checkpoint / manifest.MANIFEST).is_file()
+    return not is_marked or (manifest.is_of_earlier_run(checkpoint) and not manifest.why_incomplete(checkpoint))
 
 
 def _named(checkpoint: Path, earlier: list[Path]) -> Path:
@@ -95,17 +99,18 @@ def _named(checkpoint: Path, earlier: list[Path]) -> Path:
 
 def another(checkpoint: Path, earlier: list[Path]) -> str:
     """What to do instead of resuming a checkpoint that is not whole."""
-    whole = [path for path in earlier if path != checkpoint and not manifest.why_incomplete(path)]
+    whole = [path for path in earlier if path != checkpoint and not manifest.why_passed_over(path)]
     return f"Newest that is complete: {whole[-1]}" if whole else "Remove resume_from_checkpoint to start afresh."
 
 
 def resume_or_start(training: dict[str, Any]) -> bool | None:
     """What `resume_from_checkpoint: "auto"` means here: true, or null when output_dir holds nothing to resume.
 
-    A job that was killed during its first save has left torn folders: it starts afresh over them.
+    A job that was killed during its first save has left torn folders: it starts afresh over them. So does one that
+    was killed before it, over the checkpoints of the run that it replaces.
     """
     earlier = manifest.checkpoints_in(Path(training["output_dir"]))
-    if not all(map(missing_from_checkpoint, earlier)):
+    if not all(missing_from_checkpoint(path) or manifest.is_of_earlier_run(path) for path in earlier):
         return True
     if earlier:
         training["overwrite_output_dir"] = True

@@ -116,7 +116,8 @@ def _resume(run: Run, stages: list[Run]) -> None:
         unfinished = [stage for stage in stages if not stage.is_done]
         if unfinished:
             folder = Path(unfinished[0].training["output_dir"])
-            has_some = unfinished[0] is stages[0] or bool(manifest.checkpoints_in(folder))
+            its_own = (path for path in manifest.checkpoints_in(folder) if not manifest.is_of_earlier_run(path))
+            has_some = unfinished[0] is stages[0] or any(its_own)
             if has_some and checkpoint_to_resume(True, folder):
                 unfinished[0].training["resume_from_checkpoint"] = True
         return

@@ -10,7 +10,8 @@ in a folder and the next one starts as a run from that folder would; resuming ta
     own, bit for bit
 (4) the mark: a manifest in the stage's folder, written last, with the stage's report and what has trained so far
 
-The marks of a stage that starts, and of those after it, are withdrawn: they belong to another attempt.
+The marks of a stage that starts, and of those after it, are withdrawn, and the checkpoints of those after it are left
+aside: they belong to another attempt.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
             if args.should_save:
                 for other in run.stages[index:]:
                     Path(other.training["output_dir"], manifest.MANIFEST).unlink(missing_ok=True)
+                for other in run.stages[index + 1 :]:
+                    manifest.set_aside(other.training["output_dir"])
             _train(run, stage, args, parts, train_once)
             del parts
             gc.collect()

@@ -108,8 +108,9 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled and self.model is not None:
             sharding.without_pinning(self.accelerator.state.fsdp_plugin)
-            sharding.warn_of_other_masks(self.accelerator.state.fsdp_plugin, self.model)
             _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
+            if self.freeze_plan is not None:
+                sharding.check_names(self.accelerator.state.fsdp_plugin)
             frozen_training.replicate_frozen_parts(
                 self.accelerator.state.fsdp_plugin, self.model, self.freeze_plan, self.args.frozen_parts_fsdp
             )
@@ -130,6 +131,11 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         if self._has_own_arguments:
             communication.options(self, found["kwargs_handlers"])
         return found
+
+    def _prepare_for_training(self, *arguments: Any, **options: Any):
+        prepared = super()._prepare_for_training(*arguments, **options)
+        sharding.replay_dropout(self.model_wrapped)
+        return prepared
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

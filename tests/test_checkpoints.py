@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from hf_dist_ext import commit, manifest
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.run_folder import checkpoint_to_resume, resume_or_start
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.launching import ROOT
@@ -24,8 +25,8 @@ def make(folder: Path, learnable: bool = True, **more) -> DistTrainer:
     torch.manual_seed(0)
     arguments = dict(max_steps=6, save_steps=2, logging_steps=1, per_device_train_batch_size=8) | more
     args = DistTrainingArguments(
-        output_dir=str(folder), gradient_cache_chunk_size=3, learning_rate=1e-2, report_to=[], disable_tqdm=True,
-        use_cpu=True, **arguments,
+        output_dir=str(folder), gradient_cache_chunk_size=3, report_to=[], disable_tqdm=True, use_cpu=True,
+        **{"learning_rate": 1e-2} | arguments,
     )  # fmt: skip
     return DistTrainer(
         Tiny(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2))), args, data_collator=collate,
@@ -82,6 +83,43 @@ def test_the_newest_complete_one_is_resumed_and_the_others_are_named(whole, copi
     assert all(("manifest.json" if damage == "no manifest" else "optimizer.pt") in line for line in said)
     assert torch.equal(weights(resumed), whole[1])
     assert manifest.why_incomplete(copied / "checkpoint-6", hashes=True) == ""
+
+
+def test_a_run_that_starts_afresh_never_continues_or_deletes_what_an_earlier_one_left(copied, caplog):
+    (copied / "checkpoint-99").mkdir()  # torn
+    with caplog.at_level(logging.WARNING):
+        make(copied, max_steps=1, save_strategy="no").train()  # ends before its first save
+    (said,) = [record.message for record in caplog.records if "of an earlier run" in record.message]
+    assert all(name in said for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-99"))
+    training = {"output_dir": str(copied)}
+    assert resume_or_start(training) is None and training["overwrite_output_dir"]
+    with pytest.raises(
+        UsageError, match="checkpoint-6: of an earlier run.*Give --resume_from_checkpoint .*point-6 to"
+    ):
+        make(copied).train(resume_from_checkpoint=True)
+    again = make(copied, max_steps=4, save_total_limit=1, learning_rate=2e-2)
+    again.train()
+    left = sorted(path.name for path in copied.glob("checkpoint-*"))
+    assert left == ["checkpoint-4", "checkpoint-6", "checkpoint-99"], "step 2 took its place and was rotated"
+    assert resume_or_start({"output_dir": str(copied)}) is True
+    resumed = make(copied, max_steps=4, learning_rate=2e-2)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), weights(again))
+
+
+def test_an_earlier_runs_checkpoint_that_is_named_is_continued_from_then_on(whole, copied):
+    make(copied, max_steps=3, save_steps=3).train()
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-3"
+    make(copied, max_steps=4, save_strategy="no").train(resume_from_checkpoint=str(copied / "checkpoint-4"))
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-4", "it was stopped before its first save"
+    resumed = make(copied)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), whole[1])
+
+
+def test_weights_only_are_taken_again_by_the_next_attempt(copied):
+    make(copied, max_steps=1, save_strategy="no", resume_weights_only=True).train(resume_from_checkpoint=True)
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "loss.safetensors"])

@@ -155,8 +155,18 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_with_the_same_weights(tmp_pa
     seen.clear()
     main(cut / "run.json", "--resume_from_checkpoint", "true")
     assert seen == [], "everything is finished"
-    main(cut / "run.json", "--overwrite_output_dir", "--max_steps", "1", "--max_eval_samples", "4")
-    assert seen == ["captions", "align", "tune"], "a fresh start trusts no mark of an earlier run"
+    monkeypatch.setattr(DistTrainer, "training_step", stops)
+    seen += ["align"] * 3
+    short = ("--max_steps", "1", "--max_eval_samples", "4")
+    with pytest.raises(KeyboardInterrupt):
+        main(cut / "run.json", "--overwrite_output_dir", *short)
+    assert seen == ["align"] * 3 + ["captions", "align"], "a fresh start trusts no mark of an earlier run"
+    monkeypatch.setattr(DistTrainer, "training_step", lambda self, *a: seen.append(self.stage) or step(self, *a))
+    seen.clear()
+    main(cut / "run.json", "--resume_from_checkpoint", "auto", *short)
+    assert seen == ["align", "tune"], (
+        "nor do those that continue it: the last stage's checkpoints are an earlier run's"
+    )
 
 
 def test_a_pattern_that_matches_nothing_in_a_later_stage_is_found_before_the_first_trains(tmp_path, capsys):

@@ -28,6 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_dist_ext import async_save, manifest
+from hf_dist_ext.distributed import fsdp_on_cpu
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import HSDP, MODES, Run
@@ -53,6 +54,10 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
     )  # fmt: skip
 
     class Reporting(trainer_class):
+        def create_accelerator_and_postprocess(self):
+            with fsdp_on_cpu():  # without it the stock class trains DDP on a CPU
+                super().create_accelerator_and_postprocess()
+
         def _save_checkpoint(self, *arguments):
             report("begin")
             super()._save_checkpoint(*arguments)
@@ -90,7 +95,8 @@ def killed_and_resumed(
 ) -> dict:
     """What a kill left and whether the run ends with the right weights after it."""
     run = Run(mode, folder, partial(train, folder=folder, options=options))
-    save, moment = draw.randint(2, 4), draw.uniform(-0.1, 1.2) * seconds
+    # A save that goes on beside training has its end for certain before the one after the next begins.
+    save, moment = draw.randint(3 if options.later else 2, 4), draw.uniform(-0.1, 1.2) * seconds
     for line in run.lines:
         save -= line == "begin\n"
         if save == 0:
