@@ -76,7 +76,7 @@ class EmbeddingSteps(Trainer):
             deepspeed_step.check_chunks(self, kept, len(to_train.chunks()), len(to_train.tables))
             options = {"score": lambda embeddings: self._score(embeddings, ids, counts), "sync": sync}
             if self._retry is not None:
-                encode, options["score"], options["sync"] = self._retry.watched(encode, **options)
+                options |= self._retry.watched(**options)
             if budget is not None and budget.is_guarding:
                 options |= budget.guarded(**options) | {"replays_last": True}
             options["score"], options["sync"] = self._clock.score(options["score"]), self._clock.sync(options["sync"])
@@ -224,6 +224,8 @@ class EmbeddingSteps(Trainer):
 
     def _backward(self, loss: torch.Tensor) -> None:
         loss = loss / self.current_gradient_accumulation_steps
+        if self._retry is not None:
+            self._retry.backward_begins()
         if self.is_deepspeed_enabled:
             deepspeed_step.backward(self, loss, self._reduction.completes)
         else:

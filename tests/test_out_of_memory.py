@@ -23,7 +23,7 @@ def short_of_memory(of, at_call: int, largest: int, error=torch.OutOfMemoryError
 
 def weights(of) -> torch.Tensor:
     parameters = [*of.model.parameters(), *of.loss.parameters()]
-    return torch.cat([p.detach().flatten() for p in parameters])
+    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in parameters])
 
 
 def losses(of) -> list[float]:

@@ -45,9 +45,8 @@ class NoEmbeddings(Tiny):
 def trainer(folder, model=None, num_rows=32, loss=None, collator=collate, **more) -> DistTrainer:
     torch.manual_seed(0)
     arguments = dict(gradient_cache_chunk_size=3, per_device_train_batch_size=8, max_steps=3, logging_steps=1) | more
-    args = DistTrainingArguments(
-        output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", **arguments
-    )
+    arguments = dict(save_strategy="no") | arguments
+    args = DistTrainingArguments(output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, **arguments)
     return DistTrainer(
         model or Tiny(), args, data_collator=collator, train_dataset=list(range(num_rows)),
         eval_dataset=list(range(20)), loss=loss or InfoNCELoss(learnable_temperature=True),

@@ -17,6 +17,7 @@ from tests.launching import PRESETS, ROOT, environment, launch
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 SCRIPT = ROOT / "scripts" / "train_hf.py"
+MEMORY = ROOT / "tests" / "distributed" / "memory_worker.py"
 FAILING = ROOT / "tests" / "distributed" / "failing_worker.py"
 SHUTDOWN_SECONDS = 10
 
@@ -202,15 +203,27 @@ def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all(tmp_path, p
     assert "step 4: the loss of rank 1 is inf; 2 steps in a row were not finite" in first["own loss"]["message"]
 
 
-def test_all_ranks_redo_a_step_in_smaller_chunks_when_one_runs_out_of_memory(tmp_path):
-    worker = ROOT / "tests" / "distributed" / "memory_worker.py"
-    done = launch("multi_gpu_ddp", 2, worker, "--output", tmp_path / "found.json")
+@pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])
+def test_all_ranks_redo_a_step_in_smaller_chunks_when_one_runs_out_of_memory(tmp_path, preset):
+    done = launch(preset, 2, MEMORY, "--output", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["moved"] > 1e-3 and found["difference"] < 1e-6, found
+    assert found["units"] == (5 if "fsdp" in preset else 0)  # its layers, and the rest
     assert found["share"] == 1 / 8 and found["skipped"] == 0
     assert found["losses"][0] == pytest.approx(found["losses"][1], abs=1e-5)
     said = [line for line in done.stderr.splitlines() if "rank 1 ran out of memory" in line]
     assert len(said) >= 3, done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_can_not_tell_the_others_names_the_chunks_to_resume_with(tmp_path):
+    arguments = MEMORY, "--output", tmp_path / "found.json", "--mode", "memory"
+    done = launch("multi_gpu_fsdp", 2, *arguments, check=False, timeout=120)  # gloo would wait for 30 minutes
+    words = "step 3: rank 1 ran out of memory where the others wait for it"
+    assert done.returncode != 0 and words in done.stdout and '"gradient_cache_chunk_size": 4' in done.stdout
+    launch("multi_gpu_fsdp", 2, *arguments, "--resume")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["step"] == 6 and found["difference"] < 1e-6
 
 
 @pytest.mark.slow
