@@ -350,8 +350,19 @@ def resumed(folder: Path, preset: str = "python", **options: Any) -> str:
     words, lines = run.end(), run.text().splitlines()
     if words != "code 0":
         return f"{words}, {lines[-1]}"
-    said = [line for line in lines if any(word in line.lower() for word in ("warn", "missing", "corrupt", "mismatch"))]
-    return f"{words}, goes on {'with: ' + said[0] if said else 'without a word'}"
+    return f"{words}, goes on {'with a warning' if 'do not match' in run.text() else 'without a word'}"
+
+
+@event
+def earlier_run(folder: Path) -> str:
+    """a run starts afresh among an earlier one's checkpoints and is killed before its first save"""
+    saved(folder)
+    run = Started("python", folder, {"slow": 0.5}, max_steps=100, seed=7).reach(1)
+    run.process.kill()
+    run.end()
+    (folder / "rows-0.txt").unlink()
+    words, steps = resumed(folder), len((folder / "rows-0.txt").read_text().splitlines())
+    return f"{words}{' from the checkpoint of the earlier run' if steps == 2 else ''}"
 
 
 @event
