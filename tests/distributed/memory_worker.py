@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_dist_ext.distributed import rank
 from hf_dist_ext.errors import RunError
+from tests.launching import leave_together
 from tests.test_out_of_memory import losses, weights
 from tests.test_trainer import Tiny, trainer
 
@@ -106,11 +107,9 @@ def main() -> None:
     parser.add_argument("--mode", choices=["speed", "memory"], default="speed")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
-    # Its trainers are gone before the group is.
     compare(options.output) if options.mode == "speed" else end(options.output, options.resume)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave_together()
