@@ -72,17 +72,27 @@ def test_adapters_train_with_a_gradient_cache_and_resume_bit_for_bit(run_file, t
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
-def test_adapters_under_fsdp_are_those_of_one_process(run_file, tmp_path):
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy):
     more = {"lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}
-    path = run_file(output_dir=str(tmp_path / "sharded"), batch_size=4, **more)
-    launch("multi_gpu_fsdp", 2, SCRIPT, "--config", path)
+    path = run_file(output_dir=str(tmp_path / "two"), batch_size=4, **more)
+    launch("python", 1, SCRIPT, "--config", path, "--accelerate_config", strategy, "--num_processes", 2)
     main(run_file(output_dir=str(tmp_path / "alone"), **more))
-    sharded, alone = adapters(tmp_path / "sharded"), adapters(tmp_path / "alone")
-    assert sharded.keys() == alone.keys() and any(
-        value.abs().sum() > 0 for name, value in alone.items() if "B" in name
-    )
+    two, alone = adapters(tmp_path / "two"), adapters(tmp_path / "alone")
+    assert two.keys() == alone.keys() and any(value.abs().sum() > 0 for name, value in alone.items() if "B" in name)
     for name, value in alone.items():
-        torch.testing.assert_close(sharded[name], value, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_adapters_under_ddp_resume_bit_for_bit(run_file, tmp_path):
+    arguments = "--config", run_file(batch_size=4), "--accelerate_config", "ddp", "--num_processes", 2
+    launch("python", 1, SCRIPT, *arguments)
+    whole = adapters(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    launch("python", 1, SCRIPT, *arguments, "--resume_from_checkpoint", "true")
+    again = adapters(tmp_path / "out")
+    assert whole and all(torch.equal(again[name], value) for name, value in whole.items())
 
 
 def test_in_a_vision_language_model_only_the_language_model_gets_adapters():
