@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTra
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
+from hf_dist_ext import tensor_parallel
 from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,16 @@ def build_backbone(
     config: Mapping[str, Any] | PreTrainedConfig,
     dtype: str | torch.dtype | None = None,
     attn_implementation: str | None = None,
+    distributed_config: Any = None,
 ) -> PreTrainedModel:
-    """Random weights from a config, or a dict with "model_type" and that config's fields; `dtype` None is float32."""
+    """Random weights from a config, or a dict with "model_type" and that config's fields; `dtype` None is float32.
+
+    `distributed_config`: transformers' DistributedConfig, to split the model over processes (tensor parallelism).
+    """
     if not isinstance(config, PreTrainedConfig):
         config = parse_config(config)  # (1)
+    if distributed_config is not None:
+        tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
     options = {"dtype": parse_dtype(dtype) or torch.float32}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -43,7 +50,8 @@ def build_backbone(
         backbone = _auto_class(config).from_config(config, **options, **_pooler_option(config))  # (2)
     except (ValueError, ImportError, AssertionError) as error:
         raise UsageError(f"model_config cannot be built: {one_line(error)}") from error
-    return _without_pooler(backbone)
+    backbone = _without_pooler(backbone)
+    return backbone if distributed_config is None else tensor_parallel.split(backbone, distributed_config)
 
 
 def load_backbone(
@@ -52,8 +60,12 @@ def load_backbone(
     trust_remote_code: bool = False,
     dtype: str | torch.dtype = "auto",
     attn_implementation: str | None = None,
+    distributed_config: Any = None,
 ) -> PreTrainedModel:
-    """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold."""
+    """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold.
+
+    `distributed_config`: as in `build_backbone`; every process then reads its own part only.
+    """
     name = str(name_or_path)
     options = {"trust_remote_code": trust_remote_code}
     if revision is not None:
@@ -64,9 +76,14 @@ def load_backbone(
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         options |= _pooler_option(config)
+        if distributed_config is not None:
+            tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
+            options["distributed_config"] = distributed_config
         backbone, report = _auto_class(config).from_pretrained(
             name, config=config, dtype=dtype, output_loading_info=True, **options
         )
+    except UsageError:
+        raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))

@@ -69,6 +69,7 @@ class StepMeter:
         total = torch.cat(parts)
         if distributed.world_size() > 1:
             torch.distributed.all_reduce(total)
+        total[:4] /= distributed.ranks_per_rows()  # the sums, not the means
         rows_per_second, tokens_per_second, real, computed, *values = total.tolist()
         report = {
             "num_chunks": round(self._chunks / self._steps, 2),

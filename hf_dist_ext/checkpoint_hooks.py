@@ -25,10 +25,12 @@ from . import (
     checkpointing,
     commit,
     communication,
+    distributed,
     learning_rate,
     merge,
     resume,
     stream_order,
+    tensor_parallel,
     trainable_checkpoint,
 )
 from .training_args import DistTrainingArguments
@@ -44,6 +46,7 @@ class CheckpointHooks(Trainer):
     _saving: async_save.Saving | None = None  # a save in flight
     _saving_group: Any = None  # what it talks over
     _frozen_digests: dict[str, str] | None = None  # of the weights that checkpoints leave out
+    _split: tensor_parallel.SplitModel | None = None  # a model under tensor parallelism
 
     @property
     def _has_own_arguments(self) -> bool:
@@ -52,6 +55,11 @@ class CheckpointHooks(Trainer):
     @property
     def _saves_trainable_only(self) -> bool:
         return self.freeze_plan is not None and self._has_own_arguments and not self.is_deepspeed_enabled
+
+    @property
+    def _saves_optimizer_by_name(self) -> bool:
+        """As runs with frozen parts do; Trainer can not write that of a model under tensor parallelism."""
+        return self._saves_trainable_only or self._split is not None
 
     @property
     def saves_complete_model(self) -> bool:
@@ -83,7 +91,7 @@ class CheckpointHooks(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with checkpointing.loss_state_apart(self, save_to=output_dir):
-            if self._saves_trainable_only:
+            if self._saves_optimizer_by_name:
                 trainable_checkpoint.save_optimizer(self, Path(output_dir))
                 if self.args.should_save:
                     torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
@@ -116,6 +124,10 @@ class CheckpointHooks(Trainer):
             return
         elif self._saves_trainable_only and merge.has_adapters(self):
             merge.save_merged(self, folder)
+        elif self._split is not None:
+            whole = tensor_parallel.whole_weights(self.model, keep=self.args.should_save)
+            with tensor_parallel.saved_as_whole(self.model):
+                self._save(str(folder), state_dict=whole)
         elif is_sharded:
             self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
         else:
@@ -136,7 +148,7 @@ class CheckpointHooks(Trainer):
             resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
             resume.leave_others_aside(self, resume_from_checkpoint)
             learning_rate.keep_effective_batch(self, resume_from_checkpoint)
-            learning_rate.scale(self.args)
+            learning_rate.scale(self.args, self.args.world_size // distributed.ranks_per_rows())
         with async_save.ended(self):
             return super().train(resume_from_checkpoint, *arguments, **options)
 
@@ -151,7 +163,7 @@ class CheckpointHooks(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with checkpointing.loss_state_apart(self, load_from=checkpoint), trusted_reading(self._trusts):
-            if checkpoint is not None and self._saves_trainable_only:
+            if checkpoint is not None and self._saves_optimizer_by_name:
                 trainable_checkpoint.load_optimizer(self, Path(checkpoint), self._trusts)
                 scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
                 self.lr_scheduler.load_state_dict(scheduler)

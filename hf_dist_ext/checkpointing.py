@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from . import tensor_parallel
 from .errors import UsageError
 from .run_folder import OF_THE_LOSS
 from .trainable_checkpoint import bare_optimizer
@@ -116,6 +117,9 @@ def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
     from .modeling import load_weights
     from .read_back import weights_in_memory_names
 
+    if trainer._split is not None:
+        tensor_parallel.load_weights(trainer.model, folder)
+        return True
     if trainer.is_fsdp_enabled:
         return False
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

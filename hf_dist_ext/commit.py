@@ -179,6 +179,8 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
         "epoch": state.epoch,
         **trainer.position_facts(),
         "world_size": args.world_size,
+        "data_parallel_size": args.world_size // distributed.ranks_per_rows(),
+        "tensor_parallel_size": distributed.ranks_per_rows(),
         "per_device_train_batch_size": trainer._train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "seed": args.seed,
@@ -251,6 +253,8 @@ def commit_model(trainer: DistTrainer, folder: Path) -> None:
 def _sharding(trainer: DistTrainer) -> str:
     if trainer.is_deepspeed_enabled:
         return "deepspeed"
+    if trainer._split is not None:
+        return trainer._split.describe()
     if trainer.is_fsdp_enabled:
         return f"fsdp {trainer.accelerator.state.fsdp_plugin.state_dict_type.name}"
     return "ddp" if trainer.args.world_size > 1 else "none"

@@ -205,13 +205,14 @@ class PositionHooks(Trainer):
     def _continue(self, content: dict[str, Any], folder: str) -> None:
         args, found = self.args, Position(**content["position"])
         now = {
-            "world_size": args.world_size,
+            "data_parallel_size": self.rows_per_micro_batch // self._train_batch_size,
             "per_device_train_batch_size": self._train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
         }
         if isinstance(self.train_dataset, IterableDataset):  # else workers change nothing
             now["dataloader_num_workers"] = args.dataloader_num_workers
-        changed = [name for name in now if content.get(name, now[name]) != now[name]]
+        before = {"data_parallel_size": content["world_size"]} | content  # older manifests
+        changed = [name for name in now if before.get(name, now[name]) != now[name]]
         self.position = found
         if stream_order.is_stream(self.train_dataset):
             self._check_reading(content, changed, folder)

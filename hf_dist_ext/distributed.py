@@ -1,20 +1,26 @@
-"""Everything that differs between one process, DDP and FSDP2.
+"""Everything that differs between one process, DDP, FSDP2 and tensor parallelism.
 
 (1) processes on a machine without an accelerator become a gloo group, FSDP included
 (2) rows travel: a differentiable gather whose gradients return to the rank that made the row
 (3) reduction: which forward and backward of a step runs its collectives
 (4) gradients that no wrapper owns (the loss's own parameters) are averaged by hand
 
+Under tensor parallelism `share_rows` says that so many consecutive ranks hold the same rows; rows then travel among
+ranks that hold different ones, and only those count. `exchange` is of all ranks: `one_of_each` leaves one per group.
+
 The loss is the mean over the global batch. Each rank scores its own rows against everyone's columns; the gather's
 backward sums what all ranks say about a row, and DDP and FSDP average over ranks, so no world-size factor appears.
-Ranks that hold more rows weigh more: `row_weight`. Letters: B own rows, N all ranks' rows, D embedding, W ranks.
+Ranks that hold more rows weigh more: `row_weight`. Letters: B own rows, N all ranks' rows, D embedding, W ranks (with
+rows of their own).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,26 +52,33 @@ def launches_deepspeed() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
 
 
+def launched_tensor_parallel_size() -> int:
+    """Consecutive ranks that shall split every layer, as an accelerate YAML says; 1: none."""
+    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
+        return 1
+    return int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
+
+
 def has_accelerator() -> bool:
     """A device that processes can share work over; Apple's is visible to one process only."""
     return torch.accelerator.is_available() and torch.accelerator.current_accelerator().type != "mps"
 
 
 @contextmanager
-def fsdp_on_cpu() -> Iterator[None]:
-    """Around the making of an `Accelerator`: let FSDP2 be FSDP2 on gloo.
+def sharded_on_cpu(has_mesh: bool = False) -> Iterator[None]:
+    """Around the making of an `Accelerator`: let FSDP2 be FSDP2 on gloo, and take a mesh of processes (`has_mesh`).
 
     accelerate 1.15 (state.py, AcceleratorState.__init__) looks at FSDP only when the distributed type is one of the
-    accelerators' and otherwise trains DDP without a word. Remove when MULTI_CPU reaches that branch;
-    tests/distributed/test_upstream.py tells.
+    accelerators' and otherwise trains DDP without a word; ParallelismConfig refuses MULTI_CPU. Remove when MULTI_CPU
+    reaches the first and passes the second; tests/distributed/test_upstream.py tells.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
     wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     state = PartialState._shared_state
-    if wants_fsdp and state.get("distributed_type") == DistributedType.MULTI_CPU:
-        if os.environ.get("FSDP_VERSION", "2") == "1":
+    if (wants_fsdp or has_mesh) and state.get("distributed_type") == DistributedType.MULTI_CPU:
+        if wants_fsdp and os.environ.get("FSDP_VERSION", "2") == "1":
             raise UsageError("FSDP version 1 does not run without an accelerator; set fsdp_version: 2 in the YAML.")
         state["distributed_type"] = DistributedType.MULTI_GPU
     yield
@@ -77,6 +90,43 @@ def world_size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
+
+
+# ---- which ranks hold rows of their own ----
+
+
+@dataclass(frozen=True)
+class _RowSharing:
+    size: int = 1  # consecutive ranks that hold the same rows
+    peers: Any = None  # process group of the ranks with this one's place in their groups; None: all ranks
+
+
+_sharing = _RowSharing()  # of this process, as its process groups are
+
+
+def share_rows(size: int, peers: Any = None) -> None:
+    """From now on `size` consecutive ranks hold the same rows; `peers` are this rank's of the other groups."""
+    global _sharing
+    _sharing = _RowSharing(size, peers)
+
+
+def ranks_per_rows() -> int:
+    """How many ranks hold the same rows: 1 but under tensor parallelism."""
+    return _sharing.size
+
+
+def data_parallel_size() -> int:
+    """W: ranks, or groups of ranks, with rows of their own."""
+    return world_size() // _sharing.size
+
+
+def data_parallel_rank() -> int:
+    return rank() // _sharing.size
+
+
+def one_of_each(of_ranks: Sequence[Any]) -> list[Any]:
+    """What all ranks say -> what those say that hold different rows."""
+    return list(of_ranks[:: _sharing.size])
 
 
 # ---- (2) rows travel ----
@@ -128,7 +178,7 @@ class _GatherRows(torch.autograd.Function):
             rows if rows.shape[0] == most else torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
         )
         everyone = rows.new_empty(len(counts) * most, *rows.shape[1:])
-        _all_gather(everyone, padded.contiguous())
+        _all_gather(everyone, padded.contiguous(), group=_sharing.peers)
         if min(counts) == most:
             return everyone  # (W*B, D)
         return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
@@ -142,8 +192,8 @@ class _GatherRows(torch.autograd.Function):
                 to[:count] = part
             gradient = padded.flatten(0, 1)
         mine = gradient.new_empty(most, *gradient.shape[1:])
-        _reduce_scatter(mine, gradient.contiguous())
-        return mine[: counts[rank()]], None
+        _reduce_scatter(mine, gradient.contiguous(), group=_sharing.peers)
+        return mine[: counts[data_parallel_rank()]], None
 
 
 def gather_rows(rows: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
@@ -151,7 +201,7 @@ def gather_rows(rows: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
 
     `counts` holds every rank's number of rows (see `exchange`). One all-gather forward, one reduce-scatter backward.
     """
-    return rows if world_size() == 1 else _GatherRows.apply(rows, tuple(counts))
+    return rows if data_parallel_size() == 1 else _GatherRows.apply(rows, tuple(counts))
 
 
 class GatheredColumns(Mapping):
@@ -221,7 +271,10 @@ class Reduction:
         meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
         self.has_towers = has_towers
         self.completes = False  # whether the phase that runs does
-        self.is_hsdp = self.is_fsdp and any(mesh.ndim > 1 for mesh in meshes)
+        # The dimension along which tensor parallelism splits layers is none of FSDP's.
+        copies = [[name for name in mesh.mesh_dim_names or range(mesh.ndim) if name != "tp"] for mesh in meshes]
+        self.is_hsdp = self.is_fsdp and any(len(names) > 1 for names in copies)
+        self.forwards_are_collective = self.is_fsdp or ranks_per_rows() > 1
         self.fsdp_mode = choose_fsdp_mode(model) if self.is_fsdp and fsdp_mode == "auto" else fsdp_mode
 
     @property
@@ -283,7 +336,7 @@ def choose_fsdp_mode(model: torch.nn.Module) -> str:
         return "speed"
     device = torch.accelerator.current_accelerator()
     free, _ = torch.get_device_module(device).mem_get_info()
-    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
+    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters()) / ranks_per_rows()
     fits = torch.tensor([int(needed < free / 4)], device=device)
     dist.all_reduce(fits, op=dist.ReduceOp.MIN)
     return "speed" if fits.item() else "memory"
@@ -301,10 +354,10 @@ def _fsdp_root(model: torch.nn.Module) -> torch.nn.Module:
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Mean over ranks of each `.grad` (a missing one counts as 0), in one all-reduce: what DDP does for its own."""
     parameters = [p for p in parameters if p.requires_grad]
-    if world_size() == 1 or not parameters:
+    if data_parallel_size() == 1 or not parameters:
         return
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
-    dist.all_reduce(flat)
-    flat /= world_size()
+    dist.all_reduce(flat, group=_sharing.peers)
+    flat /= data_parallel_size()
     for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter).to(parameter.dtype)

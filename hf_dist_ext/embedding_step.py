@@ -86,7 +86,7 @@ class EmbeddingSteps(Trainer):
                 backward=self._backward,
                 loss_parameters=self._loss_parameters(),
                 keep_graph=kept,
-                backward_together=not (self._reduction.is_fsdp or deepspeed_step.is_zero3(self)),
+                backward_together=not self._forwards_are_collective,
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
                 **options,
@@ -103,7 +103,7 @@ class EmbeddingSteps(Trainer):
             if budget is None:
                 return attempt()
             is_first = all(p.grad is None for p in model.parameters())
-            return budget.run(attempt, reset, can_retry=is_first and not self._reduction.is_fsdp)
+            return budget.run(attempt, reset, can_retry=is_first and not self._reduction.forwards_are_collective)
 
         def finish(chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
             encode, score = functools.partial(self._encode, model), lambda rows: self._score(rows, ids, counts)
@@ -112,6 +112,11 @@ class EmbeddingSteps(Trainer):
         step = run() if self._retry is None else self._retry.run(run, found, finish)
         self._may_widen = not step.drew_randomness
         return step, *found
+
+    @property
+    def _forwards_are_collective(self) -> bool:
+        """Under FSDP, ZeRO-3 and tensor parallelism."""
+        return self.is_fsdp_enabled or deepspeed_step.is_zero3(self) or distributed.ranks_per_rows() > 1
 
     def _limits(self) -> ChunkLimits:
         args = self.args
@@ -156,8 +161,9 @@ class EmbeddingSteps(Trainer):
         plans = [chunked] if wide is None else [chunked, wide]
         needed = [plan.num_chunks(by_vision=True) for plan in plans]
         everyone = distributed.exchange([*rows.values(), *chain(*needed)], self.args.device)
-        # A forward is a collective there: every rank runs as many as the one that needs most.
-        if self.is_fsdp_enabled or deepspeed_step.is_zero3(self):
+        everyone = distributed.one_of_each(everyone)
+        # Every rank runs as many as the one that needs most.
+        if self._forwards_are_collective:
             most = [max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
                 plan.agree(most[: len(own)], by_vision=True)
@@ -185,8 +191,8 @@ class EmbeddingSteps(Trainer):
         if self.args.gradient_cache_keep_graph != "auto":
             return self.args.gradient_cache_keep_graph
         kept = self._budget.keep_graph(costliest_chunk(chunked))
-        # FSDP's forwards are collectives: every rank keeps the graphs of the same chunks.
-        return self._budget.agree(kept) if self.is_fsdp_enabled else kept
+        # Every rank keeps the graphs of the same chunks.
+        return self._budget.agree(kept) if self._forwards_are_collective else kept
 
     def _log_budget(self) -> None:
         budget = self._budget
@@ -213,9 +219,9 @@ class EmbeddingSteps(Trainer):
     def _score(self, embeddings: dict[str, torch.Tensor], ids: Any, counts: dict[str, list[int]]):
         anchor = next(iter(embeddings))
         everyone, row_offset = None, 0
-        if distributed.world_size() > 1 and getattr(self.loss, "cross_device_negatives", True):
+        if distributed.data_parallel_size() > 1 and getattr(self.loss, "cross_device_negatives", True):
             everyone = distributed.GatheredColumns(embeddings, counts)
-            row_offset = sum(counts[anchor][: distributed.rank()])
+            row_offset = sum(counts[anchor][: distributed.data_parallel_rank()])
             ids = None if ids is None else distributed.gather_ids(ids, counts, anchor)
         output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids)
         loss, metrics = output if isinstance(output, tuple) else (output, {})

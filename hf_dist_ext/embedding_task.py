@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Image
 from transformers import AutoTokenizer
 
-from . import image_pairs
+from . import image_pairs, tensor_parallel
 from .adapters import LOAD_ADAPTERS, add_adapters, are_all_that_trains
 from .code_search import train_tokenizer
 from .config import Run
@@ -27,6 +27,7 @@ LOSS_OPTIONS = (
 
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.run
+    distributed_config = _distributed_config(run)
     train_dataset, eval_dataset = load_datasets(config)
     columns = column_names(config, train_dataset)
     pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
@@ -41,7 +42,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         )
     else:
         tokenizer = build_tokenizer(run, train_dataset)
-        model = build_model(run, tokenizer)
+        model = build_model(run, tokenizer, distributed_config)
         collator = ContrastiveCollator(tokenizer, columns, config.prompts, config.max_length, config.id_column)
     return Parts(
         model=add_adapters(model, config),
@@ -82,7 +83,21 @@ def build_tokenizer(run: Run, train_dataset: Any) -> Any:
     return train_tokenizer(text for column in ("query", "positive") for text in train_dataset[column])
 
 
-def build_model(run: Run, tokenizer: Any) -> EmbeddingModel:
+def _distributed_config(run: Run) -> Any:
+    """How the launcher's tensor parallelism splits the model; None without."""
+    config, found = run.run, tensor_parallel.launched_config()
+    if found is None:
+        return None
+    given = {"use_lora": config.use_lora, "loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(
+            f"tensor parallelism does not go with {wrong[0]}: it splits one text decoder, trained by a loss over "
+            "embeddings. Use multi_gpu_fsdp."
+        )
+    return found
+
+
+def build_model(run: Run, tokenizer: Any, distributed_config: Any = None) -> EmbeddingModel:
     config = run.run
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
@@ -91,11 +106,14 @@ def build_model(run: Run, tokenizer: Any) -> EmbeddingModel:
     }  # fmt: skip
     if config.model_config is not None:
         vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-        return EmbeddingModel.from_config(vocabulary | config.model_config, **options)
+        return EmbeddingModel.from_config(
+            vocabulary | config.model_config, distributed_config=distributed_config, **options
+        )
     return EmbeddingModel.from_pretrained(
         config.model_name_or_path,
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
+        distributed_config=distributed_config,
         # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
         **{name: value for name, value in options.items() if name in run.given} | {"dtype": config.dtype or "float32"},
     )

@@ -183,8 +183,15 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
         devices = len(gpu_ids.split(","))
     if wanted is None and not is_shipped(path):
         wanted = preset.get("num_processes")
-    mesh = _mesh_size(preset)
-    if mesh > 1 and wanted not in (None, mesh):
+    mesh, group = _mesh_size(preset), _group_size(preset)
+    if mesh == group > 1:  # as many groups as there are processes for
+        wanted = int(wanted or devices or preset.get("num_processes") or group)
+        if wanted % group:
+            raise UsageError(
+                f"{wanted} processes do not make groups of {group} for tensor parallelism ({path}). Set num_processes "
+                f"to a multiple of {group}."
+            )
+    elif mesh > 1 and wanted not in (None, mesh):
         raise UsageError(
             f"num_processes={wanted}, but the parallelism_config of {path} is a mesh of {mesh} processes. "
             "Make them equal, or leave num_processes out."
@@ -198,6 +205,11 @@ def _mesh_size(preset: dict[str, Any]) -> int:
     """Processes that the sizes of a parallelism_config multiply to; 1 without one."""
     sizes = (preset.get("parallelism_config") or {}).items()
     return math.prod(int(size) for name, size in sizes if name.endswith("_size"))
+
+
+def _group_size(preset: dict[str, Any]) -> int:
+    """Processes that tensor parallelism splits every layer over; 1 without it."""
+    return int((preset.get("parallelism_config") or {}).get("parallelism_config_tp_size") or 1)
 
 
 def _fsdp_version(preset: dict[str, Any]) -> int:
@@ -300,7 +312,7 @@ def check_running(run: Run) -> None:
     devices = 0 if on_cpu else count_devices()
     kind = _running_kind(processes)
     version = int(os.environ.get("FSDP_VERSION", "1"))
-    runs = _in_words(kind, version) + ("" if kind == "NO" else f" on {processes} process(es)")
+    runs = _in_words(kind, version, _running_group()) + ("" if kind == "NO" else f" on {processes} process(es)")
     _refuse_impossible(run, kind, version, devices, f"The launcher started {runs}")
     _refuse_too_many(local, devices, f"Add to accelerate launch: --num_processes {devices}")
     if processes == 1 and "LOCAL_RANK" not in os.environ:
@@ -326,7 +338,14 @@ def _is_set(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1")
 
 
-def _in_words(kind: str, fsdp_version: int) -> str:
+def _running_group() -> int:
+    has_mesh = _is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
+    return int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) if has_mesh else 1
+
+
+def _in_words(kind: str, fsdp_version: int, group: int = 1) -> str:
+    if group > 1:
+        return f"tensor parallelism in groups of {group}"
     names = {"NO": "one process", "MULTI_GPU": "DDP", "FSDP": f"FSDP version {fsdp_version}", "DEEPSPEED": "DeepSpeed"}
     return names.get(kind, kind)
 
@@ -337,10 +356,11 @@ def _what_is_asked(run: Run, kind: str, processes: int) -> str | None:
     if asked != "auto":
         preset = load_preset(find_preset(asked))
         asked_kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")
-        version = _fsdp_version(preset)
+        version, group = _fsdp_version(preset), _group_size(preset)
         is_same = asked_kind == kind or (asked_kind == "MULTI_GPU" and processes == 1 and kind == "NO")
+        is_same &= (group > 1) == (_running_group() > 1)  # --parallelism_config_tp_size says how large
         if not is_same or (kind == "FSDP" and version != int(os.environ.get("FSDP_VERSION", "1"))):
-            return f'accelerate_config="{asked}" ({_in_words(asked_kind, version)})'
+            return f'accelerate_config="{asked}" ({_in_words(asked_kind, version, group)})'
     if wanted not in (None, processes):
         return f"num_processes={wanted}"
     return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from . import manifest
+from . import distributed, manifest
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,14 +80,17 @@ def scale(args: Any, data_parallel_size: int | None = None) -> None:
 def keep_effective_batch(trainer: DistTrainer, checkpoint: str | None) -> None:
     """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed."""
     content = manifest.read(Path(checkpoint)) if checkpoint else None
-    if not content or content.get("world_size") == trainer.args.world_size:
+    args, now_parallel = trainer.args, trainer.args.world_size // distributed.ranks_per_rows()
+    if not content:
         return
-    args = trainer.args
-    before = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * content["world_size"]
-    per_micro_step = args.train_batch_size * args.world_size
-    if effective_batch(args) == before:
+    parallel = content.get("data_parallel_size", content.get("world_size"))
+    if parallel == now_parallel:
         return
-    devices = f"{content['world_size']} processes before, {args.world_size} now"
+    before = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * parallel
+    per_micro_step = args.train_batch_size * now_parallel
+    if effective_batch(args, now_parallel) == before:
+        return
+    devices = f"{parallel} processes before, {now_parallel} now"
     is_chosen = args.gradient_accumulation_steps != content["gradient_accumulation_steps"]
     if is_chosen or before % per_micro_step or trainer.is_deepspeed_enabled:
         why = (
@@ -97,7 +100,7 @@ def keep_effective_batch(trainer: DistTrainer, checkpoint: str | None) -> None:
             if trainer.is_deepspeed_enabled
             else f"{per_micro_step} rows of a forward over all devices do not divide it"
         )
-        now = effective_batch(args)
+        now = effective_batch(args, now_parallel)
         _say(trainer, f"{devices}: the effective batch is {now} rows, it was {before}, because {why}.")
         return
     args.gradient_accumulation_steps = before // per_micro_step

@@ -97,6 +97,8 @@ class EmbeddingModel(PreTrainedModel):
         self.supports_gradient_checkpointing = backbone.supports_gradient_checkpointing
         self._no_split_modules = repeated_layer_classes(backbone)
         self._keys_to_ignore_on_save = {f"backbone.{key}" for key in backbone._keys_to_ignore_on_save or ()}
+        for name in ("_is_distributed_loading_by_transformers", "_tp_size", "_fsdp_size"):  # of tensor parallelism
+            setattr(self, name, getattr(backbone, name, None))
         tied_keys = getattr(backbone, "all_tied_weights_keys", None) or {}
         self.all_tied_weights_keys = {f"backbone.{key}": f"backbone.{value}" for key, value in tied_keys.items()}
 
@@ -108,13 +110,16 @@ class EmbeddingModel(PreTrainedModel):
         config: Mapping[str, Any] | PreTrainedConfig,
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
+        distributed_config: Any = None,
         **embedding_options,
     ) -> EmbeddingModel:
         """A model with random weights from a config, or from a dict with "model_type" and the fields of that config.
 
-        `dtype` None is float32. `embedding_options` are the arguments of EmbeddingModel after `backbone`.
+        `dtype` None is float32. `distributed_config` (transformers' DistributedConfig) splits the backbone over
+        processes, which must have drawn the same weights. `embedding_options` are the arguments of EmbeddingModel
+        after `backbone`.
         """
-        return cls(build_backbone(config, dtype, attn_implementation), **embedding_options)
+        return cls(build_backbone(config, dtype, attn_implementation, distributed_config), **embedding_options)
 
     @classmethod
     def from_backbone(
@@ -124,6 +129,7 @@ class EmbeddingModel(PreTrainedModel):
         trust_remote_code: bool = False,
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
+        distributed_config: Any = None,
         **embedding_options,
     ) -> EmbeddingModel:
         """Pretrained weights from a folder or the hub, everything after the backbone as given here.
@@ -132,7 +138,9 @@ class EmbeddingModel(PreTrainedModel):
         For a sentence-transformers model this ignores its pooling and projection: see `from_pretrained`.
         """
         dtype = dtype or torch.float32
-        backbone = load_backbone(name_or_path, revision, trust_remote_code, dtype, attn_implementation)
+        backbone = load_backbone(
+            name_or_path, revision, trust_remote_code, dtype, attn_implementation, distributed_config
+        )
         return cls(backbone, **embedding_options).eval()
 
     @classmethod
@@ -150,15 +158,19 @@ class EmbeddingModel(PreTrainedModel):
         trust_remote_code: bool = False,
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
+        distributed_config: Any = None,
     ) -> EmbeddingModel:
         """The embedding model of a folder or hub name: ours, sentence-transformers', or a plain backbone.
 
         None means what the folder says (a plain backbone: mean pooling, no projection, normalized); any other value
         wins over it, except that a new projection never replaces a trained one. `dtype` None is "auto".
+        `distributed_config` (transformers' DistributedConfig) splits the backbone over processes while it is read.
         """
         folder = read_model_folder(resolve_folder(name_or_path, revision))
         dtype = dtype or "auto"
-        backbone = load_backbone(folder.backbone_folder, None, trust_remote_code, dtype, attn_implementation)
+        backbone = load_backbone(
+            folder.backbone_folder, None, trust_remote_code, dtype, attn_implementation, distributed_config
+        )
         if folder.projection is not None:
             stored_dim = folder.projection["weight"].shape[0]
             if projection_dim not in (None, stored_dim):

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING
 
 from hf_dist_ext.memory import Bytes, is_cut, model_of
-from hf_dist_ext.strategies import GIB
+from hf_dist_ext.strategies import GIB, TENSOR_PARALLEL_GROUP
 
 if TYPE_CHECKING:
     from hf_dist_ext.planner import Option, Plan
@@ -67,6 +67,12 @@ def explain(plan: Plan) -> None:
             f"all, of {gib(hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
             f"{gib(fitted.total)} and sends {gib(best.traffic.bytes)} per device and step."
         )
+        if best.strategy.is_tensor_parallel:
+            say(
+                f"Groups of {TENSOR_PARALLEL_GROUP} share rows: the contrastive batch is "
+                f"{work.batch * hardware.num_devices // TENSOR_PARALLEL_GROUP} rows, that of DDP or FSDP "
+                f"{work.batch * hardware.num_devices}."
+            )
     else:
         say(f"One device: {gib(fitted.total)} of {gib(hardware.memory_bytes)}.")
     _explain_activations(plan, best, fitted)

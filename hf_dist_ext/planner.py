@@ -72,8 +72,9 @@ class Option:
 
     @property
     def is_last_resort(self) -> bool:
-        """The CPU holds what the devices do not: no easier than smaller chunks."""
-        return self.strategy.preset.endswith("_offload")
+        """The CPU holds what the devices do not: no easier than smaller chunks. Nor are groups of devices that share
+        rows, of which fewer then meet in the loss."""
+        return self.strategy.preset.endswith("_offload") or self.strategy.is_tensor_parallel
 
     @property
     def headroom(self) -> float:
@@ -236,7 +237,8 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     if strategy.is_hybrid:
         return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
     if strategy.is_tensor_parallel:
-        return tensor_parallel_size(work, hardware) > 1 and not isinstance(work, TracedWorkload)
+        is_possible = work.is_embedding and work.lora is None and tensor_parallel_size(work, hardware) > 1
+        return is_possible and not isinstance(work, TracedWorkload)
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
         return strategy.keeps_whole == (work.fsdp_mode == "speed")
     return not strategy.keeps_whole or work.is_embedding  # without our loss nothing keeps weights whole

@@ -49,6 +49,13 @@ NOTES = {
         f"inside a group what FSDP sends; between groups one shard of the gradients; {_LOSS}",
         "It does not fit one device, and links between machines are much slower than inside.",
     ),
+    "multi_gpu_tp": Notes(
+        "every layer over the GPUs of a group; over the groups weights, gradients, optimizer state",
+        "inside a group the activations of every layer, in every chunk; between groups what FSDP sends; "
+        "embeddings to every group and their gradients back",
+        "A decoder whose layers or activations are too large for one device, on links as fast as inside a machine. "
+        "GPUs of a group share rows, so FSDP is quicker where it fits.",
+    ),
     "deepspeed_zero1": Notes(
         "optimizer state",
         f"gradients once; updated weights once; {_LOSS}",

@@ -15,11 +15,6 @@ import yaml
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.short_names import PRESET_SHORT_NAMES
 
-ABSENT = {  # what people look for, and why it is not there
-    "multi_gpu_tp": "with the transformers of today a run under tensor parallelism cannot be resumed "
-    '(docs/choosing-a-strategy.md, "Tensor parallelism"). Use "multi_gpu_fsdp", or "multi_gpu_hsdp" over slow links.'
-}
-
 
 def preset_folder() -> Path:
     """Where the shipped presets are."""
@@ -42,8 +37,6 @@ def find_preset(name_or_path: str) -> Path:
         return path
     known = presets()
     name = PRESET_SHORT_NAMES.get(name_or_path, name_or_path)
-    if name in ABSENT:
-        raise UsageError(f'accelerate_config="{name_or_path}" does not exist: {ABSENT[name]}')
     if name not in known:
         near = difflib.get_close_matches(name, [*known, *PRESET_SHORT_NAMES], 1)
         hint = f' Closest: "{near[0]}".' if near else ""

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Trainer, set_seed
 from transformers.utils import logging
 
-from . import manifest, trainable_checkpoint, trusted
+from . import distributed, manifest, tensor_parallel, trainable_checkpoint, trusted
 from .checkpointing import LOSS_OPTIMIZER, LOSS_WEIGHTS, load_loss
 from .errors import UsageError
 from .modeling import check_weights, load_weights
@@ -74,6 +74,7 @@ def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
         load_weights_only(trainer, folder)
         return None
     _check_complete(trainer, folder)
+    _check_split(trainer, folder)
     if trainer._saves_trainable_only:
         trainable_checkpoint.check_frozen(folder, trainer._frozen_digests)
     elif trainable_checkpoint.has_trainable_weights(folder):
@@ -112,7 +113,8 @@ def _check_complete(trainer: DistTrainer, folder: Path) -> None:
         needed.append("scaler.pt")
     if trainer.loss is not None and trainer._loss_parameters():
         needed += [LOSS_WEIGHTS, LOSS_OPTIMIZER]
-    if (world_size := saved_world_size(folder)) == trainer.args.world_size:
+    world_size = saved_world_size(folder)
+    if (world_size, saved_tensor_parallel_size(folder)) == (trainer.args.world_size, distributed.ranks_per_rows()):
         needed.append(f"rng_state_{trainer.args.process_index}.pth" if world_size > 1 else "rng_state.pth")
     missing += [f"{name} is missing" for name in needed if not (folder / name).is_file()]
     if missing := _everyones(trainer, missing):
@@ -122,21 +124,45 @@ def _check_complete(trainer: DistTrainer, folder: Path) -> None:
         )
 
 
+def _check_split(trainer: DistTrainer, folder: Path) -> None:
+    """The optimizer's groups follow how a model is split: one for every mesh its parameters lie on."""
+    content = manifest.read(folder) or {}
+    before = content["sharding"] if content.get("tensor_parallel_size", 1) > 1 else ""
+    now = "" if trainer._split is None else trainer._split.describe()
+    if [bool(before), "fsdp" in before] != [bool(now), "fsdp" in now]:
+        raise UsageError(
+            f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. With "
+            "resume_weights_only its weights are taken and everything else starts anew."
+        )
+
+
+def _under(sharding: str) -> str:
+    return f"under tensor parallelism ({sharding})" if sharding else "without tensor parallelism"
+
+
 def saved_world_size(folder: Path) -> int:
     """Of how many processes a checkpoint is."""
     content = manifest.read(folder)
     return content["world_size"] if content else max(len(list(folder.glob("rng_state_*.pth"))), 1)
 
 
+def saved_tensor_parallel_size(folder: Path) -> int:
+    return (manifest.read(folder) or {}).get("tensor_parallel_size", 1)
+
+
 def draws_anew(trainer: DistTrainer, folder: str) -> bool:
     """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
-    rank."""
-    args = trainer.args
-    if (before := saved_world_size(Path(folder))) == args.world_size:
+    rank (under tensor parallelism its group's)."""
+    args, share = trainer.args, distributed.ranks_per_rows()
+    before, share_before = saved_world_size(Path(folder)), saved_tensor_parallel_size(Path(folder))
+    if (before, share_before) == (args.world_size, share):
         return False
     if trainer.is_world_process_zero():
-        logger.warning(f"{folder} is of {before} processes, this run of {args.world_size}: random states start anew.")
-    set_seed(hash((args.seed, trainer.state.global_step, args.process_index)) % 2**32)
+        groups = "" if share == share_before else f" (in groups of {share_before} and of {share} with the same rows)"
+        logger.warning(
+            f"{folder} is of {before} processes, this run of {args.world_size}{groups}: random states start anew."
+        )
+    set_seed(hash((args.seed, trainer.state.global_step, distributed.data_parallel_rank())) % 2**32)
     return True
 
 
@@ -153,6 +179,8 @@ def load_weights_only(trainer: DistTrainer, folder: Path) -> None:
             folder, trainable_checkpoint.frozen_digests(model, names & _parameters(model))
         )
         trainable_checkpoint.load_weights(model, None, folder, trust)
+    elif trainer._split is not None:
+        tensor_parallel.load_weights(model, folder)
     elif (weights := weights_in_memory_names(model, folder)) is not None:
         load_weights(model, weights, source=str(folder))
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):

@@ -181,7 +181,7 @@ class SafeTrainer(Trainer):
         if any(failed):
             self._retry.go_back([rank for rank, has_failed in enumerate(failed) if has_failed], step)
             return True
-        self._bad_rows = int(sum(bad_rows))
+        self._bad_rows = int(sum(distributed.one_of_each(bad_rows)))
         if self._bad_rows > (self.args.max_bad_rows or 0):
             raise RunError(
                 f"step {step}: {self._bad_rows} rows of this epoch could not be used, more than max_bad_rows="
@@ -208,7 +208,8 @@ class SafeTrainer(Trainer):
     def _listed_rows(self) -> list[str]:
         rows = getattr(self.callback_handler.train_dataloader, "dataset", None)
         text = f"{self._tally.count()} rows replaced, {listing(self._tally, rows)}" if self._tally.count() else ""
-        return [text for text in distributed.texts_of(text, range(self.args.world_size)) if not text.endswith(": ")]
+        ranks = range(0, self.args.world_size, distributed.ranks_per_rows())
+        return [text for text in distributed.texts_of(text, ranks) if not text.endswith(": ")]
 
     def _say_bad_rows(self) -> None:
         listed = [text for text in self._listed_rows() if text]

@@ -68,7 +68,7 @@ class Scaling(TrainerCallback):
             began = time.perf_counter()
             torch.accelerator.synchronize()
             self._seconds += time.perf_counter() - began
-        throughput = self._batches * self._batch * args.world_size / self._seconds
+        throughput = self._batches * self.trainer.rows_per_micro_batch / self._seconds
         self.report = {"samples_per_second": round(throughput, 3)}
         if self._baseline is not None:
             self.report["scaling_efficiency"] = round(throughput / self._baseline / args.world_size, 4)

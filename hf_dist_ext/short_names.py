@@ -124,6 +124,7 @@ PRESET_SHORT_NAMES = {
     "fsdp2": "multi_gpu_fsdp",
     "hsdp": "multi_gpu_hsdp",
     "fsdp_offload": "multi_gpu_fsdp_offload",
+    "tp": "multi_gpu_tp",
     "zero1": "deepspeed_zero1",
     "zero2": "deepspeed_zero2",
     "zero3": "deepspeed_zero3",

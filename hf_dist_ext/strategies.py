@@ -55,8 +55,12 @@ STRATEGIES = (
     Strategy(
         "ZeRO-3 offload", "deepspeed_zero3_offload", "ogw", is_deepspeed=True, offloads=True, in_words="on the CPU"
     ),
-    Strategy("TP", "multi_gpu_tp", "ogw", is_tensor_parallel=True, in_words="each layer split over devices"),
+    Strategy(
+        "TP", "multi_gpu_tp", "ogw", is_tensor_parallel=True, in_words="each layer split in groups, FSDP over them"
+    ),
 )
+
+TENSOR_PARALLEL_GROUP = 2  # of the preset multi_gpu_tp
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,13 @@ class Hardware:
 
 
 def tensor_parallel_size(work: Workload, hardware: Hardware) -> int:
-    """The most devices of a machine that the key heads and the feed-forward can be dealt to; 1: cannot be split."""
-    config = work.config.get("text_config") or work.config
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
-    inner = config.get("intermediate_size") or 1
-    if "rms_norm_eps" not in config:  # transformers has plans for decoders
-        return 1
-    sizes = [2**power for power in range(8) if 2**power <= hardware.per_node]
-    return max(size for size in sizes if heads % size == 0 and inner % size == 0)
+    """The preset's groups where the heads and the devices of a machine can be dealt to them; 1: cannot be split."""
+    config = work.config
+    heads = [config.get(name) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+    has_plan = "rms_norm_eps" in config and "text_config" not in config  # transformers has plans for decoders
+    has_experts = any("experts" in name for name in config)  # whose styles are refused (tensor_parallel.py)
+    divides = not any(number % TENSOR_PARALLEL_GROUP for number in [*heads, hardware.per_node])
+    return TENSOR_PARALLEL_GROUP if has_plan and not has_experts and divides else 1
 
 
 def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:

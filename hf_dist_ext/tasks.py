@@ -19,6 +19,7 @@ from transformers import set_seed
 
 from .callbacks import MetricsFile
 from .config import Run
+from .distributed import launched_tensor_parallel_size
 from .errors import UsageError
 from .trainer import DistTrainer
 from .training_args import DistTrainingArguments
@@ -78,6 +79,11 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
 
 
 def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
+    if (size := launched_tensor_parallel_size()) > 1 and run.run.task != "embedding":
+        raise UsageError(
+            f'tp_size={size} in the accelerate YAML: task "{run.run.task}" does not run under tensor parallelism. Use '
+            "multi_gpu_fsdp."
+        )
     set_seed(args.seed)  # every process builds the same weights
     _keep_precision_of_frozen_weights(run, args)
     parts = _module(run).build(run, args)

@@ -276,7 +276,8 @@ def frozen_digests(model: nn.Module, saved: frozenset[str]) -> dict[str, str]:
     digests, tied = {}, {id(p) for name, p in model.named_parameters() if name in saved}
     for name, tensor in named(model.state_dict(keep_vars=True).items()).items():
         if name not in left_out and id(tensor) not in tied and isinstance(tensor, torch.Tensor):
-            digests[name] = digest_of(tensor.detach())
+            # split over processes already (tensor parallelism): gathered, one after the other
+            digests[name] = digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
     return digests
 
 

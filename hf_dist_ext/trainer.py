@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,7 @@ from . import (
     loss_scale,
     sharding,
     shared_rows,
+    tensor_parallel,
 )
 from .callbacks import MetricsFile, StepMeter
 from .checkpoint_hooks import CheckpointHooks
@@ -69,11 +71,12 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             args = DistTrainingArguments(output_dir="tmp_trainer")
         if loss is not None:
             _prepare_arguments(args)
-            shared_rows.check(model, args)
+            self._split = shared_rows.check(model, args)
             if options.get("compute_metrics") is None and len(more) < 7:
                 options["compute_metrics"] = _retrieval_metrics
         self.freeze_plan = frozen_training.freeze(model, args)
-        super().__init__(model, args, *more, **options)
+        with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
+            super().__init__(model, args, *more, **options)
         if self.freeze_plan is not None:
             self.add_callback(frozen_training.FreezeWatch(self))
             self.image_stand_in = frozen_training.stand_in_for_images(self)
@@ -96,7 +99,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self._loss_gradients_are_used = True
         self._may_widen = True
         # DeepSpeed's engine has taken its step by the time an update could be redone.
-        can_redo = self.args.uses_gradient_cache and not self.is_deepspeed_enabled
+        # Under tensor parallelism a forward is a collective: ranks that have memory wait for the one that has none.
+        can_redo = self.args.uses_gradient_cache and not self.is_deepspeed_enabled and self._split is None
         self._retry = MemoryRetry(self) if can_redo else None
         self._budget = self._make_budget()
         _check_setup(self)
@@ -104,8 +108,13 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     # ---- setting up ----
 
     def create_accelerator_and_postprocess(self) -> None:
-        with sharding.without_fsdp(self.args), distributed.fsdp_on_cpu():
+        with sharding.without_fsdp(self.args), distributed.sharded_on_cpu(has_mesh=self._split is not None):
             super().create_accelerator_and_postprocess()
+        if self._split is not None:
+            # Trainer's loops over an evaluation take it from both.
+            gather = partial(tensor_parallel.gather_for_metrics, self.accelerator)
+            self.accelerator.gather_for_metrics = gather
+            self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
         if self.is_fsdp_enabled and self.model is not None:
             sharding.without_pinning(self.accelerator.state.fsdp_plugin)
             _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
@@ -114,6 +123,16 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             frozen_training.replicate_frozen_parts(
                 self.accelerator.state.fsdp_plugin, self.model, self.freeze_plan, self.args.frozen_parts_fsdp
             )
+
+    @property
+    def _will_be_split(self) -> bool:
+        return self.loss is not None and distributed.launched_tensor_parallel_size() > 1
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        if self._split is None:
+            return super()._sync_replicated_trainable_parameters(model)
+        # Trainer's hooks would reduce over all ranks and at every backward; ours is SplitModel.complete_gradients.
+        tensor_parallel.copy_from_first(model)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         is_ours = self.loss is not None or self.freeze_plan is not None
@@ -140,7 +159,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
         if self.loss is not None:
-            shared_rows.check(model, self.args)
+            self._split = shared_rows.check(model, self.args)
         self.freeze_plan = frozen_training.freeze(model, self.args)
         return model
 
@@ -202,7 +221,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         return no_duplicates_sampler(
             dataset,
             columns[:2],
-            window=self._train_batch_size * self.args.world_size,  # accelerate deals consecutive batches to ranks
+            window=self.rows_per_micro_batch,  # accelerate deals consecutive batches to ranks
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             id_column=getattr(self.data_collator, "id_column", None),
         )
@@ -226,14 +245,21 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
                 model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp, self._takes_column
             )
         batch, ids = split_ids(self._prepare_inputs(inputs))
+        if self._split is not None:
+            self._split.check_group(batch, self.args.device)
         step, chunked, counts = self._step(model, batch, ids)
         self._loss_gradients_are_used = self.accelerator.sync_gradients
         if self.accelerator.sync_gradients:
             distributed.average_gradients(self._loss_parameters())
+            if self._split is not None:
+                self._split.complete_gradients()
         self.meter.add(step, chunked, counts)
         return self._backward_done(step.loss / self.current_gradient_accumulation_steps, inputs)
 
     def _clip_grad_norm(self, model: nn.Module):
+        if self._split is not None:
+            parameters = chain(model.parameters(), self._loss_parameters())
+            return tensor_parallel.clip_gradients(parameters, self.args.max_grad_norm)
         if self.loss is None or not self._loss_parameters():
             return super()._clip_grad_norm(model)
         parameters = chain(model.parameters(), self._loss_parameters())
@@ -283,7 +309,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             # host numbers of this rank's chunks, so counting costs no synchronisation but the gather itself
             real, computed = self.meter.last_tokens
             seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
-            self.state.num_input_tokens_seen += sum(row[0] for row in distributed.exchange([seen], self.args.device))
+            everyone = distributed.one_of_each(distributed.exchange([seen], self.args.device))
+            self.state.num_input_tokens_seen += sum(row[0] for row in everyone)
 
 
 def _prepare_arguments(args: DistTrainingArguments) -> None:
@@ -334,11 +361,12 @@ def _check_enough_rows(trainer: DistTrainer) -> None:
         rows = len(trainer.train_dataset)
     except TypeError:  # streaming
         return
-    batch = trainer._train_batch_size * trainer.args.world_size
+    batch = trainer.rows_per_micro_batch
     if rows < batch:
+        of_groups = "processes" if distributed.ranks_per_rows() == 1 else "groups of processes"
         raise UsageError(
             f"the training set has {rows} rows, fewer than one global batch of {batch} "
-            f"({trainer._train_batch_size} per device x {trainer.args.world_size} processes). "
+            f"({trainer._train_batch_size} per device x {batch // trainer._train_batch_size} {of_groups}). "
             "Lower per_device_train_batch_size or add data."
         )
 

@@ -7,8 +7,9 @@ import pytest
 from hf_dist_ext import cli
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.memory import Settings, estimate, model_of
-from hf_dist_ext.planner import make_plan
-from hf_dist_ext.strategies import GIB, Hardware, adapted
+from hf_dist_ext.planner import make_plan, plan_workload
+from hf_dist_ext.presets import find_preset, load_preset
+from hf_dist_ext.strategies import GIB, TENSOR_PARALLEL_GROUP, Hardware, adapted
 from hf_dist_ext.traffic import arithmetic, traffic
 from tests.test_planner import DECODER, bytes_of, make_run, option, strategy, workload  # noqa: F401, a fixture
 
@@ -204,3 +205,17 @@ def test_the_memory_of_the_cpu_is_no_easier_way_than_smaller_chunks(make_run):  
     plan = make_plan(run, between)
     assert option(plan, "FSDP offload").fits and not option(plan, "FSDP memory").fits
     assert plan.best.preset == "multi_gpu_fsdp" and plan.changes["gradient_cache_chunk_size"] < 16
+
+
+def test_tensor_parallelism_is_planned_as_its_preset_runs_it_and_comes_last(make_run):  # noqa: F811
+    sizes = load_preset(find_preset("tp"))["parallelism_config"]
+    assert sizes == {"parallelism_config_tp_size": TENSOR_PARALLEL_GROUP}
+    run = make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512, bf16=True)
+    roomy = make_plan(run, Hardware(4, 80 * GIB))
+    assert option(roomy, "TP").fits and roomy.best.preset != "multi_gpu_tp"
+    only = plan_workload(roomy.work, Hardware(4, 80 * GIB), available=["multi_gpu_tp"])
+    assert only.best.preset == "multi_gpu_tp" and "contrastive batch is 512 rows" in " ".join(only.reasons)
+    others = [make_run(), make_run(DECODER | {"num_experts": 4, "num_experts_per_tok": 2})]
+    others += [make_run(DECODER, use_lora=True)]
+    for other in others:
+        assert "TP" not in {found.strategy.name for found in make_plan(other, Hardware(4, 80 * GIB)).options}

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from hf_dist_ext.distributed import fsdp_on_cpu
+from hf_dist_ext.distributed import sharded_on_cpu
 from hf_dist_ext.layer_classes import repeated_layer_classes
 from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.towers import TowerModel
@@ -88,7 +88,7 @@ def examine(name: str, accelerator: Accelerator) -> dict:
 
 def main() -> None:
     PartialState(cpu=True)
-    with fsdp_on_cpu():
+    with sharded_on_cpu():
         accelerator = Accelerator(cpu=True)
     assert accelerator.is_fsdp2 and accelerator.num_processes == 2, accelerator.state
     for name in (*TEXT_CONFIGS, *TOWERS):

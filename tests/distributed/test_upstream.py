@@ -1,10 +1,8 @@
 """Tells when a workaround is no longer needed: each test fails once upstream does what we do by hand."""
 
-import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaModel, Trainer, TrainingArguments
 
-from tests.launching import environment, launch
+from tests.launching import environment
 
 
 def run(code: str, **variables: str) -> str:
@@ -24,7 +22,7 @@ def run(code: str, **variables: str) -> str:
 
 
 def test_accelerate_still_ignores_fsdp_on_cpu_processes():
-    """distributed.fsdp_on_cpu: remove it when this prints FSDP."""
+    """distributed.sharded_on_cpu: remove it when this prints FSDP."""
     code = """
         from accelerate import Accelerator, PartialState
         from accelerate.utils import DistributedType
@@ -50,7 +48,7 @@ def test_accelerate_still_refuses_bert_without_named_layers():
 
 
 def test_trainer_still_cannot_resume_a_model_split_at_load(tmp_path):
-    """shared_rows: reason 1 of docs/choosing-a-strategy.md, "Tensor parallelism"."""
+    """tensor_parallel.saving_allowed."""
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], save_strategy="steps")
     model = LlamaModel(
         LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -61,18 +59,8 @@ def test_trainer_still_cannot_resume_a_model_split_at_load(tmp_path):
         Trainer(model, args)
 
 
-def test_norms_inside_attention_still_count_chunks_twice_under_tensor_parallelism(tmp_path):
-    """shared_rows: reason 2. Everything else is exact; DistTrainer refuses the model."""
-    launch("multi_gpu_ddp", 2, Path(__file__).parent / "tensor_parallel_worker.py", tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
-    wrong = {name for name, difference in found["differences"].items() if difference > 1e-12}
-    assert wrong == {name for name in found["differences"] if "q_norm" in name or "k_norm" in name}
-    assert min(found["differences"][name] for name in wrong) > 1e-2
-    assert "Qwen3Model was split" in found["said"]
-
-
 def test_accelerate_still_refuses_a_mesh_of_cpu_processes():
-    """shared_rows: reason 3."""
+    """distributed.sharded_on_cpu: remove has_mesh when this passes."""
     processes = SimpleNamespace(
         num_processes=2, is_fsdp2=False, multi_device=False, distributed_type=DistributedType.MULTI_CPU,
         is_main_process=True,

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.launching import launch  # noqa: E402
 
 WORKER = Path(__file__).with_name("exactness_worker.py")
-RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2), "HSDP 2x2": ("multi_gpu_hsdp", 4)}  # fmt: skip  # noqa: E501
+RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2), "HSDP 2x2": ("multi_gpu_hsdp", 4), "TP 2": ("multi_gpu_tp", 2), "TP 2 x FSDP 2": ("multi_gpu_tp", 4)}  # fmt: skip  # noqa: E501
 
 
 def measure(run: str) -> dict[str, dict[str, float]]:

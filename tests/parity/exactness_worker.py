@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import AutoConfig, AutoModel, TrainerCallback
 
-from hf_dist_ext.distributed import launched_processes, rank
+from hf_dist_ext.distributed import launched_processes, launched_tensor_parallel_size, rank
 from hf_dist_ext.freezing import plan_freezing
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.tensor_parallel import launched_config, split
 from hf_dist_ext.towers import TowerModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
@@ -34,8 +35,19 @@ BATCH = 6  # rows per rank and micro-batch
 WIDTHS = {"query": 9, "positive": 30, "negative": 17, "other": 12}
 BERT = dict(model_type="bert", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
 BERT |= dict(intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-QWEN = dict(model_type="qwen3", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=16)
-QWEN |= dict(num_key_value_heads=1, intermediate_size=48)
+QWEN = dict(model_type="qwen3", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+QWEN |= dict(num_key_value_heads=2, intermediate_size=48)
+LLAMA = QWEN | {"model_type": "llama"}
+DECODERS = {"qwen3": QWEN, "llama": LLAMA}
+
+
+def num_groups() -> int:
+    """Ranks with rows of their own; under tensor parallelism groups of ranks."""
+    return launched_processes() // launched_tensor_parallel_size()
+
+
+def own_group() -> int:
+    return rank() // launched_tensor_parallel_size()
 
 
 # ---- (1) cases ----
@@ -92,6 +104,16 @@ CASES = [
          arguments={"trainable_modules": ["projection"], "frozen_parts_fsdp": "shard"}),
     Case("frozen tower, encoded once", model="named towers", arguments={"frozen_modules": ["positive"]}),
     Case("decoder, last token, left padding", model="qwen3"),
+    Case("decoder, no cache", model="qwen3", arguments={"gradient_cache_chunk_size": None}, worlds=(1, 2)),
+    Case("decoder without norms in attention", model="llama", worlds=(1, 2)),
+    Case("decoder, accumulation, temperature", model="qwen3:16", loss={"learnable_temperature": True}, steps=2, rows=4,
+         arguments={"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}, worlds=(1, 2)),
+    Case("decoder, frozen, trained projection", model="qwen3:16", arguments={"trainable_modules": ["projection"]},
+         worlds=(1, 2)),
+    Case("decoder, frozen layers", model="qwen3:16", arguments={"frozen_modules": ["embed_tokens", "layers.0"]},
+         worlds=(1, 2)),
+    Case("decoder, every chunk reduced, accumulation", model="qwen3", steps=2, rows=4, worlds=(),
+         arguments={"gradient_cache_fsdp": "memory", "gradient_accumulation_steps": 2}),
     Case("gradient checkpointing", arguments={"activation_checkpointing": True}),
     Case("LoRA", model="lora"),
     Case("LoRA with LoRA dropout", model="lora:0.3", same_masks=True),
@@ -158,7 +180,7 @@ class Towers(nn.Module):
             tower.gradient_checkpointing_enable(**options)
 
 
-def build_model(kind: str) -> nn.Module:
+def build_model(kind: str, distributed_config=None) -> nn.Module:
     torch.manual_seed(0)
     kind, _, option = kind.partition(":")
     if kind == "towers":
@@ -166,8 +188,9 @@ def build_model(kind: str) -> nn.Module:
     if kind == "named towers":
         towers = {name: EmbeddingModel.from_config(BERT) for name in ("query", "positive")}
         return TowerModel(towers, {name: name for name in towers}).double()
-    if kind == "qwen3":
-        return _with_norms_in_its_own_precision(EmbeddingModel.from_config(QWEN, pooling="last"))
+    if kind in DECODERS:
+        backbone = build_decoder(kind, distributed_config)
+        return EmbeddingModel(backbone, pooling="last", projection_dim=int(option) if option else None)
     if kind == "scarce":
         Scarce.failures = 0
         return Scarce.from_config(BERT)
@@ -186,6 +209,11 @@ def build_model(kind: str) -> nn.Module:
             if "lora_B" in name:
                 nn.init.normal_(parameter)  # zero at init would make the gradient of lora_A vanish
     return model
+
+
+def build_decoder(kind: str, distributed_config=None) -> nn.Module:
+    model = _with_norms_in_its_own_precision(AutoModel.from_config(AutoConfig.for_model(**DECODERS[kind]))).double()
+    return model if distributed_config is None else split(model, distributed_config)
 
 
 def _with_norms_in_its_own_precision(model: nn.Module) -> nn.Module:
@@ -215,7 +243,8 @@ def features_of(rows: list[int], column: str, per_anchor: int, on_left: bool) ->
 def collate(case: Case, rows: list[int], of_rank: int) -> dict[str, dict[str, torch.Tensor]]:
     rows = rows[:-2] if case.shorter_on_rank == of_rank else rows
     return {
-        name: features_of(rows, name, per_anchor, case.model == "qwen3") for name, per_anchor in case.columns.items()
+        name: features_of(rows, name, per_anchor, case.model[:5] == "qwen3")
+        for name, per_anchor in case.columns.items()
     }
 
 
@@ -239,7 +268,7 @@ def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_row
     of_steps = []
     order = list(range(num_rows))
     batches = [order[i : i + BATCH] for i in range(0, num_rows, BATCH)]
-    micro_batches = [batches[i : i + launched_processes()] for i in range(0, len(batches), launched_processes())]
+    micro_batches = [batches[i : i + num_groups()] for i in range(0, len(batches), num_groups())]
     for start in range(0, len(micro_batches), accumulation):
         window = micro_batches[start : start + accumulation]
         optimizer.zero_grad()
@@ -297,7 +326,7 @@ def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows:
         trainer = DistTrainer(
             model,
             args,
-            data_collator=lambda rows: collate(case, rows, rank()),
+            data_collator=lambda rows: collate(case, rows, own_group()),
             train_dataset=list(range(num_rows)),
             loss=loss,
             callbacks=[recorder],
@@ -311,9 +340,15 @@ def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows:
 
 def measure(case: Case) -> float:
     num_rows = case.rows if case.rows and case.rows > 0 else case.steps
-    num_rows = num_rows * BATCH * launched_processes() + (case.rows if case.rows and case.rows < 0 else 0)
+    num_rows = num_rows * BATCH * num_groups() + (case.rows if case.rows and case.rows < 0 else 0)
     dtype = getattr(torch, case.dtype)
-    build = lambda: (build_model(case.model).to(dtype).train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype))  # noqa: E731
+
+    def build(is_split: bool = False) -> tuple[nn.Module, InfoNCELoss]:
+        config = launched_config() if is_split else None
+        model = build_model(case.model, config)  # decoders are float64 before they are split
+        model = model.to(dtype) if config is None else model
+        return model.train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype)
+
     if case.same_masks:
         expected = trained_gradients(case, *build(), num_rows, gradient_cache_keep_graph=99)
     else:
@@ -322,7 +357,7 @@ def measure(case: Case) -> float:
             plan.apply(model)
         expected = reference_gradients(case, model, loss, num_rows)
     Scarce.memory_is_scarce = True  # the reference has all the memory it wants
-    found = trained_gradients(case, *build(), num_rows)
+    found = trained_gradients(case, *build(is_split=True), num_rows)
     Scarce.memory_is_scarce = False
     if case.model == "scarce" and rank() == launched_processes() - 1:
         assert Scarce.failures >= 2, "memory was never scarce"
@@ -339,6 +374,8 @@ def measure(case: Case) -> float:
 
 def runs_here(case: Case, is_fsdp: bool) -> bool:
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched_tensor_parallel_size() > 1:
+        return case.model.partition(":")[0] in DECODERS and (num_groups() in case.worlds or not case.worlds)
     if is_fsdp and world > 2:
         return case.name in HSDP_CASES
     if is_fsdp:
