@@ -280,7 +280,7 @@ class Reduction:
     @property
     def has_collectives_in_chunks(self) -> bool:
         """Whether a chunk that is neither the first nor the last waits for other ranks."""
-        return self.is_fsdp and (self.fsdp_mode == "memory" or self.is_hsdp)
+        return (self.is_fsdp and (self.fsdp_mode == "memory" or self.is_hsdp)) or ranks_per_rows() > 1
 
     def forget_failed_chunk(self) -> None:
         """Behind an error inside of a forward or backward, on this rank alone: FSDP2 is idle again, and what it has

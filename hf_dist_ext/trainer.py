@@ -99,8 +99,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self._loss_gradients_are_used = True
         self._may_widen = True
         # DeepSpeed's engine has taken its step by the time an update could be redone.
-        # Under tensor parallelism a forward is a collective: ranks that have memory wait for the one that has none.
-        can_redo = self.args.uses_gradient_cache and not self.is_deepspeed_enabled and self._split is None
+        can_redo = self.args.uses_gradient_cache and not self.is_deepspeed_enabled
         self._retry = MemoryRetry(self) if can_redo else None
         self._budget = self._make_budget()
         _check_setup(self)
