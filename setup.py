@@ -45,7 +45,7 @@ setup(
         "test": TEST,
         "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
         "dev": [*TEST, "ruff>=0.12"],
-        "deepspeed": ["deepspeed>=0.19.1"],  # 0.19.0 and older lost gradients with ZeRO-1/2 and CPU offload
+        "deepspeed": ["deepspeed>=0.19.8"],  # hf_dist_ext/deepspeed_install.py says why
         "tracking": TRACKING,
     },
     # The presets live in configs/accelerate, where a user looks for them; a wheel carries them inside the package.

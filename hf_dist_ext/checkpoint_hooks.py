@@ -25,6 +25,7 @@ from . import (
     checkpointing,
     commit,
     communication,
+    deepspeed_checkpoint,
     distributed,
     learning_rate,
     merge,
@@ -54,7 +55,7 @@ class CheckpointHooks(Trainer):
 
     @property
     def _saves_trainable_only(self) -> bool:
-        return self.freeze_plan is not None and self._has_own_arguments and not self.is_deepspeed_enabled
+        return self.freeze_plan is not None and self._has_own_arguments
 
     @property
     def _saves_optimizer_by_name(self) -> bool:
@@ -92,7 +93,10 @@ class CheckpointHooks(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with checkpointing.loss_state_apart(self, save_to=output_dir):
             if self._saves_optimizer_by_name:
-                trainable_checkpoint.save_optimizer(self, Path(output_dir))
+                save_optimizer = trainable_checkpoint.save_optimizer
+                if self.is_deepspeed_enabled:
+                    save_optimizer = deepspeed_checkpoint.save
+                save_optimizer(self, Path(output_dir))
                 if self.args.should_save:
                     torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
             else:
@@ -164,7 +168,8 @@ class CheckpointHooks(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with checkpointing.loss_state_apart(self, load_from=checkpoint), trusted_reading(self._trusts):
             if checkpoint is not None and self._saves_optimizer_by_name:
-                trainable_checkpoint.load_optimizer(self, Path(checkpoint), self._trusts)
+                if not self.is_deepspeed_enabled:  # there the engine has read all of it
+                    trainable_checkpoint.load_optimizer(self, Path(checkpoint), self._trusts)
                 scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
                 self.lr_scheduler.load_state_dict(scheduler)
             else:
@@ -178,9 +183,9 @@ class CheckpointHooks(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if self._saves_trainable_only:
+        if self._saves_trainable_only and not self.is_deepspeed_enabled:
             trainable_checkpoint.load_weights(self.model, self.freeze_plan.saved, Path(best), self._trusts)
-        elif not checkpointing.load_embedding_model(self, best):
+        elif self.is_deepspeed_enabled or not checkpointing.load_embedding_model(self, best):
             with trusted_reading(self._trusts):
                 super()._load_best_model()
         checkpointing.load_loss(self, best)

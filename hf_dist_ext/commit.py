@@ -26,6 +26,7 @@ from transformers.utils import logging
 from . import async_save, distributed, manifest, trainable_checkpoint
 from .data_position import data_fingerprint
 from .errors import UsageError
+from .freezing import num_elements
 
 if TYPE_CHECKING:
     from .trainer import DistTrainer
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 # Files that every rank writes for itself.
-OF_RANK = re.compile(r"(?:.*/)?(?:(?:rng_state|ddp_comm_hook)_(\d+)\.pth?|__(\d+)_\d+\.distcp)")
+OF_RANK = re.compile(
+    r"(?:.*/)?(?:(?:rng_state|ddp_comm_hook)_(\d+)\.pth?|__(\d+)_\d+\.distcp"
+    r"|(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt)"
+)
 SPARE = 1.1  # of the last checkpoint's size must be free: its trainer_state grows, and logs are written too
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 
@@ -112,7 +116,7 @@ def expected_bytes(trainer: DistTrainer, output_dir: Path) -> int:
     state = getattr(trainer.optimizer, "state", None) or {}
     tensors = [value for values in state.values() for value in values.values() if hasattr(value, "element_size")]
     weights = [p for p in trainer.model.parameters() if not trainer._saves_trainable_only or p.requires_grad]
-    return sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *weights])
+    return sum(num_elements(tensor) * tensor.element_size() for tensor in [*tensors, *weights])
 
 
 @contextlib.contextmanager
@@ -150,7 +154,7 @@ def _share(args: Any, files: list[str]) -> list[str]:
         # Each machine has a copy of its own of what rank 0 writes when save_on_each_node is set.
         writer = index % here + (args.process_index // here * here if args.save_on_each_node else 0)
         if of_rank and args.world_size > 1:
-            writer = int(of_rank[1] or of_rank[2]) % args.world_size
+            writer = int(next(filter(None, of_rank.groups()))) % args.world_size
         if writer == args.process_index:
             names.append(name)
     return names

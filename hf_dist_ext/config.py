@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_dist_ext import deepspeed_install
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import record
 from hf_dist_ext.fields import (
@@ -404,8 +404,8 @@ def _check_rules(run: Run) -> None:
         raise UsageError(f"eval_holdout takes rows from the train split, but {other} is given too. Keep one.")
     if given.get("resume_weights_only") and given.get("resume_from_checkpoint") in (None, False):
         raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
-    if given.get("deepspeed") and importlib.util.find_spec("deepspeed") is None:
-        raise UsageError("deepspeed is set but not installed. Run: pip install -e '.[deepspeed]'")
+    if given.get("deepspeed"):
+        deepspeed_install.check("deepspeed is set: ")
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(os.environ.get(name, ""))]
     if given.get("push_to_hub") and offline:
         raise UsageError(f"push_to_hub is true but {offline[0]} is set. Unset one of the two.")

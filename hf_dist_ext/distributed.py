@@ -330,13 +330,18 @@ class Reduction:
 
 
 def choose_fsdp_mode(model: torch.nn.Module) -> str:
-    """ "speed" when unsharded weights and gradients take under a quarter of the memory free on every rank, else
-    "memory". Without an accelerator: "speed"."""
+    """By what unsharded weights and gradients take."""
+    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
+    return choose_mode(needed / ranks_per_rows())
+
+
+def choose_mode(needed: float) -> str:
+    """ "speed" when so many bytes are under a quarter of the memory free on every rank, else "memory". Without an
+    accelerator: "speed"."""
     if not torch.accelerator.is_available():
         return "speed"
     device = torch.accelerator.current_accelerator()
     free, _ = torch.get_device_module(device).mem_get_info()
-    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters()) / ranks_per_rows()
     fits = torch.tensor([int(needed < free / 4)], device=device)
     dist.all_reduce(fits, op=dist.ReduceOp.MIN)
     return "speed" if fits.item() else "memory"

@@ -7,7 +7,7 @@
 (4) `_backward`: the division by gradient accumulation and the fp16 scale enter here, that is once
 
 No maths lives here. `DistTrainer` sets what these methods read: `loss`, `_budget`, `_retry`, `_reduction`,
-`_takes_column`, `_may_widen`.
+`_takes_column`, `_may_widen`, `_update`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class EmbeddingSteps(Trainer):
     _reduction: distributed.Reduction
     _takes_column: bool
     _may_widen: bool
+    _update: deepspeed_step.Update | None = None
+    _own_loss: torch.Tensor
 
     def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
         found: list[Any] = []
@@ -73,7 +75,7 @@ class EmbeddingSteps(Trainer):
                 to_train, wide = batch_of_pooled(pooled), None
                 encode, sync = functools.partial(self._encode, model), self._reduction
             kept = self._num_kept_graphs(chunked)
-            deepspeed_step.check_chunks(self, kept, len(to_train.chunks()), len(to_train.tables))
+            deepspeed_step.check_chunks(self, kept, len(to_train.chunks()))
             options = {"score": lambda embeddings: self._score(embeddings, ids, counts), "sync": sync}
             if self._retry is not None:
                 options |= self._retry.watched(**options)
@@ -87,6 +89,7 @@ class EmbeddingSteps(Trainer):
                 loss_parameters=self._loss_parameters(),
                 keep_graph=kept,
                 backward_together=not self._forwards_are_collective,
+                last_reaches_all=not deepspeed_step.is_zero3(self),
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
                 **options,
@@ -226,6 +229,7 @@ class EmbeddingSteps(Trainer):
         output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         weight = distributed.row_weight(embeddings[anchor].shape[0], counts[anchor])
+        self._own_loss = loss.detach()
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 
     def _backward(self, loss: torch.Tensor) -> None:
@@ -233,7 +237,7 @@ class EmbeddingSteps(Trainer):
         if self._retry is not None:
             self._retry.backward_begins()
         if self.is_deepspeed_enabled:
-            deepspeed_step.backward(self, loss, self._reduction.completes)
+            self._update.backward(deepspeed_step.poisoned(loss, self._own_loss), self._reduction.completes)
         else:
             self.accelerator.backward(loss)
 

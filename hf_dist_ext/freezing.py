@@ -206,7 +206,7 @@ def _no_match(model, pattern: str, group: Group, modules, parameters, field_name
 
 
 def _sizes(model: nn.Module, groups: Mapping[str, Group]) -> str:
-    sizes = {n: sum(p.numel() for k, p in model.named_parameters() if g.depth(k)) for n, g in groups.items()}
+    sizes = {n: sum(num_elements(p) for k, p in model.named_parameters() if g.depth(k)) for n, g in groups.items()}
     return ", ".join(f"{name} ({size:,})" for name, size in sizes.items())
 
 
@@ -368,16 +368,21 @@ def report(model: nn.Module, optimizer_bytes_per_parameter: float = 8) -> list[G
     return [*lines, everything]
 
 
+def num_elements(parameter: nn.Parameter) -> int:
+    """Of the whole weight, also where ZeRO-3 holds a part of it."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 def _line(name: str, parameters: Sequence[nn.Parameter], optimizer_bytes: float) -> GroupReport:
     trainable = [p for p in parameters if p.requires_grad]
-    count = sum(p.numel() for p in trainable)
+    count = sum(num_elements(p) for p in trainable)
     return GroupReport(
         group=name,
-        num_parameters=sum(p.numel() for p in parameters),
+        num_parameters=sum(num_elements(p) for p in parameters),
         num_trainable=count,
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
+        weight_bytes=sum(num_elements(p) * p.element_size() for p in parameters),
+        gradient_bytes=sum(num_elements(p) * p.element_size() for p in trainable),
         optimizer_bytes=int(count * optimizer_bytes),
     )
 

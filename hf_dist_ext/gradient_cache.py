@@ -106,6 +106,7 @@ def cached_step(
     loss_parameters: Iterable[torch.nn.Parameter] = (),
     keep_graph: int = 0,
     backward_together: bool = True,
+    last_reaches_all: bool = True,
     wide: ChunkedBatch | None = None,
     replays_last: bool = False,
     is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
@@ -122,6 +123,8 @@ def cached_step(
         keep_graph: number of chunks whose graph is kept from pass 1 (at least as many as there are chunks: all).
         backward_together: chunks whose graphs are alive at once go through one backward, as the plain step does. False
             runs one backward per chunk (wrappers whose hooks count forwards, such as FSDP2).
+        last_reaches_all: the backward that completes the gradients reaches every tower, so it is of a chunk of each.
+            False: of one chunk, and no two replayed graphs are alive at once (ZeRO).
         wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
         replays_last: never keep the graph of the chunk that completes the gradients, so that nothing in (1) or (2) is
@@ -137,7 +140,7 @@ def cached_step(
     trained = [i for i in range(len(chunks)) if i not in frozen]
     if not trained:
         _refuse_nothing_trains()
-    final = _final_chunks(chunks, trained)
+    final = _final_chunks(chunks, trained) if last_reaches_all else trained[-1:]
     keep_all = (keep_graph >= len(trained) or len(trained) == 1) and not replays_last
     kept = set(trained) if keep_all else set([i for i in trained if i not in final][:keep_graph])
 

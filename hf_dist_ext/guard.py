@@ -89,7 +89,8 @@ def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str, de
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return getattr(parameter, "_local_tensor", parameter).detach()
+    held = getattr(parameter, "ds_tensor", parameter)  # this rank's part under ZeRO-3
+    return getattr(held, "_local_tensor", held).detach()
 
 
 def describe_rows(inputs: object, tokenizer: object = None) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import glob
 import importlib.metadata
-import importlib.util
 import logging
 import math
 import os
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dist_ext import lease
+from hf_dist_ext import deepspeed_install, lease
 from hf_dist_ext.config import Run
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.preemption import REQUEUE, SIGNALS, forward_to_children
@@ -221,8 +220,8 @@ def _refuse_impossible(run: Run, kind: str, fsdp_version: int, devices: int, wha
         raise UsageError(
             f"{what}: FSDP version 1 does not run without a GPU. Set fsdp_version: 2, or use multi_gpu_fsdp."
         )
-    if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
-        raise UsageError(f"{what}: DeepSpeed is not installed. Run: pip install -e '.[deepspeed]'")
+    if kind == "DEEPSPEED":
+        deepspeed_install.check(f"{what}: ")
     if run.training.get("fsdp") and kind != "FSDP" and (kind == "NO" or devices == 0):
         # Trainer would take the field and train without sharding: alone, or as DDP over gloo
         raise UsageError(f'fsdp is set, but {what} does not shard. Set "accelerate_config": "multi_gpu_fsdp" instead.')

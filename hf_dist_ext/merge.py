@@ -21,6 +21,7 @@ import transformers
 from torch import nn
 
 from . import manifest, trainable_checkpoint
+from .deepspeed_step import is_zero3
 from .errors import UsageError
 from .model_folder import resolve_folder
 from .modeling import EmbeddingModel
@@ -193,10 +194,10 @@ def has_adapters(trainer: DistTrainer) -> bool:
 
 def check_can_save_merged(trainer: DistTrainer) -> None:
     """Before training: the copy that is merged would have to be whole on one process."""
-    if trainer.is_fsdp_enabled and has_adapters(trainer):
+    if (trainer.is_fsdp_enabled or is_zero3(trainer)) and has_adapters(trainer):
         raise UsageError(
-            "save_full_model=true with adapters does not work under FSDP. Turn it off; hf-dist merge makes the "
-            "complete model of what the run ends with."
+            "save_full_model=true with adapters does not work under FSDP and ZeRO-3. Turn it off; hf-dist merge makes "
+            "the complete model of what the run ends with."
         )
 
 

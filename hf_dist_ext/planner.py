@@ -16,7 +16,6 @@ It loads no weights and imports no torch: a laptop plans for a model that it cou
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext import deepspeed_install
 from hf_dist_ext.architectures import is_known
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.memory import Bytes, Settings, estimate, is_cut, is_known_optimizer, model_of
@@ -284,8 +284,8 @@ def _why_not(strategy: Strategy, preset: str, hardware: Hardware, available: Col
         return f"it would use one of {hardware.num_devices} devices"
     if preset not in available:
         return f"there is no preset {preset}"
-    if strategy.is_deepspeed and importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed"
+    if strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
+        return reason.partition(". ")[0]
     return ""
 
 

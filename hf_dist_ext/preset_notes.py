@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_dist_ext import deepspeed_install
 from hf_dist_ext.presets import load_preset
 
 
@@ -63,17 +63,17 @@ NOTES = {
     ),
     "deepspeed_zero2": Notes(
         "gradients, optimizer state",
-        f"gradients of every chunk; updated weights once; {_LOSS}",
+        f"gradients once, or of every chunk (gradient_cache_fsdp); updated weights once; {_LOSS}",
         "It fits but for gradients and AdamW's state.",
     ),
     "deepspeed_zero3": Notes(
         "weights, gradients, optimizer state",
-        f"every layer's weights and gradients in every chunk; {_LOSS}",
+        f"every layer's weights in every chunk, gradients once or in every chunk (gradient_cache_fsdp); {_LOSS}",
         "It does not fit one device, and your configurations are DeepSpeed's; else multi_gpu_fsdp.",
     ),
     "deepspeed_zero3_offload": Notes(
         "weights, gradients, optimizer state, on the CPU",
-        f"every layer's weights and gradients in every chunk, and between CPU and GPU; {_LOSS}",
+        f"as deepspeed_zero3, and between CPU and GPU; {_LOSS}",
         "It does not fit all GPUs together. Slow: the optimizer steps on the CPU.",
     ),
     "multi_node_ddp": Notes(
@@ -93,8 +93,8 @@ def runs_here(path: Path, devices: int) -> tuple[bool, str]:
     """Whether a preset runs on this machine with so many visible GPUs, and how or why not."""
     preset = load_preset(path)
     kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")
-    if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
-        return False, "no: DeepSpeed is not installed (pip install -e '.[deepspeed]')"
+    if kind == "DEEPSPEED" and (reason := deepspeed_install.why_unusable()):
+        return False, f"no: {reason}"
     machines = int(preset.get("num_machines") or 1)
     if machines > 1:
         return False, f"not alone: it is started on each of {machines} machines"

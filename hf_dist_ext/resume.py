@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Trainer, set_seed
 from transformers.utils import logging
 
-from . import distributed, manifest, tensor_parallel, trainable_checkpoint, trusted
+from . import deepspeed_checkpoint, distributed, manifest, tensor_parallel, trainable_checkpoint, trusted
 from .checkpointing import LOSS_OPTIMIZER, LOSS_WEIGHTS, load_loss
 from .errors import UsageError
 from .modeling import check_weights, load_weights
@@ -54,11 +54,6 @@ def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
             hint = another(folder, manifest.checkpoints_in(output_dir))
             raise UsageError(f"{folder} is incomplete: {', '.join(broken)}. {hint}")
         passed_over[folder] = ", ".join(broken)
-    if trainer.is_deepspeed_enabled and not args.trust_checkpoint:
-        raise UsageError(
-            f"{folder} is DeepSpeed's, whose files may run code when they are read. Set trust_checkpoint=true if you "
-            "made it yourself."
-        )
     trusted.check_metadata(folder, args.trust_checkpoint)
     if trainer.is_world_process_zero():
         for path, reason in passed_over.items():
@@ -75,6 +70,8 @@ def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
         return None
     _check_complete(trainer, folder)
     _check_split(trainer, folder)
+    if trainer.is_deepspeed_enabled:
+        deepspeed_checkpoint.check_processes(trainer, folder)
     if trainer._saves_trainable_only:
         trainable_checkpoint.check_frozen(folder, trainer._frozen_digests)
     elif trainable_checkpoint.has_trainable_weights(folder):

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from . import distributed, lease
+from . import deepspeed_step, distributed, lease
 from .bad_rows import Tally, guard_rows, in_short, listing, name_of
 from .errors import RunError, UsageError
 from .failures import Watchdog, phase, set_collective_timeout
@@ -50,7 +50,7 @@ class SafeTrainer(Trainer):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         limit = getattr(self.args, "max_nonfinite_steps", None)
-        self.guard = None if limit is None or self.is_deepspeed_enabled else NonFiniteGuard(limit)
+        self.guard = None if limit is None else NonFiniteGuard(limit)
         self._stop = StopSignals() if getattr(self.args, "preemptible", False) else None
         self._loss_of_update: torch.Tensor | None = None
         self._answers: Any = None  # of (1), while it runs
@@ -131,6 +131,12 @@ class SafeTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         return self._backward_done(super().training_step(model, inputs, num_items_in_batch), inputs)
 
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        found = super().compute_loss(model, inputs, return_outputs, **options)
+        if self.guard is None or not self.is_deepspeed_enabled or return_outputs or not torch.is_grad_enabled():
+            return found
+        return deepspeed_step.poisoned(found, found.detach())
+
     def _backward_done(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Call with every micro-batch's loss; gives it back."""
         may_replace = bool(getattr(self.args, "max_bad_rows", 0))
@@ -153,6 +159,8 @@ class SafeTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         phase.enter("clipping gradients, update")
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.is_deepspeed_enabled and self.guard is not None:
+            grad_norm = deepspeed_step.norm_of_update(self, grad_norm)
         if hasattr(grad_norm, "full_tensor"):  # of FSDP2: a collective, once; logging it would be another
             grad_norm = grad_norm.full_tensor()
         if self._answers is not None and self._must_redo(grad_norm):
@@ -188,7 +196,10 @@ class SafeTrainer(Trainer):
                 f"{self.args.max_bad_rows}. {'; '.join(self._listed_rows())}. Mend the dataset or raise the limit."
             )
         has_scaler = getattr(self.accelerator, "scaler", None) is not None
+        has_scaler = has_scaler or (self.is_deepspeed_enabled and self.args.fp16)
         if self.guard is not None and self.guard.is_bad(losses, norm, has_scaler):
+            if self.is_deepspeed_enabled:
+                deepspeed_step.check_skipped(self)
             self.optimizer.zero_grad()
             rows = "not known"
             if distributed.rank() in (bad_ranks(losses) or [distributed.rank()]):

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -116,9 +117,23 @@ def save_optimizer(trainer: DistTrainer, folder: Path) -> None:
 def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors on the CPU, one after the other (each may be a collective); yielded only where `keep`."""
     for name, tensor in tensors.items():
-        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        with whole_under_zero(tensor):
+            whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            whole = whole.cpu().clone().contiguous() if keep else None
         if keep:
-            yield name, whole.cpu().clone().contiguous()
+            yield name, whole
+
+
+@contextlib.contextmanager
+def whole_under_zero(tensor: torch.Tensor) -> Iterator[None]:
+    """While inside, a weight that ZeRO-3 holds in parts is whole on every rank."""
+    if not hasattr(tensor, "ds_id"):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([tensor]):
+        yield
 
 
 def _check_can_be_sharded(trainer: DistTrainer, state: Mapping[str, torch.Tensor]) -> None:
@@ -277,7 +292,8 @@ def frozen_digests(model: nn.Module, saved: frozenset[str]) -> dict[str, str]:
     for name, tensor in named(model.state_dict(keep_vars=True).items()).items():
         if name not in left_out and id(tensor) not in tied and isinstance(tensor, torch.Tensor):
             # split over processes already (tensor parallelism): gathered, one after the other
-            digests[name] = digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
+            with whole_under_zero(tensor):
+                digests[name] = digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
     return digests
 
 

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from . import (
     checkpointing,
     communication,
+    deepspeed_checkpoint,
     deepspeed_step,
     distributed,
     feature_cache,
@@ -177,6 +178,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         # wrapper owns may join it (accelerate's FSDP2 refuses optimizers with foreign parameters).
         if self.loss is not None and self.optimizer is not None:
             checkpointing.add_loss_group(self.optimizer, self._loss_parameters())
+        if self.is_deepspeed_enabled and self.accelerator.deepspeed_engine_wrapped is not None:
+            deepspeed_checkpoint.attach(self)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_learning_rate(self) -> float:
@@ -243,12 +246,14 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             self._reduction = distributed.Reduction(
                 model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp, self._takes_column
             )
+            if self.is_deepspeed_enabled:
+                self._update = deepspeed_step.Update(self)
         batch, ids = split_ids(self._prepare_inputs(inputs))
         if self._split is not None:
             self._split.check_group(batch, self.args.device)
         step, chunked, counts = self._step(model, batch, ids)
         self._loss_gradients_are_used = self.accelerator.sync_gradients
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and not self.is_deepspeed_enabled:  # there they have taken their step
             distributed.average_gradients(self._loss_parameters())
             if self._split is not None:
                 self._split.complete_gradients()
@@ -259,7 +264,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         if self._split is not None:
             parameters = chain(model.parameters(), self._loss_parameters())
             return tensor_parallel.clip_gradients(parameters, self.args.max_grad_norm)
-        if self.loss is None or not self._loss_parameters():
+        if self.loss is None or not self._loss_parameters() or self.is_deepspeed_enabled:
             return super()._clip_grad_norm(model)
         parameters = chain(model.parameters(), self._loss_parameters())
         return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)

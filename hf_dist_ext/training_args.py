@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
-from . import async_save, communication, learning_rate, sharding
+from . import async_save, communication, deepspeed_install, learning_rate, sharding
 from .distributed import has_accelerator, launches_deepspeed, must_use_cpu
 from .errors import UsageError
 
@@ -51,7 +52,8 @@ class DistTrainingArguments(TrainingArguments):
         default="auto",
         metadata={
             "help": "FSDP with the cache. 'speed': gather weights and reduce gradients once per step, keeping both "
-            "whole in between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory."
+            "whole in between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory. "
+            "The same for the gradients of ZeRO-2 and 3, whose weights are gathered per chunk in either."
         },
     )
     gradient_cache_keep_graph: int | str = field(
@@ -229,7 +231,7 @@ class DistTrainingArguments(TrainingArguments):
     )
     trust_checkpoint: bool = field(
         default=False,
-        metadata={"help": "Read checkpoints whose files may run code when they are read (DeepSpeed's do)."},
+        metadata={"help": "Read checkpoints whose files may run code when they are read."},
     )
     save_async: bool = field(
         default=False,
@@ -264,6 +266,8 @@ class DistTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.stream_order not in ("one", "shards"):
             raise UsageError(f"stream_order={self.stream_order!r}: choose 'one' or 'shards'.")
+        if launches_deepspeed():
+            deepspeed_install.check()
         self._check_gradient_cache()
         self._check_freezing()
         for module in (sharding, communication, learning_rate, async_save):
@@ -274,11 +278,16 @@ class DistTrainingArguments(TrainingArguments):
             self.use_cpu = True
         elif launches_deepspeed() and not has_accelerator():
             self.ddp_backend = self.ddp_backend or "gloo"  # without one, accelerate counts one process
+            deepspeed_install.prepare_cpu()
         yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         if not (self.bf16 or self.fp16) and yaml_precision in ("bf16", "fp16"):
             setattr(self, yaml_precision, True)
             logger.info(f"{yaml_precision}=True, as the accelerate configuration's mixed_precision says.")
         super().__post_init__()
+        plugin = getattr(self, "deepspeed_plugin", None)
+        if plugin is not None and not plugin.zero3_init_flag:
+            # Else transformers 5.23 builds and loads models in parts under ZeRO-3, whatever the flag says.
+            unset_hf_deepspeed_config()
 
     def _check_gradient_cache(self) -> None:
         size = self.gradient_cache_chunk_size

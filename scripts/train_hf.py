@@ -72,9 +72,11 @@ def train(run: Run) -> None:
 
 def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:
     """One life of a trainer, and its report."""
+    from hf_dist_ext.freezing import num_elements
+
     trainer = parts.make_trainer(args)  # (2)
     trainer.stage = run.name or None
-    trains = [(p.numel(), p.requires_grad) for p in trainer.model.parameters()]
+    trains = [(num_elements(p), p.requires_grad) for p in trainer.model.parameters()]
 
     # (3)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -102,10 +102,7 @@ def test_a_file_of_the_user_s_own_says_its_number_of_processes(make_run, content
     ],
 )
 def test_what_cannot_run_is_refused_before_any_process_exists(make_run, monkeypatch, content, keys, visible, words):
-    find_spec = launch.importlib.util.find_spec
-    monkeypatch.setattr(
-        launch.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find_spec(name)
-    )
+    monkeypatch.setattr(launch.deepspeed_install, "find_spec", lambda name: None)
     if content:
         Path("mine.yaml").write_text(json.dumps(content), encoding="utf-8")
         keys = {"accelerate_config": "mine.yaml", **keys}

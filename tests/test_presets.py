@@ -77,7 +77,7 @@ def test_every_preset_is_explained_and_no_other_is():
     ("deepspeed_zero2", 8, False, "deepspeed"),
 ])  # fmt: skip
 def test_what_this_machine_can_run_is_said(monkeypatch, name, devices, runs, words):
-    monkeypatch.setattr(preset_notes.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(preset_notes.deepspeed_install, "find_spec", lambda module: None)
     found, line = preset_notes.runs_here(presets.find_preset(name), devices)
     assert found is runs and words in line
 

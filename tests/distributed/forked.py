@@ -26,6 +26,13 @@ MODES = {
     "fsdp-full": (2, FSDP | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}),
     "fsdp-sharded": (2, FSDP | {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}),
 }
+ZERO = {
+    f"zero{stage}": (
+        2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"},
+    )
+    for stage in (1, 2, 3)
+}  # fmt: skip
 HSDP = {"hsdp-sharded": (4, MODES["fsdp-sharded"][1])}  # two copies of the model, each on two processes
 
 
@@ -36,7 +43,7 @@ class Run:
     """
 
     def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):
-        world_size, environment = (MODES | HSDP)[mode.partition("+")[0]]
+        world_size, environment = (MODES | HSDP | ZERO)[mode.partition("+")[0]]
         self.reader, writer = os.pipe()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -27,11 +27,11 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_dist_ext import async_save, manifest
+from hf_dist_ext import async_save, manifest, trainable_checkpoint
 from hf_dist_ext.distributed import fsdp_on_cpu
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
-from tests.distributed.forked import HSDP, MODES, Run
+from tests.distributed.forked import HSDP, MODES, ZERO, Run
 
 STEPS, SAVE_EVERY = 10, 2
 
@@ -47,7 +47,8 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
     trainer_class, arguments = (Trainer, TrainingArguments) if options.stock else (DistTrainer, DistTrainingArguments)
     args = arguments(
         output_dir=str(folder), max_steps=STEPS, save_steps=SAVE_EVERY, save_total_limit=2, learning_rate=1e-2,
-        per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=1000, seed=5,
+        per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=not options.zero, logging_steps=1000,
+        seed=5,
         **({"frozen_modules": ["layers.0"]} if options.frozen else {}),
         **({"save_async": True} if options.later else {}),
         **({"sharding": "HYBRID_SHARD", "sharding_group_size": 2} if options.copies else {}),
@@ -72,8 +73,9 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
     trainer.train(resume_from_checkpoint=resume)
     digest = hashlib.sha256()
     for parameter in trainer.model.parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        digest.update(whole.detach().numpy().tobytes())
+        with trainable_checkpoint.whole_under_zero(parameter):
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -125,6 +127,7 @@ def killed_and_resumed(
 def main() -> None:
     parser = argparse.ArgumentParser()
     modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
+    modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")]
     parser.add_argument("--mode", choices=modes, nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -134,7 +137,9 @@ def main() -> None:
     found = {}
     for mode in options.mode:
         draw, options.frozen, options.later = random.Random(options.seed), "+frozen" in mode, "+async" in mode
-        options.copies = "hsdp" in mode
+        options.copies, options.zero = "hsdp" in mode, "zero" in mode
+        if options.zero:
+            import deepspeed  # noqa: F401, once, before the forks
         with TemporaryDirectory() as folder:
             digest, seconds = uninterrupted(mode, Path(folder, "whole"), options)
             kills = []
