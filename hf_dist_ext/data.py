@@ -132,7 +132,9 @@ def loading_errors(name: str) -> Iterator[None]:
     ) as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
-        if isinstance(cause, StopIteration) or "corresponds to no data" in reason or "No columns to parse" in reason:
+        # of a CSV file, pandas' words; of a JSON file, those of datasets 4.0
+        no_rows = ("corresponds to no data", "No columns to parse", "Please pass `features` or at least one example")
+        if isinstance(cause, StopIteration) or any(words in reason for words in no_rows):
             raise UsageError(
                 f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.'
             ) from error

@@ -132,9 +132,12 @@ def _parts(node: ast.Dict, path: Path) -> dict[str, tuple[str, dict]]:
             found[name] = (_model_type_of(path, value.id), {})
         elif isinstance(value, ast.Call):
             words = {one.arg: one.value for one in value.keywords}
+            more = ast.literal_eval(words["init_kwargs"]) if "init_kwargs" in words else {}
             if isinstance(words.get("model_type"), ast.Constant):
-                more = ast.literal_eval(words["init_kwargs"]) if "init_kwargs" in words else {}
                 found[name] = (words["model_type"].value, more)
+            # transformers 5.20 writes the class so too. Remove when the minimum is 5.21.
+            elif isinstance(kind := words.get("config_class"), ast.Name) and kind.id != "AutoConfig":
+                found[name] = (_model_type_of(path, kind.id), more)
     return found
 
 

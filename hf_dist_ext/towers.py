@@ -78,6 +78,15 @@ class TowerModel(PreTrainedModel):
         for tower in self.towers.values():
             tower.activation_checkpointing_disable()
 
+    # What transformers before 5.23 calls the two above. Remove when the minimum is 5.23.
+    def gradient_checkpointing_enable(self, **kwargs) -> None:
+        for tower in self.towers.values():
+            tower.gradient_checkpointing_enable(**kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        for tower in self.towers.values():
+            tower.gradient_checkpointing_disable()
+
     def save_pretrained(
         self,
         save_directory: str | Path,

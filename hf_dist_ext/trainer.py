@@ -352,7 +352,7 @@ def _check_setup(trainer: DistTrainer) -> None:
             "training mode): its output depends on which rows share a chunk. Keep it in eval mode, replace it by a "
             "LayerNorm or GroupNorm, or switch the cache off."
         )
-    if args.activation_checkpointing:
+    if args.gradient_checkpointing:  # also what transformers 5.23 calls activation_checkpointing
         logger.info(
             "gradient cache and activation checkpointing are both on: the cache encodes every chunk twice and keeps "
             "one chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks "

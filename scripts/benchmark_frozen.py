@@ -133,7 +133,8 @@ def run(contestant: str, size: dict[str, int], steps: int, folder: Path, save: b
         output_dir=str(folder / contestant.replace(" ", "_")), per_device_train_batch_size=size["batch"],
         per_device_eval_batch_size=size["batch"], max_steps=steps, save_strategy="steps" if save else "no",
         save_steps=steps, logging_strategy="no", report_to=[], disable_tqdm=True, remove_unused_columns=False,
-        learning_rate=1e-3, activation_checkpointing=True, dataloader_pin_memory=False,
+        learning_rate=1e-3, dataloader_pin_memory=False,
+        gradient_checkpointing=True,  # transformers 5.23 has activation_checkpointing beside it, 5.20 has not
         use_cpu=not torch.cuda.is_available(), **options,
     )  # fmt: skip
     count = size["batch"] * steps * args.world_size

@@ -12,7 +12,7 @@ from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.towers import TowerModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer, tiny_towers
+from tests.tiny_models import CHECKPOINTING, WORDS, model_config, tiny_tokenizer, tiny_towers
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
 
 
@@ -43,7 +43,7 @@ def projector_of(trainer: DistTrainer) -> torch.Tensor:
     return torch.cat([p.detach().double().flatten() for p in parameters])
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {CHECKPOINTING: True}])
 def test_an_image_encoder_runs_once_per_picture_and_the_weights_are_the_same(tmp_path, options):
     start = projector_of_model(tiny_llava())
     plain, plain_calls = llava_run(tmp_path, False, **options)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from hf_dist_ext.freezing import plan_freezing
 from hf_dist_ext.frozen_mode import set_frozen_mode
 from hf_dist_ext.image_stand_in import ImageStandIn
+from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import Calls, collate, row, tiny_llava
 
 TOWER, PROJECTOR, LANGUAGE = "model.vision_tower", "model.multi_modal_projector", "model.language_model"
@@ -85,7 +86,7 @@ def test_modules_that_checkpoint_keep_training_with_their_own_drop_rates_at_zero
 def test_a_frozen_leading_tower_runs_once_and_is_never_back_propagated(checkpointing):
     model = frozen_llava("projector")
     if checkpointing:
-        model.activation_checkpointing_enable()
+        getattr(model, f"{CHECKPOINTING}_enable")()
         model.train()
     layers = [f"{TOWER}.encoder.layers.0", f"{LANGUAGE}.layers.0"]
     calls = Calls(model, [*layers, f"{TOWER}.encoder.layers.0.mlp", f"{LANGUAGE}.layers.0.mlp"])

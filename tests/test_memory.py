@@ -252,7 +252,7 @@ def small_run(tmp_path):
 
 
 @pytest.mark.parametrize("model", [BERT, LLAMA], ids=["bert", "llama"])
-@pytest.mark.parametrize("fields", [{}, {"activation_checkpointing": True}, {"trainable_modules": ["0"]}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"use_gradient_checkpointing": True}, {"trainable_modules": ["0"]}], ids=str)
 def test_torch_s_tracker_agrees_with_the_closed_form(small_run, model, fields):
     model = model | {"hidden_size": 128, "intermediate_size": 384}  # shaped like real ones, whose widest value leads
     from hf_dist_ext.memory_trace import compare

@@ -12,7 +12,7 @@ from hf_dist_ext.modeling import (
     unused_parameters,
     weights_from_folder,
 )
-from tests.tiny_models import EXPERTS_CONFIG, TEXT_CONFIGS, model_config
+from tests.tiny_models import CHECKPOINTING, EXPERTS_CONFIG, TEXT_CONFIGS, model_config
 
 DECODERS = ("qwen3", "llama")
 
@@ -168,16 +168,17 @@ def test_activation_checkpointing_leaves_the_gradients_as_they_are():
     gradients = []
     for is_checkpointing in (False, True):
         model = tiny(projection_dim=8).train()
+        enable, disable = (getattr(model, f"{CHECKPOINTING}_{word}") for word in ("enable", "disable"))
         if is_checkpointing:
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        assert model.is_activation_checkpointing is is_checkpointing
+            enable(**{f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}})
+        assert getattr(model, f"is_{CHECKPOINTING}") is is_checkpointing
         torch.manual_seed(3)  # dropout
         model(**features()).embeddings[:, 0].sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     assert gradients[0][0].abs().sum() > 0
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
-    model.activation_checkpointing_disable()
-    assert not model.is_activation_checkpointing
+    disable()
+    assert not getattr(model, f"is_{CHECKPOINTING}")
 
 
 @pytest.mark.parametrize("task_type", [None, TaskType.FEATURE_EXTRACTION])

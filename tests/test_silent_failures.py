@@ -37,6 +37,7 @@ from tests.distributed.forked import Run
 from tests.launching import ROOT, environment, launch
 from tests.test_trainer import Tiny
 from tests.test_trainer import collate as pairs
+from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
 
 STOCK, OURS = (Trainer, TrainingArguments), (DistTrainer, DistTrainingArguments)
@@ -134,7 +135,7 @@ def tower_passes(trainer_class: type, arguments: type, folder: Path, **options) 
     calls = Calls(model, [layer, f"{layer}.mlp"])
     args = arguments(
         output_dir=str(folder), max_steps=1, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
-        use_cpu=True, save_strategy="no", remove_unused_columns=False, activation_checkpointing=True, **options,
+        use_cpu=True, save_strategy="no", remove_unused_columns=False, **options, **{CHECKPOINTING: True},
     )  # fmt: skip
     rows = [row(True, index) for index in range(2)]
     trainer_class(model, args, train_dataset=rows, data_collator=collate, processing_class=BlankPictures()).train()
@@ -148,7 +149,7 @@ def test_a_frozen_tower_is_not_back_propagated_where_checkpointing_makes_trainer
 
 
 def test_fsdps_own_checkpointing_is_refused_where_names_decide_what_trains():
-    with pytest.raises(UsageError, match='"activation_checkpointing": true'):
+    with pytest.raises(UsageError, match='"use_gradient_checkpointing": true'):
         sharding.check_names(SimpleNamespace(activation_checkpointing=True))
     sharding.check_names(SimpleNamespace(activation_checkpointing=False))
 

@@ -4,7 +4,7 @@ import torch
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.towers import TowerModel
-from tests.tiny_models import model_config, tiny_towers
+from tests.tiny_models import CHECKPOINTING, model_config, tiny_towers
 
 COLUMNS = {"query": "text", "positive": "image", "negative": "image"}
 
@@ -60,12 +60,12 @@ def test_a_saved_model_comes_back_bit_identical(tmp_path):
 
 def test_activation_checkpointing_reaches_every_tower():
     model = tiny().train()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    assert all(tower.is_activation_checkpointing for tower in model.towers.values())
+    getattr(model, f"{CHECKPOINTING}_enable")(**{f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}})
+    assert all(getattr(tower, f"is_{CHECKPOINTING}") for tower in model.towers.values())
     model(column="positive", **batch()["positive"]).embeddings[:, 0].sum().backward()
     assert all(parameter.grad is not None for parameter in model.towers["image"].parameters())
-    model.activation_checkpointing_disable()
-    assert not any(tower.is_activation_checkpointing for tower in model.towers.values())
+    getattr(model, f"{CHECKPOINTING}_disable")()
+    assert not any(getattr(tower, f"is_{CHECKPOINTING}") for tower in model.towers.values())
 
 
 def test_what_has_no_tower_is_named(tmp_path):

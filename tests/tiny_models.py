@@ -12,6 +12,12 @@ from transformers import (
     SiglipTextModel,
     SiglipVisionConfig,
     SiglipVisionModel,
+    TrainingArguments,
+)
+
+# The name of Trainer's field, and in those of models' methods. Remove when the minimum is transformers 5.23.
+CHECKPOINTING = (
+    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 )
 
 WORDS = "parse a date from text read file into list of lines search : sort the numbers by key".split()

@@ -18,6 +18,7 @@ from hf_dist_ext.distributed import launched_processes, rank
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.launching import leave_together
+from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava
 
 STEPS, GLOBAL_BATCH = 3, 4
@@ -97,7 +98,7 @@ def main() -> None:
         cases["sharded"] = {"frozen_parts_fsdp": "shard"}
         cases["features, sharded"] = features | cases["sharded"]
     else:
-        cases["checkpointing"] = {"activation_checkpointing": True}
+        cases["checkpointing"] = {CHECKPOINTING: True}
     found = {name: train(options.folder, name, **more) for name, more in cases.items()}
     if rank() == 0:
         options.output.write_text(json.dumps({"world_size": launched_processes(), **found}))

@@ -31,6 +31,7 @@ from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.trainer_worker import weights_of
 from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, BERT, Case, collate
+from tests.tiny_models import CHECKPOINTING
 
 CASES = {
     "fsdp": {
@@ -43,7 +44,7 @@ CASES = {
         "cpu_offload": {"cpu_offload": True},
         "min_num_params": {"min_num_params": 10**9},
         "reduce_dtype": {"reduce_dtype": "bfloat16"},
-        "activation_checkpointing": {"activation_checkpointing": True},
+        "activation_checkpointing": {CHECKPOINTING: True},
         "comm hook": {"ddp_comm_hook": "fp16"},
     },
     "hybrid": {"HYBRID_SHARD": {"sharding": "HYBRID_SHARD", "sharding_group_size": 2}},
@@ -141,7 +142,7 @@ def examine(name: str, arguments: dict) -> dict:
         "elements": dict(sent.elements),
         "gradients": recorder.gradients,
         "weights": weights_of(trainer.model),
-        "is_checkpointing": bool(trainer.accelerator.unwrap_model(trainer.model).is_activation_checkpointing),
+        "is_checkpointing": bool(getattr(trainer.accelerator.unwrap_model(trainer.model), f"is_{CHECKPOINTING}")),
         "learning_rate": trainer.args.learning_rate,
         "is_bucket_view": bool(getattr(wrapped, "gradient_as_bucket_view", False)),
         "is_static": bool(getattr(wrapped, "static_graph", False)),

@@ -30,6 +30,7 @@ from hf_dist_ext.towers import TowerModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.launching import leave_together
+from tests.tiny_models import CHECKPOINTING
 
 BATCH = 6  # rows per rank and micro-batch
 WIDTHS = {"query": 9, "positive": 30, "negative": 17, "other": 12}
@@ -114,14 +115,14 @@ CASES = [
          worlds=(1, 2)),
     Case("decoder, every chunk reduced, accumulation", model="qwen3", steps=2, rows=4, worlds=(),
          arguments={"gradient_cache_fsdp": "memory", "gradient_accumulation_steps": 2}),
-    Case("gradient checkpointing", arguments={"activation_checkpointing": True}),
+    Case("gradient checkpointing", arguments={CHECKPOINTING: True}),
     Case("LoRA", model="lora"),
     Case("LoRA with LoRA dropout", model="lora:0.3", same_masks=True),
     Case("LoRA and a trained projection", model="lora", worlds=(1, 2),
          arguments={"trainable_modules": ["projection"]}),
     Case("dropout", model="dropout", same_masks=True),
     Case("dropout and gradient checkpointing", model="dropout", same_masks=True,
-         arguments={"activation_checkpointing": True}),
+         arguments={CHECKPOINTING: True}),
     Case("learnable temperature", loss={"learnable_temperature": True}, steps=2),
     Case("symmetric", loss={"symmetric": True}),
     Case("own negatives only", loss={"cross_device_negatives": False}),
