@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_dist_ext import sharding
-from hf_dist_ext.distributed import fsdp_on_cpu
+from hf_dist_ext.distributed import sharded_on_cpu
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.trainer import DistTrainer
@@ -329,7 +329,7 @@ def sharded_run(say, folder: Path, classes: tuple, checkpointing: bool) -> str:
 
     class OnCPU(trainer_class):
         def create_accelerator_and_postprocess(self):
-            with fsdp_on_cpu():  # without it the stock class trains DDP on a CPU
+            with sharded_on_cpu():  # without it the stock class trains DDP on a CPU
                 super().create_accelerator_and_postprocess()
 
     model = with_dropout()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import BertConfig, TrainerCallback
 
 from hf_dist_ext.distributed import launched_processes, rank
 from hf_dist_ext.errors import RunError, UsageError
@@ -24,6 +24,8 @@ from hf_dist_ext.freezing import plan_freezing
 from hf_dist_ext.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.distributed.nonfinite_worker import InfiniteClassifier
+from tests.distributed.trainer_worker import SMALL
 from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, Case, build_model, collate, reference_gradients
 
@@ -57,6 +59,7 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 # Made before any trainer: with ZeRO-3 running, transformers builds models sharded.
 STARTS = {case.name: build_model(case.model).float() for case in CASES}
+CLASSIFIER = InfiniteClassifier(BertConfig(**SMALL))
 SPARE = [copy.deepcopy(STARTS["chunks of 4"]) for _ in range(12)]
 
 
@@ -163,6 +166,23 @@ class InfiniteOnRankOne(InfoNCELoss):
         return LossOutput(found.loss + bad, found.metrics)
 
 
+def own_loss() -> dict:
+    """The same for a model's own loss, which Trainer back-propagates."""
+    rows = [{"input_ids": torch.arange(1, 11) + i, "labels": torch.tensor(i % 2)} for i in range(40)]
+    with tempfile.TemporaryDirectory() as folder:
+        args = DistTrainingArguments(
+            output_dir=folder, per_device_train_batch_size=4, max_steps=5, max_nonfinite_steps=2, report_to=[],
+            disable_tqdm=True, save_strategy="no", remove_unused_columns=False,
+        )  # fmt: skip
+        trainer = DistTrainer(CLASSIFIER, args, train_dataset=rows)
+        trainer.add_callback(weights := Weights())
+        try:
+            trainer.train()
+        except RunError as error:
+            return {"message": str(error), "moved": [not torch.equal(*pair) for pair in pairs(weights.seen)]}
+    return {}
+
+
 class Weights(TrainerCallback):
     def __init__(self):
         self.seen = []
@@ -191,15 +211,18 @@ def bad_steps(limit: int, **arguments) -> dict:
         dist.barrier()
         saved = sorted(path.parent.name for path in Path(folder[0]).glob("checkpoint-*/manifest.json"))
         dist.barrier()
-    steps = list(zip(weights.seen, weights.seen[1:], strict=False))
     return {
-        "moved": [not torch.equal(a, b) for a, b in steps],
-        "temperature_moved": [a != b for a, b in zip(temperatures, temperatures[1:], strict=False)],
+        "moved": [not torch.equal(*pair) for pair in pairs(weights.seen)],
+        "temperature_moved": [a != b for a, b in pairs(temperatures)],
         "finite": bool(weights.seen[-1].isfinite().all()),
         "total": trainer.guard.total,
         "message": message,
         "saved": saved,
     }
+
+
+def pairs(of_steps: list) -> list[tuple]:
+    return list(zip(of_steps, of_steps[1:], strict=False))
 
 
 class _EachStep(TrainerCallback):
@@ -285,6 +308,7 @@ def main() -> None:
         "sent": lambda: {mode: reductions(gradient_cache_fsdp=mode) for mode in ("speed", "memory")},
         "two bad steps": lambda: bad_steps(20),
         "too many bad steps": lambda: bad_steps(2),
+        "bad steps of a model's own loss": own_loss,
         "resumed": resumed,
         "resumed, frozen backbone": lambda: resumed(trainable_modules=["projection"]),
     }

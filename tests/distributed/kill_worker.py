@@ -28,7 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_dist_ext import async_save, manifest, trainable_checkpoint
-from hf_dist_ext.distributed import fsdp_on_cpu
+from hf_dist_ext.distributed import sharded_on_cpu
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import HSDP, MODES, ZERO, Run
@@ -56,7 +56,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
 
     class Reporting(trainer_class):
         def create_accelerator_and_postprocess(self):
-            with fsdp_on_cpu():  # without it the stock class trains DDP on a CPU
+            with sharded_on_cpu():  # without it the stock class trains DDP on a CPU
                 super().create_accelerator_and_postprocess()
 
         def _save_checkpoint(self, *arguments):

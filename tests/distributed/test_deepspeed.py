@@ -87,6 +87,13 @@ def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(stage):
 
 @needs_deepspeed
 @STAGES
+def test_so_do_those_of_a_models_own_loss(stage):
+    entry = found(stage)["bad steps of a model's own loss"]
+    assert "loss of rank 1 is nan; 2 steps in a row" in entry["message"] and entry["moved"] == [True, False]
+
+
+@needs_deepspeed
+@STAGES
 @pytest.mark.parametrize("name", ["resumed", "resumed, frozen backbone"])
 def test_a_resumed_run_ends_with_the_same_weights(stage, name):
     entry = found(stage)[name]

@@ -40,7 +40,7 @@ def worker(folder: Path, what: dict[str, Any], **options: Any) -> None:
     import torch
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
-    from hf_dist_ext.distributed import fsdp_on_cpu
+    from hf_dist_ext.distributed import sharded_on_cpu
     from tests.distributed.failing_worker import fail
 
     rank = os.environ.get("RANK", "0")
@@ -82,7 +82,7 @@ def worker(folder: Path, what: dict[str, Any], **options: Any) -> None:
 
     class OnCPU(Trainer):
         def create_accelerator_and_postprocess(self):
-            with fsdp_on_cpu():  # without it the stock class trains DDP on a CPU
+            with sharded_on_cpu():  # without it the stock class trains DDP on a CPU
                 super().create_accelerator_and_postprocess()
 
     os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "BertLayer"  # accelerate's own choice crashes for Bert
