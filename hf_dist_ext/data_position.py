@@ -196,7 +196,11 @@ class PositionHooks(Trainer):
         content = manifest.read(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
         if content and "position" in content and hasattr(self.args, "allow_changed_data"):
             _check_data(self, content, resume_from_checkpoint)
-            self._continue(content, resume_from_checkpoint)
+            if self.args.ignore_data_skip:  # the data begin anew
+                samples = content["position"]["samples"]
+                self.position = replace(self.position, samples=samples, is_regular=False)
+            else:
+                self._continue(content, resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, *arguments, **options)
         finally:

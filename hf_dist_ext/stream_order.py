@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec.asyn
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -122,6 +123,8 @@ class OneOrder(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         own, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if info is not None:
+            fsspec.asyn.reset_lock()  # as `datasets` does: files over the network would hang in a forked process
         rows = self._checked_rows()
         row = next(rows)
         for number in itertools.count():

@@ -77,6 +77,12 @@ def test_an_unchanged_run_is_trainers_own_resume(whole):
     assert run(folder, resume=3).seen == order[12:]
 
 
+def test_without_skipping_the_epoch_begins_anew(whole):
+    folder, order = whole
+    options = {"resume": 11, "ignore_data_skip": True, "per_device_train_batch_size": 5}
+    assert run(folder, **options).seen == order[ROWS : ROWS + 5]  # one step is left, of 5 rows
+
+
 def test_a_sequential_order_goes_on(tmp_path):
     run(tmp_path, train_sampling_strategy="sequential", epochs=0.5)
     after = run(tmp_path, resume=3, train_sampling_strategy="sequential", per_device_train_batch_size=5)

@@ -179,6 +179,14 @@ def test_a_finished_run_takes_no_further_step(whole):
     assert after.seen == [] and after.last_step == STEPS
 
 
+def test_without_skipping_the_data_begin_anew(whole):
+    folder, order = whole("plain")
+    options = {"resume": 4, "max_steps": STEPS, "ignore_data_skip": True}
+    for change in ({}, {"per_device_train_batch_size": 2}):
+        seen = run(folder, plain(), **options, **change).seen
+        assert seen == order[: len(seen)] and len(seen) > 7
+
+
 def test_what_can_not_be_is_said(tmp_path):
     with pytest.raises(UsageError, match="the training stream has no rows"):
         run(tmp_path, plain().filter(lambda row: False), max_steps=2)
