@@ -2,6 +2,9 @@
 
 Keys end the tests' names; what is not listed has to end as it does with the stock classes, failures (a model that is
 not in the cache, another version of transformers) included.
+
+Run last with 50 of them, on transformers 5.23 and without a network: 26 of checkpoints, 19 of callbacks, 5 of
+evaluation. 45 pass with both, one (of a later version) fails with both, and these four differ.
 """
 
 EXPECTED = {

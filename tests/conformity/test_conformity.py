@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def differences(stock: dict[str, str], ours: dict[str, str]) -> dict[str, str]:
 @pytest.mark.skipif("HF_TRAINER_TESTS" not in os.environ, reason="HF_TRAINER_TESTS names no checkout of transformers")
 def test_trainers_own_tests_end_as_with_the_stock_classes(tmp_path):
     stock, ours = (outcomes(trainer, test_files(), tmp_path) for trainer in ("stock", "ours"))
+    print(f"{len(stock)} tests; stock: {Counter(stock.values())}, ours: {Counter(ours.values())}")
     found = differences(stock, ours)
     for name, words in found.items():
         print(name, words, next((EXPECTED[key] for key in EXPECTED if name.endswith(key)), "NOT EXPECTED"))

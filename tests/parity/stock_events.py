@@ -1,6 +1,6 @@
 r"""What the stock Trainer does when something happens to it: the second column of the table in docs/safety.md.
 
-    python tests/parity/stock_events.py                # about ten minutes on two cores
+    python tests/parity/stock_events.py                # a quarter of an hour on two busy cores
     python tests/parity/stock_events.py hang memory    # events whose names hold one of the words
 
 Every event is a real run of transformers' own classes: processes, signals, kills and collectives over gloo on the CPU.
