@@ -93,7 +93,8 @@ def runs_here(path: Path, devices: int) -> tuple[bool, str]:
     """Whether a preset runs on this machine with so many visible GPUs, and how or why not."""
     preset = load_preset(path)
     kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")
-    if kind == "DEEPSPEED" and (reason := deepspeed_install.why_unusable()):
+    offloads_to = (preset.get("deepspeed_config") or {}).get("offload_optimizer_device")
+    if kind == "DEEPSPEED" and (reason := deepspeed_install.why_unusable(offloads_to)):
         return False, f"no: {reason}"
     machines = int(preset.get("num_machines") or 1)
     if machines > 1:

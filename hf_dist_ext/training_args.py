@@ -268,6 +268,7 @@ class DistTrainingArguments(TrainingArguments):
             raise UsageError(f"stream_order={self.stream_order!r}: choose 'one' or 'shards'.")
         if launches_deepspeed():
             deepspeed_install.check()
+            deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
         self._check_gradient_cache()
         self._check_freezing()
         for module in (sharding, communication, learning_rate, async_save):

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import BertConfig, TrainerCallback
 
+from hf_dist_ext import trainable_checkpoint
 from hf_dist_ext.distributed import launched_processes, rank
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.freezing import plan_freezing
@@ -254,6 +256,7 @@ def resumed(**arguments) -> dict:
         found = {
             "equal": all(torch.equal(ended[n], repeated[n]) for n in ended),
             "moved": max((ended[n] - start[n]).abs().max().item() for n in start),
+            "trained_equal": trained_equal(checkpoint.with_name("checkpoint-4"), ended),
             "files": {f.relative_to(checkpoint).as_posix(): f.stat().st_size for f in checkpoint.rglob("*.*")},
             "in_manifest": sorted(json.loads((checkpoint / "manifest.json").read_text())["files"]),
         }
@@ -261,6 +264,13 @@ def resumed(**arguments) -> dict:
         found |= {"broken": broken(checkpoint, make_loss(), **options)}
         dist.barrier()
     return found
+
+
+def trained_equal(checkpoint: Path, ended: dict[str, torch.Tensor]) -> list[bool]:
+    """What `hf-dist merge` and other modes would read, of a run with frozen parts."""
+    path = checkpoint / trainable_checkpoint.WEIGHTS
+    stored = load_file(path) if path.is_file() else {}
+    return [torch.equal(tensor.double(), ended[name]) for name, tensor in stored.items()]
 
 
 def broken(checkpoint: Path, loss: InfoNCELoss, **options) -> dict[str, str]:
@@ -297,6 +307,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="these cases, and nothing beside them")
     options = parser.parse_args()
     found: dict = {}
+    DistTrainingArguments(output_dir="unused")  # the process group
     for case in CASES:
         if options.only is None or case.name in options.only:
             case.steps = STEPS

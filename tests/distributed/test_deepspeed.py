@@ -98,6 +98,7 @@ def test_so_do_those_of_a_models_own_loss(stage):
 def test_a_resumed_run_ends_with_the_same_weights(stage, name):
     entry = found(stage)[name]
     assert entry["equal"] and entry["moved"] > 0.1
+    assert entry["trained_equal"] == [True] * ("frozen" in name)  # the projection
     assert set(entry["files"]) - {"manifest.json"} <= set(entry["in_manifest"])
     assert sum(file.endswith("optim_states.pt") for file in entry["in_manifest"]) == 2
 
@@ -149,3 +150,26 @@ def test_versions_that_are_wrong_in_silence_are_refused(version, is_old):
         return deepspeed_install.check_version(version)
     with pytest.raises(UsageError, match=r"0\.19\.8.*pip install"):
         deepspeed_install.check_version(version)
+
+
+def test_offloading_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr(deepspeed_install.shutil, "which", lambda name: None)
+    monkeypatch.setattr(deepspeed_install, "_is_built", lambda operation: False)
+    with pytest.raises(UsageError, match="ninja not found"):
+        deepspeed_install.check_offload("cpu")
+    for nothing in (None, "none"):
+        deepspeed_install.check_offload(nothing)
+    monkeypatch.setattr(deepspeed_install, "_is_built", lambda operation: operation == "cpu_adam")
+    deepspeed_install.check_offload("cpu")
+
+
+@needs_deepspeed
+def test_without_a_compiler_collectives_go_over_gloo(monkeypatch, caplog):
+    from deepspeed import ops
+
+    monkeypatch.setitem(ops.__compatible_ops__, deepspeed_install.SHARED_MEMORY_OP, True)
+    deepspeed_install.prepare_cpu()
+    assert ops.__compatible_ops__[deepspeed_install.SHARED_MEMORY_OP]
+    monkeypatch.setattr(deepspeed_install.shutil, "which", lambda name: None)
+    deepspeed_install.prepare_cpu()
+    assert not ops.__compatible_ops__[deepspeed_install.SHARED_MEMORY_OP] and "gloo" in caplog.text
