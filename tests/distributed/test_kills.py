@@ -1,5 +1,6 @@
 """SIGKILL near a save, for real: what is resumed must end bit for bit as the run that was never interrupted."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -42,3 +43,10 @@ def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, suffix):
     found = kills(tmp_path, [mode + suffix], number)
     check(found)
     assert any(kill["not_committed"] for kill in found[mode + suffix]["kills"]), "no kill tore a save"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3", "zero1+frozen", "zero2+frozen", "zero3+frozen"])
+def test_all_kills_under_zero_are_resumed_bit_for_bit(tmp_path, mode):
+    check(kills(tmp_path, [mode], 4))
