@@ -128,16 +128,20 @@ class CheckpointHooks(Trainer):
             return
         elif self._saves_trainable_only and merge.has_adapters(self):
             merge.save_merged(self, folder)
-        elif self._split is not None:
-            whole = tensor_parallel.whole_weights(self.model, keep=self.args.should_save)
+        elif is_sharded or self._split is not None:
+            whole = self.whole_weights()
             with tensor_parallel.saved_as_whole(self.model):
                 self._save(str(folder), state_dict=whole)
-        elif is_sharded:
-            self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
         else:
             return super().save_model(output_dir, _internal_call)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
+        if self._split is not None:
+            return tensor_parallel.whole_weights(self.model, keep=self.args.should_save)
+        return self.accelerator.get_state_dict(self.model)
 
     # ---- (3) ----
 

@@ -82,6 +82,12 @@ def _check_layout(model: Any, launched: int) -> None:
 
 
 def _check_rest(model: Any, args: Any) -> None:  # (3)
+    is_partly_frozen = any(getattr(args, f"{kind}_modules", None) is not None for kind in ("trainable", "frozen"))
+    if args.bf16 and is_partly_frozen and any(p.dtype.itemsize < 4 for p in model.parameters()):
+        raise UsageError(
+            "tensor parallelism with frozen parts and bf16=true needs weights in float32: what trains can not be made "
+            "so once it is split. Load the model with dtype=float32."
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
     refused = {
         "adapters (use_lora)": any(hasattr(module, "peft_config") for module in model.modules()),

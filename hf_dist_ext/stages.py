@@ -25,7 +25,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from . import manifest
+from . import manifest, tensor_parallel
 from .adapters import merged_weights, name_without_adapters
 from .config import Run
 from .errors import UsageError
@@ -125,6 +125,11 @@ def _start_from(stage: Run, before: Run | None) -> None:
 def _carry(model: nn.Module, folder: Path) -> None:
     """What from_pretrained has rounded, as it was; and the names that a checkpoint must hold beside its own."""
     path = folder / OTHER_PRECISION
+    if path.is_file() and tensor_parallel.find_split(model) is not None:
+        raise UsageError(
+            f"{path} holds weights of another precision than the rest, which can not be put into a model under tensor "
+            "parallelism. Train the stages before with it too, or without bf16."
+        )
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     full = {plain: name for name in own if (plain := name_without_adapters(name)) is not None}
     for name, value in (load_file(path) if path.is_file() else {}).items():
@@ -137,7 +142,7 @@ def _carry(model: nn.Module, folder: Path) -> None:
 
 def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
     """Every rank calls it; the first one writes a folder that from_pretrained loads. Returns what `_carry` needs."""
-    weights = trainer.accelerator.get_state_dict(trainer.model)  # whole on the first rank, also when it is sharded
+    weights = trainer.whole_weights()
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     plan = trainer.freeze_plan
     trained = {name for name, p in model.named_parameters() if p.requires_grad} if plan is None else plan.saved
@@ -164,7 +169,8 @@ def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
             for saved in options.values():
                 saved.save_pretrained(folder)
             options = {}
-        model.save_pretrained(folder, state_dict=weights, **options)
+        with tensor_parallel.saved_as_whole(model):
+            model.save_pretrained(folder, state_dict=weights, **options)
     trainer.accelerator.wait_for_everyone()
     return facts
 

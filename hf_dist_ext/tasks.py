@@ -94,7 +94,10 @@ def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
 
 def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> None:
     """Frozen weights under autocast stay as their files hold them (bfloat16, mostly): a float32 copy would double what
-    they take and change nothing. What trains is made float32 by the freeze plan."""
+    they take and change nothing. What trains is made float32 by the freeze plan, which can not be done to weights that
+    are split over processes already (tensor parallelism): those are float32 all."""
+    if launched_tensor_parallel_size() > 1:
+        return
     has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None
     if run.run.dtype is None and run.run.model_name_or_path and has_frozen_part and (args.bf16 or args.fp16):
         run.run.dtype = "auto"

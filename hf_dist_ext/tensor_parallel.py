@@ -262,12 +262,16 @@ def whole_weights(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def saved_as_whole(model: nn.Module) -> Iterator[None]:
     """While `save_pretrained` writes whole weights on one rank: transformers would gather them again, on all ranks."""
-    before = model.config.distributed_config
-    model.config.distributed_config = None
+    config = getattr(model, "config", None)
+    before = getattr(config, "distributed_config", None)
+    if before is None:
+        yield
+        return
+    config.distributed_config = None
     try:
         yield
     finally:
-        model.config.distributed_config = before
+        config.distributed_config = before
 
 
 @torch.no_grad()

@@ -52,9 +52,11 @@ def named(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Tensor]:
     """The parameters to save, and the persistent buffers of the modules that own them, by name, sorted."""
+    # Without the buffers that are not persistent. First of all: FSDP2 has whole weights behind an evaluation and frees
+    # them here; parameters that were looked up before would be those, without memory.
+    kept = named(model.state_dict(keep_vars=True).items())
     parameters = named(model.named_parameters())
     owners = {name.rpartition(".")[0] for name in saved}
-    kept = named(model.state_dict(keep_vars=True).items())  # without the buffers that are not persistent
     buffers = named(model.named_buffers())
     tensors = {name: parameters[name] for name in saved}
     tensors |= {name: b for name, b in buffers.items() if name in kept and name.rpartition(".")[0] in owners}

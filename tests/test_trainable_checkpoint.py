@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from hf_dist_ext import manifest, trainable_checkpoint
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.launching import environment
 
 SMALL = dict(
     vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -150,3 +154,23 @@ def test_the_end_of_a_run_is_what_was_trained_unless_asked_or_nowhere_else(whole
         trainer.save_model()
         loaded = LlamaForCausalLM.from_pretrained(tmp_path / str(number))
         assert torch.equal(torch.cat([p.flatten() for p in loaded.parameters()]), weights(trainer))
+
+
+def test_what_fsdp_gathered_for_an_evaluation_is_never_saved(tmp_path):
+    """Its memory is freed while the state dict is made, and reading it ended the process."""
+    code = f"""
+        import torch.distributed as dist
+        from torch import nn, ones
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import DTensor
+        from hf_dist_ext.trainable_checkpoint import saved_tensors
+
+        dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+        model = fully_shard(nn.Linear(2, 2), reshard_after_forward=False)
+        model(ones(1, 2))
+        assert not isinstance(model.weight, DTensor)  # whole
+        found = saved_tensors(model, frozenset(["weight", "bias"]))
+        assert all(isinstance(tensor, DTensor) for tensor in found.values()), found
+        dist.destroy_process_group()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment())

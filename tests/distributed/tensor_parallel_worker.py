@@ -95,6 +95,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
     again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     now = weights_of(again)
     losses = [[line["loss"] for line in t.state.log_history if "loss" in line] for t in (trainer, again)]
+    trainer.evaluate()  # behind which FSDP2 has weights whole
     trainer.save_model(str(folder / "end"))
     trainer.accelerator.wait_for_everyone()
     found = {
