@@ -170,6 +170,8 @@ class CheckpointHooks(Trainer):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        takes_given = checkpoint is not None and self._has_own_arguments
+        given = learning_rate.given(self) if takes_given else None
         with checkpointing.loss_state_apart(self, load_from=checkpoint), trusted_reading(self._trusts):
             if checkpoint is not None and self._saves_optimizer_by_name:
                 if not self.is_deepspeed_enabled:  # there the engine has read all of it
@@ -178,6 +180,8 @@ class CheckpointHooks(Trainer):
                 self.lr_scheduler.load_state_dict(scheduler)
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
+        if given is not None:
+            learning_rate.take_given(self, given)
         checkpointing.load_budget(self, checkpoint)
         communication.load(self, checkpoint)
 

@@ -392,6 +392,10 @@ def _check_rules(run: Run) -> None:
         raise UsageError(f"{found} given: model_name_or_path (start from weights) or model_config (from scratch).")
     if config.model_config and not isinstance(config.model_config.get("model_type"), str):
         raise UsageError('model_config has no "model_type". Add one, such as "model_type": "bert".')
+    if config.model_config is not None and config.model_revision is not None:
+        raise UsageError(f"model_revision={show(config.model_revision)} is of a hub model, and model_config of none.")
+    if config.task == "embedding" and config.image_folder is not None and not config.image_columns:
+        raise UsageError(f"image_folder={show(config.image_folder)} is where image_columns are read from. Name them.")
     if config.dataset_name is None:
         raise UsageError('dataset_name is not given. Set "code-search", a hub id or the path of a data file.')
     weights, dims = config.matryoshka_weights or [], config.matryoshka_dims or []

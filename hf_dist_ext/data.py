@@ -99,11 +99,17 @@ def open_splits(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
             raise UsageError(
                 'streaming=true with dataset_name "code-search", which is read in memory. Drop streaming.'
             )
+        if run.dataset_config_name is not None:
+            raise UsageError('dataset_config_name is given, but "code-search" has no configurations. Remove it.')
         return load_code_search(held_out=run.eval_holdout) if run.eval_holdout else load_code_search()
     path = Path(name).expanduser()
     config_name = run.dataset_config_name if name == run.dataset_name else None
+    if config_name is not None and path.is_file():
+        raise UsageError(f'dataset_config_name="{config_name}": the file {path} has no configurations. Remove it.')
     with loading_errors(name):
         if path.is_dir() and any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+            if config_name is not None:
+                raise UsageError(f'dataset_config_name="{config_name}": {path} was saved without. Remove it.')
             return open_saved_folder(path, run.streaming)
         if path.is_dir():
             return datasets.load_dataset(str(path), config_name, streaming=run.streaming)

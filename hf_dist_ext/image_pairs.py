@@ -19,7 +19,7 @@ from .config import Run, RunConfig
 from .data import ContrastiveCollator
 from .errors import UsageError
 from .image_features import reads_fixed_width
-from .towers import TowerModel
+from .towers import TowerModel, load_tower
 
 TEXT, IMAGE = "text", "image"
 # model_type: the transformers classes that end in one vector per row, and where the dual encoder's config has theirs
@@ -50,8 +50,13 @@ def build_towers(run: Run, columns: list[str], image_columns: list[str]) -> Towe
             raise UsageError(f"{name} is given, but a model of towers ends in its own vectors. Remove {name}.")
     column_to_tower = {column: IMAGE if column in image_columns else TEXT for column in columns}  # (2)
     if config.model_config is None and Path(config.model_name_or_path, "towers.json").is_file():
-        model = TowerModel.from_pretrained(config.model_name_or_path, dtype=parse_dtype(config.dtype or "float32"))
+        folder, options = Path(config.model_name_or_path), {"dtype": parse_dtype(config.dtype or "float32")}
+        if config.attn_implementation is not None:
+            options["attn_implementation"] = config.attn_implementation
+        model = TowerModel.from_description(folder, lambda name, kind: load_tower(folder / name, kind, **options))
         model.column_to_tower = column_to_tower
+        if "normalize" in run.given:  # else as the folder says
+            model.normalize = config.normalize
         return model.train()
     dual = parse_config(config.model_config) if config.model_config is not None else _config_of(config)
     kinds = dict(zip((TEXT, IMAGE), DUAL_ENCODERS[dual.model_type], strict=True))

@@ -2,6 +2,8 @@
 
 (1) `scale`: rate x (effective batch / base batch), or its square root, once, before the optimizer exists
 (2) `keep_effective_batch`: on resume with another number of processes, accumulation makes up for it where it divides
+(3) `take_given`: on resume the rates and the optimizer's numbers are those of the arguments, which the checkpoint's
+    would replace without a word
 
 The effective batch is the rows that an optimizer step learns from: rows per device x accumulation x data-parallel
 processes. linear: https://huggingface.co/papers/1706.02677 (section 2.1), for SGD; sqrt suits Adam
@@ -14,10 +16,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.utils import logging
 
 from . import distributed, manifest
 from .errors import UsageError
+from .trainable_checkpoint import bare_optimizer
 
 if TYPE_CHECKING:
     from .trainer import DistTrainer
@@ -110,6 +114,55 @@ def keep_effective_batch(trainer: DistTrainer, checkpoint: str | None) -> None:
         f"batch of {before} rows. The contrastive batch, the rows of one forward over all devices, is "
         f"{per_micro_step}; it was {before // content['gradient_accumulation_steps']}.",
     )
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+NUMBERS = ("weight_decay", "betas", "eps", "momentum")  # of an optimizer's groups, that the arguments set
+
+
+def given(trainer: DistTrainer) -> tuple[list[float], list[dict[str, Any]]]:
+    """(base rate of every group, its `NUMBERS`) of a new optimizer and schedule; empty without LambdaLR's base rates,
+    which all schedules of transformers have but the one that follows a metric."""
+    schedule = _bare_schedule(trainer)
+    if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+        return [], []
+    groups = bare_optimizer(trainer.optimizer).param_groups
+    return list(schedule.base_lrs), [{name: group[name] for name in NUMBERS if name in group} for group in groups]
+
+
+def take_given(trainer: DistTrainer, before: tuple[list[float], list[dict[str, Any]]]) -> None:
+    """Behind the loading of a checkpoint; `before` is what `given` found in front of it."""
+    rates, numbers = before
+    schedule, groups = _bare_schedule(trainer), bare_optimizer(trainer.optimizer).param_groups
+    if not rates or len(rates) != len(groups) or len(schedule.base_lrs) != len(groups):
+        return
+    changed = {}
+    for index, (group, rate, wanted) in enumerate(zip(groups, rates, numbers, strict=True)):
+        saved = schedule.base_lrs[index]
+        if saved != rate:
+            changed["learning_rate", saved, rate] = None
+            schedule.base_lrs[index] = group["initial_lr"] = rate
+            group["lr"] = schedule._last_lr[index] = rate * schedule.lr_lambdas[index](schedule.last_epoch)
+        for name, value in wanted.items():
+            if _plain(group.get(name)) != _plain(value):
+                changed[name, str(group.get(name)), str(value)] = None
+                group[name] = value
+    if changed:
+        words = ", ".join(f"{name} {old} -> {new}" for name, old, new in changed)
+        _say(
+            trainer,
+            f"the checkpoint was trained with other numbers, from here those given hold: {words}.",
+        )
+
+
+def _bare_schedule(trainer: DistTrainer) -> Any:
+    """The schedule inside accelerate's wrapper."""
+    return getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _say(trainer: DistTrainer, text: str) -> None:

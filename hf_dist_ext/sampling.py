@@ -26,6 +26,11 @@ from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+STREAM_HAS_ORDER = (
+    "no_duplicates_in_batch=true with streaming=true: a stream can not be reordered. Drop one of the two; "
+    "mask_false_negatives still keeps equal texts from being negatives of each other."
+)
+
 
 class NoDuplicatesSampler(Sampler[int]):
     """A seeded permutation in which each window of `window` rows shares no id, as far as that is possible.
@@ -124,8 +129,5 @@ def no_duplicates_sampler(
     from hf_dist_ext.data import row_ids
 
     if not hasattr(dataset, "__len__"):
-        raise UsageError(
-            "no_duplicates_in_batch=true with streaming=true: a stream can not be reordered. Drop one of the two; "
-            "mask_false_negatives still keeps equal texts from being negatives of each other."
-        )
+        raise UsageError(STREAM_HAS_ORDER)
     return NoDuplicatesSampler(row_ids(dataset, columns, id_column), window=window, seed=seed)

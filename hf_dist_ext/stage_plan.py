@@ -35,6 +35,11 @@ def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Ru
     """The stages of a run, in order. `layers`: the run file and the command line; `parse` makes a run of layers."""
     if not run.run.stages:
         raise UsageError("stages=[] is empty. Give at least one stage, or null for a run without stages.")
+    if run.given.get("push_to_hub"):
+        raise UsageError(
+            "push_to_hub=true with stages would push their checkpoints, and never the model that they end with. "
+            "Upload output_dir afterwards: hf upload NAME output_dir --exclude 'stage_*'"
+        )
     stages: list[Run] = []
     for index, fields in enumerate(run.run.stages):
         name = _name_of(fields, index, [stage.name for stage in stages])

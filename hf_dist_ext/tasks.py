@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -21,6 +22,7 @@ from .callbacks import MetricsFile
 from .config import Run
 from .distributed import launched_tensor_parallel_size
 from .errors import UsageError
+from .fields import show
 from .trainer import DistTrainer
 from .training_args import DistTrainingArguments
 
@@ -68,6 +70,11 @@ class Parts:
 
 def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     training = dict(run.training)
+    yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if run.given.get(yaml_precision) is False and not (training.get("bf16") or training.get("fp16")):
+        raise UsageError(
+            f"{yaml_precision}=false, but mixed_precision of the accelerate YAML is {yaml_precision}. Make them agree."
+        )
     if importlib.util.find_spec("tensorboard"):
         training.setdefault("report_to", ["tensorboard"])
     training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
@@ -87,9 +94,28 @@ def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
     set_seed(args.seed)  # every process builds the same weights
     _keep_precision_of_frozen_weights(run, args)
     parts = _module(run).build(run, args)
+    if parts.eval_dataset is None:
+        _refuse_evaluation(run)
     # The first evaluation is the training loop's own: outside of it, FSDP2 has no optimizer to shard the model with.
-    args.eval_on_start = parts.eval_dataset is not None
+    args.eval_on_start = parts.eval_dataset is not None and run.given.get("eval_on_start", True)
     return parts
+
+
+def _refuse_evaluation(run: Run) -> None:
+    """Fields that say how to evaluate, where nothing is evaluated."""
+    fields = (
+        "eval_on_start",
+        "eval_strategy",
+        "generate_max_new_tokens",
+        "max_eval_samples",
+        "load_best_model_at_end",
+    )
+    given = [name for name in fields if run.given.get(name) not in (None, False, "no")]
+    if given:
+        raise UsageError(
+            f"{given[0]}={show(run.given[given[0]])}, but there are no rows to evaluate on. Give eval_split, "
+            f"eval_dataset_name or eval_holdout, or remove {given[0]}."
+        )
 
 
 def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> None:

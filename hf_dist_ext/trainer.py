@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers.utils import logging
 
@@ -42,11 +43,19 @@ from .errors import UsageError
 from .layer_classes import repeated_layer_classes
 from .out_of_memory import MemoryRetry
 from .safety import SafeTrainer
+from .sampling import STREAM_HAS_ORDER, no_duplicates_sampler
 from .scaling import Scaling
 from .step_timing import Profiler, StepClock
 from .training_args import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
+
+OF_A_LOSS = (
+    "gradient_cache_chunk_size",
+    "gradient_cache_chunk_tokens",
+    "gradient_cache_chunk_patches",
+    "no_duplicates_in_batch",
+)
 
 
 class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
@@ -70,7 +79,9 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self.loss, self._budget, self._rate_names, self._rates = loss, None, [], {}
         if args is None:
             args = DistTrainingArguments(output_dir="tmp_trainer")
-        if loss is not None:
+        if loss is None:
+            _refuse_without_loss(args)
+        else:
             _prepare_arguments(args)
             self._split = shared_rows.check(model, args)
             if options.get("compute_metrics") is None and len(more) < 7:
@@ -78,6 +89,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self.freeze_plan = frozen_training.freeze(model, args)
         with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
             super().__init__(model, args, *more, **options)
+        _check_what_is_read(self)
         if self.freeze_plan is not None:
             self.add_callback(frozen_training.FreezeWatch(self))
             self.image_stand_in = frozen_training.stand_in_for_images(self)
@@ -193,7 +205,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def get_train_dataloader(self):
         if self.loss is not None:
-            _check_enough_rows(self)
+            _check_rows(self)
         if getattr(self.args, "frozen_feature_cache", None) is None:
             return super().get_train_dataloader()
         with feature_cache.features_in_batches(self):
@@ -207,6 +219,11 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
         wanted, columns = self.args.no_duplicates_in_batch, getattr(self.data_collator, "columns", None)
+        if wanted and self.args.train_sampling_strategy != "random":
+            raise UsageError(
+                f"no_duplicates_in_batch=true is an order of its own, and train_sampling_strategy="
+                f"{str(self.args.train_sampling_strategy)!r} another. Keep one."
+            )
         if wanted is not False and self.args.train_sampling_strategy == "random":
             is_possible = columns is not None and hasattr(dataset, "column_names") and hasattr(dataset, "__len__")
             if is_possible or wanted:
@@ -214,8 +231,6 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         return super()._get_train_sampler(train_dataset)
 
     def _no_duplicates_sampler(self, dataset: Any, columns: Any):
-        from .sampling import no_duplicates_sampler
-
         if columns is None:
             raise UsageError(
                 "no_duplicates_in_batch=true needs a data_collator that names its columns: ContrastiveCollator."
@@ -238,6 +253,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             loss_scale.warn_if_unused(self, items)
             return loss
         model.train()
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()  # as Trainer's step, which this one replaces
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
         if self._loss_gradients_are_used and isinstance(self.loss, nn.Module):
@@ -317,12 +334,61 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             self.state.num_input_tokens_seen += sum(row[0] for row in everyone)
 
 
+def _refuse_without_loss(args: Any) -> None:
+    """Fields that only a loss over embeddings reads."""
+    given = [name for name in OF_A_LOSS if getattr(args, name, None)]
+    if given:
+        raise UsageError(
+            f"{given[0]}={getattr(args, given[0])!r} needs a loss over embeddings, and DistTrainer has none. Give "
+            f"loss=InfoNCELoss(), or remove {given[0]}."
+        )
+
+
+def _check_what_is_read(trainer: DistTrainer) -> None:
+    """Fields that something else of this run would leave without effect, or make count wrongly."""
+    args, loader = trainer.args, trainer.accelerator.dataloader_config
+    if trainer.optimizer is not None and getattr(args, "learning_rates", None):
+        raise UsageError(
+            "learning_rates makes groups of the optimizer that Trainer builds, but one was given. Give it groups "
+            "of its own, or remove learning_rates."
+        )
+    if args.world_size == 1 or not isinstance(args, DistTrainingArguments):
+        return
+    if loader.split_batches:
+        raise UsageError(
+            "split_batches=true makes per_device_train_batch_size the batch of all processes together, and the place "
+            "in the data, the effective batch and the rows of a global batch are counted by device. Remove it, and "
+            f"divide the batch by {args.world_size}."
+        )
+    if loader.dispatch_batches and trainer.loss is not None:
+        raise UsageError(
+            "dispatch_batches=true cuts a batch by the rows of its first column, and hard negatives that have more "
+            "would be lost. Remove it: every process reads its own rows."
+        )
+
+
 def _prepare_arguments(args: DistTrainingArguments) -> None:
     if not isinstance(args, DistTrainingArguments):
         raise UsageError(
             f"DistTrainer with a loss needs DistTrainingArguments, got {type(args).__name__}; the fields are the same."
         )
     args.remove_unused_columns = False  # the dataset's columns are the batch's columns, not the model's arguments
+    if args.label_smoothing_factor:
+        raise UsageError(
+            f"label_smoothing_factor={args.label_smoothing_factor} smooths the labels of a model's own loss; a loss "
+            "over embeddings has none. Remove it."
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optim or "layerwise" in optim:
+        raise UsageError(
+            f"optim={optim!r} updates weights inside of backward, which a "
+            "loss over embeddings runs more than once per step. Use adamw_torch."
+        )
+    if args.auto_find_batch_size:
+        raise UsageError(
+            "auto_find_batch_size=true makes the batch smaller where memory runs out, and with a loss over embeddings "
+            'the batch is part of the loss. Set gradient_cache_chunk_size to "auto": the batch stays.'
+        )
     if args.accelerator_config.dispatch_batches is None:
         # A dispatched batch is cut by rows of its first tensor; columns may hold different numbers of rows.
         args.accelerator_config.dispatch_batches = False
@@ -360,10 +426,12 @@ def _check_setup(trainer: DistTrainer) -> None:
         )
 
 
-def _check_enough_rows(trainer: DistTrainer) -> None:
+def _check_rows(trainer: DistTrainer) -> None:
     try:
         rows = len(trainer.train_dataset)
     except TypeError:  # streaming
+        if trainer.args.no_duplicates_in_batch:
+            raise UsageError(STREAM_HAS_ORDER) from None
         return
     batch = trainer.rows_per_micro_batch
     if rows < batch:

@@ -310,9 +310,31 @@ class DistTrainingArguments(TrainingArguments):
         memory = self.gradient_cache_memory_gib
         if memory is not None and not memory > 0:
             raise UsageError(f"gradient_cache_memory_gib={memory!r}: it is a positive number of GiB, or null.")
+        self._check_cache_is_on()
         if self.gradient_cache_chunk_size == "auto" and self.gradient_cache_chunk_tokens is not None:
             raise UsageError(
                 "gradient_cache_chunk_size='auto' finds the tokens itself; drop gradient_cache_chunk_tokens."
+            )
+
+    def _check_cache_is_on(self) -> None:
+        """What would be taken and have no effect."""
+        given = {
+            "gradient_cache_keep_graph": self.gradient_cache_keep_graph != 0,
+            "gradient_cache_memory_gib": self.gradient_cache_memory_gib is not None,
+        }
+        useless = [name for name, is_given in given.items() if is_given]
+        if useless and not self.uses_gradient_cache:
+            raise UsageError(
+                f"{useless[0]}={getattr(self, useless[0])!r} needs a gradient cache. Set gradient_cache_chunk_size, "
+                f"or remove {useless[0]}."
+            )
+        if self.gradient_cache_memory_gib is not None and "auto" not in (
+            self.gradient_cache_chunk_size,
+            self.gradient_cache_keep_graph,
+        ):
+            raise UsageError(
+                f'gradient_cache_memory_gib={self.gradient_cache_memory_gib!r} is what "auto" plans with, and nothing '
+                'is automatic. Set gradient_cache_chunk_size or gradient_cache_keep_graph to "auto", or remove it.'
             )
 
     def _check_freezing(self) -> None:

@@ -84,7 +84,8 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[Dis
         trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
         sys.exit(REQUEUE)
     after = trainer.evaluate() if parts.eval_dataset is not None else {}
-    before = next((line for line in trainer.state.log_history if f"eval_{parts.metrics[0]}" in line), {})
+    evaluations = [line for line in trainer.state.log_history if f"eval_{parts.metrics[0]}" in line]
+    before = next((line for line in evaluations if line["step"] == 0), {})
     report = {
         "before": {name: before.get(f"eval_{name}") for name in parts.metrics},
         "after": {name: after.get(f"eval_{name}") for name in parts.metrics},

@@ -1,0 +1,136 @@
+"""No option is taken and then ignored: it has its effect, or an error names it."""
+
+import json
+
+import pytest
+import torch
+from datasets import IterableDataset
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
+from tests.test_stage_plan import plan  # noqa: F401, a fixture
+from tests.test_stages import main as run_main
+from tests.test_train_script import main, run_file  # noqa: F401, fixtures
+from tests.test_trainer import Tiny, collate, trainer
+
+
+def rates(of) -> list[float]:
+    return [line["learning_rate"] for line in of.state.log_history if "learning_rate" in line]
+
+
+def test_a_resumed_run_goes_on_with_the_rate_and_the_decay_that_are_given_now(tmp_path, caplog):
+    options = dict(save_strategy="steps", save_steps=2, lr_scheduler_type="linear", learning_rate=1e-3)
+    trainer(tmp_path, **options, max_steps=4).train()
+    (tmp_path / "checkpoint-4").rename(tmp_path / "other")
+    resumed = trainer(tmp_path, **options | {"learning_rate": 1e-5, "weight_decay": 0.3}, max_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert rates(resumed) == pytest.approx([1e-3, 0.75e-3, 0.5e-5, 0.25e-5])
+    assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.3
+    assert [group["weight_decay"] for group in resumed.optimizer.param_groups[1:]] == [0.0, 0.0], "biases, the loss"
+    assert "learning_rate 0.001 -> 1e-05" in caplog.text and "weight_decay 0.0 -> 0.3" in caplog.text
+
+    caplog.clear()
+    unchanged = trainer(tmp_path / "same", **options, max_steps=4)
+    unchanged.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert rates(unchanged) == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    assert "those given hold" not in caplog.text
+
+
+def own_optimizer(folder):
+    model = Tiny()
+    args = DistTrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], learning_rates={"middle": 1e-2})
+    own = (torch.optim.SGD(model.parameters(), 0.1), None)
+    return DistTrainer(model, args, data_collator=collate, train_dataset=[0], loss=InfoNCELoss(), optimizers=own)
+
+
+def stream(folder):
+    made = trainer(folder, no_duplicates_in_batch=True, max_steps=1)
+    made.train_dataset = IterableDataset.from_generator(lambda: iter([{"a": 1}]))
+    made.get_train_dataloader()
+
+
+def without_loss(folder, **options):
+    args = DistTrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **options)
+    return DistTrainer(Tiny(), args, train_dataset=[0])
+
+
+@pytest.mark.parametrize("build, words", [
+    (lambda path: without_loss(path, gradient_cache_chunk_size=4), "gradient_cache_chunk_size=4 needs a loss"),
+    (lambda path: without_loss(path, no_duplicates_in_batch=True), "no_duplicates_in_batch=True needs a loss"),
+    (lambda path: trainer(path, label_smoothing_factor=0.1), "label_smoothing_factor=0.1"),
+    (lambda path: trainer(path, auto_find_batch_size=True), "the batch is part of the loss"),
+    (lambda path: trainer(path, optim="lomo"), "optim='lomo' updates weights inside of backward"),
+    (lambda path: trainer(path, optim="galore_adamw_layerwise"), "updates weights inside of backward"),
+    (lambda path: trainer(path, gradient_cache_chunk_size=None, gradient_cache_keep_graph="auto"),
+     "gradient_cache_keep_graph='auto' needs a gradient cache"),
+    (lambda path: trainer(path, gradient_cache_memory_gib=1.0), "nothing is automatic"),
+    (lambda path: trainer(path, no_duplicates_in_batch=True, train_sampling_strategy="sequential").train(),
+     "an order of its own"),
+    (stream, "a stream can not be reordered"),
+    (own_optimizer, "learning_rates makes groups of the optimizer that Trainer builds"),
+])  # fmt: skip
+def test_what_would_have_no_effect_is_refused(tmp_path, build, words):
+    with pytest.raises(UsageError, match=words):
+        build(tmp_path)
+
+
+def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr("hf_dist_ext.trainer.clear_device_cache", lambda: calls.append(1))
+    trainer(tmp_path, torch_empty_cache_steps=2, max_steps=4).train()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"model_revision": "main"}, "model_revision"),
+    ({"image_folder": "."}, "image_folder"),
+    ({"dataset_config_name": "x"}, "has no configurations"),
+    ({"eval_holdout": ..., "max_eval_samples": 3}, "max_eval_samples=3, but there are no rows to evaluate on"),
+    ({"eval_holdout": ..., "eval_strategy": "steps"}, "no rows to evaluate on"),
+])  # fmt: skip
+def test_fields_of_a_run_file_that_nothing_reads_are_refused(main, run_file, capsys, options, words):  # noqa: F811
+    with pytest.raises(SystemExit) as left:
+        main(["--config", run_file(**options)])
+    assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_precision_that_is_switched_off_is_not_switched_on_by_the_yaml(main, run_file, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(SystemExit):
+        main(["--config", run_file(mixed_precision="no")])
+    assert "bf16=false, but mixed_precision of the accelerate YAML is bf16" in capsys.readouterr().err
+
+
+def test_the_first_evaluation_can_be_switched_off(main, run_file, tmp_path):  # noqa: F811
+    main(["--config", run_file(eval_on_start=False, eval_strategy="steps", eval_steps=2)])
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert set(report["before"].values()) == {None}, "that of step 2 is none before training"
+    assert report["after"]["mrr@10"] is not None
+
+
+def test_pushing_a_staged_run_is_refused(plan, monkeypatch):  # noqa: F811
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="push_to_hub=true with stages"):
+        plan(push_to_hub=True)
+
+
+def test_a_folder_of_towers_is_normalised_and_run_as_the_file_says(pairs_file, tmp_path, monkeypatch):  # noqa: F811
+    run_main(pairs_file(trainable_modules=None, max_steps=1, save_strategy="no"))
+    folder = tmp_path / "out"
+    seen = {}
+
+    def watched(self, *arguments, **options):
+        seen["normalize"] = self.model.normalize
+        seen["attention"] = {tower.config._attn_implementation for tower in self.model.towers.values()}
+        return train(self, *arguments, **options)
+
+    train = DistTrainer.train
+    monkeypatch.setattr(DistTrainer, "train", watched)
+    again = {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "again"), "trainable_modules": None}
+    run_main(pairs_file(**again, normalize=False, attn_implementation="eager", max_steps=1, save_strategy="no"))
+    assert seen == {"normalize": False, "attention": {"eager"}}
+    assert json.loads((tmp_path / "again" / "towers.json").read_text())["normalize"] is False
