@@ -26,11 +26,6 @@ from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-STREAM_HAS_ORDER = (
-    "no_duplicates_in_batch=true with streaming=true: a stream can not be reordered. Drop one of the two; "
-    "mask_false_negatives still keeps equal texts from being negatives of each other."
-)
-
 
 class NoDuplicatesSampler(Sampler[int]):
     """A seeded permutation in which each window of `window` rows shares no id, as far as that is possible.
@@ -128,6 +123,13 @@ def no_duplicates_sampler(
     """The sampler for a dataset of `data.load_datasets`; hashing its texts takes about a second per 100,000 rows."""
     from hf_dist_ext.data import row_ids
 
-    if not hasattr(dataset, "__len__"):
-        raise UsageError(STREAM_HAS_ORDER)
+    refuse_stream(dataset)
     return NoDuplicatesSampler(row_ids(dataset, columns, id_column), window=window, seed=seed)
+
+
+def refuse_stream(dataset: object) -> None:
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(
+            "no_duplicates_in_batch=true with streaming=true: a stream can not be reordered. Drop one of the two; "
+            "mask_false_negatives still keeps equal texts from being negatives of each other."
+        )

@@ -43,7 +43,7 @@ from .errors import UsageError
 from .layer_classes import repeated_layer_classes
 from .out_of_memory import MemoryRetry
 from .safety import SafeTrainer
-from .sampling import STREAM_HAS_ORDER, no_duplicates_sampler
+from .sampling import no_duplicates_sampler, refuse_stream
 from .scaling import Scaling
 from .step_timing import Profiler, StepClock
 from .training_args import DistTrainingArguments
@@ -431,7 +431,7 @@ def _check_rows(trainer: DistTrainer) -> None:
         rows = len(trainer.train_dataset)
     except TypeError:  # streaming
         if trainer.args.no_duplicates_in_batch:
-            raise UsageError(STREAM_HAS_ORDER) from None
+            refuse_stream(trainer.train_dataset)
         return
     batch = trainer.rows_per_micro_batch
     if rows < batch:
