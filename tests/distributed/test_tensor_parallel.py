@@ -11,8 +11,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from hf_dist_ext.modeling import EmbeddingModel
 from tests.distributed import tensor_parallel_worker as worker
-from tests.launching import launch
+from tests.launching import ROOT, launch
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
 
 GROUPS = [1, pytest.param(2, marks=pytest.mark.slow)]  # of two processes each; four of them take longest
 
@@ -85,6 +91,21 @@ def test_retrieval_metrics_are_those_of_one_process(groups, tmp_path):
 )
 def test_what_is_not_exact_is_refused_before_training(what, words):
     assert re.search(words, found(1)["said"][what], re.DOTALL), found(1)["said"]
+
+
+def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
+    run = {
+        "dataset_name": "code-search", "max_train_samples": 200, "max_eval_samples": 20, "max_length": 16,
+        "model_config": CONFIG, "pooling": "last", "max_steps": 2, "per_device_train_batch_size": 32,
+        "gradient_cache_chunk_size": 8, "accelerate_config": "tp", "num_processes": 2, "save_strategy": "no",
+        "output_dir": str(tmp_path / "run"), "report_to": [],
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    done = launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", tmp_path / "run.json")
+    report = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32), done.stdout
+    assert report["before"]["mrr@10"] != report["after"]["mrr@10"]
+    assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 1
 
 
 def test_norms_inside_attention_still_count_chunks_twice():

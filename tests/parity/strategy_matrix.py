@@ -23,15 +23,19 @@ from tests.launching import launch  # noqa: E402
 
 EXACTNESS = ROOT / "tests" / "parity" / "exactness_worker.py"
 DEEPSPEED = ROOT / "tests" / "distributed" / "deepspeed_worker.py"
-COLUMNS = {  # what is trained -> case of exactness_worker.py, case of deepspeed_worker.py
-    "no cache": ("no cache", "no cache"),
-    "gradient cache": ("chunk 4, does not divide", "chunks of 4"),
-    "cache, accumulation, temperature": ("accumulation, temperature", "temperature, accumulation"),
-    "cache, frozen backbone": ("frozen backbone, encoded once", "frozen backbone"),
-    "cache, frozen tower": ("frozen tower, encoded once", "frozen tower"),
-    "cache, LoRA": ("LoRA", "LoRA"),
-    "cache, LoRA and projection": ("LoRA and a trained projection", "LoRA and projection"),
-}
+COLUMNS = {  # what is trained -> case of exactness_worker.py, of deepspeed_worker.py, for TP (None: refused there)
+    "no cache": ("no cache", "no cache", "decoder, no cache"),
+    "gradient cache": ("chunk 4, does not divide", "chunks of 4", "decoder, last token, left padding"),
+    "cache, accumulation, temperature": (
+        "accumulation, temperature", "temperature, accumulation", "decoder, accumulation, temperature"
+    ),
+    "cache, frozen backbone": (
+        "frozen backbone, encoded once", "frozen backbone", "decoder, frozen, trained projection"
+    ),
+    "cache, frozen tower": ("frozen tower, encoded once", "frozen tower", None),
+    "cache, LoRA": ("LoRA", "LoRA", None),
+    "cache, LoRA and projection": ("LoRA and a trained projection", "LoRA and projection", None),
+}  # fmt: skip
 STRATEGIES = {  # preset, processes, arguments over every case's own
     "one process": ("python", 1, {}),
     "DDP": ("multi_gpu_ddp", 2, {}),
@@ -40,6 +44,8 @@ STRATEGIES = {  # preset, processes, arguments over every case's own
     "FSDP2, frozen replicated": ("multi_gpu_fsdp_frozen_replicated", 2, {}),
     "FSDP2, offload": ("multi_gpu_fsdp_offload", 2, {}),
     "HSDP 2x2": ("multi_gpu_hsdp", 4, {}),
+    "TP 2": ("multi_gpu_tp", 2, {}),
+    "TP 2 x FSDP 2": ("multi_gpu_tp", 4, {}),
     "ZeRO-1": ("deepspeed_zero1", 2, {}),
     "ZeRO-2": ("deepspeed_zero2", 2, {}),
     "ZeRO-3": ("deepspeed_zero3", 2, {}),
@@ -50,20 +56,22 @@ def measure(strategy: str) -> dict[str, str]:
     """Column -> figure, or why there is none."""
     preset, num_processes, arguments = STRATEGIES[strategy]
     is_deepspeed = preset.startswith("deepspeed")
+    kind = 1 if is_deepspeed else 2 if preset == "multi_gpu_tp" else 0
     if is_deepspeed and importlib.util.find_spec("deepspeed") is None:
         return dict.fromkeys(COLUMNS, "DeepSpeed is not installed")
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
         more = ["--output", output]
         if is_deepspeed:
-            more += ["--only", *[case for _, case in COLUMNS.values()]]
+            more += ["--only", *[names[kind] for names in COLUMNS.values()]]
         else:
-            more += ["--names", *[exact for exact, _ in COLUMNS.values()], "--arguments", json.dumps(arguments)]
+            cases = [names[kind] for names in COLUMNS.values() if names[kind]]
+            more += ["--names", *cases, "--arguments", json.dumps(arguments)]
         done = launch(preset, num_processes, DEEPSPEED if is_deepspeed else EXACTNESS, *more, timeout=900, check=False)
         found = json.loads(output.read_text()) if output.is_file() else {}
     cells = {}
     for column, names in COLUMNS.items():
-        entry = found.get(names[is_deepspeed] or "", {})
+        entry = found.get(names[kind], {"refused": "refused"} if names[kind] is None else {})
         failed = f"failed, exit code {done.returncode}" if done.returncode else "not measured"
         cells[column] = f"{entry['error']:.1e}" if "error" in entry else entry.get("refused") or failed
     return cells
