@@ -53,6 +53,14 @@ class ContrastiveCollator:
             for column in value if isinstance(value, Mapping) else ():
                 if column not in columns:
                     raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
+        without = [column for column in columns[NUM_PAIR_COLUMNS:] if column not in (prompts or {})]
+        if without and (prompts or {}).get(columns[1]):
+            logger.warning(
+                'prompts has one for "%s" and none for "%s": hard negatives can then be told by what they lack. '
+                "Give it the same, or an empty one if that is meant.",
+                columns[1],
+                without[0],
+            )
         for column in columns if pad_to_multiple_of else ():
             limit = max_length.get(column) if isinstance(max_length, Mapping) else max_length
             if limit and limit % pad_to_multiple_of:

@@ -118,10 +118,13 @@ class RunConfig:
         'Dataset columns to use: {"query": "question", "positive": "answer", "negative": ["n1", "n2"]}. Null: those '
         "named query, positive and negative.",
     )
-    prompts: dict[str, str] | None = option(None, 'Text put before each row of a column: {"query": "search: "}.')
+    prompts: dict[str, str] | None = option(
+        None, 'Text put before each row of a column: {"query": "search: "}. Null: the model\'s.'
+    )
     id_column: str | None = option(None, "Rows with the same value here are never negatives of each other.")
     max_length: int | dict[str, int] | None = option(
-        None, 'Tokens kept of a text, for all columns or each: {"query": 64, "positive": 256}.'
+        None,
+        'Tokens kept of a text, for all columns or each: {"query": 64, "positive": 256}. Null: the model\'s limit.',
     )
     image_columns: list[str] | None = option(
         None,

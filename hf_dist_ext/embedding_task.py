@@ -6,6 +6,7 @@ from typing import Any
 
 from datasets import Image
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from . import image_pairs, tensor_parallel
 from .adapters import LOAD_ADAPTERS, add_adapters, are_all_that_trains
@@ -17,6 +18,8 @@ from .losses import InfoNCELoss
 from .modeling import EmbeddingModel
 from .tasks import Parts
 from .training_args import DistTrainingArguments
+
+logger = logging.get_logger(__name__)
 
 METRICS = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
 LOSS_OPTIONS = (
@@ -43,7 +46,10 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     else:
         tokenizer = build_tokenizer(run, train_dataset)
         model = build_model(run, tokenizer, distributed_config)
-        collator = ContrastiveCollator(tokenizer, columns, config.prompts, config.max_length, config.id_column)
+        # What is not given is as the model's folder says: the folder of this run will say so too.
+        prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts
+        max_length = config.max_length or model.max_length
+        collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
     return Parts(
         model=add_adapters(model, config),
         train_dataset=train_dataset,
@@ -81,6 +87,19 @@ def build_tokenizer(run: Run, train_dataset: Any) -> Any:
             "a model built from model_config needs a tokenizer: set tokenizer_name to a folder or hub id."
         )
     return train_tokenizer(text for column in ("query", "positive") for text in train_dataset[column])
+
+
+def _prompts_of(model: EmbeddingModel, columns: list[str]) -> dict[str, str]:
+    """The model's own prompts by column, as sentence-transformers would choose them for queries and documents."""
+    own, found = model.prompts, {}
+    for index, column in enumerate(columns):
+        names = (column, *(("document", "passage", "corpus", "positive") if index else ("query",)))
+        found |= next(({column: own[name]} for name in names if own.get(name)), {})
+    if any(own.values()):
+        logger.warning(
+            f"the model has prompts {own}, of which this run uses {found or 'none'}. Give prompts to choose."
+        )
+    return found
 
 
 def _distributed_config(run: Run) -> Any:

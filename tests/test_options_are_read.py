@@ -6,8 +6,11 @@ import pytest
 import torch
 from datasets import IterableDataset
 
+from hf_dist_ext.collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.tasks import Parts
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
@@ -15,6 +18,7 @@ from tests.test_stage_plan import plan  # noqa: F401, a fixture
 from tests.test_stages import main as run_main
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 from tests.test_trainer import Tiny, collate, trainer
+from tests.tiny_models import model_config, tiny_tokenizer
 
 
 def rates(of) -> list[float]:
@@ -134,3 +138,32 @@ def test_a_folder_of_towers_is_normalised_and_run_as_the_file_says(pairs_file, t
     run_main(pairs_file(**again, normalize=False, attn_implementation="eager", max_steps=1, save_strategy="no"))
     assert seen == {"normalize": False, "attention": {"eager"}}
     assert json.loads((tmp_path / "again" / "towers.json").read_text())["normalize"] is False
+
+
+def test_what_is_not_given_is_as_the_models_folder_says(main, run_file, tmp_path, monkeypatch):  # noqa: F811
+    """Prompts and length, that is."""
+    prompts = {"query": "search : ", "passage": "list of "}
+    EmbeddingModel.from_config(model_config("bert"), prompts=prompts, max_length=7).save_pretrained(
+        tmp_path / "model", tokenizer=tiny_tokenizer()
+    )
+    seen, make = {}, Parts.make_trainer
+
+    def watched(parts, args):
+        collator = parts.data_collator
+        seen["prompts"], seen["length"] = collator.prompts, collator.max_length
+        return make(parts, args)
+
+    monkeypatch.setattr(Parts, "make_trainer", watched)
+    start = {"model_config": ..., "model_name_or_path": str(tmp_path / "model"), "tokenizer_name": ..., "max_steps": 1}
+    main(["--config", run_file(**start, prompts=...)])
+    assert seen == {"prompts": {"query": "search : ", "positive": "list of ", "negative": "list of "}, "length": 7}
+    main(["--config", run_file(**start, prompts={"query": ""}, max_length=9, overwrite_output_dir=True)])
+    assert seen == {"prompts": {"query": ""}, "length": 9}
+
+
+def test_a_prompt_for_positives_alone_is_said(caplog):
+    columns = ["query", "positive", "negative"]
+    ContrastiveCollator(tiny_tokenizer(), columns, {"positive": "list of ", "negative": "list of "})
+    assert not caplog.text
+    ContrastiveCollator(tiny_tokenizer(), columns, {"positive": "list of "})
+    assert 'none for "negative"' in caplog.text
