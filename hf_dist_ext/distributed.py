@@ -296,7 +296,9 @@ class Reduction:
         for state in root._state_ctx.all_states:
             state._modules_to_run_forward.clear()
             state._training_state = TrainingState.IDLE
-            for group in state._fsdp_param_groups:
+            # torch 2.11 has one group or None under the older name. Remove when the minimum is 2.13.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in filter(None, groups):
                 group._training_state = TrainingState.IDLE
                 group._post_forward_indices.clear()
 

@@ -78,13 +78,16 @@ def first_error_only() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; there is no step to finish any more
         if isinstance(error, (UsageError, RunError)):
             raise  # config.exit_on_usage_error says it
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"[rank {_rank()}: {phase}]")
+        place = f"[rank {_rank()}: {phase}]"
+        if hasattr(error, "add_note"):
+            error.add_note(place)
+        elif not is_about_a_peer(error):  # Python 3.10 has no notes: a line above the traceback
+            print(place, file=sys.stderr, flush=True)
         if _processes() > 1:
             if is_about_a_peer(error):
                 time.sleep(PEER_SECONDS)
             else:
-                record(f"{type(error).__name__}: {error} [rank {_rank()}: {phase}]", traceback.format_exc())
+                record(f"{type(error).__name__}: {error} {place}", traceback.format_exc())
                 time.sleep(SAME_ERROR_SECONDS if _rank() else 0)
         raise
 

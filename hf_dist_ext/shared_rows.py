@@ -59,6 +59,7 @@ def _sizes(args: Any, names: Any) -> dict[str, int]:
 
 
 def _check_layout(model: Any, launched: int) -> None:
+    tensor_parallel.check_is_supported()
     found = tensor_parallel.find_split(model)
     config = found.config.distributed_config
     if found is not model and not getattr(model, "is_distributed_loading_by_transformers", False):

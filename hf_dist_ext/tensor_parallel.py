@@ -58,8 +58,24 @@ def launched_config() -> DistributedConfig | None:
     return DistributedConfig(tp_size=size, fsdp_size=processes // size)
 
 
+def is_supported() -> bool:
+    """transformers 5.20 splits models too, without the plan that (2) reads; 5.23 is what was measured to be exact.
+    Remove when the minimum is 5.23."""
+    from transformers import PreTrainedModel
+
+    return hasattr(PreTrainedModel, "_expand_parallel_plan")
+
+
+def check_is_supported() -> None:
+    if not is_supported():
+        raise UsageError(
+            "tensor parallelism needs transformers 5.23 or newer, on Python 3.11. Update it, or use multi_gpu_fsdp."
+        )
+
+
 def check_can_be_split(config: Any, size: int) -> None:
     """Of a model's config, before its weights are read. Raises UsageError."""
+    check_is_supported()
     name, text = config.model_type, config.get_text_config()
     if not getattr(config, "base_model_tp_plan", None):
         raise UsageError(

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig, LlamaConfig, LlamaModel, MixtralConfig
 from transformers.distributed import DistributedConfig
 
-from hf_dist_ext import distributed, manifest, resume
+from hf_dist_ext import distributed, manifest, resume, tensor_parallel
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
@@ -17,6 +17,7 @@ from hf_dist_ext.shared_rows import check
 from hf_dist_ext.tensor_parallel import check_can_be_split, launched_config
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.tiny_models import needs_tensor_parallelism
 
 
 def embedder() -> EmbeddingModel:
@@ -49,6 +50,7 @@ def test_a_parallelism_config_of_the_arguments_is_looked_at(tmp_path):
         check(embedder(), args)
 
 
+@needs_tensor_parallelism
 @pytest.mark.parametrize("by_init", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "is_inside", "words"),
@@ -70,6 +72,7 @@ def test_other_splits_are_refused(tmp_path, by_init, sizes, is_inside, words):
         DistTrainer(args=args, loss=InfoNCELoss(), **given)
 
 
+@needs_tensor_parallelism
 @pytest.mark.parametrize(
     ("config", "size", "words"),
     [
@@ -81,6 +84,12 @@ def test_other_splits_are_refused(tmp_path, by_init, sizes, is_inside, words):
 def test_what_can_not_be_split_is_said_before_weights_are_read(config, size, words):
     with pytest.raises(UsageError, match=words):
         check_can_be_split(config, size)
+
+
+@pytest.mark.skipif(tensor_parallel.is_supported(), reason="this transformers has what splitting needs")
+def test_a_transformers_without_the_plans_is_refused_before_weights_are_read():
+    with pytest.raises(UsageError, match="needs transformers 5.23"):
+        check_can_be_split(LlamaConfig(), 2)
 
 
 @pytest.mark.parametrize("processes", [3, 5])

@@ -1,5 +1,6 @@
 """Configs that are built in milliseconds, and a tokenizer to match, for the tests of several files."""
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     CLIPTextConfig,
@@ -15,9 +16,14 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_dist_ext import tensor_parallel
+
 # The name of Trainer's field, and in those of models' methods. Remove when the minimum is transformers 5.23.
 CHECKPOINTING = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+)
+needs_tensor_parallelism = pytest.mark.skipif(
+    not tensor_parallel.is_supported(), reason="tensor parallelism needs transformers 5.23"
 )
 
 WORDS = "parse a date from text read file into list of lines search : sort the numbers by key".split()

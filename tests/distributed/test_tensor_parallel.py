@@ -14,12 +14,14 @@ import pytest
 from hf_dist_ext.modeling import EmbeddingModel
 from tests.distributed import tensor_parallel_worker as worker
 from tests.launching import ROOT, launch
+from tests.tiny_models import needs_tensor_parallelism
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2,
 }  # fmt: skip
 
+pytestmark = needs_tensor_parallelism
 GROUPS = [1, pytest.param(2, marks=pytest.mark.slow)]  # of two processes each; four of them take longest
 
 

@@ -3,10 +3,13 @@
 import pytest
 
 from tests.parity.exactness_table import RUNS, measure
+from tests.tiny_models import needs_tensor_parallelism
+
+MARKS = {"DDP 3": [pytest.mark.slow]} | {run: [needs_tensor_parallelism] for run in RUNS if run.startswith("TP")}
 
 
 # Three processes on two cores take longest and differ from two in nothing but the number.
-@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.slow] * (run == "DDP 3")) for run in RUNS])
+@pytest.mark.parametrize("run", [pytest.param(run, marks=MARKS.get(run, [])) for run in RUNS])
 def test_cached_gradients_are_the_full_batch_gradients(run):
     errors = measure(run)
     assert len(errors) >= {"HSDP 2x2": 9, "TP 2": 6, "TP 2 x FSDP 2": 7}.get(run, 25), "cases went missing"
