@@ -89,6 +89,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self.freeze_plan = frozen_training.freeze(model, args)
         with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
             super().__init__(model, args, *more, **options)
+        if self._split is not None:  # also for an evaluation that no training precedes
+            tensor_parallel.copy_from_first(self.model)
         _check_what_is_read(self)
         if self.freeze_plan is not None:
             self.add_callback(frozen_training.FreezeWatch(self))
@@ -141,10 +143,9 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         return self.loss is not None and distributed.launched_tensor_parallel_size() > 1
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        if self._split is None:
-            return super()._sync_replicated_trainable_parameters(model)
         # Trainer's hooks would reduce over all ranks and at every backward; ours is SplitModel.complete_gradients.
-        tensor_parallel.copy_from_first(model)
+        if self._split is None:
+            super()._sync_replicated_trainable_parameters(model)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         is_ours = self.loss is not None or self.freeze_plan is not None
