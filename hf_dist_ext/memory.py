@@ -172,7 +172,8 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     stored = whole.trained * 4 if casts_itself and is_half else whole.trained_stored
     found.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
     if strategy.is_deepspeed:
-        _deepspeed(found, strategy, model, shards, computes_in)
+        once = reduces_once(work, strategy, model, hardware, settings)
+        _deepspeed(found, strategy, model, shards, computes_in, once)
     elif strategy.shards:
         _fsdp(found, strategy, model, shards, computes_in, stored, is_half, work)
     else:
@@ -187,9 +188,11 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
         found.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
-        found.host += found.master_weights + found.gradients + found.optimizer
+        largest = max((unit.trained for unit in model.units.values()), default=0.0)
+        stays = reduces_once(work, strategy, model, hardware, settings)
+        found.host += found.master_weights + found.gradients / (shards if stays else 1) + found.optimizer
         found.master_weights = found.optimizer = found.scratch = 0.0
-        found.gradients = max((unit.trained for unit in model.units.values()), default=0.0) * computes_in
+        found.gradients = (whole.trained if stays else largest) * computes_in
     is_alone = hardware.num_devices == 1 or strategy.name == "single"
     found.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
     found.framework += FRAGMENTATION * (found.total - found.framework)
@@ -233,7 +236,22 @@ def _fsdp(
         found.buffers += stored / shards
 
 
-def _deepspeed(found: Bytes, strategy: Strategy, model: Model, shards: int, computes_in: int) -> None:
+def reduces_once(work: Workload, strategy: Strategy, model: Model, hardware: Hardware, settings: Settings) -> bool:
+    """ZeRO-2 and 3: whether gradients stay whole until the one reduction of an update (deepspeed_step.py)."""
+    if not strategy.is_deepspeed or "g" not in strategy.shards or num_backwards(work, settings) == 1:
+        return False
+    if work.fsdp_mode != "auto" or not work.is_embedding:
+        return work.is_embedding and work.fsdp_mode == "speed"
+    return model.whole.trained * (work.autocast_bytes or work.load_bytes) < hardware.memory_bytes / 4
+
+
+def num_backwards(work: Workload, settings: Settings) -> int:
+    """Of one update."""
+    chunks = work.num_chunks(settings.chunk_rows) if is_cut(work, settings) and not encodes_once(work, settings) else 1
+    return chunks * work.accumulation
+
+
+def _deepspeed(found: Bytes, strategy: Strategy, model: Model, shards: int, computes_in: int, once: bool) -> None:
     """Weights in the computing precision, float32 masters in partitions, gradients whole (1) or in partitions."""
     whole, units = model.whole, [unit.elements * computes_in for unit in model.layers]
     all_weights = whole.elements * computes_in
@@ -244,7 +262,7 @@ def _deepspeed(found: Bytes, strategy: Strategy, model: Model, shards: int, comp
     else:
         found.weights = all_weights
     found.master_weights = whole.trained * 4 / shards
-    found.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards else 1)
+    found.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards and not once else 1)
     bucket = min(whole.trained, 2e8) * computes_in
     found.buffers = 2 * bucket
 

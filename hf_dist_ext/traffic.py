@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dist_ext.knobs import sent_by_hook
-from hf_dist_ext.memory import Model, Settings, encodes_once, is_cut, model_of
+from hf_dist_ext.memory import Model, Settings, encodes_once, is_cut, model_of, num_backwards, reduces_once
 from hf_dist_ext.strategies import Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.workload import Workload
 
@@ -82,11 +82,14 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
         found.compressed_seconds = (sent if knobs.hook else sent_by_hook("fp16", 1, parameters)) * ring
     elif "w" in strategy.shards:
         link = inside if strategy.is_hybrid else across
-        _sharded(work, strategy, settings, model, shards, chunks, computes_in, send, link)
+        once = reduces_once(work, strategy, model, hardware, settings)
+        _sharded(work, strategy, settings, model, shards, chunks, computes_in, send, link, once)
         if strategy.is_hybrid:
             send("all_reduce", 1, model.whole.trained * 4 / shards, hardware.num_nodes, across)
     else:  # ZeRO-1 and 2: gradients to their owners, updated weights back
-        send("reduce_scatter", 1, model.whole.trained * computes_in, shards, across)
+        is_once = "g" not in strategy.shards or reduces_once(work, strategy, model, hardware, settings)
+        times = 1 if is_once else num_backwards(work, settings)
+        send("reduce_scatter", times, times * model.whole.trained * computes_in, shards, across)
         send("all_gather", 1, model.whole.trained * computes_in, shards, across)
     if work.is_embedding and world > 1:  # (4)
         rows = sum(column.rows for column in work.columns[1:]) * world
@@ -110,8 +113,9 @@ def _sharded(
     computes_in: int,
     send: Any,
     bandwidth: float,
+    once: bool,
 ) -> None:
-    """(2)"""
+    """(2); `once`: gradients are reduced once all the same (ZeRO-3)."""
     layers = model.layers
     is_frozen_whole = strategy.replicates_frozen
 
@@ -132,6 +136,8 @@ def _sharded(
     passes = 3 if is_cut(work, settings) else 2  # the root stays whole from a forward to its backward
     if encodes_once(work, settings):  # the projection alone has a backward, once
         passes, backwards = 0 if work.reads_features else 1, work.accumulation
+    if once:
+        backwards = 1
     send("all_gather", runs * (passes * len(gathered) + bool(root)), runs * (passes * size + root), shards, bandwidth)
     send("reduce_scatter", backwards * reduced, backwards * reduced_size, shards, bandwidth)
 

@@ -150,7 +150,26 @@ def test_sharding_divides_by_the_number_of_devices(make_run):
     two, four = (bytes_of(run, "FSDP memory", devices) for devices in (2, 4))
     assert two.optimizer == 2 * four.optimizer and two.gradients == 2 * four.gradients
     whole = bytes_of(run, "DDP", 4)
-    assert bytes_of(run, "ZeRO-1", 4).gradients == whole.gradients > bytes_of(run, "ZeRO-2", 4).gradients
+    assert bytes_of(run, "ZeRO-1", 4).gradients == whole.gradients
+
+
+def test_zero_keeps_whole_gradients_between_the_backwards_of_an_update_or_reduces_each(make_run):
+    """As tests/distributed/test_deepspeed.py counts: one reduction per update, or one per chunk."""
+    batch = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 8}
+    speed, memory = (make_run(**batch, gradient_cache_fsdp=mode) for mode in ("speed", "memory"))
+    chunks = workload(speed).num_chunks(8)
+    for name in ("ZeRO-2", "ZeRO-3"):
+        kept, shared = bytes_of(speed, name, 4), bytes_of(memory, name, 4)
+        assert kept.gradients == 4 * shared.gradients
+        once, often = (
+            traffic(workload(run), strategy(name), Hardware(4), Settings()).collectives["reduce_scatter"]
+            - 1  # the loss's
+            for run in (speed, memory)
+        )
+        assert often == chunks * once
+    assert (
+        bytes_of(make_run(per_device_train_batch_size=64), "ZeRO-2", 4).gradients == shared.gradients
+    )  # one backward
 
 
 def test_collectives_are_those_counted_on_real_processes(make_run):
