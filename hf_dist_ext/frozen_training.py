@@ -184,6 +184,9 @@ class FreezeWatch(TrainerCallback):
         self.trainer.freeze_plan.check(_bare_model(self.trainer), f"step {state.global_step + 1}")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        guard = self.trainer.guard
+        if guard is not None and guard.in_a_row:
+            return  # the update is skipped and its gradients dropped, as in the first steps of fp16: look at the next
         has_gradients = not self.trainer.is_deepspeed_enabled  # its engine has used them up by now
         if has_gradients and not self._has_checked_gradients and not args.ddp_find_unused_parameters:
             self.trainer.freeze_plan.check_gradients(_bare_model(self.trainer))

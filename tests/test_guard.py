@@ -129,6 +129,12 @@ def test_a_loss_over_embeddings_is_guarded_with_its_own_parameters(tmp_path):
     assert any(not torch.equal(state[name], start[name]) for name in state)
 
 
+def test_a_first_step_that_is_skipped_is_none_in_which_nothing_trains(tmp_path):
+    """As the first ones of fp16 are, while the scale is found."""
+    trained = train(tmp_path, data=rows({0: float("nan")}), trainable_modules=["line"], max_steps=4)
+    assert trained.guard.total == 1 and trained.state.global_step == 4
+
+
 def test_an_overflow_that_the_fp16_scaler_handles_counts_only_in_a_row():
     guard = NonFiniteGuard(3)
     inf = float("inf")
