@@ -92,7 +92,9 @@ class RunConfig:
         "mean", "How token states become one embedding; last suits decoders."
     )
     projection_dim: int | None = option(None, "Add a linear layer to this embedding size. Null: the backbone's size.")
-    normalize: bool = option(True, "Embeddings have length 1, so that scores are cosines.")
+    normalize: bool = option(
+        True, "Embeddings have length 1, so that scores are cosines. False: dot products, in the loss too."
+    )
 
     use_lora: bool = option(False, "Train low-rank adapters (LoRA, by peft) instead of the weights themselves.")
     lora_r: int = option(8, "Rank of the adapters.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from datasets import Image
@@ -11,12 +12,14 @@ from transformers.utils import logging
 from . import image_pairs, tensor_parallel
 from .adapters import LOAD_ADAPTERS, add_adapters, are_all_that_trains
 from .code_search import train_tokenizer
-from .config import Run
+from .config import Run, RunConfig
 from .data import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
 from .errors import UsageError
 from .losses import InfoNCELoss
+from .model_folder import resolve_folder
 from .modeling import EmbeddingModel
 from .tasks import Parts
+from .towers import TowerModel
 from .training_args import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -50,13 +53,14 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts
         max_length = config.max_length or model.max_length
         collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
+    options = {name: getattr(config, name) for name in LOSS_OPTIONS} | {"normalize": _scores_cosines(run, model)}
     return Parts(
         model=add_adapters(model, config),
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         data_collator=collator,
         processing_class=tokenizer,
-        loss=None if config.loss is None else InfoNCELoss(**{name: getattr(config, name) for name in LOSS_OPTIONS}),
+        loss=None if config.loss is None else InfoNCELoss(**options),
         metrics=METRICS,
     )
 
@@ -100,6 +104,33 @@ def _prompts_of(model: EmbeddingModel, columns: list[str]) -> dict[str, str]:
             f"the model has prompts {own}, of which this run uses {found or 'none'}. Give prompts to choose."
         )
     return found
+
+
+def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
+    """Whether scores are cosines or dot products: the same while training, evaluating and in the folder at the end.
+
+    Many models of sentence-transformers end without a normalisation and are compared by cosines all the same; so they
+    are here, and this run's folder then ends with one.
+    """
+    if model.normalize:
+        return True
+    if "normalize" not in run.given and isinstance(model, EmbeddingModel) and not _is_for_dots(run.run):
+        model.normalize = True
+        logger.warning(
+            "the model's folder does not normalise; this run trains cosines, so its own will: normalize=true."
+        )
+        return True
+    logger.warning(
+        f"embeddings are not normalised: scores are dot products, divided by temperature={run.run.temperature}. Its "
+        "default is meant for cosines."
+    )
+    return False
+
+
+def _is_for_dots(config: RunConfig) -> bool:
+    path = resolve_folder(config.model_name_or_path, config.model_revision) / "config_sentence_transformers.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return str(content.get("similarity_fn_name")).startswith("dot")
 
 
 def _distributed_config(run: Run) -> Any:

@@ -167,3 +167,32 @@ def test_a_prompt_for_positives_alone_is_said(caplog):
     assert not caplog.text
     ContrastiveCollator(tiny_tokenizer(), columns, {"positive": "list of "})
     assert 'none for "negative"' in caplog.text
+
+
+@pytest.mark.parametrize("case", [
+    ({"normalize": False}, None, False),
+    ({}, None, True),
+    ({}, "dot", False),
+    ({"normalize": True}, "dot", True),
+])  # fmt: skip
+def test_scores_are_of_one_kind_everywhere(main, run_file, tmp_path, monkeypatch, case):  # noqa: F811
+    """In the loss, the evaluation and the folder. Of a case: what is given, similarity_fn_name of a folder without a
+    normalisation, whether the run has one."""
+    given, folder_says, is_normalised = case
+    folder, seen, make = tmp_path / "model", {}, Parts.make_trainer
+    EmbeddingModel.from_config(model_config("bert"), normalize=False).save_pretrained(
+        folder, tokenizer=tiny_tokenizer()
+    )
+    path = folder / "config_sentence_transformers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"similarity_fn_name": folder_says}))
+
+    def watched(parts, args):
+        seen["loss"], seen["model"] = parts.loss.normalize, parts.model.normalize
+        return make(parts, args)
+
+    monkeypatch.setattr(Parts, "make_trainer", watched)
+    start = {"model_config": ..., "model_name_or_path": str(folder), "tokenizer_name": ..., "projection_dim": ...}
+    main(["--config", run_file(**start, **given, max_steps=1, save_strategy="no")])
+    assert seen == {"loss": is_normalised, "model": is_normalised}
+    saved = json.loads((tmp_path / "out" / "config_sentence_transformers.json").read_text())
+    assert saved["similarity_fn_name"] == ("cosine" if is_normalised else "dot")
