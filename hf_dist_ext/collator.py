@@ -53,6 +53,8 @@ class ContrastiveCollator:
             for column in value if isinstance(value, Mapping) else ():
                 if column not in columns:
                     raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
+        if id_column is not None and not with_ids:
+            raise UsageError(f"id_column={id_column!r} is one of the ids, and with_ids=False gives none. Keep one.")
         without = [column for column in columns[NUM_PAIR_COLUMNS:] if column not in (prompts or {})]
         if without and (prompts or {}).get(columns[1]):
             logger.warning(

@@ -389,9 +389,14 @@ def _check_rules(run: Run) -> None:
             f"{useless[0]}={show(given[useless[0]])} needs a loss over embeddings, but loss is null. "
             f'Set "loss": "infonce" or remove {useless[0]}.'
         )
-    for first, second in (("bf16", "fp16"), ("bf16_full_eval", "fp16_full_eval")):
-        if given.get(first) and given.get(second):
-            raise UsageError(f"{first} and {second} are both true. Keep one.")
+    if given.get("bf16") and given.get("fp16"):
+        raise UsageError("bf16 and fp16 are both true. Keep one.")
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if given.get(name):
+            raise UsageError(
+                f"{name}=true does nothing while training, and the evaluation at the end would round the weights that "
+                f"are saved behind it. Remove it; {name[:4]}=true evaluates in that precision too."
+            )
     if (config.model_name_or_path is None) == (config.model_config is None):
         found = "Neither is" if config.model_config is None else "Both are"
         raise UsageError(f"{found} given: model_name_or_path (start from weights) or model_config (from scratch).")

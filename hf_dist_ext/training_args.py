@@ -273,6 +273,11 @@ class DistTrainingArguments(TrainingArguments):
         self._check_freezing()
         for module in (sharding, communication, learning_rate, async_save):
             module.check(self)
+        if self.preemptible and self.save_only_model:
+            raise UsageError(
+                "preemptible=true writes a checkpoint to go on from, and save_only_model=true none that could be. "
+                "Remove one of them."
+            )
         if self.frozen_parts_fsdp == "auto" and os.environ.get("FSDP_IGNORED_MODULES") == sharding.FROZEN_PARTS:
             self.frozen_parts_fsdp = "replicate"  # as the preset multi_gpu_fsdp_frozen_replicated says
         if must_use_cpu():

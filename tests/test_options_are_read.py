@@ -73,6 +73,8 @@ def without_loss(folder, **options):
     (lambda path: trainer(path, gradient_cache_memory_gib=1.0), "nothing is automatic"),
     (lambda path: trainer(path, no_duplicates_in_batch=True, train_sampling_strategy="sequential").train(),
      "an order of its own"),
+    (lambda path: trainer(path, preemptible=True, save_only_model=True), "none that could be"),
+    (lambda path: ContrastiveCollator(None, ["query", "positive"], id_column="group", with_ids=False), "gives none"),
     (stream, "a stream can not be reordered"),
     (own_optimizer, "learning_rates makes groups of the optimizer that Trainer builds"),
 ])  # fmt: skip
@@ -91,6 +93,7 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options, words", [
     ({"model_revision": "main"}, "model_revision"),
     ({"image_folder": "."}, "image_folder"),
+    ({"bf16_full_eval": True}, "would round the weights that are saved behind it"),
     ({"dataset_config_name": "x"}, "has no configurations"),
     ({"eval_holdout": ..., "max_eval_samples": 3}, "max_eval_samples=3, but there are no rows to evaluate on"),
     ({"eval_holdout": ..., "eval_strategy": "steps"}, "no rows to evaluate on"),
