@@ -14,6 +14,7 @@ to float rounding, since a row's neighbours in a batch differ.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from .trainer import DistTrainer
 
 logger = logging.get_logger(__name__)
+
+
+WAITS = (1, 2, 4)  # seconds
 
 
 class FeatureCache:
@@ -85,7 +89,22 @@ class FeatureCache:
             raise error
         if any(failed):
             raise UsageError(f"frozen_feature_cache: rank {failed.index(1)} failed; its message says why.")
-        self.store.load()
+        self._load_everyones(trainer.args.device)
+
+    def _load_everyones(self, device: torch.device) -> None:
+        """A folder on the network may show another machine's files a little later."""
+        for wait in (0, *WAITS):
+            time.sleep(wait)
+            self.store.load()
+            seen = [row[0] for row in distributed.exchange([len(self.store)], device)]
+            if min(seen) == max(seen):
+                return
+        if distributed.rank() == 0:
+            logger.warning(
+                f"frozen_feature_cache: processes see from {min(seen)} to {max(seen)} stored rows in "
+                f"{self.store.folder}; what one does not see it computes in every step. Give a folder that all "
+                "machines share."
+            )
 
     def _fill(self, trainer: DistTrainer) -> None:
         dataset, args = trainer.train_dataset, trainer.args

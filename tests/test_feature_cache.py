@@ -4,6 +4,7 @@ import datasets
 import pytest
 import torch
 
+from hf_dist_ext import feature_cache
 from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.feature_store import FeatureStore, row_keys
@@ -191,3 +192,16 @@ def test_more_than_the_disk_holds_is_refused_before_it_is_computed(tmp_path, mon
     with pytest.raises(UsageError, match="are free in"):
         llava_run(tmp_path, True)
     assert not list((tmp_path / "features").rglob("*.safetensors"))
+
+
+def test_a_folder_that_processes_do_not_share_is_said(tmp_path, monkeypatch):
+    said, answers = [], iter([[[5], [3]], [[5], [5]], *[[[5], [3]]] * 4])
+    monkeypatch.setattr(feature_cache.distributed, "exchange", lambda numbers, device: next(answers))
+    monkeypatch.setattr(feature_cache.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(feature_cache.logger, "warning", said.append)
+    cache = object.__new__(feature_cache.FeatureCache)
+    cache.store = FeatureStore(tmp_path)
+    cache._load_everyones(torch.device("cpu"))
+    assert not said, "it came a little later"
+    cache._load_everyones(torch.device("cpu"))
+    assert len(said) == 1 and "from 3 to 5 stored rows" in said[0]
