@@ -353,7 +353,16 @@ def _check_what_is_read(trainer: DistTrainer) -> None:
             "learning_rates makes groups of the optimizer that Trainer builds, but one was given. Give it groups "
             "of its own, or remove learning_rates."
         )
-    if args.world_size == 1 or not isinstance(args, DistTrainingArguments):
+    if not isinstance(args, DistTrainingArguments):
+        return
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.hf_ds_config.get_value("optimizer"):
+        given = "learning_rates" if args.learning_rates else "lr_scale_rule" if args.lr_scale_rule != "none" else None
+        if given is not None:
+            raise UsageError(
+                f"{given} does not reach the optimizer that DeepSpeed's configuration names. Remove it there: Trainer "
+                "then builds the one that optim names."
+            )
+    if args.world_size == 1:
         return
     if loader.split_batches:
         raise UsageError(
