@@ -8,29 +8,31 @@ from setuptools import find_namespace_packages, setup
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 
-# The floors are what the code is checked against: torch 2.7 has the FSDP2 and torch.accelerator calls that
-# distributed.py makes; transformers 5.20 takes warmup_steps as a share of all steps and FSDP version 2 from a boolean;
-# accelerate 1.14 reads every key of configs/accelerate.
+# The floors are tested on Python 3.10 (constraints-floor.txt). Why they are not lower: before torch 2.11 a launcher
+# kills on SIGTERM what could have saved itself (launch.py), before 2.9 async_save.py finds no stager, and beside 2.7
+# transformers 5.20 is not imported. transformers 5.20 takes warmup_steps as a share of all steps and FSDP version 2
+# from a boolean, and asks itself for huggingface_hub 1.31, safetensors 0.8, tokenizers 0.23.1 and, for adapters, peft
+# 0.20. accelerate 1.14 reads every key of configs/accelerate. Tensor parallelism alone needs transformers 5.23.
 REQUIRED = [
-    "torch>=2.7",
+    "torch>=2.11",
     "transformers>=5.20",
     "accelerate>=1.14",
     "datasets>=4.0",
     "evaluate>=0.4.6",
     "huggingface_hub>=1.31",
     "numpy>=1.26",
-    "peft>=0.18",
+    "peft>=0.20",
     "pyarrow>=20",
-    "pyyaml>=6.0",
+    "pyyaml>=6.0.1",
     "rich>=13",
-    "safetensors>=0.5",
-    "tokenizers>=0.22",
+    "safetensors>=0.8",
+    "tokenizers>=0.23.1",
 ]
 TEST = [
-    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-xdist>=3.6", "scikit-learn>=1.4",
-    "sentence-transformers>=5.2", "tensorboard>=2.16",
+    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-xdist>=3.8", "scikit-learn>=1.4",
+    "sentence-transformers>=6.2", "tensorboard>=2.16.2",
 ]  # fmt: skip
-TRACKING = ["tensorboard>=2.16", "wandb>=0.19"]
+TRACKING = ["tensorboard>=2.16.2", "wandb>=0.19"]
 
 setup(
     name="hf_dist_ext",
@@ -45,7 +47,7 @@ setup(
         "test": TEST,
         "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
         "dev": [*TEST, "ruff>=0.12"],
-        "deepspeed": ["deepspeed>=0.19.8"],  # hf_dist_ext/deepspeed_install.py says why
+        "deepspeed": ["deepspeed>=0.19.1"],  # 0.19.0 and older lost gradients with ZeRO-1/2 and CPU offload
         "tracking": TRACKING,
     },
     # The presets live in configs/accelerate, where a user looks for them; a wheel carries them inside the package.
