@@ -82,7 +82,7 @@ class RunConfig:
     )
     model_revision: str | None = option(None, "Branch, tag or commit of the hub model.")
     tokenizer_name: str | None = option(None, "Hub id or folder of the tokenizer. Null: the model's own.")
-    trust_remote_code: bool = option(False, "Run Python code that comes with a model or dataset you trust.")
+    trust_remote_code: bool = option(False, "Run Python code that comes with a model you trust.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = option(
         None,
         "The precision weights are loaded in. Null: float32; with frozen parts under bf16 or fp16, that of the files.",

@@ -169,7 +169,13 @@ def check_skipped(trainer: DistTrainer) -> None:
 
 def check(trainer: DistTrainer) -> None:
     """Raises UsageError for what does not work under DeepSpeed."""
-    if trainer._loss_parameters() and trainer.accelerator.state.deepspeed_plugin.hf_ds_config.is_offload():
+    configuration = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    if trainer._loss_parameters() and configuration.get_value("optimizer"):
+        raise UsageError(
+            "learnable_temperature does not reach the optimizer that DeepSpeed's configuration names. Remove it "
+            "there: Trainer then builds the one that optim names."
+        )
+    if trainer._loss_parameters() and configuration.is_offload():
         raise UsageError(
             "learnable_temperature does not work with DeepSpeed's offloading, whose optimizer steps on the CPU only. "
             "Use a fixed temperature, or a preset that does not offload."

@@ -260,7 +260,11 @@ class DistTrainingArguments(TrainingArguments):
         },
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Train into an output_dir that already holds another run."}
+        default=False,
+        metadata={
+            "help": "scripts/train_hf.py: train into an output_dir that already holds another run. train() from "
+            "Python starts beside it in any case; its checkpoints stay, and are not resumed."
+        },
     )
 
     def __post_init__(self) -> None:
