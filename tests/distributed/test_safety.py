@@ -19,7 +19,7 @@ from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 SCRIPT = ROOT / "scripts" / "train_hf.py"
 MEMORY = ROOT / "tests" / "distributed" / "memory_worker.py"
 FAILING = ROOT / "tests" / "distributed" / "failing_worker.py"
-SHUTDOWN_SECONDS = 10
+SHUTDOWN_SECONDS = 25  # under 10 on a quiet machine; a launcher that has to kill takes 30, a collective that hangs 1800
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_signals_apart_end_in_one_checkpoint_and_code_75_and_auto_goes_on(run_fi
             [sys.executable, str(SCRIPT), "--config", str(run_file), "--overwrite_output_dir"],
             capture_output=True, text=True, env=environment(), cwd=ROOT,
         )  # fmt: skip
-        assert second.returncode == 2 and time.monotonic() - started < 5
+        assert second.returncode == 2 and time.monotonic() - started < SHUTDOWN_SECONDS
         first, last = running.ranks()
         assert f"in use by process {first.pid} on" in second.stderr
         first.send_signal(signal.SIGUSR1)
