@@ -19,7 +19,7 @@ from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 SCRIPT = ROOT / "scripts" / "train_hf.py"
 MEMORY = ROOT / "tests" / "distributed" / "memory_worker.py"
 FAILING = ROOT / "tests" / "distributed" / "failing_worker.py"
-SHUTDOWN_SECONDS = 25  # under 10 on a quiet machine; a launcher that has to kill takes 30, a collective that hangs 1800
+SHUTDOWN_SECONDS = 25  # under 10 on a quiet machine; a launcher that has to kill takes 30, a hanging collective 1800
 
 
 @pytest.fixture
