@@ -51,8 +51,8 @@ def test_a_compiled_model_gives_the_same_gradients_and_stops_compiling(compiled_
 def test_attention_kernels_agree(attention, monkeypatch):
     original, built = exactness_worker.build_model, []
 
-    def build(kind: str):
-        built.append(original(kind))
+    def build(kind: str, config=None):
+        built.append(original(kind, config))
         built[-1].backbone.set_attn_implementation(attention)
         return built[-1]
 

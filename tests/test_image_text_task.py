@@ -83,7 +83,8 @@ def test_ranks_without_a_picture_wait_for_nobody(run_file, tmp_path):
     ({"task": "embedding", "trainable_modules": None, "image_folder": None, "generate_max_new_tokens": 3},
      'generate_max_new_tokens=3 belongs to task "image-text-to-text"'),
 ])  # fmt: skip
-def test_mistakes_are_one_line(run_file, capsys, change, words):
+def test_mistakes_are_one_line(run_file, capsys, monkeypatch, change, words):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks the hub, and waits for it
     with pytest.raises(SystemExit) as exit_:
         main(run_file(**change))
     assert exit_.value.code == 2 and words in capsys.readouterr().err
