@@ -4,6 +4,7 @@
 (2) rows travel: a differentiable gather whose gradients return to the rank that made the row
 (3) reduction: which forward and backward of a step runs its collectives
 (4) gradients that no wrapper owns (the loss's own parameters) are averaged by hand
+(5) processes leave together
 
 Under tensor parallelism `share_rows` says that so many consecutive ranks hold the same rows; rows then travel among
 ranks that hold different ones, and only those count. `exchange` is of all ranks: `one_of_each` leaves one per group.
@@ -16,6 +17,7 @@ rows of their own).
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -368,3 +370,15 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     flat /= data_parallel_size()
     for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+# ---- (5) the end of a process ----
+
+
+def leave_together() -> None:
+    """At the end of a script, on every rank: gloo aborts a process whose peers have left while its threads still talk
+    to them, and the groups of a mesh live until they are collected."""
+    gc.collect()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

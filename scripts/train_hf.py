@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
-    import torch
-
+    from hf_dist_ext.distributed import leave_together
     from hf_dist_ext.stages import run_stages, summary
     from hf_dist_ext.tasks import build_parts, hints, make_arguments
 
@@ -66,8 +65,7 @@ def train(run: Run) -> None:
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
         print_end(report, to_load, output_dir)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # else gloo's threads abort some exits, and a launcher restarts them
+    leave_together()  # else gloo aborts some exits, and a launcher restarts them
 
 
 def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:

@@ -47,12 +47,7 @@ def launch(
 
 
 def leave_together() -> None:
-    """At the end of a worker: gloo aborts a process whose peer has left while its threads still talk to it."""
-    import gc
+    """At the end of a worker."""
+    from hf_dist_ext.distributed import leave_together
 
-    import torch.distributed as dist
-
-    gc.collect()
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave_together()
