@@ -107,6 +107,7 @@ class Table:
     not fit fails first). `bounds`: first row and one past the last of every chunk, equal where it is idle."""
 
     columns: list[str]
+    places: list[int]  # of the columns in the batch
     row_counts: list[int]
     features: dict[str, RowFeature]
     first_tokens: list[int]  # per column: the table's token at which its own first one stands
@@ -245,10 +246,9 @@ class ChunkedBatch:
             table.pack(limits)
 
     def row_counts(self) -> dict[str, int]:
-        """Rows per column."""
-        return {
-            name: rows for table in self.tables for name, rows in zip(table.columns, table.row_counts, strict=True)
-        }
+        """Rows per column, in the order of the batch."""
+        found = [of for t in self.tables for of in zip(t.places, t.columns, t.row_counts, strict=True)]
+        return {name: rows for _, name, rows in sorted(found)}
 
     def num_chunks(self, by_vision: bool = False) -> list[int]:
         """Chunks per table. by_vision: without and with images per table, always two numbers per column (0 where there
@@ -299,8 +299,8 @@ class ChunkedBatch:
             yield Chunk(gather, table.device, width, table.column, index, start, stop, is_idle, has_vision)
 
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
-        """Chunk outputs (b, D) -> column -> (rows, D) in the batch's order."""
-        columns: dict[str, torch.Tensor] = {}
+        """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""
+        columns: dict[str, torch.Tensor] = dict.fromkeys(self.row_counts())  # tables hold them by kind
         for index, (table, order) in enumerate(zip(self.tables, self.orders, strict=True)):
             parts = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
             ordered = torch.cat(parts)  # (R, D) as chunks hold them
@@ -449,6 +449,7 @@ def _make_table(
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
     return Table(
         columns=[c.name for c in columns],
+        places=[c.place for c in columns],
         row_counts=row_counts,
         features=features,
         first_tokens=first_tokens,

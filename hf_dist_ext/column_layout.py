@@ -40,6 +40,7 @@ class Column:
     """One column's features with their layouts, and what the host knows of its rows."""
 
     name: str
+    place: int  # among the batch's columns
     num_rows: int
     width: int
     extents: list[tuple[int, int]]  # per row: first real token, one past the last
@@ -76,8 +77,8 @@ def read_columns(
     for (name, key), values in answers:
         host[name][key] = values
     return [
-        _read_column(name, features, _config_of(name, model_config), host[name], feature_axes, needs_patches)
-        for name, features in batch.items()
+        _read_column(place, name, features, _config_of(name, model_config), host[name], feature_axes, needs_patches)
+        for place, (name, features) in enumerate(batch.items())
     ]
 
 
@@ -86,6 +87,7 @@ def _config_of(column: str, model_config: Any) -> Any:
 
 
 def _read_column(
+    place: int,
     name: str,
     features: Mapping[str, Any],
     config: Any,
@@ -97,6 +99,7 @@ def _read_column(
     num_rows, width = _num_rows(known or features), _token_width(features)
     column = Column(
         name=name,
+        place=place,
         num_rows=num_rows,
         width=width,
         extents=[(first, last) for first, last in host["extents"]] if "extents" in host else [(0, width)] * num_rows,

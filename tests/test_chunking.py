@@ -140,6 +140,16 @@ def test_a_row_without_real_tokens_keeps_a_shape():
     assert sorted(c.features["input_ids"].shape[0] for c in chunks) == [1] * 4
 
 
+def test_columns_come_in_the_order_of_the_batch_whatever_their_kinds():
+    batch = {name: text([3, 2], 16) for name in ("query", "positive", "negative")}
+    batch["positive"]["token_type_ids"] = batch["positive"]["input_ids"]
+    chunked = lay_out(batch, ChunkLimits(1))
+    assert [table.columns for table in chunked.tables] == [["query", "negative"], ["positive"]]
+    chunks = chunked.chunks()
+    columns = chunked.to_columns([torch.zeros(1, 4) for _ in chunks], chunks)
+    assert list(columns) == list(chunked.row_counts()) == list(batch)
+
+
 def test_columns_with_different_features_do_not_share_a_chunk():
     batch = {"query": text([3, 2], 16), "image": {"pixel_values": torch.zeros(2, 3, 4, 4)}}
     tables = lay_out(batch, ChunkLimits(2)).tables

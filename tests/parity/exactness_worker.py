@@ -66,6 +66,7 @@ class Case:
     rows: int | None = None  # rows in the dataset; None: one global batch per step
     steps: int = 1
     shorter_on_rank: int | None = None  # that rank's batches lack two rows
+    typed: tuple[str, ...] = ()  # the column of rank 0, 1, ... whose features hold one key more than the others'
     same_masks: bool = False  # dropout: the reference is the same run with every graph kept
     dtype: str = "float64"
     tolerance: float = 1e-10
@@ -73,6 +74,7 @@ class Case:
 
 
 THREE = {"query": 1, "positive": 1, "negative": 3}
+ONE_EACH = dict.fromkeys(THREE, 1)
 CASES = [
     Case("no cache", arguments={"gradient_cache_chunk_size": None}),
     Case("chunk 1", arguments={"gradient_cache_chunk_size": 1}, worlds=(1, 2)),
@@ -94,6 +96,10 @@ CASES = [
          "gradient_cache_memory_gib": 1e-3}, steps=3, worlds=(1, 3)),
     Case("three columns, 3 hard negatives", columns=THREE),
     Case("four columns", columns=THREE | {"other": 1}, worlds=(1, 2)),
+    Case("a positive of another kind, plain negatives", columns=ONE_EACH, typed=("positive",)),
+    Case("other kinds in other columns on each rank", columns=THREE, typed=("positive", "negative"), worlds=(2, 3)),
+    Case("a positive of another kind, no cache", columns=ONE_EACH, typed=("positive",), worlds=(1, 2),
+         arguments={"gradient_cache_chunk_size": None}),
     Case("tower per column", model="towers"),
     Case("tower per column, no cache", model="towers", arguments={"gradient_cache_chunk_size": None}),
     Case("first tower frozen", model="towers:query"),
@@ -243,10 +249,14 @@ def features_of(rows: list[int], column: str, per_anchor: int, on_left: bool) ->
 
 def collate(case: Case, rows: list[int], of_rank: int) -> dict[str, dict[str, torch.Tensor]]:
     rows = rows[:-2] if case.shorter_on_rank == of_rank else rows
-    return {
+    batch = {
         name: features_of(rows, name, per_anchor, case.model[:5] == "qwen3")
         for name, per_anchor in case.columns.items()
     }
+    if case.typed:
+        features = batch[case.typed[of_rank % len(case.typed)]]
+        features["token_type_ids"] = features["input_ids"] % 2
+    return batch
 
 
 # ---- (2) the reference ----

@@ -1,0 +1,140 @@
+"""Columns whose features differ in kind (one more key, images): gradient, loss and metrics of the plain step.
+
+Processes are forked, rows are made from their number alone, and everything is float64.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlavaConfig, LlavaModel
+
+from hf_dist_ext.distributed import rank
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.metrics import retrieval_metrics
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.distributed.forked import MODES, Run
+from tests.parity.exactness_worker import BATCH, BERT, GradientRecorder, _with_norms_in_its_own_precision, naive_loss
+from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISION
+
+COLUMNS = ("query", "positive", "negative")
+WIDTH = 24
+Batch = dict[str, dict[str, torch.Tensor]]
+
+
+def words(row: int, column: str) -> list[int]:
+    generator = torch.Generator().manual_seed(100 * row + len(column))
+    length = int(torch.randint(3, WIDTH + 1, (), generator=generator))
+    return torch.randint(1, IMAGE_TOKEN, (length,), generator=generator).tolist()
+
+
+def text(rows: list[int], column: str, has_images: bool = False) -> dict[str, torch.Tensor]:
+    lists = [[IMAGE_TOKEN] * TOKENS_PER_IMAGE * has_images + words(row, column) for row in rows]
+    width = max(map(len, lists))
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in lists])
+    found = {"input_ids": ids, "attention_mask": (ids > 0).long()}
+    if has_images:
+        generators = [torch.Generator().manual_seed(row) for row in rows]
+        found["pixel_values"] = torch.stack([torch.randn(3, 16, 16, generator=g).double() for g in generators])
+    return found
+
+
+def typed(column: str, rows: list[int]) -> Batch:
+    """Plain text, and one column that says of every token of which of two types it is."""
+    batch = {name: text(rows, name) for name in COLUMNS}
+    batch[column]["token_type_ids"] = batch[column]["input_ids"] % 2
+    return batch
+
+
+def pictured(column: str, rows: list[int]) -> Batch:
+    return {name: text(rows, name, has_images=name == column) for name in COLUMNS}
+
+
+def bert() -> EmbeddingModel:
+    return EmbeddingModel.from_config(BERT | {"num_hidden_layers": 4})
+
+
+def llava() -> EmbeddingModel:
+    vision, language = ({**part, "attention_dropout": 0.0} for part in (VISION, TEXT))
+    config = LlavaConfig(vision_config=vision, text_config=language, image_token_index=IMAGE_TOKEN)
+    config.vision_feature_layer = -1
+    model = EmbeddingModel(_with_norms_in_its_own_precision(LlavaModel(config)), pooling="last")
+    model.backbone.vision_tower.post_layernorm.requires_grad_(False)  # LLaVA has no use for it
+    return model
+
+
+# model, and per rank (rank r takes number r, modulo their number) how rows become a batch
+KINDS = {
+    "one more key": (bert, [partial(typed, "positive")]),
+    "one more key, elsewhere on each rank": (bert, [partial(typed, "positive"), partial(typed, "negative")]),
+    "images": (llava, [partial(pictured, "positive")]),
+    "images, elsewhere on each rank": (llava, [partial(pictured, "positive"), partial(pictured, "negative")]),
+}
+
+
+def build(kind: str) -> EmbeddingModel:
+    torch.manual_seed(0)
+    return KINDS[kind][0]().double()
+
+
+def collate(kind: str, of_rank: int, rows: list[int]) -> Batch:
+    of_ranks = KINDS[kind][1]
+    return of_ranks[of_rank % len(of_ranks)](rows)
+
+
+def plain_step(kind: str, model: EmbeddingModel, processes: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one global batch, and its embeddings."""
+    parts = [collate(kind, r, list(range(r * BATCH, (r + 1) * BATCH))) for r in range(processes)]
+    encoded = [{name: model(**features).embeddings for name, features in part.items()} for part in parts]
+    embeddings = {name: torch.cat([of_rank[name] for of_rank in encoded]) for name in COLUMNS}
+    return naive_loss(embeddings, 0.1, symmetric=False), embeddings
+
+
+def trained_and_evaluated(say, folder: Path, kind: str, processes: int, **arguments) -> str:
+    model, recorder = build(kind), GradientRecorder()
+    args = DistTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, max_steps=1,
+        optim="sgd", learning_rate=0.0, max_grad_norm=0, save_strategy="no", report_to=[], disable_tqdm=True,
+        train_sampling_strategy="sequential", use_cpu=True, **({"gradient_cache_chunk_size": 2} | arguments),
+    )  # fmt: skip
+    loss = recorder.loss = InfoNCELoss(temperature=0.1).double()
+    rows = list(range(BATCH * processes))
+    trainer = DistTrainer(
+        model, args, data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=rows, eval_dataset=rows,
+        loss=loss, callbacks=[recorder],
+    )  # fmt: skip
+    trainer.train()
+    evaluated = trainer.evaluate()
+
+    model = build(kind)
+    wanted_loss, embeddings = plain_step(kind, model.eval(), processes)
+    metrics = retrieval_metrics(*[embeddings[name].detach() for name in COLUMNS[:2]])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(plain_step(kind, model.train(), processes)[0], trained)
+    wanted = torch.cat([gradient.flatten() for gradient in wanted])
+    found = torch.cat([gradient.flatten() for gradient in recorder.steps[0]])
+    return json.dumps({
+        "norm": float(wanted.norm()),
+        "gradient": float((found - wanted).norm() / wanted.norm()),
+        "loss": abs(evaluated["eval_loss"] - float(wanted_loss)),
+        "metrics": {name: [evaluated[f"eval_{name}"], value] for name, value in metrics.items()},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, mode", [
+    (kind, mode) for kind, (_, of_ranks) in KINDS.items() for mode in ("single", "ddp", "fsdp-sharded")
+    if len(of_ranks) <= MODES[mode][0]
+])  # fmt: skip
+def test_a_loss_sees_columns_in_the_order_of_the_batch(kind, mode, tmp_path):
+    target = partial(trained_and_evaluated, folder=tmp_path / "run", kind=kind, processes=MODES[mode][0])
+    found = json.loads(Run(mode, tmp_path / "run", target).result())
+    assert found["norm"] > 0.1 and found["gradient"] < 1e-10
+    assert found["loss"] < 1e-6  # accelerate gathers it in float32
+    assert len(found["metrics"]) > 3
+    assert all(abs(ours - wanted) < 1e-9 for ours, wanted in found["metrics"].values())
