@@ -31,6 +31,7 @@ from . import (
     feature_cache,
     frozen_training,
     loss_scale,
+    metrics,
     setup_checks,
     sharding,
     shared_rows,
@@ -79,7 +80,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             setup_checks.prepare_arguments(args)
             self._split = shared_rows.check(model, args)
             if options.get("compute_metrics") is None and len(more) < 7:
-                options["compute_metrics"] = _retrieval_metrics
+                metrics.check_can_be_computed(args)
+                options["compute_metrics"] = metrics.metrics_of_prediction
         self.freeze_plan = frozen_training.freeze(model, args)
         with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
             super().__init__(model, args, *more, **options)
@@ -285,13 +287,13 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         started = time.perf_counter()
-        metrics = super().evaluate(*arguments, **options)
+        found = super().evaluate(*arguments, **options)
         self.meter.exclude(time.perf_counter() - started)
-        return metrics
+        return found
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
-        """With a loss: (loss, embeddings of anchors and positives, own row numbers); the loss of the training step."""
+        """With a loss: (loss, embeddings of anchors and positives, their ids); the loss of the training step."""
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch, ids = split_ids(self._prepare_inputs(inputs))
@@ -302,8 +304,9 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         loss, _ = self._score(embeddings, ids, counts)
         if prediction_loss_only:
             return loss, None, None
-        anchors, positives, *_ = embeddings.values()
-        return loss, (anchors.contiguous(), positives.contiguous()), torch.zeros(len(anchors), device=loss.device)
+        anchor, positive, *_ = batch
+        labels = metrics.ids_of_rows(ids, anchor, positive, embeddings[anchor])
+        return loss, (embeddings[anchor].contiguous(), embeddings[positive].contiguous()), labels
 
     # ---- logging ----
 
@@ -335,10 +338,3 @@ def _name_layers_to_shard(plugin: Any, model: nn.Module, args: Any) -> None:
     if plugin.transformer_cls_names_to_wrap is None or min_num_params:
         # Empty: one unit, not accelerate's guess.
         plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model, min_num_params)
-
-
-def _retrieval_metrics(prediction: Any) -> dict[str, float]:
-    from .metrics import retrieval_metrics
-
-    anchors, positives = prediction.predictions
-    return retrieval_metrics(torch.from_numpy(anchors), torch.from_numpy(positives))

@@ -76,6 +76,19 @@ def make_trainer(base: Path, folder: Path, is_split: bool = True, **more) -> Dis
     )  # fmt: skip
 
 
+def collate_repeated(rows: list[int]) -> dict:
+    """Two queries per document, and their ids."""
+    documents = [row // 2 for row in rows]
+    ids = {"query": torch.tensor(rows), "positive": torch.tensor(documents)}
+    return {"query": collate(rows)["query"], "positive": collate(documents)["positive"], "ids": ids}
+
+
+def evaluated(base: Path, folder: Path) -> dict[str, float]:
+    trainer = make_trainer(base, folder, save_strategy="no")
+    trainer.data_collator = collate_repeated
+    return trainer.evaluate()
+
+
 def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
     tensors = trainer.model.state_dict() | {f"loss.{k}": v for k, v in trainer.loss.state_dict().items()}
     return {name: value.clone() for name, value in trainable_checkpoint.gathered(tensors, keep=True)}
@@ -190,7 +203,7 @@ def main() -> None:
     dist.barrier()
     found = {"groups": GROUPS, "resumed": resumed(base, folder / "run")}
     found["frozen"] = resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0"])
-    found["evaluation"] = make_trainer(base, folder / "eval", save_strategy="no").evaluate()
+    found["evaluation"] = evaluated(base, folder / "eval")
     found["said"] = refusals(base, folder)
     if GROUPS == 1:
         found["upstream"] = upstream(base)

@@ -73,7 +73,7 @@ def test_rows_are_counted_once_per_group(groups):
 @pytest.mark.parametrize("groups", GROUPS)
 def test_retrieval_metrics_are_those_of_one_process(groups, tmp_path):
     worker.save_base(tmp_path / "base")
-    alone = worker.make_trainer(tmp_path / "base", tmp_path, save_strategy="no").evaluate()
+    alone = worker.evaluated(tmp_path / "base", tmp_path)
     assert 0 < alone["eval_mrr@10"] < 1
     for name in ("eval_mrr@10", "eval_ndcg@10", "eval_recall@1", "eval_recall@10"):
         assert found(groups)["evaluation"][name] == pytest.approx(alone[name])
