@@ -53,7 +53,7 @@ class FeatureCache:
             None if config is None else config.to_dict(),
         )
         digest = part_digest(self.part.modules, *facts)
-        self.store = FeatureStore(Path(trainer.args.frozen_feature_cache) / digest, distributed.rank())
+        self.store = FeatureStore(Path(trainer.args.frozen_feature_cache) / digest)
         self.keeps_left_padding = getattr(config, "rope_parameters", None) is None
         self.must_have_all = False  # set where a forward of the part is a collective
 

@@ -4,9 +4,11 @@
 
 (1) a key is a hash of one row's tensors as the model takes them, padding left out; so another image size, prompt,
     tokenizer or row is another key and can never be answered with old features
-(2) features are appended to shards, safetensors files with `keys` (n, 2) int64 and `features` (n, ...); a shard
-    appears under its name when it is complete, so neither a kill nor a full disk leaves half of one
-(3) every process reads the index of all shards and maps the features it needs
+(2) features are appended to shards, safetensors files with `keys` (n, 2) int64 and `features` (n, ...). A shard's name
+    is random, so that several jobs can fill one folder at once, and it appears when the shard is complete, so that
+    neither a kill nor a full disk leaves half of one
+(3) every process reads the index of all shards and maps the features it needs; the key that stands beside a feature
+    must be the one that was asked for
 
 The folder is for one frozen part with one set of weights: `part_digest` names it.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,10 +85,10 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class FeatureStore:
-    """Shards of one folder. `rank` names this process's own shards."""
+    """Shards of one folder."""
 
-    def __init__(self, folder: str | Path, rank: int = 0):
-        self.folder, self.rank = Path(folder), rank
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
         self.places: dict[Key, tuple[Path, int]] = {}
         self._pending: list[tuple[Key, torch.Tensor]] = []
         self._open: dict[Path, Any] = {}
@@ -103,7 +105,8 @@ class FeatureStore:
         return len(self.places)
 
     def load(self) -> None:
-        """Read the keys of shards that are not known yet, in the order of their names."""
+        """Read the keys of shards that are not known yet. Of a row that several shards hold, the one whose name comes
+        first counts, on every process and in every later run."""
         known = {path for path, _ in self.places.values()}
         for path in sorted(self.folder.glob("features-*.safetensors")):
             if path in known:
@@ -114,7 +117,7 @@ class FeatureStore:
             except SafetensorError as error:
                 raise UsageError(f"{path} is no complete shard of features ({error}). Delete it.") from error
             for i, key in enumerate(keys):
-                self.places.setdefault(tuple(key), (path, i))
+                self.places[tuple(key)] = min(self.places.get(tuple(key), (path, i)), (path, i))
 
     def get(self, keys: Sequence[Key]) -> torch.Tensor:
         """(n, ...) features in the order of the keys, which must all be there."""
@@ -123,7 +126,14 @@ class FeatureStore:
             path, i = self.places[key]
             if path not in self._open:
                 self._open[path] = safe_open(path, "pt")
-            rows.append(self._open[path].get_slice("features")[i])
+            shard = self._open[path]
+            stored = shard.get_slice("keys")
+            if i >= stored.get_shape()[0] or tuple(stored[i].tolist()) != key:
+                raise UsageError(
+                    f"{path} no longer holds the row it held when this run began: another program replaced it. Delete "
+                    f"{self.folder} and start again; its features are computed anew."
+                )
+            rows.append(shard.get_slice("features")[i])
         return torch.stack(rows)
 
     def add(self, keys: Sequence[Key], features: torch.Tensor) -> None:
@@ -146,7 +156,7 @@ class FeatureStore:
                 f"frozen_feature_cache: features of different shapes, {sorted(shapes)[:3]}. Inputs of one size are "
                 "needed; switch the cache off for this model."
             )
-        path = self.folder / f"features-{self.rank:05d}-{self._next_number():05d}.safetensors"
+        path = self.folder / f"features-{uuid.uuid4().hex}.safetensors"
         unfinished = path.with_suffix(".unfinished")
         keys = torch.tensor([key for key, _ in self._pending], dtype=torch.int64)
         try:
@@ -163,8 +173,3 @@ class FeatureStore:
             ) from error
         self.places.update({key: (path, i) for i, (key, _) in enumerate(self._pending)})
         self._pending = []
-
-    def _next_number(self) -> int:
-        own = re.compile(rf"features-{self.rank:05d}-(\d+)")
-        numbers = [int(found[1]) for path in self.folder.iterdir() if (found := own.match(path.name))]
-        return max(numbers, default=-1) + 1

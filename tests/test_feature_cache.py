@@ -1,10 +1,15 @@
 """Frozen features are computed once, found by content, and train to the same weights."""
 
+import os
+import time
+from functools import partial
+from pathlib import Path
+
 import datasets
 import pytest
 import torch
 
-from hf_dist_ext import feature_cache
+from hf_dist_ext import feature_cache, feature_store
 from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.feature_store import FeatureStore, row_keys
@@ -13,6 +18,7 @@ from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.towers import TowerModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
+from tests.distributed.forked import Run
 from tests.tiny_models import CHECKPOINTING, WORDS, model_config, tiny_tokenizer, tiny_towers
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
 
@@ -77,6 +83,65 @@ def test_other_weights_or_pictures_are_never_answered_with_old_features(tmp_path
     changed[0]["pixel_values"] = changed[0]["pixel_values"] + 1e-3
     llava_run(tmp_path, True, rows=changed)
     assert len(FeatureStore(folder)) == stored + 1
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def one_of_two_jobs(say, folder: Path, name: str, rows: list) -> str:
+    """Both have named their shards before either writes one; `late`'s comes second, before `early` reads."""
+    save, replace = feature_store.save_file, os.replace
+
+    def save_in_turn(*arguments):
+        (folder / f"{name} is named").touch()
+        wait_for(folder / {"early": "late is named", "late": "early is there"}[name])
+        save(*arguments)
+
+    def replace_in_turn(*paths):
+        replace(*paths)
+        if "features-" in str(paths[1]):
+            (folder / f"{name} is there").touch()
+            wait_for(folder / "late is there")
+
+    feature_store.save_file, os.replace = save_in_turn, replace_in_turn
+    trainer, _ = llava_run(folder / name, False, rows, frozen_feature_cache=str(folder / "features"))
+    torch.save(projector_of(trainer), folder / f"{name}.pt")
+    return "done"
+
+
+def test_two_jobs_that_fill_one_folder_at_once_train_on_their_own_rows(tmp_path):
+    rows = {"early": [row(True, i) for i in range(8)], "late": [row(True, 100 + i) for i in range(8)]}
+    jobs = {}
+    for name in rows:
+        (tmp_path / name).mkdir()
+        job = partial(one_of_two_jobs, folder=tmp_path, name=name, rows=rows[name])
+        jobs[name] = Run("single", tmp_path / f"{name}-job", job)
+    for job in jobs.values():
+        job.lines.read()
+    logs = [log.read_text()[-3000:] for job in jobs.values() for log in job.logs]
+    assert all((tmp_path / f"{name}.pt").exists() for name in rows), "\n".join(logs)
+    start, ends = projector_of_model(tiny_llava()), []
+    for name in rows:
+        ends.append(projector_of(llava_run(tmp_path / "plain", False, rows[name])[0]))
+        assert torch.allclose(torch.load(tmp_path / f"{name}.pt"), ends[-1], atol=1e-5), name
+    assert all((end - start).abs().max() > 1e-2 for end in ends) and not torch.allclose(*ends, atol=1e-3)
+
+
+def test_a_shard_that_was_replaced_by_another_is_never_read_as_the_old_one(tmp_path):
+    store = FeatureStore(tmp_path)
+    store.add([(1, 2), (3, 4)], torch.ones(2, 3))
+    store.flush()
+    (shard,) = tmp_path.glob("features-*")
+    other = FeatureStore(tmp_path / "other")
+    other.add([(5, 6), (7, 8)], torch.zeros(2, 3))
+    other.flush()
+    os.replace(next((tmp_path / "other").glob("features-*")), shard)
+    with pytest.raises(UsageError, match="features-.* no longer holds"):
+        store.get([(3, 4)])
 
 
 def test_random_pictures_are_refused(tmp_path):

@@ -56,6 +56,7 @@ class Run:
             with open(self.logs[rank], "w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of a test that is captured
             try:
                 if world_size > 1:
                     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
