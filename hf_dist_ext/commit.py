@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from . import async_save, distributed, manifest, trainable_checkpoint
+from . import async_save, distributed, lease, manifest, trainable_checkpoint
 from .data_position import data_fingerprint
 from .errors import UsageError
 from .freezing import num_elements
@@ -49,6 +49,7 @@ def committed(trainer: DistTrainer, trial: Any) -> Iterator[None]:
     args, is_async = trainer.args, trainer.args.save_async
     output_dir = Path(trainer._get_output_dir(trial=trial))
     folder = output_dir / f"checkpoint-{trainer.state.global_step}"
+    async_save.together(lease.check)
     check_free_space(trainer, output_dir, folder)  # (1)
     if args.should_save:
         manifest.withdraw(folder)
@@ -169,6 +170,7 @@ def _commit(args: Any, folder: Path, shares: list[dict], content: dict[str, Any]
         start = args.process_index // here * here
         shares = shares[:start] + shares[start + here :] + shares[start : start + here]
     files = {name: entry for share in shares for name, entry in share.items()}
+    lease.check()  # writing took time, in which another run may have taken the folder over
     manifest.commit(folder, {name: files[name] for name in files if (folder / name).is_file()}, content)
 
 

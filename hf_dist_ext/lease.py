@@ -1,20 +1,22 @@
-"""One run per output_dir: a small file that says who writes there, and that it lives.
+"""One run per output_dir: a lock that the system drops with its holder.
 
-(1) to take it: create `run.lease` (host, pid, since when), which only one of several processes can; a thread touches
-    the file every few seconds: its modification time is the heartbeat
-(2) it is there: refuse, naming its owner, unless the owner is gone: its process on this host has ended, or on another
-    host the file was not touched for a while. Then take it over, and say so
-(3) the launcher takes it before any rank exists and names it in the environment; rank 0 makes it its own, so that it
-    holds on when only the launcher is killed
-(4) whoever owns it last removes it at exit
+(1) a run takes a folder by locking its file `run.lease`, exclusively for a moment, which fails while any process of
+    another run holds it; then it keeps a shared lock. What the file says (host, pid, since when) only informs
+(2) a launcher takes the lock before any rank exists, and names its token in the environment; rank 0 shares the lock by
+    this token, so that the lock lives on when only the launcher is killed. Whoever owns it last removes the file
+(3) some file systems have no locks that other hosts see. There the file itself is the lock, and the owner touches it
+    every 10 s. Who finds a file watches it for 120 s of its own clock, and takes over only if nobody touches it
+(4) the owner asks again before every commit: it may have been paused for so long that (3) gave its folder away
 
-Times are those of the file system that holds the folder, so clocks of hosts may differ. No torch here.
+A forked child (a worker that loads data) drops its copy of the lock, so that it can not outlive its parent's run.
+No torch here.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -26,41 +28,72 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import RunError, UsageError
 
 NAME = "run.lease"
 TOKEN = "HF_DIST_LEASE"  # environment: the launcher's token
 HEARTBEAT_SECONDS = 10
-STALE_SECONDS = 120  # of a host that cannot be asked
+STALE_SECONDS = 120
 
 _held: dict[Path, Lease] = {}
 
 
 class Lease:
-    """Of one folder, held by this process until `release` or its end."""
+    """Of one folder, held by this process until `release` or its end. `lock` is the descriptor of the locked file;
+    None: the heartbeat of (3)."""
 
-    def __init__(self, folder: Path, token: str):
-        self.path, self.token = folder / NAME, token
+    def __init__(self, path: Path, token: str, lock: int | None):
+        self.path, self.token, self._lock = path, token, lock
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        if lock is None:
+            threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.release)
+        os.register_at_fork(after_in_child=self._forget)
 
-    def is_ours(self) -> bool:
-        return (_read(self.path) or {}).get("token") == self.token
+    def check(self) -> None:
+        """(4): RunError when the folder is another run's by now."""
+        if self._lock is not None and _is_at(self.path, self._lock):
+            return
+        if self._lock is not None and not self.path.exists():  # somebody emptied the folder; nobody else has it
+            os.close(self._lock)
+            self._lock = _lock(self.path, self.token)
+            return
+        found = _read(self.path) or {}
+        if self._lock is None and found.get("token") == self.token:
+            return
+        raise RunError(
+            f"{self.path.parent} was taken over by {_owner(found)}, as this process was paused for more than "
+            f"{STALE_SECONDS} s or {NAME} was deleted. This run writes nothing more there. Let the other one go on, "
+            "or stop it and resume."
+        )
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
-            if self.is_ours():
-                os.utime(self.path)
+            with contextlib.suppress(OSError):  # a file system that is away for a moment: the next touch counts
+                if (_read(self.path) or {}).get("token") == self.token:
+                    os.utime(self.path)
 
     def release(self) -> None:
         atexit.unregister(self.release)
         self._ended.set()
         _held.pop(self.path.parent, None)
-        found = _read(self.path) or {}
-        is_last = found.get("pid") == os.getpid() or _start_of(found.get("pid")) != found.get("started")
-        if found.get("token") == self.token and is_last:  # else rank 0 still has what its launcher took
-            self.path.unlink(missing_ok=True)
+        lock, self._lock = self._lock, None
+        with contextlib.suppress(OSError):  # the launcher or rank 0 still holds it, or the folder is gone
+            if lock is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (_read(self.path) or {}).get("token") == self.token:
+                self.path.unlink()
+        if lock is not None:
+            os.close(lock)
+
+    def _forget(self) -> None:
+        """In a forked child: closing its copy of the descriptor leaves the parent's lock alone."""
+        atexit.unregister(self.release)
+        self._ended.set()
+        _held.pop(self.path.parent, None)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def take(output_dir: str | os.PathLike) -> Lease:
@@ -68,17 +101,20 @@ def take(output_dir: str | os.PathLike) -> Lease:
     folder = Path(output_dir).resolve()
     if folder in _held:
         return _held[folder]
-    folder.mkdir(parents=True, exist_ok=True)
-    path, given = folder / NAME, os.environ.get(TOKEN, "")
-    token = uuid.uuid4().hex
-    found = _read(path)
-    if found is not None and given and found.get("token") == given:  # (3)
-        token = given
-        _write(path, token)
-    else:
-        while not _create(path, token):
-            _remove_if_stale(path)
-    _held[folder] = Lease(folder, token)
+    path, lock = folder / NAME, None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        given = os.environ.get(TOKEN)
+        is_given = given is not None and (_read(path) or {}).get("token") == given  # (2)
+        token = given if is_given else uuid.uuid4().hex
+        if _has_locks(folder):
+            lock = _lock(path, token)
+        else:
+            _take_file(path, token)
+    except OSError as error:
+        words = error.strerror or error
+        raise UsageError(f"output_dir={folder} can not be written: {words}. Give another --output_dir.") from error
+    _held[folder] = Lease(path, token, lock)
     return _held[folder]
 
 
@@ -94,10 +130,129 @@ def held(output_dir: str | os.PathLike) -> Iterator[None]:
             lease.release()
 
 
+def check() -> None:
+    """(4), of every folder that this process holds: call it right before a commit."""
+    for lease in list(_held.values()):
+        lease.check()
+
+
+# (1), (2) ------------------------------------------------------------------------------------------------------------
+
+
+def _lock(path: Path, token: str) -> int:
+    """A descriptor whose lock says that the folder is this run's."""
+    while True:
+        with contextlib.ExitStack() as opened:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            opened.callback(os.close, file)
+            is_first = _flock(file, fcntl.LOCK_EX)
+            found = _read(path) or {}
+            if not is_first and found.get("token") != token:
+                raise _in_use(path, found)
+            if not _is_at(path, file):  # its last owner has just removed it
+                continue
+            if is_first:
+                if found:
+                    _say(f"took over {path.parent} from {_owner(found)}, which is gone")
+                _describe(file, token)
+            # Linux drops the exclusive lock before it takes the shared one; who came in between has written its token.
+            if not _flock(file, fcntl.LOCK_SH) or (found := _read(path) or {}).get("token") != token:
+                raise _in_use(path, found)
+            if not is_first:
+                _describe(file, token)
+            opened.pop_all()
+            return file
+
+
+def _flock(file: int, kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether an open file is the one of this name, and not one that was removed or replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    return False
+
+
+def _has_locks(folder: Path) -> bool:
+    """Whether a lock in this folder can be taken, and other hosts that mount it would see it."""
+    device = os.stat(folder).st_dev
+    with contextlib.suppress(OSError):  # there is no such table but on Linux
+        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            mount, _, words = line.partition(" - ")
+            kind, *_, options = words.split()
+            if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}" and is_of_one_host(kind, options):
+                return False
+    probe = folder / f"{NAME}.{uuid.uuid4().hex}"
+    file = os.open(probe, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:  # "no locks available", "not implemented", ...
+        return False
+    finally:
+        os.close(file)
+        probe.unlink(missing_ok=True)
+
+
+def is_of_one_host(kind: str, options: str) -> bool:
+    """Whether flock on a mounted file system stays on this host, though others may mount it too."""
+    if kind.startswith("nfs"):
+        return not {"nolock", "local_lock=all", "local_lock=flock"}.isdisjoint(options.split(","))
+    return kind.startswith("fuse.") or kind in ("9p", "virtiofs") or "localflock" in options.split(",")  # Lustre's
+
+
+# (3) -----------------------------------------------------------------------------------------------------------------
+
+
+def _take_file(path: Path, token: str) -> None:
+    _say(f"{path.parent} has no locks that other hosts see: a heartbeat in {NAME} stands for one")
+    if (_read(path) or {}).get("token") == token:  # the launcher's
+        os.replace(_written(path, token), path)
+        return
+    while not _create(path, token):
+        if (found := _read(path)) is None:
+            continue
+        _watch(path, found)
+        moved = path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+        try:
+            os.rename(path, moved)  # of several that found it silent, one moves it away
+        except FileNotFoundError:
+            continue
+        if (_read(moved) or {}).get("token") != found.get("token"):  # a newer one, of who was faster: put it back
+            os.rename(moved, path)
+            continue
+        moved.unlink()
+        _say(f"took over {path.parent} from {_owner(found)}, which is gone")
+
+
+def _watch(path: Path, found: dict[str, Any]) -> None:
+    """Returns when nobody has touched the file for long enough; clocks of other hosts, and steps of one, do not count.
+    UsageError as soon as someone does."""
+
+    def touched() -> tuple | None:
+        with contextlib.suppress(FileNotFoundError):
+            return (status := os.stat(path)).st_mtime_ns, status.st_ino
+        return None
+
+    _say(f"{path.parent} was taken by {_owner(found)}: waiting {STALE_SECONDS} s for a sign of life")
+    before, began = touched(), time.monotonic()
+    while time.monotonic() - began < STALE_SECONDS:
+        time.sleep(min(1.0, HEARTBEAT_SECONDS))
+        if (now := touched()) is None:
+            return
+        if now != before:
+            raise _in_use(path, found)
+
+
 def _create(path: Path, token: str) -> bool:
     """Whether the file was not there and now is ours, complete from its first moment."""
-    own = path.with_name(f"{NAME}.{token}")
-    _write(own, token)
+    own = _written(path, token)
     try:
         os.link(own, path)
         return True
@@ -114,11 +269,24 @@ def _create(path: Path, token: str) -> bool:
         own.unlink(missing_ok=True)
 
 
-def _write(path: Path, token: str) -> None:
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_of(os.getpid()), "token": token}
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n", encoding="utf-8")
-    os.replace(new, path)
+def _written(path: Path, token: str) -> Path:
+    own = path.with_name(f"{NAME}.{uuid.uuid4().hex}")
+    file = os.open(own, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _describe(file, token)
+    finally:
+        os.close(file)
+    return own
+
+
+# What the file says --------------------------------------------------------------------------------------------------
+
+
+def _describe(file: int, token: str) -> None:
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
+    text = json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
+    os.ftruncate(file, 0)
+    os.pwrite(file, text.encode(), 0)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -132,54 +300,16 @@ def _read(path: Path) -> dict[str, Any] | None:
         return {}
 
 
-def _remove_if_stale(path: Path) -> None:
-    """(2)"""
-    found = _read(path)
-    if found is None:
-        return
-    age = _age(path)
-    if age is None:
-        return
-    host, pid = found.get("host"), found.get("pid")
-    if host == socket.gethostname():
-        is_gone, how = _start_of(pid) != found.get("started"), f"process {pid} has ended"
-    else:
-        is_gone, how = age > STALE_SECONDS, f"no sign of life for {age:.0f} s"
-    if not is_gone:
-        raise UsageError(
-            f"output_dir={path.parent} is in use by process {pid} on {host} since {found.get('since')} "
-            f"(last heartbeat {age:.0f} s ago). Stop that run, or give another --output_dir."
-        )
-    taken = path.with_name(f"{NAME}.{uuid.uuid4().hex}")
-    try:
-        os.rename(path, taken)  # of several that find it stale, one moves it away
-    except FileNotFoundError:
-        return
-    if (_read(taken) or {}).get("token") != found.get("token"):  # a newer one, of who was faster: put it back
-        os.rename(taken, path)
-        return
-    taken.unlink()
-    print(f"hf-dist: took over {path.parent} from a run on {host} that is gone ({how})", file=sys.stderr, flush=True)
+def _owner(found: dict[str, Any] | None) -> str:
+    return f"process {found.get('pid')} on {found.get('host')}" if found else "another run"
 
 
-def _age(path: Path) -> float | None:
-    """Seconds since the last heartbeat by the clock of the file system; None when the file is gone."""
-    probe = path.with_name(f"{NAME}.{uuid.uuid4().hex}")
-    probe.touch()
-    try:
-        return max(0.0, probe.stat().st_mtime - path.stat().st_mtime)
-    except FileNotFoundError:
-        return None
-    finally:
-        probe.unlink()
+def _in_use(path: Path, found: dict[str, Any] | None) -> UsageError:
+    since = f" since {found['since']}" if found and "since" in found else ""
+    return UsageError(
+        f"output_dir={path.parent} is in use by {_owner(found)}{since}. Stop that run, or give another --output_dir."
+    )
 
 
-def _start_of(pid: Any) -> float | None:
-    """When a process of this host began, which tells it from a later one with the same number; None: it has ended."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except (psutil.Error, TypeError, ValueError):
-        return None
+def _say(text: str) -> None:
+    print(f"hf-dist: {text}", file=sys.stderr, flush=True)
