@@ -61,10 +61,12 @@ def load_backbone(
     dtype: str | torch.dtype = "auto",
     attn_implementation: str | None = None,
     distributed_config: Any = None,
+    backbone_class: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold.
 
-    `distributed_config`: as in `build_backbone`; every process then reads its own part only.
+    `distributed_config`: as in `build_backbone`; every process then reads its own part only. `backbone_class`: the
+    class to make; None is the one that the configuration names, which may come with code of its own.
     """
     name = str(name_or_path)
     options = {"trust_remote_code": trust_remote_code}
@@ -72,14 +74,18 @@ def load_backbone(
         options["revision"] = revision
     dtype = parse_dtype(dtype)
     try:
-        config = AutoConfig.from_pretrained(name, **options)
+        if backbone_class is None:
+            config = AutoConfig.from_pretrained(name, **options)
+            backbone_class = _auto_class(config)
+        else:
+            config = backbone_class.config_class.from_pretrained(name, **options)
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         options |= _pooler_option(config)
         if distributed_config is not None:
             tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
             options["distributed_config"] = distributed_config
-        backbone, report = _auto_class(config).from_pretrained(
+        backbone, report = backbone_class.from_pretrained(
             name, config=config, dtype=dtype, output_loading_info=True, **options
         )
     except UsageError:

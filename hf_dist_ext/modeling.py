@@ -159,17 +159,25 @@ class EmbeddingModel(PreTrainedModel):
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
         distributed_config: Any = None,
+        backbone_class: type[PreTrainedModel] | None = None,
     ) -> EmbeddingModel:
         """The embedding model of a folder or hub name: ours, sentence-transformers', or a plain backbone.
 
         None means what the folder says (a plain backbone: mean pooling, no projection, normalized); any other value
         wins over it, except that a new projection never replaces a trained one. `dtype` None is "auto".
         `distributed_config` (transformers' DistributedConfig) splits the backbone over processes while it is read.
+        `backbone_class` makes the backbone instead of what the folder's configuration names.
         """
         folder = read_model_folder(resolve_folder(name_or_path, revision))
         dtype = dtype or "auto"
         backbone = load_backbone(
-            folder.backbone_folder, None, trust_remote_code, dtype, attn_implementation, distributed_config
+            folder.backbone_folder,
+            None,
+            trust_remote_code,
+            dtype,
+            attn_implementation,
+            distributed_config,
+            backbone_class,
         )
         if folder.projection is not None:
             stored_dim = folder.projection["weight"].shape[0]
@@ -337,12 +345,6 @@ def unused_parameters(model: nn.Module, **features) -> list[str]:
     embeddings = output if isinstance(output, torch.Tensor) else output.embeddings
     gradients = torch.autograd.grad(embeddings.sum(), parameters, allow_unused=True)
     return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
-
-
-def weights_from_folder(folder: str | Path, trust_remote_code: bool = False) -> dict[str, torch.Tensor]:
-    """The weights of a folder that `save_pretrained` wrote, under the keys of `EmbeddingModel.state_dict()`."""
-    # By way of a model, because transformers renames and fuses keys of some architectures between disk and memory.
-    return EmbeddingModel.from_pretrained(folder, trust_remote_code=trust_remote_code).state_dict()
 
 
 def load_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], source: str = "the checkpoint") -> None:

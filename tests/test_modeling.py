@@ -10,7 +10,6 @@ from hf_dist_ext.modeling import (
     load_weights,
     pool_tokens,
     unused_parameters,
-    weights_from_folder,
 )
 from tests.tiny_models import CHECKPOINTING, EXPERTS_CONFIG, TEXT_CONFIGS, model_config
 
@@ -340,7 +339,7 @@ def test_a_given_state_dict_is_written_exactly_and_comes_back_under_our_keys(tmp
     live = {key: value.clone() for key, value in model.state_dict().items()}
     model.save_pretrained(tmp_path, state_dict=given)
 
-    read = weights_from_folder(tmp_path)
+    read = EmbeddingModel.from_pretrained(tmp_path).state_dict()
     assert read.keys() == given.keys()
     assert all(read[key].dtype == torch.bfloat16 and torch.equal(read[key], given[key]) for key in given)
     assert all(torch.equal(value, live[key]) for key, value in model.state_dict().items())
@@ -352,7 +351,7 @@ def test_a_given_state_dict_is_written_exactly_and_comes_back_under_our_keys(tmp
 def test_fused_experts_come_back_under_our_keys(tmp_path):
     model = EmbeddingModel.from_config(EXPERTS_CONFIG, pooling="last")
     model.save_pretrained(tmp_path)
-    read = weights_from_folder(tmp_path)
+    read = EmbeddingModel.from_pretrained(tmp_path).state_dict()
     assert read.keys() == model.state_dict().keys()
     assert all(torch.equal(read[key], value) for key, value in model.state_dict().items())
 
