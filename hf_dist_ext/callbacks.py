@@ -33,12 +33,14 @@ class StepMeter:
     def add(self, step: CachedStep, chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
         if self._steps == 0:
             self._metrics = {}
-        self.last_tokens = chunked.count_tokens()
+        own_rows = sum(of_ranks[distributed.data_parallel_rank()] for of_ranks in counts.values())
+        real, computed = chunked.count_tokens()
+        self.last_tokens = real if own_rows else 0, computed  # a stand-in for rows is computed, and nobody's
         self._real += self.last_tokens[0]
         self._computed += self.last_tokens[1]
         self._steps += 1
         self._chunks += step.num_chunks
-        self._rows += sum(table.num_rows for table in chunked.tables)
+        self._rows += own_rows
         self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(counts.values()))))
         self.largest_batch = max(self.largest_batch, self._contrastive_batch)
         self.most_chunks = max(self.most_chunks, step.num_chunks)

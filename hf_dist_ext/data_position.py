@@ -1,13 +1,14 @@
 """Where a run stands in its data, so that another batch size, accumulation or number of processes goes on from there.
 
-(1) the position is an epoch and the rows of it that were used, of all ranks together; accelerate deals the rows of an
-    epoch's order to the ranks in turn, so what was used is always the beginning of that order
+(1) the position is an epoch and the rows of it that were used, of all ranks together, which are always the beginning
+    of the epoch's order
 (2) a checkpoint's manifest holds the position, the batch it was made with, and what the order depends on: seed,
     number of rows, a fingerprint of the data. Other data are refused, unless allow_changed_data says that it is meant
 (3) an unchanged run resumes as Trainer does, bit for bit. A changed one takes the rest of the order of the epoch it
     stopped in, in its own batches, and whole epochs from then on; steps and schedule are counted anew for what is left
 
-The order of an epoch without duplicates in a batch depends on the batch; the epoch that was begun keeps its order.
+epoch_order.py draws and cuts the order. Where that depends on the batch, the epoch that was begun keeps its order, and
+a manifest holds the order's digest: a sampler that gives another one when it is asked again is refused.
 Streams of `datasets` know their place themselves (stream_order.py); here it is asked for, kept and given back.
 """
 
@@ -15,22 +16,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.utils import logging
 
-from . import manifest, stream_order
+from . import distributed, epoch_order, manifest, stream_order
+from .epoch_order import Begun, EpochBatches, StandIn
 from .errors import UsageError
-from .sampling import NoDuplicatesSampler
 
 logger = logging.get_logger(__name__)
 
@@ -106,31 +105,6 @@ def _check_data(trainer: PositionHooks, content: dict[str, Any], folder: str) ->
 # ---- (3) ----
 
 
-class RestOfOrder(Sampler[int]):
-    """The order of a sampler without the first `rows` of epoch `epoch`; later epochs are `after`'s, whole."""
-
-    def __init__(self, begun: Sampler[int], after: Sampler[int], epoch: int, rows: int):
-        self.begun, self.after, self.first, self.rows = begun, after, epoch, rows
-        self.epoch = epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        for sampler in (self.begun, self.after):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        if self.epoch != self.first:
-            yield from self.after
-            return
-        for i, row in enumerate(self.begun):
-            if i >= self.rows:
-                yield row
-
-    def __len__(self) -> int:
-        return len(self.after)  # of a whole epoch; PositionHooks knows how many batches the begun one has left
-
-
 class RestOfStream(IterableDataset):
     """A stream without the first `rows` of epoch `epoch`."""
 
@@ -159,6 +133,8 @@ class PositionHooks(Trainer):
     _resumed: Position | None = None  # (3): set when the run was changed
     _rows_of_epoch: int | None = None
     _place: stream_order.Place | None = None  # of a stream in one order; that of the last batch that was used
+    _order: EpochBatches | None = None  # of the present epoch; None of a stream
+    _begun_order: str | None = None  # digest of the order of the epoch in which a checkpoint was written
     _resumed_from: str | None = None  # until the random states are those of this checkpoint
 
     @property
@@ -185,11 +161,13 @@ class PositionHooks(Trainer):
         }
         if self._rows_of_epoch is not None and now.rows >= self._rows_of_epoch:
             now = replace(now, epoch=now.epoch + 1, rows=0, window=self.rows_per_micro_batch)
+        if self._order is not None and now.rows:
+            how["order_digest"] = self._order.digest()
         return {"samples_seen": now.samples, "position": asdict(now)} | how
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any):
         self.position, self._resumed = Position(window=self.rows_per_micro_batch), None
-        self._place, self._resumed_from = None, None
+        self._place, self._resumed_from, self._order, self._begun_order = None, None, None, None
         if self.reads_in_one_order:
             self._check_stream()
             self._place = stream_order.Place()
@@ -217,7 +195,7 @@ class PositionHooks(Trainer):
             now["dataloader_num_workers"] = args.dataloader_num_workers
         before = {"data_parallel_size": content["world_size"]} | content  # older manifests
         changed = [name for name in now if before.get(name, now[name]) != now[name]]
-        self.position = found
+        self.position, self._begun_order = found, content.get("order_digest")
         if stream_order.is_stream(self.train_dataset):
             self._check_reading(content, changed, folder)
         is_unchanged = found.is_regular and not changed
@@ -304,36 +282,38 @@ class PositionHooks(Trainer):
 
     # ---- the order ----
 
-    def placed(self, sampler: Sampler[int] | None) -> Sampler[int] | None:
-        """A training sampler that begins where the resumed run stopped."""
-        if self._resumed is None or sampler is None:
-            return sampler
-        if type(sampler) is RandomSampler:  # what accelerate would make of it; it does not look inside ours
-            sampler = SeedableRandomSampler(
-                sampler.data_source,
-                generator=getattr(sampler, "generator", None) or torch.Generator(),
-                data_seed=self.accelerator.dataloader_config.data_seed,
-            )
-        begun = sampler
-        if isinstance(sampler, NoDuplicatesSampler) and sampler.window != self._resumed.window:
-            begun = NoDuplicatesSampler(sampler.ids, self._resumed.window, sampler.seed)
-        if not isinstance(sampler, SeedableRandomSampler | NoDuplicatesSampler | SequentialSampler):
-            raise UsageError(
-                f"{type(sampler).__name__} can not go on with another batch: its order is not known outside of a run. "
-                "Resume with the checkpoint's batch size, accumulation and number of processes."
-            )
-        return RestOfOrder(begun, sampler, self._resumed.epoch, self._resumed.rows)
-
     def get_train_dataloader(self):
         if not self.reads_in_one_order:
             with self._rest_of_stream():
-                return super().get_train_dataloader()
+                loader = super().get_train_dataloader()
+            if hasattr(self.args, "allow_changed_data"):
+                self._own_order(loader)
+            return loader
         with self._in_one_order() as rows:
             loader = super().get_train_dataloader()
         if self._place is not None:  # inside of train()
             inner = getattr(loader, "base_dataloader", loader)
             inner.collate_fn = stream_order.WithPlace(inner.collate_fn, rows)
         return loader
+
+    def _own_order(self, loader: Any) -> None:
+        begun, args = self._resumed, self.args
+        if isinstance(loader.dataset, IterableDataset):
+            return
+        fills = "filled" if self.accelerator.dataloader_config.even_batches else "uneven"
+        epoch_order.take_over(
+            loader,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            last=fills if getattr(self, "loss", None) is None else "split",
+            begun=None if begun is None else Begun(begun.epoch, begun.rows, begun.window),
+        )
+        batches = epoch_order.batches_of(loader)
+        if begun is not None and not isinstance(batches, EpochBatches):
+            raise UsageError(
+                f"{type(getattr(batches, 'sampler', None) or batches).__name__} can not go on with another batch: it "
+                "makes the batches itself, or has no length. Resume with the checkpoint's batch size, accumulation "
+                "and number of processes."
+            )
 
     @contextmanager
     def _rest_of_stream(self) -> Iterator[None]:
@@ -364,7 +344,7 @@ class PositionHooks(Trainer):
             epochs = self._resumed.epoch + 1 + math.ceil(max(0, max_steps - self._resumed_step) / updates)
             return (epochs, updates, *others, max_steps)
         # Behind the steps that were made: those of the begun epoch's rest, and whole epochs from then on.
-        rows, whole_epochs = len(self.train_dataset), args.num_train_epochs - self._resumed.epoch - 1
+        rows, whole_epochs = self._rows_in(dataloader), args.num_train_epochs - self._resumed.epoch - 1
         left = rows - self._resumed.rows + math.ceil(min(0, whole_epochs) * rows)
         begun = math.ceil(max(0, left) / self.rows_per_micro_batch)
         max_steps = self._resumed_step + math.ceil(begun / args.gradient_accumulation_steps)
@@ -394,17 +374,55 @@ class PositionHooks(Trainer):
         epoch, batch = options["epoch"], self.rows_per_micro_batch
         if epoch != self.position.epoch:
             self.position = replace(self.position, epoch=epoch, rows=0, window=batch)
-        has_length = hasattr(self.train_dataset, "__len__")
-        rows = len(self.train_dataset) if has_length else None
+        order = epoch_order.batches_of(options["train_dataloader"])
+        if hasattr(order, "set_epoch"):
+            order.set_epoch(epoch)  # whatever accelerate has wrapped it in
+        self._order = order if isinstance(order, EpochBatches) else None
+        if self._order is not None:
+            self._check_order(self._order)
+        rows = self._rows_in(options["train_dataloader"])
         batches = options["steps_in_epoch"]
-        if self._resumed is not None and epoch == self._resumed.epoch and has_length:
+        if self._resumed is not None and epoch == self._resumed.epoch and rows is not None:
             left = (rows - self._resumed.rows) / batch
             batches = math.floor(left) if self.args.dataloader_drop_last else math.ceil(left)
             updates = max(1, math.ceil(batches / self.args.gradient_accumulation_steps))
             options |= {"steps_in_epoch": batches, "num_update_steps_per_epoch": updates}
-        if has_length:
+        if rows is not None:
             self._rows_of_epoch = min(rows, self._begin_of(epoch) + batches * batch)
         super()._run_epoch(**options)
+
+    def _rows_in(self, loader: Any) -> int | None:
+        """Of a whole epoch."""
+        order = epoch_order.batches_of(loader)
+        if isinstance(order, EpochBatches):
+            return order.num_rows
+        return len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else None
+
+    def _check_order(self, order: EpochBatches) -> None:
+        """The order of the epoch is that of all processes, and the one that a resumed run has begun."""
+        self.position = replace(self.position, window=order.made_for(order.epoch))
+        digest, sampler = order.digest(), type(order.sampler).__name__
+        as_it_should = (
+            "Let the order follow from `set_epoch(epoch)`, from a global generator (torch's, numpy's, Python's), or "
+            "from a torch.Generator in the attribute `generator`."
+        )
+        found = distributed.exchange([int(digest[:15], 16)], self.args.device)
+        if found.count(found[0]) != len(found):
+            raise UsageError(
+                f"the processes do not draw the same order of epoch {order.epoch} from {sampler}, so rows would be "
+                f"repeated and others skipped. {as_it_should}"
+            )
+        begun, self._begun_order = self._begun_order, None
+        if begun is None or begun == digest or self.position.rows == 0:
+            return
+        text = (
+            f"the order of epoch {order.epoch} that {sampler} gives now is not the one that the checkpoint has begun, "
+            "so rows would be repeated and others skipped"
+        )
+        if not self.args.allow_changed_data:
+            raise UsageError(f"{text}. {as_it_should} Or set allow_changed_data=true.")
+        if self.is_world_process_zero():
+            logger.warning(f"allow_changed_data: {text}.")
 
     def _begin_of(self, epoch: int) -> int:
         return self._resumed.rows if self._resumed is not None and epoch == self._resumed.epoch else 0
@@ -413,6 +431,11 @@ class PositionHooks(Trainer):
         if self._place is not None:
             epoch_iterator = self._used(epoch_iterator)
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._order is not None:
+            for i, batch in enumerate(batches):
+                first = self.position.rows + i * self.rows_per_micro_batch
+                if isinstance(batch, Mapping) and self._order.is_stand_in(first):
+                    batches[i] = StandIn(batch)
         rows = len(batches) * self.rows_per_micro_batch
         if self._rows_of_epoch is not None:
             rows = min(rows, max(0, self._rows_of_epoch - self.position.rows))

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from . import deepspeed_step, distributed
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
+from .epoch_order import StandIn
 from .errors import UsageError
 from .frozen_columns import batch_of_pooled, forward_bytes_per_token, frozen_columns, has_frozen_backbone
 from .gradient_cache import CachedStep, RandomState, cached_step, encode_without_graph
@@ -161,6 +162,8 @@ class EmbeddingSteps(Trainer):
         factor = _widening(self.model.config) if self._may_widen and hasattr(self.model, "config") else 1
         wide = widened(chunked, factor) if factor > 1 and self.args.uses_gradient_cache else None
         rows = chunked.row_counts()
+        if isinstance(batch, StandIn):
+            rows = dict.fromkeys(rows, 0)
         plans = [chunked] if wide is None else [chunked, wide]
         needed = [plan.num_chunks(by_vision=True) for plan in plans]
         everyone = distributed.exchange([*rows.values(), *chain(*needed)], self.args.device)
@@ -220,15 +223,21 @@ class EmbeddingSteps(Trainer):
         return embeddings
 
     def _score(self, embeddings: dict[str, torch.Tensor], ids: Any, counts: dict[str, list[int]]):
-        anchor = next(iter(embeddings))
+        """The loss of this rank's rows, weighted by their number. A stand-in for rows (epoch_order.py) is scored as if
+        its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
+        anchor, rank = next(iter(embeddings)), distributed.data_parallel_rank()
+        own = {name: of_ranks[rank] for name, of_ranks in counts.items()}
         everyone, row_offset = None, 0
         if distributed.data_parallel_size() > 1 and getattr(self.loss, "cross_device_negatives", True):
-            everyone = distributed.GatheredColumns(embeddings, counts)
-            row_offset = sum(counts[anchor][: distributed.data_parallel_rank()])
-            ids = None if ids is None else distributed.gather_ids(ids, counts, anchor)
+            rows = {name: embeddings[name][: own[name]] for name in embeddings}
+            everyone = distributed.GatheredColumns(rows, counts)
+            row_offset = sum(counts[anchor][:rank]) if own[anchor] else 0
+            if ids is not None:
+                ids = {name: values[: own.get(name, own[anchor])] for name, values in ids.items()}
+                ids = distributed.gather_ids(ids, counts, anchor)
         output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
-        weight = distributed.row_weight(embeddings[anchor].shape[0], counts[anchor])
+        weight = distributed.row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 
@@ -262,6 +271,7 @@ def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.T
             "Use hf_dist_ext.data.ContrastiveCollator."
         )
     columns = {name: features for name, features in inputs.items() if name != "ids"}
+    columns = StandIn(columns) if isinstance(inputs, StandIn) else columns
     if len(columns) < 2:
         raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
     ids = inputs.get("ids")

@@ -62,17 +62,10 @@ class NoDuplicatesSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        order, self.num_deferred = self.order()
-        if self.num_deferred:
-            logger.info(
-                "%d of %d rows share a global batch with a duplicate: too many rows have the same text or id.",
-                self.num_deferred,
-                len(order),
-            )
-        return iter(order)
+        return iter(self.order().tolist())
 
-    def order(self) -> tuple[list[int], int]:
-        """The epoch's order, and how many rows of it stand beside a row they conflict with."""
+    def order(self) -> np.ndarray:
+        """(rows,) of the epoch; `num_deferred` says how many stand beside a row they conflict with."""
         permutation = iter(np.random.default_rng((self.seed, self.epoch)).permutation(len(self.ids)).tolist())  # (1)
         is_repeated = self.is_repeated.tolist()
         window_of_id = np.full(self.ids.max(initial=-1) + 1, -1).tolist()  # the last window that holds the id
@@ -107,7 +100,14 @@ class NoDuplicatesSampler(Sampler[int]):
                 for row_id in list(waiting)[: end - len(order)]:
                     order.append(pop_left(waiting, row_id))
                     num_deferred += 1
-        return order, num_deferred
+        self.num_deferred = num_deferred
+        if num_deferred:
+            logger.info(
+                "%d of %d rows share a global batch with a duplicate: too many rows have the same text or id.",
+                num_deferred,
+                len(order),
+            )
+        return np.array(order)
 
 
 def pop_left(waiting: dict[int, deque[int]], row_id: int) -> int:

@@ -209,9 +209,6 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             return super().get_train_dataloader()
 
     def _get_train_sampler(self, train_dataset: Any = None):
-        return self.placed(self._train_order(train_dataset))
-
-    def _train_order(self, train_dataset: Any):
         if self.loss is None:
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -235,7 +232,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         return no_duplicates_sampler(
             dataset,
             columns[:2],
-            window=self.rows_per_micro_batch,  # accelerate deals consecutive batches to ranks
+            window=self.rows_per_micro_batch,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             id_column=getattr(self.data_collator, "id_column", None),
         )

@@ -1,12 +1,13 @@
 """A run that is resumed with another batch, accumulation or number of processes repeats no row and skips none."""
 
+import random
 from collections import Counter
 
 import datasets
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, WeightedRandomSampler
+from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 
 from hf_dist_ext.data_position import data_fingerprint
 from hf_dist_ext.errors import UsageError
@@ -138,16 +139,73 @@ def test_other_data_are_refused_unless_they_are_meant(whole, options, words):
     assert run(whole[0], resume=3, allow_changed_data=True, **options).seen
 
 
-def test_an_order_that_only_its_run_knows_is_refused(whole):
-    class OwnOrder(DistTrainer):
-        def _train_order(self, dataset):
-            return WeightedRandomSampler(torch.ones(ROWS), ROWS)
+class OwnOrder(DistTrainer):
+    def __init__(self, sampler, folder, **options):
+        args = DistTrainingArguments(
+            output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, num_train_epochs=2, seed=1,
+            **{"per_device_train_batch_size": 4, "save_steps": 1} | options,
+        )  # fmt: skip
+        self.sampler = sampler
+        super().__init__(Model(), args, train_dataset=table())
 
-    args = DistTrainingArguments(
-        output_dir=str(whole[0] / "own"), per_device_train_batch_size=3, use_cpu=True, report_to=[]
-    )
-    with pytest.raises(UsageError, match="WeightedRandomSampler can not go on with another batch"):
-        OwnOrder(Model(), args, train_dataset=table()).train(resume_from_checkpoint=str(whole[0] / "checkpoint-3"))
+    def _get_train_sampler(self, dataset=None):
+        return self.sampler
+
+    def seen(self, resume=None) -> list[int]:
+        self.train(resume_from_checkpoint=resume)
+        return self.model.seen
+
+
+class DrawsOn(Sampler):
+    """Its order follows from how often it was asked."""
+
+    def __init__(self):
+        self.draw = random.Random(0)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter(self.draw.sample(range(ROWS), ROWS))
+
+
+@pytest.mark.parametrize("batch", [4, 3])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: WeightedRandomSampler(torch.ones(ROWS), ROWS, replacement=False),
+        lambda: WeightedRandomSampler(
+            torch.ones(ROWS), ROWS, replacement=False, generator=torch.Generator().manual_seed(3)
+        ),
+    ],
+    ids=["global generator", "a generator of its own"],
+)
+def test_the_order_of_a_sampler_that_draws_from_a_torch_generator_goes_on(tmp_path, sampler, batch):
+    order = OwnOrder(sampler(), tmp_path).seen()
+    assert order[:ROWS] != order[ROWS:] and sorted(order[ROWS:]) == [*range(ROWS)]
+    torch.rand(7)  # the global generator is elsewhere
+    after = OwnOrder(sampler(), tmp_path / "b", per_device_train_batch_size=batch, save_strategy="no")
+    assert after.seen(str(tmp_path / "checkpoint-10")) == order[ROWS + 8 :]
+
+
+@pytest.mark.parametrize("batch", [4, 3])
+def test_an_order_that_only_its_run_knows_is_refused(tmp_path, batch):
+    order = OwnOrder(DrawsOn(), tmp_path).seen()
+    options = {"per_device_train_batch_size": batch, "save_strategy": "no"}
+    with pytest.raises(UsageError, match="the order of epoch 1 that DrawsOn gives now is not the one .* has begun"):
+        OwnOrder(DrawsOn(), tmp_path / "b", **options).seen(str(tmp_path / "checkpoint-10"))
+    meant = OwnOrder(DrawsOn(), tmp_path / "c", allow_changed_data=True, **options)
+    assert len(meant.seen(str(tmp_path / "checkpoint-10"))) == len(order[ROWS + 8 :])
+    begun = OwnOrder(DrawsOn(), tmp_path / "d", **options)  # the first epoch's is drawn first again
+    assert begun.seen(str(tmp_path / "checkpoint-3"))[: ROWS - 12] == order[12:ROWS]
+
+
+def test_an_epoch_has_the_rows_of_its_sampler_not_those_of_the_dataset(tmp_path):
+    twice = lambda: WeightedRandomSampler(torch.ones(ROWS), 2 * ROWS)  # noqa: E731
+    order = OwnOrder(twice(), tmp_path).seen()
+    assert len(order) == 4 * ROWS
+    after = OwnOrder(twice(), tmp_path / "b", per_device_train_batch_size=3, save_strategy="no")
+    assert after.seen(str(tmp_path / "checkpoint-20")) == order[2 * ROWS + 20 :]
 
 
 def test_a_fingerprint_is_the_content_not_the_object():

@@ -33,6 +33,7 @@ ZERO = {
     )
     for stage in (1, 2, 3)
 }  # fmt: skip
+THREE = {f"{mode}-3": (3, environment) for mode, (size, environment) in (MODES | ZERO).items() if size == 2}
 HSDP = {"hsdp-sharded": (4, MODES["fsdp-sharded"][1])}  # two copies of the model, each on two processes
 
 
@@ -43,7 +44,7 @@ class Run:
     """
 
     def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):
-        world_size, environment = (MODES | HSDP | ZERO)[mode.partition("+")[0]]
+        world_size, environment = (MODES | THREE | HSDP | ZERO)[mode.partition("+")[0]]
         self.reader, writer = os.pipe()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -43,7 +43,9 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         attention_dropout=0.1,
     )  # fmt: skip
-    rows = [{"input_ids": (ids := torch.randint(1, 60, (8,))), "labels": ids} for _ in range(24)]
+    # Epochs of 6 steps, of 3 on two or four processes: some saves are in the middle of a later epoch.
+    number = 20 if options.copies else 12
+    rows = [{"input_ids": (ids := torch.randint(1, 60, (8,))), "labels": ids} for _ in range(number)]
     trainer_class, arguments = (Trainer, TrainingArguments) if options.stock else (DistTrainer, DistTrainingArguments)
     args = arguments(
         output_dir=str(folder), max_steps=STEPS, save_steps=SAVE_EVERY, save_total_limit=2, learning_rate=1e-2,

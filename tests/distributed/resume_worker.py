@@ -27,6 +27,7 @@ from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import MODES, Run
 from tests.launching import leave_together
 
+SAVED, STEPS = 4, 6  # in the middle of the second epoch, and its end
 PAIRS = [
     ("ddp", "fsdp-full"), ("ddp", "single"), ("fsdp-sharded", "single"), ("fsdp-sharded", "ddp"),
     ("single", "fsdp-sharded"), ("fsdp-full", "ddp"), ("fsdp-full", "fsdp-sharded"),
@@ -39,13 +40,13 @@ def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         tie_word_embeddings=False,
     )  # fmt: skip
-    rows = [{"input_ids": (ids := torch.randint(1, 60, (8,))), "labels": ids} for _ in range(24)]
+    rows = [{"input_ids": (ids := torch.randint(1, 60, (8,))), "labels": ids} for _ in range(12)]  # 3 steps an epoch
     options = (
-        dict(trainable_modules=["layers.1", "lm_head"], save_steps=2, save_model=False, learning_rate=1e-2) | more
+        dict(trainable_modules=["layers.1", "lm_head"], save_steps=SAVED, save_model=False, learning_rate=1e-2) | more
     )
     saves_model = options.pop("save_model")
     args = DistTrainingArguments(
-        output_dir=str(folder), max_steps=4, per_device_train_batch_size=4 // MODES[mode][0],
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4 // MODES[mode][0],
         report_to=[], disable_tqdm=True, use_cpu=True, seed=5, frozen_parts_fsdp="shard", logging_steps=10, **options,
     )  # fmt: skip
     read = {}
@@ -58,7 +59,7 @@ def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
                 read.update(trainable_checkpoint.gathered(state, keep=True))
 
     trainer = Reading(LlamaForCausalLM(config), args, train_dataset=rows)
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
     if saves_model:
         trainer.save_model()
     weights = trainable_checkpoint.named(trainer.model.named_parameters())
@@ -91,13 +92,14 @@ def check_whole(folder: Path) -> dict[str, bool]:
     """A sharded run in which everything trains: its model, its checkpoint merged, its weights in other modes."""
     run_folder, merged = folder / "whole", folder / "merged"
     end = run("fsdp-sharded", run_folder, trainable_modules=None, save_model=True)
-    merge(run_folder / "checkpoint-4", merged)
+    last, saved = run_folder / f"checkpoint-{STEPS}", run_folder / f"checkpoint-{SAVED}"
+    merge(last, merged)
     found = {}
     for what, path in (("save_model", run_folder), ("merge", merged)):
         weights = LlamaForCausalLM.from_pretrained(path).state_dict()
         found[what] = all(torch.equal(weights[name], end[name]) for name in end)
-    shutil.rmtree(run_folder / "checkpoint-2")
-    (run_folder / "checkpoint-4").rename(run_folder / "checkpoint-2")
+    shutil.rmtree(saved)
+    last.rename(saved)
     still = dict(trainable_modules=None, resume=True, resume_weights_only=True, learning_rate=0.0, save_steps=9)
     for mode in ("single", "fsdp-sharded"):
         weights = run(mode, run_folder, **still)
@@ -113,18 +115,18 @@ def main() -> None:
     with TemporaryDirectory() as name:
         folders = {mode: Path(name, mode) for mode in MODES}
         ends = {mode: run(mode, folders[mode], save_model=True) for mode in MODES}
-        start = LlamaForCausalLM(LlamaConfig.from_pretrained(folders["single"] / "checkpoint-2"))
+        start = LlamaForCausalLM(LlamaConfig.from_pretrained(folders["single"] / f"checkpoint-{SAVED}"))
         found["num_parameters"] = sum(p.numel() for p in start.parameters())
         trained = [*start.model.layers[1].parameters(), *start.lm_head.parameters()]
         found["num_trained"] = sum(p.numel() for p in trained)
         for mode in MODES:
-            checkpoint = folders[mode] / "checkpoint-2"
+            checkpoint = folders[mode] / f"checkpoint-{SAVED}"
             files = {str(p.relative_to(checkpoint)): p.stat().st_size for p in checkpoint.rglob("*") if p.is_file()}
             found["files"][mode] = files
             found["model"][mode] = sorted(path.name for path in folders[mode].glob("*.safetensors"))
         for saved, resumed in PAIRS:
             end = run(resumed, folders[saved], resume=True)
-            checkpoint = folders[saved] / "checkpoint-2"
+            checkpoint = folders[saved] / f"checkpoint-{SAVED}"
             theirs, read = optimizer_saved(checkpoint), load_file(folders[saved] / "read.safetensors")
             stored = trainable_checkpoint.stored_weights(checkpoint)
             middle = {key: torch.empty(shape) for key, shape in stored.shapes.items()}

@@ -70,7 +70,7 @@ def stock_run(classes: tuple, kind: str, folder: Path, resume: str | None = None
     trainer_class, arguments_class = classes
     model, rows = stock_model(kind)
     args = arguments_class(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=4, logging_steps=1, save_steps=2,
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=6, logging_steps=1, save_steps=5,
         learning_rate=1e-3, report_to=[], disable_tqdm=True, use_cpu=True, gradient_accumulation_steps=2,
     )  # fmt: skip
     trainer = trainer_class(model, args, train_dataset=rows)
@@ -88,7 +88,7 @@ def check_stock(folder: Path) -> dict:
             (DistTrainer, DistTrainingArguments),
             kind,
             folder / f"ours-{kind}",
-            str(folder / f"ours-{kind}/checkpoint-2"),
+            str(folder / f"ours-{kind}/checkpoint-5"),  # epochs are of 3 or of 2 steps
         )
         found[kind] = {
             "moved": (weights_of(theirs.model) - start).norm().item(),
@@ -119,7 +119,7 @@ def contrastive_trainer(folder: Path, dropout: float = 0.1, **more) -> DistTrain
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     config = SMALL | dict(model_type="bert", hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
-    arguments = dict(per_device_train_batch_size=8, max_steps=9, logging_steps=1, save_steps=3) | more
+    arguments = dict(per_device_train_batch_size=8, max_steps=11, logging_steps=1, save_steps=4) | more
     args = DistTrainingArguments(
         output_dir=str(folder), gradient_cache_chunk_size=3, learning_rate=1e-3, report_to=[], disable_tqdm=True,
         use_cpu=True, seed=3, **arguments,
@@ -140,7 +140,8 @@ def check_resume(folder: Path) -> dict:
     start, temperature = weights_of(whole.model), whole.loss.temperature
     whole.train()
     resumed = contrastive_trainer(folder / "whole")
-    resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-6"))  # in the second epoch, or a later one
+    # Epochs are of 5 or of 3 steps: it is in the middle of the second or of the third one.
+    resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-8"))
     difference = (weights_of(whole.model) - weights_of(resumed.model)).abs().max().item()
     return {
         "moved": (weights_of(whole.model) - start).abs().max().item(),
@@ -148,8 +149,8 @@ def check_resume(folder: Path) -> dict:
         "weights_equal": torch.equal(weights_of(whole.model), weights_of(resumed.model)),
         "largest_difference": difference,
         "temperatures_equal": whole.loss.temperature == resumed.loss.temperature,
-        "losses_equal": losses_of(whole)[6:] == losses_of(resumed)[6:],
-        "files": sorted(_files(folder / "whole" / "checkpoint-6")),
+        "losses_equal": losses_of(whole)[8:] == losses_of(resumed)[8:],
+        "files": sorted(_files(folder / "whole" / "checkpoint-8")),
     }
 
 
@@ -194,6 +195,7 @@ def check_counts(folder: Path) -> dict:
             folder / f"counts-{name}", dropout=0.0, max_steps=3, save_strategy="no", max_grad_norm=0, **more
         )
         trainer.loss = InfoNCELoss()  # no parameter of its own
+        trainer.train_dataset = pairs(96)  # whole batches, also in the third step
         trainer.add_callback(profiler := StepProfiler())
         trainer.train()
         chunks = [line["num_chunks"] for line in trainer.state.log_history if "num_chunks" in line]

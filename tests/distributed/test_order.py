@@ -1,0 +1,71 @@
+"""The rows that every process trains on: those of the uninterrupted run behind a resume, and none to fill a batch."""
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.distributed.order_worker import SAMPLERS, STOPS
+from tests.launching import ROOT, environment
+
+WORKER = Path(__file__).with_name("order_worker.py")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
+
+
+@functools.cache
+def found(*options: str) -> dict:
+    with TemporaryDirectory() as folder:
+        output = Path(folder) / "found.json"
+        command = [sys.executable, str(WORKER), "--output", str(output), *options]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=3600)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads(output.read_text())
+
+
+def check_resumed(table: list[dict]) -> None:
+    for row in table:
+        assert row["repeated"] == row["missing"] == 0 and row["begun epoch in order"], row
+        if row["saved"] == row["resumed"]:
+            assert row["rows of each process"] and row["largest difference of a loss"] == 0, row
+
+
+def check_short(runs: dict) -> None:
+    for rows, modes in runs.items():
+        alone = modes["single"]
+        assert len({len(batch) for _, batch in alone["rows"]}) == 2, "an epoch ends with a shorter batch"
+        for mode, other in modes.items():
+            assert other["rows"] == alone["rows"], (rows, mode)
+            for ours, theirs in zip(other["logs"], alone["logs"], strict=True):
+                assert ours["contrastive_batch_size"] == theirs["contrastive_batch_size"], (rows, mode)
+                for name in ("loss", "grad_norm", "accuracy"):
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), (rows, mode, name)
+
+
+def test_a_resumed_epoch_repeats_no_row_and_skips_none():
+    table = found()["resumed"]
+    assert len(table) == 10 and any(row["stop"] > 8 for row in table), "later epochs than the first"
+    check_resumed(table)
+
+
+def test_a_short_last_batch_has_the_same_rows_and_the_same_loss_on_any_number_of_processes():
+    short = found()["short"]
+    assert {"single", "ddp", "ddp-3", "fsdp-sharded"} == set(short["26 rows"])
+    assert [] in [rows for _, rows in short["26 rows"]["ddp-3"]["by process"][0]], "a process without rows"
+    assert min(log["grad_norm"] for log in short["26 rows"]["single"]["logs"]) > 1e-3
+    check_short(short)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_every_sampler_strategy_and_change_of_processes_resumes_every_epoch():
+    everything = found("--whole")
+    assert {row["sampler"] for row in everything["resumed"]} == set(SAMPLERS)
+    assert {row["stop"] for row in everything["resumed"]} == set(STOPS)
+    check_resumed(everything["resumed"])
+    assert len(everything["short"]) == 4
+    check_short(everything["short"])
