@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from .backbones import one_line
-from .config import Run, RunConfig
+from .config import RunConfig
 from .errors import UsageError
 from .freezing import module_groups
-
-LOAD_ADAPTERS = 'load it:  PeftModel.from_pretrained(the model it started from, "{folder}")      # from peft'
 
 
 def add_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
@@ -30,7 +28,12 @@ def add_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
 
     targets = config.lora_target_modules if config.lora_target_modules is not None else _usual_targets(model)
     options = LoraConfig(
-        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=targets
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        # "all-linear" means the backbone's; a projection trains whole (trainable_modules)
+        exclude_modules="projection" if getattr(model, "projection", None) is not None else None,
     )
     try:
         return get_peft_model(model, options)
@@ -64,11 +67,6 @@ def merged_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> dic
             value = (value.float() + (delta.T if module.fan_in_fan_out else delta)).to(value.dtype)
         merged[plain] = value
     return merged
-
-
-def are_all_that_trains(run: Run) -> bool:
-    """Whether the run ends with peft's own folder of adapters."""
-    return run.run.use_lora and not {"trainable_modules", "frozen_modules"} & run.training.keys()
 
 
 def _usual_targets(model: nn.Module) -> list[str]:

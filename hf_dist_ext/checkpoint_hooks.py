@@ -21,6 +21,7 @@ from transformers import Trainer
 from transformers.utils import logging
 
 from . import (
+    adapter_folder,
     async_save,
     checkpointing,
     commit,
@@ -68,6 +69,19 @@ class CheckpointHooks(Trainer):
         it was asked for, or the rest is in no folder and on no hub."""
         return not self._saves_trainable_only or self.args.save_full_model or commit.base_model(self) is None
 
+    @property
+    def _merges_adapters(self) -> bool:
+        is_wanted = self._saves_trainable_only or (self._has_own_arguments and self.args.save_full_model)
+        return is_wanted and merge.has_adapters(self)
+
+    @property
+    def _keeps_adapters_alone(self) -> bool:
+        """Whether a folder holds the adapters of an `EmbeddingModel`, whose base lies somewhere, and no more."""
+        if not self._has_own_arguments or self._saves_trainable_only or self.args.save_full_model:
+            return False
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return adapter_folder.can_be_written(model) and commit.base_model(self) is not None
+
     # ---- (1) ----
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -89,6 +103,8 @@ class CheckpointHooks(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with checkpointing.without_secrets(self.args, self._as_given):
             super()._save(output_dir, state_dict)
+        if self._keeps_adapters_alone:
+            merge.complete_adapters(self, Path(output_dir or self.args.output_dir))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with checkpointing.loss_state_apart(self, save_to=output_dir):
@@ -122,11 +138,13 @@ class CheckpointHooks(Trainer):
             checkpointing.save_description(self, folder)
             trainable_checkpoint.save_weights(self, folder, may_shard=_internal_call)
             if not _internal_call:
-                commit.commit_model(self, folder)
+                commit.commit_model(self, folder, [trainable_checkpoint.WEIGHTS, trainable_checkpoint.FROZEN])
         elif is_sharded and _internal_call:  # the weights follow in their own format
             checkpointing.save_description(self, folder)
             return
-        elif self._saves_trainable_only and merge.has_adapters(self):
+        elif self._keeps_adapters_alone and not _internal_call:
+            merge.save_adapters(self, folder)
+        elif self._merges_adapters and not _internal_call:
             merge.save_merged(self, folder)
         elif is_sharded or self._split is not None:
             whole = self.whole_weights()
@@ -147,7 +165,7 @@ class CheckpointHooks(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any):
         self._committed_step = None
-        if self._saves_trainable_only and self.args.save_full_model:
+        if self._has_own_arguments and self.args.save_full_model:
             merge.check_can_save_merged(self)
         if self._saves_trainable_only and self._frozen_digests is None:
             bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)

@@ -16,7 +16,7 @@ import functools
 import platform
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -197,7 +197,7 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
         "model": _class_name(bare),
         "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
         "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
-        "dtype": _dtype(bare),
+        "dtype": dtype_of_base(bare),
         "base_model": base_model(trainer),
         "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
         "frozen_fingerprint": None if digests is None else trainable_checkpoint.fingerprint(digests),
@@ -228,7 +228,7 @@ def _class_name(model: Any) -> str:
     return next(one.__name__ for one in type(model).__mro__ if not one.__name__.startswith("FSDP"))
 
 
-def _dtype(model: Any) -> str:
+def dtype_of_base(model: Any) -> str:
     """That of the first weights that do not train: what the base was loaded in."""
     parameters = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
     return str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
@@ -242,13 +242,12 @@ def embedding_options(model: Any) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}
 
 
-def commit_model(trainer: DistTrainer, folder: Path) -> None:
-    """A manifest for what `save_model` wrote of a run with frozen parts, which `hf-dist merge` can then read."""
+def commit_model(trainer: DistTrainer, folder: Path, names: Iterable[str]) -> None:
+    """A manifest for what `save_model` wrote of a model of which a part was trained: `names`, which `hf-dist merge`
+    can then read."""
     trainer.accelerator.wait_for_everyone()
     if trainer.args.should_save:
-        names = [
-            name for name in (trainable_checkpoint.WEIGHTS, trainable_checkpoint.FROZEN) if (folder / name).is_file()
-        ]
+        names = [name for name in names if (folder / name).is_file()]
         manifest.commit(folder, manifest.record(folder, names), facts(trainer))
         logger.info(
             f"{folder} holds what was trained. hf-dist merge {folder} --output DIR makes the complete model; "

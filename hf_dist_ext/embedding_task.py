@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from datasets import Image
@@ -10,20 +11,22 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from . import image_pairs, tensor_parallel
-from .adapters import LOAD_ADAPTERS, add_adapters, are_all_that_trains
+from .adapters import add_adapters
 from .code_search import train_tokenizer
+from .collator import NUM_PAIR_COLUMNS
 from .config import Run, RunConfig
 from .data import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
 from .errors import UsageError
 from .losses import InfoNCELoss
 from .model_folder import resolve_folder
-from .modeling import EmbeddingModel
+from .modeling import EmbeddingModel, lengths_by_role
 from .tasks import Parts
 from .towers import TowerModel
 from .training_args import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
 
+DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
 METRICS = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
 LOSS_OPTIONS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
@@ -41,6 +44,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         tokenizer = image_pairs.load_pair_processor(config)
         model = image_pairs.build_towers(run, columns, pictures)
         collator = image_pairs.build_collator(run, model, tokenizer, columns)
+        args.save_full_model |= config.use_lora and not run.name
     elif pictures:
         raise UsageError(
             f'column "{pictures[0]}" holds pictures, but the model embeds text only. Use a dual encoder: '
@@ -51,7 +55,9 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         model = build_model(run, tokenizer, distributed_config)
         # What is not given is as the model's folder says: the folder of this run will say so too.
         prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts
-        max_length = config.max_length or model.max_length
+        model.prompts = _prompts_to_keep(model.prompts, prompts, columns)
+        max_length = _lengths_of(model, config.max_length, columns)
+        model.max_length, model.lengths = max_length, lengths_by_role(max_length)
         collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
     options = {name: getattr(config, name) for name in LOSS_OPTIONS} | {"normalize": _scores_cosines(run, model)}
     return Parts(
@@ -66,14 +72,16 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
-    if are_all_that_trains(run):
-        return [LOAD_ADAPTERS]
     if image_pairs.has_towers(run.run):
-        return ['load it:  TowerModel.from_pretrained("{folder}")      # from hf_dist_ext.towers import TowerModel']
-    lines = ['load it:  EmbeddingModel.from_pretrained("{folder}")      # from hf_dist_ext import EmbeddingModel']
+        return [_to_load("hf_dist_ext.towers", "TowerModel")]
+    lines = [_to_load("hf_dist_ext", "EmbeddingModel")]
     if run.run.dataset_name == CODE_SEARCH:
         lines.append('try it:   hf-dist search --model {folder} "parse a date string"')
     return lines
+
+
+def _to_load(module: str, kind: str) -> str:
+    return f'load it:  from {module} import {kind}; model = {kind}.from_pretrained("{{folder}}")'
 
 
 def build_tokenizer(run: Run, train_dataset: Any) -> Any:
@@ -97,13 +105,38 @@ def _prompts_of(model: EmbeddingModel, columns: list[str]) -> dict[str, str]:
     """The model's own prompts by column, as sentence-transformers would choose them for queries and documents."""
     own, found = model.prompts, {}
     for index, column in enumerate(columns):
-        names = (column, *(("document", "passage", "corpus", "positive") if index else ("query",)))
+        names = (column, *((*DOCUMENT_NAMES, "positive") if index else ("query",)))
         found |= next(({column: own[name]} for name in names if own.get(name)), {})
     if any(own.values()):
         logger.warning(
             f"the model has prompts {own}, of which this run uses {found or 'none'}. Give prompts to choose."
         )
     return found
+
+
+def _prompts_to_keep(own: dict[str, str], used: Mapping[str, str], columns: list[str]) -> dict[str, str]:
+    """The names that the model's folder knows beside those of the columns; the names by which sentence-transformers
+    encodes queries and documents mean what is trained."""
+    query, document = columns[:NUM_PAIR_COLUMNS]
+    roles = {"query": query} | dict.fromkeys(DOCUMENT_NAMES, document)
+    trained = {name: used.get(column, "") for name, column in roles.items() if name in own}
+    if used.get(query):
+        trained["query"] = used[query]
+    if used.get(document) and not trained.keys() & set(DOCUMENT_NAMES):
+        trained["document"] = used[document]
+    return own | trained | dict(used)
+
+
+def _lengths_of(
+    model: EmbeddingModel, given: int | Mapping[str, int] | None, columns: list[str]
+) -> int | dict[str, int | None] | None:
+    """The length of every column where they differ, in the order of the columns."""
+    if isinstance(given, Mapping):
+        return {column: given.get(column) for column in columns}
+    if given is None and model.lengths:
+        query, *others = columns
+        return {query: model.lengths["query"]} | dict.fromkeys(others, model.lengths["document"])
+    return given or model.max_length
 
 
 def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
@@ -151,8 +184,8 @@ def build_model(run: Run, tokenizer: Any, distributed_config: Any = None) -> Emb
     config = run.run
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
-        "max_length": config.max_length, "prompts": config.prompts, "matryoshka_dims": config.matryoshka_dims,
-        "dtype": config.dtype, "attn_implementation": config.attn_implementation,
+        "matryoshka_dims": config.matryoshka_dims, "dtype": config.dtype,
+        "attn_implementation": config.attn_implementation,
     }  # fmt: skip
     if config.model_config is not None:
         vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from . import digits
-from .adapters import LOAD_ADAPTERS, add_adapters, are_all_that_trains
+from .adapters import add_adapters
 from .backbones import one_line, parse_config, parse_dtype, shortened
 from .config import Run, RunConfig
 from .conversations import ConversationReader, load_conversations
@@ -54,9 +54,9 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
-    if are_all_that_trains(run):
-        return [LOAD_ADAPTERS]
-    return ['load it:  AutoModelForImageTextToText.from_pretrained("{folder}")      # from transformers']
+    # AutoModel finds the base of a folder of adapters.
+    kind = "AutoModelForImageTextToText"
+    return [f'load it:  from transformers import {kind}; model = {kind}.from_pretrained("{{folder}}")']
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------

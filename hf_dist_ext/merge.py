@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
+from transformers import Trainer
 
-from . import manifest, trainable_checkpoint
+from . import adapter_folder, commit, manifest, trainable_checkpoint
 from .deepspeed_step import is_zero3
 from .errors import UsageError
-from .model_folder import resolve_folder
-from .modeling import EmbeddingModel
+from .model_folder import read_model_folder, resolve_folder
+from .modeling import EmbeddingModel, load_weights
 from .towers import TowerModel, class_of_tower, load_tower
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 NOT_PROCESSOR = {
     manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
-    "metrics.json", "run.json", "towers.json", trainable_checkpoint.FROZEN,
+    "metrics.json", "run.json", "plan.json", "towers.json", manifest.EARLIER, trainable_checkpoint.FROZEN,
 }  # fmt: skip
 PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order
@@ -60,16 +62,47 @@ def merge(
     _check(output, model, before, processor_files, options)  # (5)
 
 
+def whole_model(name_or_path: str) -> EmbeddingModel:
+    """The embedding model of a folder or hub id; of a checkpoint or run's folder that holds a part of it, merged in
+    memory."""
+    folder = Path(name_or_path)
+    is_part = trainable_checkpoint.has_trainable_weights(folder) or (folder / adapter_folder.CONFIG).is_file()
+    if not is_part or (folder / "modules.json").is_file():
+        return EmbeddingModel.from_pretrained(name_or_path)
+    facts = _verified(folder)
+    if facts["model"] != EmbeddingModel.__name__:
+        raise UsageError(f"{folder} is of a {facts['model']}, not of a text embedding model.")
+    model, _ = _complete_model(folder, facts, None, {}, False)
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 
 def _verified(checkpoint: Path) -> dict[str, Any]:
-    facts = manifest.read(checkpoint) if checkpoint.is_dir() else None
+    if not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint} does not exist. Give a checkpoint-N folder, or the output_dir of a run.")
+    facts = manifest.read(checkpoint) or _facts_of_adapters(checkpoint)
     if facts is None:
-        raise UsageError(f"{checkpoint} is no checkpoint with a {manifest.MANIFEST}. Give a checkpoint-N folder.")
+        raise UsageError(
+            f"{checkpoint} is no checkpoint with a {manifest.MANIFEST}: its save did not end, another program wrote "
+            "it, or it is a complete model already, which from_pretrained loads. Give a complete checkpoint, or the "
+            "output_dir of a run of adapters or of frozen parts."
+        )
     if broken := manifest.problems(checkpoint, facts):
         raise UsageError(f"{checkpoint} is incomplete: {', '.join(broken)}. Use another checkpoint.")
     return facts
+
+
+def _facts_of_adapters(folder: Path) -> dict[str, Any] | None:
+    """Of a folder of adapters that peft alone has written: its class and base, in the precision of our runs."""
+    path = folder / adapter_folder.CONFIG
+    kind = (json.loads(path.read_text(encoding="utf-8")).get("auto_mapping") or {}) if path.is_file() else {}
+    if "base_model_class" not in kind or kind["base_model_class"] in (EmbeddingModel.__name__, TowerModel.__name__):
+        return None
+    base, revision = adapter_folder.base_of(folder)
+    facts = {"model": kind["base_model_class"], "base_model": base, "base_revision": revision, "dtype": "float32"}
+    return facts | {"embedding": None, "towers": None, "files": {}}
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------
@@ -98,10 +131,26 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
     if has_adapters:
         from peft import PeftConfig, PeftModel, get_peft_model
 
+        if not is_partial and isinstance(model, EmbeddingModel):
+            _take_projection(model, checkpoint, folder)
+            return adapter_folder.with_adapters(model, checkpoint), folder
         if not is_partial:
             return PeftModel.from_pretrained(model, checkpoint), folder
         model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
     return _with_trained(model, checkpoint, trust), folder
+
+
+def _take_projection(model: EmbeddingModel, checkpoint: Path, base: Path) -> None:
+    """A projection that the run began with: the folder at its end has it, a checkpoint does not."""
+    if model.projection is None:
+        return
+    found = read_model_folder(checkpoint if (checkpoint / "modules.json").is_file() else base).projection
+    if found is None:
+        raise UsageError(
+            f"{checkpoint} has no projection, which the run made and did not train: it is in the folder that the run "
+            "ends with. Give that one."
+        )
+    load_weights(model.projection, found, source=str(checkpoint))
 
 
 def _with_trained(model: Any, checkpoint: Path, trust: bool) -> Any:
@@ -197,7 +246,8 @@ def check_can_save_merged(trainer: DistTrainer) -> None:
     if (trainer.is_fsdp_enabled or is_zero3(trainer)) and has_adapters(trainer):
         raise UsageError(
             "save_full_model=true with adapters does not work under FSDP and ZeRO-3. Turn it off; hf-dist merge makes "
-            "the complete model of what the run ends with."
+            "the complete model of what the run ends with. It is on by itself for dual encoders and for models built "
+            "from model_config, whose adapters nothing else could load: use multi_gpu_ddp for these."
         )
 
 
@@ -208,6 +258,31 @@ def save_merged(trainer: DistTrainer, folder: Path) -> None:
         _without_adapters(model, _outputs(model)).save_pretrained(folder)
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(folder)
+
+
+def save_adapters(trainer: DistTrainer, folder: Path) -> None:
+    """The folder at the end of a run of adapters on an `EmbeddingModel`. Every rank calls it."""
+    if trainable_checkpoint.is_sharded(trainer):
+        trainer._save(str(folder), state_dict=trainer.whole_weights())
+    else:
+        Trainer.save_model(trainer, str(folder), _internal_call=True)  # without its push
+    commit.commit_model(trainer, folder, [adapter_folder.CONFIG, adapter_folder.WEIGHTS])
+
+
+def complete_adapters(trainer: DistTrainer, folder: Path) -> None:
+    """What adapter_folder.py writes into peft's folder. Every rank calls it."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    start = f"{adapter_folder.PEFT}projection."
+    parts = {
+        name.removeprefix(start): value
+        for name, value in trainable_checkpoint.named(model.named_parameters()).items()
+        if name.startswith(start)
+    }
+    projection = dict(trainable_checkpoint.gathered(parts, trainer.args.should_save))
+    if trainer.args.should_save:
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        base, dtype = commit.base_model(trainer), commit.dtype_of_base(model.get_base_model())
+        adapter_folder.write(model, folder, base, dtype, projection, tokenizer)
 
 
 def _without_adapters(model: Any, before: torch.Tensor | None) -> nn.Module:

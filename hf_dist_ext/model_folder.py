@@ -5,10 +5,14 @@ the new one (July 2026) and vLLM pooled it wrongly until August 2026; the older 
 
     config.json, model.safetensors          the backbone under its own names, as AutoModel loads it; Matryoshka dims
     tokenizer.json, tokenizer_config.json   the tokenizer's own files (saved by whoever has the tokenizer)
-    sentence_bert_config.json               the length at which texts are cut
+    sentence_bert_config.json               the length at which texts are cut; query_length and document_length only
+                                            where they differ: sentence-transformers 6.2 knows them
     config_sentence_transformers.json       prompts
     1_Pooling/  2_Dense/  3_Normalize/      one folder per module after the backbone; Dense and Normalize only if used
     modules.json                            which modules there are; written last, as without it the others are ignored
+
+A folder of adapters has the same files beside peft's (adapter_folder.py); what config.json would say, Matryoshka dims
+and precision, then stands in config_sentence_transformers.json.
 
 Reading takes both layouts and a plain transformers folder. What we cannot reproduce exactly (another pooling, two
 Dense modules, an activation) is a UsageError, and so is a piece that is listed and gone.
@@ -45,6 +49,7 @@ READABLE_CHAINS = (
     ["Transformer", "Pooling", "Dense"],
     ["Transformer", "Pooling", "Dense", "Normalize"],
 )
+ADAPTERS = "adapter_config.json"
 IDENTITY = "torch.nn.modules.linear.Identity"
 HUB_IGNORE = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.bin", "*.safetensors"]
 
@@ -54,12 +59,16 @@ class ModelFolder:
     """What a folder says about the embedding, beside the backbone."""
 
     backbone_folder: Path | None = None  # None when writing: the backbone lies at the top
+    is_plain: bool = False  # no more than a backbone: what follows are defaults
+    has_adapters: bool = False  # of a base that lies elsewhere
     pooling: str = "mean"
     projection: dict[str, torch.Tensor] | None = None  # {"weight": (D, H), and "bias": (D,) where there is one}
     normalize: bool = True
     max_length: int | None = None  # None: the tokenizer's own limit holds
+    lengths: dict[str, int | None] = field(default_factory=dict)  # of "query" and "document", where they differ
     prompts: dict[str, str] = field(default_factory=dict)
     matryoshka_dims: list[int] | None = None
+    dtype: str | None = None  # of a base with adapters while they were trained
 
 
 def resolve_folder(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -104,10 +113,11 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
     if contents.normalize:
         chain.append("Normalize")
         (folder / f"{len(chain) - 1}_Normalize").mkdir(exist_ok=True)
-    if contents.max_length is not None:
-        _write_json(
-            folder / "sentence_bert_config.json", {"max_seq_length": contents.max_length, "do_lower_case": False}
-        )
+    lengths = {f"{role}_length": length for role, length in contents.lengths.items() if length is not None}
+    if contents.max_length is not None or lengths:
+        whole = {} if contents.max_length is None else {"max_seq_length": contents.max_length}
+        _write_json(folder / "sentence_bert_config.json", whole | {"do_lower_case": False} | lengths)
+    of_adapters = {"matryoshka_dimensions": contents.matryoshka_dims, "dtype": contents.dtype}
     _write_json(
         folder / "config_sentence_transformers.json",
         {
@@ -115,7 +125,8 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
             "prompts": _with_document_prompt(contents.prompts),
             "default_prompt_name": None,
             "similarity_fn_name": "cosine" if contents.normalize else "dot",
-        },
+        }
+        | (of_adapters if contents.has_adapters else {}),
     )
     modules = [
         {
@@ -130,7 +141,7 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
 
 
 def read_model_folder(folder: str | Path) -> ModelFolder:
-    """What `folder` says. A plain transformers folder means mean pooling and normalization, and a log line says so."""
+    """What `folder` says. A plain transformers folder means mean pooling and normalization."""
     folder = Path(folder)
     if not (folder / "modules.json").is_file():
         # Without the list other programs drop projection and normalization without a word; we do not.
@@ -139,10 +150,13 @@ def read_model_folder(folder: str | Path) -> ModelFolder:
             raise UsageError(
                 f"{folder} holds {', '.join(leftovers)} but no modules.json. Copy the whole folder again."
             )
+        if (folder / ADAPTERS).is_file() or (folder / "trainable.safetensors").is_file():
+            raise UsageError(
+                f"{folder} holds what was trained, not a whole model: hf-dist merge {folder} --output DIR makes one."
+            )
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} holds neither modules.json nor config.json, so it is not a model folder.")
-        logger.info("%s is a plain transformers model: mean pooling, no projection, normalized", folder)
-        return ModelFolder(backbone_folder=folder, matryoshka_dims=_read_matryoshka_dims(folder))
+        return ModelFolder(backbone_folder=folder, is_plain=True, matryoshka_dims=_read_matryoshka_dims(folder))
 
     modules = _read_json(folder / "modules.json")
     chain = [module["type"].rsplit(".", 1)[-1] for module in modules]
@@ -153,9 +167,14 @@ def read_model_folder(folder: str | Path) -> ModelFolder:
         )
     paths = {kind: folder / module["path"] for kind, module in zip(chain, modules, strict=True)}
     backbone_folder = paths["Transformer"]
-    if not (backbone_folder / "config.json").is_file():
+    has_adapters = (backbone_folder / ADAPTERS).is_file()
+    if not has_adapters and not (backbone_folder / "config.json").is_file():
         raise UsageError(f"{backbone_folder} has no config.json. Copy the whole folder again.")
+    own = _read_json(folder / "config_sentence_transformers.json", missing_is_empty=True)
     length = _read_json(backbone_folder / "sentence_bert_config.json", missing_is_empty=True)
+    lengths = {role: length.get(f"{role}_length", length.get("max_seq_length")) for role in ("query", "document")}
+    if length.get("query_length") is None and length.get("document_length") is None:
+        lengths = {}
     if length.get("do_lower_case"):
         logger.info("%s asks for do_lower_case; here only the tokenizer decides that", folder)
     return ModelFolder(
@@ -164,8 +183,11 @@ def read_model_folder(folder: str | Path) -> ModelFolder:
         projection=_read_dense(paths["Dense"]) if "Dense" in paths else None,
         normalize="Normalize" in paths,
         max_length=length.get("max_seq_length"),
-        prompts=_read_json(folder / "config_sentence_transformers.json", missing_is_empty=True).get("prompts") or {},
-        matryoshka_dims=_read_matryoshka_dims(backbone_folder),
+        lengths=lengths,
+        prompts=own.get("prompts") or {},
+        matryoshka_dims=own.get("matryoshka_dimensions") if has_adapters else _read_matryoshka_dims(backbone_folder),
+        dtype=own.get("dtype"),
+        has_adapters=has_adapters,
     )
 
 

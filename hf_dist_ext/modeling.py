@@ -16,6 +16,8 @@ backbone keeps its own names (model_folder.py). Shapes: B rows, T tokens, H the 
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_dist_ext import adapter_folder
 from hf_dist_ext.backbones import build_backbone, hidden_size, load_backbone, shortened
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.layer_classes import repeated_layer_classes
@@ -37,6 +40,8 @@ from hf_dist_ext.model_folder import (
     update_config,
     write_model_folder,
 )
+
+logger = logging.getLogger(__name__)
 
 POOLINGS = ("mean", "cls", "last")
 
@@ -52,8 +57,9 @@ class EmbeddingModel(PreTrainedModel):
     """Backbone, pooling, projection, normalization; see the head of this file.
 
     `pooling` is "mean", "cls" (first real token) or "last" (last real token); `projection_dim` None means none.
-    `max_length` (int, or one per column), `prompts` and `matryoshka_dims` change nothing here: they are kept for
-    `save_pretrained`, which tells servers about them.
+    `max_length` (int, or one per column: queries first), `prompts` and `matryoshka_dims` change nothing here: they are
+    kept for `save_pretrained`, which tells servers about them. `lengths` are those of "query" and "document", where
+    they differ.
     """
 
     base_model_prefix = "backbone"
@@ -85,11 +91,13 @@ class EmbeddingModel(PreTrainedModel):
         self.normalize = normalize
         self.embedding_dim = projection_dim or width
         self.max_length = max_length
+        self.lengths = lengths_by_role(max_length)
         self.prompts = dict(prompts or {})
         self.matryoshka_dims = list(matryoshka_dims) if matryoshka_dims else None
         if self.matryoshka_dims and not all(1 <= dim <= self.embedding_dim for dim in self.matryoshka_dims):
             raise UsageError(f"matryoshka_dims={self.matryoshka_dims} must lie between 1 and {self.embedding_dim}.")
 
+        self.register_load_state_dict_pre_hook(_accept_names_of_backbone)
         self._feature_names = frozenset(inspect.signature(backbone.forward).parameters)
         # post_init() would collect these from the backbone, but it also initializes every parameter that is not marked
         # as loaded, so a backbone with adapters, or with a part made by hand, would lose weights.
@@ -170,15 +178,21 @@ class EmbeddingModel(PreTrainedModel):
         """
         folder = read_model_folder(resolve_folder(name_or_path, revision))
         dtype = dtype or "auto"
-        backbone = load_backbone(
-            folder.backbone_folder,
-            None,
-            trust_remote_code,
-            dtype,
-            attn_implementation,
-            distributed_config,
-            backbone_class,
-        )
+        options = dict(
+            trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation,
+            distributed_config=distributed_config, backbone_class=backbone_class,
+        )  # fmt: skip
+        if folder.has_adapters:
+            if distributed_config is not None:
+                raise UsageError(
+                    f"{name_or_path} holds adapters, which tensor parallelism does not split. Merge them."
+                )
+            base, base_revision = adapter_folder.base_of(folder.backbone_folder)
+            if dtype == "auto":
+                options["dtype"] = folder.dtype
+            backbone = cls.from_pretrained(base, revision=base_revision, **options).backbone
+        else:
+            backbone = load_backbone(folder.backbone_folder, None, **options)
         if folder.projection is not None:
             stored_dim = folder.projection["weight"].shape[0]
             if projection_dim not in (None, stored_dim):
@@ -199,7 +213,19 @@ class EmbeddingModel(PreTrainedModel):
         )
         if folder.projection is not None:
             load_weights(model.projection, folder.projection, source=f"the Dense module of {name_or_path}")
+        if max_length is None:
+            model.lengths = dict(folder.lengths)
+        if folder.is_plain:
+            logger.info("%s is a plain transformers model: %s", name_or_path, model.describe())
+        if folder.has_adapters:
+            model = adapter_folder.with_adapters(model, folder.backbone_folder).merge_and_unload()
+            model.config._name_or_path = str(name_or_path)
         return model.eval()
+
+    def describe(self) -> str:
+        """What follows the backbone, in words."""
+        projection = "no projection" if self.projection is None else f"a projection to {self.embedding_dim}"
+        return f"{self.pooling} pooling, {projection}, {'normalized' if self.normalize else 'not normalized'}"
 
     # ---- what it does ----
 
@@ -276,19 +302,32 @@ class EmbeddingModel(PreTrainedModel):
         self.backbone.save_pretrained(save_directory, state_dict=backbone_weights, max_shard_size=max_shard_size)
         if tokenizer is not None:
             tokenizer.save_pretrained(save_directory)
-        contents = ModelFolder(
-            pooling=self.pooling,
-            projection=_without_prefix(state_dict, "projection.") or None,
-            normalize=self.normalize,
-            max_length=_served_length(max_length or self.max_length, tokenizer),
-            prompts=self.prompts if prompts is None else dict(prompts),
-            matryoshka_dims=list(matryoshka_dims) if matryoshka_dims else self.matryoshka_dims,
-        )
         # The live weights may have another dtype than the gathered ones, and "auto" loads what config.json names.
         dtypes = {str(weight.dtype) for weight in state_dict.values() if weight.is_floating_point()}
         dtype_key = {"dtype": dtypes.pop().removeprefix("torch.")} if len(dtypes) == 1 else {}
-        update_config(save_directory, matryoshka_keys(contents.matryoshka_dims) | dtype_key)
+        dims = list(matryoshka_dims) if matryoshka_dims else self.matryoshka_dims
+        update_config(save_directory, matryoshka_keys(dims) | dtype_key)
+        contents = self.description(_without_prefix(state_dict, "projection."), tokenizer, max_length)
+        contents.prompts = contents.prompts if prompts is None else dict(prompts)
+        contents.matryoshka_dims = dims
         write_model_folder(save_directory, contents, hidden_size=hidden_size(self.config))
+
+    def description(
+        self,
+        projection: Mapping[str, torch.Tensor],
+        tokenizer=None,
+        max_length: int | Mapping[str, int] | None = None,
+    ) -> ModelFolder:
+        """What a folder says beside the backbone; `projection` holds its whole weights."""
+        return ModelFolder(
+            pooling=self.pooling,
+            projection=dict(projection) or None,
+            normalize=self.normalize,
+            max_length=_served_length(max_length or self.max_length, tokenizer),
+            lengths=self.lengths if max_length is None else lengths_by_role(max_length),
+            prompts=dict(self.prompts),
+            matryoshka_dims=self.matryoshka_dims,
+        )
 
     # ---- what a wrapper has to hand on ----
 
@@ -389,6 +428,18 @@ def _check_can_be_saved(model: EmbeddingModel, state_dict: Mapping[str, torch.Te
         )
 
 
+def _accept_names_of_backbone(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Those of the files: adapters for instance have the names that AutoModel looks for (adapter_folder.py)."""
+    own = tuple(f"{prefix}{name}." for name, _ in model.named_children())
+    foreign = [key for key in state_dict if key.startswith(prefix) and not key.startswith(own)]
+    if foreign:
+        # peft 0.21 puts an adapter's name only into names that it knows.
+        full = {re.sub(r"(\.lora_\w+)\.\w+", r"\1", name): name for name, _ in model.named_parameters()}
+    for key in foreign:
+        name = f"backbone.{key.removeprefix(prefix)}"
+        state_dict[prefix + full.get(name, name)] = state_dict.pop(key)
+
+
 def _without_prefix(state_dict: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
 
@@ -397,9 +448,19 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def lengths_by_role(max_length: int | Mapping[str, int | None] | None) -> dict[str, int | None]:
+    """Lengths per column, the queries' first -> those of "query" and "document" (the longest other); {} when equal."""
+    if not isinstance(max_length, Mapping) or not max_length:
+        return {}
+    query, *others = max_length.values()
+    document = None if None in others else max(others, default=None)
+    return {} if query == document else {"query": query, "document": document}
+
+
 def _served_length(max_length: int | Mapping[str, int] | None, tokenizer) -> int | None:
     if isinstance(max_length, Mapping):
-        max_length = max(max_length.values(), default=None)
+        lengths = (lengths_by_role(max_length) or max_length).values()
+        max_length = None if None in lengths else max(lengths, default=None)
     if max_length is not None:
         return max_length
     limit = getattr(tokenizer, "model_max_length", None)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_dist_ext.modeling import EmbeddingModel
 
 ROWS_PER_BATCH = 64
+DOCUMENT_PROMPTS = ("document", "passage", "corpus", "positive")
 
 
 def main(model_dir: str, query: str, top_k: int = 5) -> None:
@@ -39,7 +40,7 @@ def search(model_dir: str, query: str, top_k: int = 5, root: str | Path | None =
         raise UsageError("The query is empty. Describe what the function does, as a docstring would.")
     model, tokenizer = load(model_dir)
     rows = read_functions(root)
-    documents = embed(model, tokenizer, [row["positive"] for row in rows], "positive")  # (1): (M, D)
+    documents = embed(model, tokenizer, [row["positive"] for row in rows], "document")  # (1): (M, D)
     question = embed(model, tokenizer, [query], "query")[0]  # (2): (D,)
     scores, indices = (documents @ question).topk(min(top_k, len(rows)))
     return [(score, rows[index]) for score, index in zip(scores.tolist(), indices.tolist(), strict=True)]
@@ -48,9 +49,9 @@ def search(model_dir: str, query: str, top_k: int = 5, root: str | Path | None =
 def load(model_dir: str) -> tuple[EmbeddingModel, PreTrainedTokenizerBase]:
     from transformers import AutoTokenizer
 
-    from hf_dist_ext.modeling import EmbeddingModel
+    from hf_dist_ext.merge import whole_model
 
-    model = EmbeddingModel.from_pretrained(model_dir)
+    model = whole_model(model_dir)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
     except (OSError, ValueError) as error:
@@ -59,10 +60,13 @@ def load(model_dir: str) -> tuple[EmbeddingModel, PreTrainedTokenizerBase]:
 
 
 @torch.inference_mode()
-def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], column: str) -> torch.Tensor:
-    """(len(texts), D) float32 on the CPU, in the order of the texts, with the model's own prompt and length."""
-    prompt = model.prompts.get(column, "")
-    limit = min(model.max_length or tokenizer.model_max_length, tokenizer.model_max_length)
+def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], role: str) -> torch.Tensor:
+    """(len(texts), D) float32 on the CPU, in the order of the texts, with the model's own prompt and length for a
+    "query" or "document"."""
+    names = DOCUMENT_PROMPTS if role == "document" else (role,)
+    prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
+    length = model.lengths.get(role, model.max_length)
+    limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
     has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
     encoded = tokenizer(
         [prompt + text for text in texts], truncation=has_limit, max_length=limit if has_limit else None

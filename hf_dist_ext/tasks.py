@@ -79,6 +79,8 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
         training.setdefault("report_to", ["tensorboard"])
     training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
     training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))
+    if run.run.use_lora and run.run.model_config is not None and not run.name:
+        training.setdefault("save_full_model", True)  # the base of the adapters is nowhere else
     try:
         return DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here

@@ -2,21 +2,26 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 
+from hf_dist_ext import cli
 from hf_dist_ext.adapters import add_adapters, merged_weights
 from hf_dist_ext.config import RunConfig
 from hf_dist_ext.digits import build_processor
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.image_text_task import build_model
 from hf_dist_ext.modeling import EmbeddingModel
-from tests.launching import launch
-from tests.test_stages import CONFIG, SCRIPT, main
+from hf_dist_ext.search import embed, load
+from tests.launching import environment, launch
+from tests.test_stages import CONFIG, SCRIPT, main, weights, write_config
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 from tests.tiny_vision_language import tiny_llava
 
@@ -70,6 +75,123 @@ def test_adapters_train_with_a_gradient_cache_and_resume_bit_for_bit(run_file, t
     main(path, "--resume_from_checkpoint", "true")
     again = adapters(out)
     assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+def embeddings(model, tokenizer, role: str = "query") -> torch.Tensor:
+    texts = ["parse a date from text read file into list of lines", "sort the numbers", "key"]
+    return embed(model, tokenizer, texts, role)
+
+
+def cosine(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(ours.double(), theirs.double()).min().item()
+
+
+SERVED = {
+    "pooling": "last", "prompts": {"query": "search : ", "positive": "file : "}, "lora_alpha": 32, "max_steps": 3,
+    "max_length": {"query": 6, "positive": 9}, "learning_rate": 5e-2,
+}  # fmt: skip
+
+
+def load_as_printed(printed: str, saves: str, folder: Path) -> None:
+    """The line that a run ends with, in a Python of its own, then `saves`."""
+    (line,) = [line for line in printed.splitlines() if line.startswith("load it:")]
+    code = f"{line.removeprefix('load it:').strip()}\n{saves}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("more", [{}, {"projection_dim": 8, "lora_target_modules": "all-linear"}], ids=["", "dense"])
+def test_every_reader_of_the_folder_at_the_end_has_the_model_that_was_trained(run_file, tmp_path, capsys, more):
+    base = EmbeddingModel.from_pretrained(tmp_path / "base")
+    base.backbone.save_pretrained(tmp_path / "plain")
+    tiny_tokenizer().save_pretrained(tmp_path / "plain")
+    main(run_file(**SERVED, **more, model_name_or_path=str(tmp_path / "plain")))
+    out, merged, tokenizer = tmp_path / "out", tmp_path / "merged", tiny_tokenizer()
+    saves = "import torch; torch.save(model.state_dict(), 'printed.pt')"
+    load_as_printed(capsys.readouterr().out, saves, tmp_path)
+    cli.main(["merge", str(out), "--output", str(merged)])
+    expected = EmbeddingModel.from_pretrained(merged)
+    assert expected.pooling == "last" and expected.lengths == {"query": 6, "document": 9}
+    assert (expected.embedding_dim, expected.prompts["query"]) == (more.get("projection_dim", 32), "search : ")
+    printed = torch.load(tmp_path / "printed.pt")
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(printed[name], weight, rtol=0, atol=1e-6)
+    for folder in (out, out / "checkpoint-3"):
+        loaded, _ = load(str(folder))  # what hf-dist search embeds with
+        for role in ("query", "document"):
+            wanted = embeddings(expected, tokenizer, role)
+            assert cosine(embeddings(loaded, tokenizer, role), wanted) > 1 - 1e-6
+            served = SentenceTransformer(str(folder), device="cpu")
+            texts = ["parse a date from text read file into list of lines", "sort the numbers", "key"]
+            theirs = getattr(served, f"encode_{role}")(texts, convert_to_tensor=True)
+            assert cosine(theirs, wanted) > 1 - 1e-6
+        options = {"pooling": "last"} | {name: more[name] for name in ("projection_dim",) if name in more}
+        start = EmbeddingModel.from_pretrained(tmp_path / "plain", **options)
+        if "projection_dim" in more:
+            start.projection.load_state_dict(expected.projection.state_dict())
+        start.prompts, start.lengths = expected.prompts, expected.lengths
+        untrained = embeddings(start, tokenizer)
+        adapted = PeftModel.from_pretrained(start, folder).eval().get_base_model()
+        assert cosine(embeddings(adapted, tokenizer), embeddings(expected, tokenizer)) > 1 - 1e-6
+        assert cosine(untrained, embeddings(expected, tokenizer)) < 0.999
+    cli.main(["merge", str(out / "checkpoint-3"), "--output", str(tmp_path / "again")])
+    again = EmbeddingModel.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in expected.state_dict().items())
+
+
+def test_the_folder_of_a_vision_language_model_with_adapters_loads_as_printed_and_is_merged(tmp_path, capsys):
+    torch.manual_seed(0)
+    processor = build_processor()
+    build_model(RunConfig(task="image-text-to-text", model_config=LLAVA), processor).save_pretrained(tmp_path / "base")
+    processor.save_pretrained(tmp_path / "base")
+    more = {"use_lora": True, "max_steps": 2, "learning_rate": 1e-2, "eval_on_start": False}
+    start = {"model_name_or_path": str(tmp_path / "base"), "model_config": None, "stages": None}
+    fields = json.loads(write_config(tmp_path, **start, **more).read_text())
+    (tmp_path / "run.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    main(tmp_path / "run.json")
+    saves = "import torch; torch.save({k: v for k, v in model.named_parameters() if 'lora_B' in k}, 'printed.pt')"
+    load_as_printed(capsys.readouterr().out, saves, tmp_path)
+    printed = torch.load(tmp_path / "printed.pt")
+    assert printed and all(weight.abs().sum() > 0 for weight in printed.values())
+    cli.main(["merge", str(tmp_path / "out"), "--output", str(tmp_path / "merged")])
+    merged, before = weights(tmp_path / "merged"), weights(tmp_path / "base")
+    assert {name for name in merged if not torch.equal(merged[name], before[name])}
+    assert all("self_attn" in name for name in merged if not torch.equal(merged[name], before[name]))
+
+
+def test_adapters_on_another_base_are_refused_instead_of_left_out(run_file, tmp_path):
+    main(run_file(save_strategy="no", max_steps=1))
+    torch.manual_seed(1)
+    other = model_config("bert", num_hidden_layers=1)
+    EmbeddingModel.from_config(other).save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    with pytest.raises(UsageError, match="do not fit"):
+        EmbeddingModel.from_pretrained(tmp_path / "out")
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(UsageError, match="neither a folder here"):
+        EmbeddingModel.from_pretrained(tmp_path / "out")
+
+
+def test_adapters_of_a_model_that_is_in_no_folder_end_merged(run_file, tmp_path):
+    start = {"model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "base"), "max_steps": 2}
+    path = run_file(**start)
+    fields = json.loads(path.read_text())
+    del fields["model_name_or_path"]
+    path.write_text(json.dumps(fields))
+    main(path)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    assert EmbeddingModel.from_pretrained(tmp_path / "out").backbone.config.num_hidden_layers == 2
+
+
+def test_adapters_beside_a_trained_projection_are_searched_without_a_merged_folder(run_file, tmp_path):
+    main(run_file(trainable_modules=["projection"], projection_dim=8, max_steps=2))
+    with pytest.raises(UsageError, match="hf-dist merge"):
+        EmbeddingModel.from_pretrained(tmp_path / "out")
+    cli.main(["merge", str(tmp_path / "out"), "--output", str(tmp_path / "merged")])
+    loaded, tokenizer = load(str(tmp_path / "out"))
+    expected = EmbeddingModel.from_pretrained(tmp_path / "merged")
+    assert cosine(embeddings(loaded, tokenizer), embeddings(expected, tokenizer)) > 1 - 1e-6
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
