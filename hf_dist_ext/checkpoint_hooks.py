@@ -136,8 +136,10 @@ class CheckpointHooks(Trainer):
         is_sharded = self._has_own_arguments and trainable_checkpoint.is_sharded(self)
         if self._saves_trainable_only and (_internal_call or not self.saves_complete_model):
             checkpointing.save_description(self, folder)
-            trainable_checkpoint.save_weights(self, folder, may_shard=_internal_call)
-            if not _internal_call:
+            if _internal_call:
+                trainable_checkpoint.save_weights(self, folder)
+            else:
+                async_save.together(lambda: trainable_checkpoint.save_weights(self, folder, may_shard=False))
                 commit.commit_model(self, folder, [trainable_checkpoint.WEIGHTS, trainable_checkpoint.FROZEN])
         elif is_sharded and _internal_call:  # the weights follow in their own format
             checkpointing.save_description(self, folder)

@@ -104,7 +104,7 @@ def check_free_space(trainer: DistTrainer, output_dir: Path, folder: Path) -> No
     if free < needed:
         raise UsageError(
             f"{folder.name} needs about {_size(needed)} and the disk of {output_dir} has {_size(free)} free; nothing "
-            f"was written. {_newest(output_dir)} Free space or lower save_total_limit."
+            f"was written. {newest(output_dir)} Free space or lower save_total_limit."
         )
 
 
@@ -125,17 +125,21 @@ def _full_disk_in_words(output_dir: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # torch.save and safetensors wrap what the system said, each in its own way
-        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        if is_full or shutil.disk_usage(output_dir).free < 1 << 16:
+        if is_full_disk(error, output_dir):
             raise UsageError(
                 f"the disk of {output_dir} ran full while {folder.name} was written, which is not complete now. "
-                f"{_newest(output_dir)} Free space, then resume."
+                f"{newest(output_dir)} Free space, then resume."
             ) from error
         raise
 
 
-def _newest(output_dir: Path) -> str:
+def is_full_disk(error: Exception, folder: Path) -> bool:
+    # torch.save and safetensors wrap what the system said, each in its own way
+    is_said = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    return is_said or shutil.disk_usage(folder).free < 1 << 16
+
+
+def newest(output_dir: Path) -> str:
     complete = [path.name for path in manifest.checkpoints_in(output_dir) if not manifest.why_passed_over(path)]
     return f"{complete[-1]} is complete and can be resumed." if complete else "There is no older checkpoint."
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dist_ext import deepspeed_install, lease
+from hf_dist_ext import deepspeed_install, lease, trackers
 from hf_dist_ext.config import Run
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.preemption import REQUEUE, SIGNALS, forward_to_children
@@ -53,7 +53,7 @@ def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | N
             lease.take(output_dir)
         return
     _refuse_lonely_tasks()
-    check_output_dir(run.training)
+    _check_before_ranks(run)
     devices = 0 if run.training.get("use_cpu") else count_devices()
     plan = plan_launch(run, devices)
     os.environ[lease.TOKEN] = lease.take(output_dir).token
@@ -64,6 +64,12 @@ def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | N
     where = f"{devices} visible GPU(s)" if devices else "no GPU visible: on the CPU over gloo, slowly"
     _say(f"{plan.path.stem}: starting {plan.num_processes} process(es), {where}")
     sys.exit(_run_launcher(plan, devices, script or sys.argv[0], sys.argv[1:] if argv is None else argv))  # (2)
+
+
+def _check_before_ranks(run: Run) -> None:
+    check_output_dir(run.training)
+    for one in run.stages or [run]:
+        trackers.check(one.training.get("report_to"))
 
 
 def is_launched() -> bool:
@@ -304,7 +310,7 @@ def check_running(run: Run) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    check_output_dir(run.training)
+    _check_before_ranks(run)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     on_cpu = run.training.get("use_cpu") or _is_set("ACCELERATE_USE_CPU")

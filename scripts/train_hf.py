@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
+    from hf_dist_ext import final_model
     from hf_dist_ext.distributed import leave_together
     from hf_dist_ext.stages import run_stages, summary
     from hf_dist_ext.tasks import build_parts, hints, make_arguments
@@ -57,7 +58,7 @@ def train(run: Run) -> None:
     else:
         args = make_arguments(run)
         trainer, report = train_once(run, args, build_parts(run, args))
-        trainer.save_model()  # (4)
+        final_model.save(trainer)  # (4)
         if not trainer.saves_complete_model:
             to_load = ["load it:  hf-dist merge {folder} --output DIR writes the complete model"]
     if is_main:

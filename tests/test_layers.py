@@ -13,7 +13,7 @@ BEFORE_RANKS = (
     "errors fields short_names task_fields config config_docs stage_plan manifest run_folder presets preset_notes "
     "deepspeed_install memory planner launch cli preemption lease failures shape_config tape architectures "
     "text_architectures tower_architectures vision_language who_trains workload knobs strategies traffic "
-    "plan_reasons plan_report devices auto_choice"
+    "plan_reasons plan_report devices auto_choice trackers"
 ).split()
 
 BLOCKED_IMPORT = """

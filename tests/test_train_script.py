@@ -3,11 +3,16 @@
 import importlib.util
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_dist_ext.modeling import EmbeddingModel
+from tests.launching import environment
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_hf.py"
@@ -98,6 +103,10 @@ def test_a_stream_is_trained_on(main, run_file, tmp_path):
     ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}, "round multiple"),
     ({"model_config": {"model_type": "bort"}}, "bort"),
     ({"resume_from_checkpoint": "gone/checkpoint-3"}, "no such folder"),
+    ({"report_to": "wandb"}, "wandb is not installed. Install it (pip install wandb)"),
+    ({"report_to": ["tensorboard", "wandbb"]}, "no tracker that Trainer knows"),
+    ({"output_dir": "/proc/self/out"}, "can not be written: No such file or directory"),
+    ({"output_dir": "/dev/null/out"}, "can not be written: Not a directory"),
 ])  # fmt: skip
 def test_mistakes_are_one_line_and_exit_code_2(main, run_file, capsys, change, words):
     with pytest.raises(SystemExit) as exit_:
@@ -107,6 +116,74 @@ def test_mistakes_are_one_line_and_exit_code_2(main, run_file, capsys, change, w
     lines = [line for line in error.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and words in lines[0], error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("change", [{"report_to": "wandb"}, {"output_dir": "/dev/null/out"}])
+def test_what_can_not_work_is_found_before_anything_is_loaded(main, run_file, monkeypatch, change):
+    import hf_dist_ext.tasks
+
+    monkeypatch.setattr(hf_dist_ext.tasks, "make_arguments", lambda run: pytest.fail("the run has begun"))
+    for launched in ({}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):  # also under the user's own launcher
+        for name, value in launched.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as exit_:
+            main(["--config", run_file(num_processes=2 if not launched else None, **change)])
+        assert exit_.value.code == 2
+
+
+MOUNTED = "mount -t tmpfs -o size=$SIZE none $OUT && mount -t tmpfs -o ro none $RO && cd $CD && "
+MOUNTED += "($0 $@; code=$?; cp -r $OUT $BACK; exit $code)"
+
+
+def on_small_disk(tmp_path: Path, run_file: str, size: str, **more: str) -> subprocess.CompletedProcess:
+    """The script with an output_dir on a disk of its own, in a namespace of mounts; what lies there comes to back/."""
+    places = {"OUT": str(tmp_path / "out"), "RO": str(tmp_path / "read_only"), "BACK": str(tmp_path / "back")}
+    for name in ("OUT", "RO"):
+        Path(places[name]).mkdir(exist_ok=True)
+    command = ["unshare", "--mount", "sh", "-c", MOUNTED, sys.executable, str(SCRIPT), "--config", run_file]
+    places |= {"SIZE": size, "CD": str(tmp_path)} | more
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**places), timeout=240)
+
+
+may_mount = pytest.mark.skipif(
+    not shutil.which("unshare")
+    or subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode,
+    reason="mounting is not allowed here",
+)
+LARGE = model_config("bert") | {"vocab_size": 20_000}
+
+
+@may_mount
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_model_that_does_not_fit_on_its_disk_goes_where_there_is_room(run_file, tmp_path, processes):
+    fields = {"save_strategy": "no", "model_config": LARGE, "eval_holdout": ..., "learnable_temperature": False}
+    done = on_small_disk(tmp_path, run_file(num_processes=processes, **fields), "800k")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr and len(lines) == 1, done.stderr
+    assert f"the disk of {tmp_path / 'out'} is full, so the trained model was written to {tmp_path}/out-" in lines[0]
+    (folder,) = tmp_path.glob("out-*")
+    model = EmbeddingModel.from_pretrained(folder)
+    assert model(torch.ones(1, 3, dtype=torch.long)).embeddings.isfinite().all()
+    assert not list((tmp_path / "back").glob("*.safetensors")), "what was cut short is removed"
+
+
+@may_mount
+def test_where_no_disk_has_room_for_the_model_the_checkpoint_stays_and_is_named(run_file, tmp_path):
+    weights = sum(p.numel() for p in EmbeddingModel.from_config(LARGE).parameters()) * 4
+    full = {name: str(tmp_path / "out") for name in ("HOME", "TMPDIR", "CD")}
+    run_file = run_file(model_config=LARGE, max_steps=2, eval_holdout=...)
+    done = on_small_disk(tmp_path, run_file, f"{int(3.6 * weights) >> 10}k", **full)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr and len(lines) == 1, done.stderr
+    assert "no other one has room" in lines[0] and "checkpoint-2 is complete and can be resumed" in lines[0]
+    assert [path.parent.name for path in (tmp_path / "back").rglob("manifest.json")] == ["checkpoint-2"]
+
+
+@may_mount
+def test_a_read_only_output_dir_is_one_line_before_anything_is_loaded(run_file, tmp_path):
+    done = on_small_disk(tmp_path, run_file(output_dir=str(tmp_path / "read_only" / "out")), "100k")
+    assert done.returncode == 2 and "can not be written: Read-only file system" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_an_empty_dataset_and_a_second_run_are_refused(main, run_file, tmp_path, capsys):
