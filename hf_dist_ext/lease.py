@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_dist_ext.errors import RunError, UsageError
 
@@ -148,7 +148,7 @@ def _lock(path: Path, token: str) -> int:
             is_first = _flock(file, fcntl.LOCK_EX)
             found = _read(path) or {}
             if not is_first and found.get("token") != token:
-                raise _in_use(path, found)
+                _refuse(path, found)
             if not _is_at(path, file):  # its last owner has just removed it
                 continue
             if is_first:
@@ -157,7 +157,7 @@ def _lock(path: Path, token: str) -> int:
                 _describe(file, token)
             # Linux drops the exclusive lock before it takes the shared one; who came in between has written its token.
             if not _flock(file, fcntl.LOCK_SH) or (found := _read(path) or {}).get("token") != token:
-                raise _in_use(path, found)
+                _refuse(path, found)
             if not is_first:
                 _describe(file, token)
             opened.pop_all()
@@ -247,7 +247,7 @@ def _watch(path: Path, found: dict[str, Any]) -> None:
         if (now := touched()) is None:
             return
         if now != before:
-            raise _in_use(path, found)
+            _refuse(path, found)
 
 
 def _create(path: Path, token: str) -> bool:
@@ -304,9 +304,9 @@ def _owner(found: dict[str, Any] | None) -> str:
     return f"process {found.get('pid')} on {found.get('host')}" if found else "another run"
 
 
-def _in_use(path: Path, found: dict[str, Any] | None) -> UsageError:
+def _refuse(path: Path, found: dict[str, Any] | None) -> NoReturn:
     since = f" since {found['since']}" if found and "since" in found else ""
-    return UsageError(
+    raise UsageError(
         f"output_dir={path.parent} is in use by {_owner(found)}{since}. Stop that run, or give another --output_dir."
     )
 
