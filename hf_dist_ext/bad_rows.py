@@ -4,7 +4,9 @@
 (2) a bad row is an error that names dataset, row, column and rank; or
 (3) it is replaced, so that no batch is shorter: by the next row of the dataset that is good and not in the batch (of a
     stream, which has no next row to ask for: by the last good row this worker has seen)
-(4) loader workers count in shared memory, as they are other processes; the trainer adds up all ranks once per step
+(4) loader workers count in shared memory, as they are other processes; the trainer adds up all ranks once per step.
+    A checkpoint holds the count of its epoch with the rows' numbers: a loader reads ahead, so that a resumed run meets
+    some of them again
 
 A stream that fails while it is iterated, before its row reaches the collator, cannot go on: that is always an error.
 """
@@ -21,28 +23,36 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from .errors import UsageError
 
-LISTED = 64  # row numbers kept per loader worker
+LISTED = 64  # row numbers kept per loader worker, at least
 TRIES = 100  # following rows that are asked for one replacement
 
 
 class Tally:
-    """Bad rows of this rank: one line per loader worker, [how many, their row numbers], in shared memory."""
+    """Bad rows of this rank: one line per loader worker, [how many, numbers of the last], in shared memory."""
 
-    def __init__(self, num_workers: int):
-        self.table = torch.zeros(max(1, num_workers), 1 + LISTED, dtype=torch.long).share_memory_()
+    def __init__(self, num_workers: int, listed: int = LISTED):
+        self.listed = listed
+        self.table = torch.zeros(max(1, num_workers), 1 + listed, dtype=torch.long).share_memory_()
 
     def add(self, row: int) -> None:
         worker = get_worker_info()
         line = self.table[0 if worker is None else worker.id]
-        if line[0] < LISTED:
-            line[1 + line[0]] = row
+        line[1 + line[0] % self.listed] = row
         line[0] += 1
 
-    def count(self) -> int:
-        return int(self.table[:, 0].sum())
+    def counts(self) -> list[int]:
+        """Of each worker."""
+        return self.table[:, 0].tolist()
 
-    def rows(self) -> list[int]:
-        return sorted({row for count, *rows in self.table.tolist() for row in rows[:count]})
+    def count(self) -> int:
+        return sum(self.counts())
+
+    def rows(self, since: list[int] | None = None) -> list[int]:
+        """Their numbers, as far as they are kept; `since`: those after such counts."""
+        found = set()
+        for (count, *rows), first in zip(self.table.tolist(), since or [0] * len(self.table), strict=True):
+            found |= {rows[i % self.listed] for i in range(max(first, count - self.listed), count)}
+        return sorted(found)
 
 
 class GuardedRows(torch.utils.data.Dataset):
@@ -165,10 +175,11 @@ class GuardedCollator:
         return next(iter([*said, *empty]), None)
 
 
-def guard_rows(loader: DataLoader, name: str, can_replace: bool) -> Tally:
+def guard_rows(loader: DataLoader, name: str, max_bad_rows: int | None) -> Tally:
     """Let a loader do (1) to (4). Its sampling, sharding and workers stay what they are."""
+    can_replace = bool(max_bad_rows)
     loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
-    tally, rows = Tally(loader.num_workers), None
+    tally, rows = Tally(loader.num_workers, max(LISTED, 1 + (max_bad_rows or 0))), None
     if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
         rows = GuardedRows(loader.dataset)
         object.__setattr__(loader, "dataset", rows)  # DataLoader guards the name, but for its batches, which stay

@@ -58,15 +58,11 @@ def data_fingerprint(dataset: Any) -> str | None:
         return stream_order.fingerprint(dataset)
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "with_format") or not hasattr(dataset, "__len__"):
         return None
-    from datasets import Image
-
-    for name, feature in dataset.features.items():
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-    raw, count = dataset.with_format(None), len(dataset)
+    raw, count = dataset.with_format("arrow"), len(dataset)  # as they are stored: nothing in them is decoded
     found = hashlib.blake2b(f"{sorted(dataset.column_names)} {count}".encode(), digest_size=16)
     for i in sorted({i * (count - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)} if count else ()):
-        found.update(repr(sorted(raw[i].items())).encode())
+        (row,) = raw[i].to_pylist()
+        found.update(repr(sorted(row.items())).encode())
     return found.hexdigest()
 
 
@@ -134,7 +130,7 @@ class PositionHooks(Trainer):
     _rows_of_epoch: int | None = None
     _place: stream_order.Place | None = None  # of a stream in one order; that of the last batch that was used
     _order: EpochBatches | None = None  # of the present epoch; None of a stream
-    _begun_order: str | None = None  # digest of the order of the epoch in which a checkpoint was written
+    _begun: dict[str, Any] = {}  # what a checkpoint tells of the epoch in which it was written, until it is read
     _resumed_from: str | None = None  # until the random states are those of this checkpoint
 
     @property
@@ -161,13 +157,18 @@ class PositionHooks(Trainer):
         }
         if self._rows_of_epoch is not None and now.rows >= self._rows_of_epoch:
             now = replace(now, epoch=now.epoch + 1, rows=0, window=self.rows_per_micro_batch)
-        if self._order is not None and now.rows:
-            how["order_digest"] = self._order.digest()
+        elif now.rows:
+            how["order_digest"] = None if self._order is None else self._order.digest()
+            how["bad_rows"] = self.bad_rows_of_epoch()
         return {"samples_seen": now.samples, "position": asdict(now)} | how
+
+    def take_begun(self, name: str) -> Any:
+        """What the resumed checkpoint tells of the epoch it was written in; once, as the next epoch is another."""
+        return self._begun.pop(name, None)
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any):
         self.position, self._resumed = Position(window=self.rows_per_micro_batch), None
-        self._place, self._resumed_from, self._order, self._begun_order = None, None, None, None
+        self._place, self._resumed_from, self._order, self._begun = None, None, None, {}
         if self.reads_in_one_order:
             self._check_stream()
             self._place = stream_order.Place()
@@ -195,7 +196,7 @@ class PositionHooks(Trainer):
             now["dataloader_num_workers"] = args.dataloader_num_workers
         before = {"data_parallel_size": content["world_size"]} | content  # older manifests
         changed = [name for name in now if before.get(name, now[name]) != now[name]]
-        self.position, self._begun_order = found, content.get("order_digest")
+        self.position, self._begun = found, {name: content.get(name) for name in ("order_digest", "bad_rows")}
         if stream_order.is_stream(self.train_dataset):
             self._check_reading(content, changed, folder)
         is_unchanged = found.is_regular and not changed
@@ -412,7 +413,7 @@ class PositionHooks(Trainer):
                 f"the processes do not draw the same order of epoch {order.epoch} from {sampler}, so rows would be "
                 f"repeated and others skipped. {as_it_should}"
             )
-        begun, self._begun_order = self._begun_order, None
+        begun = self.take_begun("order_digest")
         if begun is None or begun == digest or self.position.rows == 0:
             return
         text = (

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
@@ -58,7 +58,10 @@ class SafeTrainer(Trainer):
         self._stop_at_step: int | None = None
         self._tally: Tally | None = None
         self._retry: Any = None  # out_of_memory.MemoryRetry, with a gradient cache
-        self._bad_rows = self._bad_rows_before = 0  # of all ranks in this epoch; of this rank before it
+        self._bad_rows = 0  # of all ranks in this epoch
+        self._bad_row_numbers: set[int] = set()
+        self._bad_rows_before: list[int] = []  # of this rank's loader workers before this epoch
+        self._bad_rows_resumed: tuple[int, set[int]] = (0, set())  # of this epoch before this run: how many, numbers
         if self._stop is not None or any(getattr(self.args, name, None) for name in ("step_timeout", "max_bad_rows")):
             self.add_callback(_RunWatch(self))
         if hasattr(self.args, "step_timeout"):
@@ -116,7 +119,7 @@ class SafeTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         loader = super().get_train_dataloader()
         if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
-            self._tally = guard_rows(loader, name_of(self.train_dataset), bool(self.args.max_bad_rows))
+            self._tally = guard_rows(loader, name_of(self.train_dataset), self.args.max_bad_rows)
         return loader
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
@@ -147,7 +150,7 @@ class SafeTrainer(Trainer):
         self._inputs.append(inputs)
         if self.accelerator.sync_gradients:
             has_signal = self._stop is not None and self._stop.received is not None
-            num_bad_rows = self._tally.count() - self._bad_rows_before if may_replace and self._tally else 0
+            num_bad_rows = self._new_bad_rows() if may_replace and self._tally else 0
             has_failed = self._retry is not None and self._retry.has_failed
             rest = own.new_tensor([float(has_signal), float(num_bad_rows), float(has_failed)])
             message = torch.cat([self._loss_of_update.reshape(1), rest])
@@ -189,7 +192,7 @@ class SafeTrainer(Trainer):
         if any(failed):
             self._retry.go_back([rank for rank, has_failed in enumerate(failed) if has_failed], step)
             return True
-        self._bad_rows = int(sum(distributed.one_of_each(bad_rows)))
+        self._count_bad_rows(int(sum(distributed.one_of_each(bad_rows))))
         if self._bad_rows > (self.args.max_bad_rows or 0):
             raise RunError(
                 f"step {step}: {self._bad_rows} rows of this epoch could not be used, more than max_bad_rows="
@@ -215,6 +218,28 @@ class SafeTrainer(Trainer):
         if self._bad_rows and "loss" in logs:
             logs["bad_rows"] = self._bad_rows
         super().log(logs, start_time)
+
+    def _new_bad_rows(self) -> int:
+        """Of this rank in this epoch, without those that a resumed run has read again."""
+        count, before = self._tally.count() - sum(self._bad_rows_before), self._bad_rows_before
+        if not count or not self._bad_rows_resumed[1]:
+            return count
+        return count - len(self._bad_rows_resumed[1].intersection(self._tally.rows(before)))
+
+    def _count_bad_rows(self, new: int) -> None:
+        count = self._bad_rows_resumed[0] + new
+        if count != self._bad_rows:  # on every rank, and rarely
+            own = "" if self._tally is None else " ".join(map(str, self._tally.rows(self._bad_rows_before)))
+            everyone = distributed.texts_of(own, range(self.args.world_size))
+            numbers = {int(number) for text in everyone for number in text.rpartition(":")[2].split()}
+            self._bad_row_numbers = numbers | self._bad_rows_resumed[1]
+        self._bad_rows = count
+
+    def bad_rows_of_epoch(self) -> dict[str, Any] | None:
+        """For the manifest. In a stream a row has no number that another run would know it by."""
+        has_numbers = not isinstance(self.train_dataset, IterableDataset)
+        numbers = sorted(self._bad_row_numbers) if has_numbers else []
+        return {"count": self._bad_rows, "rows": numbers} if self._bad_rows else None
 
     def _listed_rows(self) -> list[str]:
         rows = getattr(self.callback_handler.train_dataloader, "dataset", None)
@@ -264,8 +289,10 @@ class _RunWatch(TrainerCallback):
         self.batches = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        tally = self.trainer._tally
-        self.trainer._bad_rows_before = 0 if tally is None else tally.count()
+        trainer, begun = self.trainer, self.trainer.take_begun("bad_rows") or {"count": 0, "rows": ()}
+        trainer._bad_rows_before = [] if trainer._tally is None else trainer._tally.counts()
+        trainer._bad_rows_resumed = begun["count"], set(begun["rows"])
+        trainer._bad_rows, trainer._bad_row_numbers = begun["count"], set(begun["rows"])
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         phase.touch()  # it goes on

@@ -27,8 +27,9 @@ def trainer(folder, dataset, **more) -> DistTrainer:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     args = DistTrainingArguments(
-        output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1,
-        per_device_train_batch_size=8, num_train_epochs=2, no_duplicates_in_batch=False, **more,
+        output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=1,
+        per_device_train_batch_size=8, num_train_epochs=2, no_duplicates_in_batch=False,
+        **{"save_strategy": "no"} | more,
     )  # fmt: skip
     return DistTrainer(
         EmbeddingModel.from_config(model_config("bert")), args, train_dataset=dataset, processing_class=tokenizer,
@@ -63,6 +64,27 @@ def test_bad_rows_are_replaced_counted_and_listed_without_a_shorter_batch(tmp_pa
 def test_one_more_than_the_limit_ends_the_run(tmp_path):
     with pytest.raises(RunError, match="2 rows of this epoch could not be used, more than max_bad_rows=1"):
         trainer(tmp_path, pairs({5: None, 11: None}), max_bad_rows=1).train()
+
+
+BAD = {3: None, 9: None, 14: None, 20: None}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 4, 5])
+def test_bad_rows_are_counted_over_the_epoch_also_behind_a_resume(tmp_path, workers, stop):
+    """Three steps an epoch; a loader reads ahead of the checkpoint, and what it has read is read once more."""
+    options = {"max_bad_rows": 4, "dataloader_num_workers": workers, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path, pairs(BAD), **options)
+    whole.train()
+    assert logged(whole, "bad_rows")[-1] == 4
+    resumed = trainer(tmp_path, pairs(BAD), **options | {"save_strategy": "no"})
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert logged(resumed, "bad_rows")[-1] == 4 and logged(resumed, "bad_rows")[2] == 4
+    if stop == 4:
+        with pytest.raises(RunError, match="4 rows of this epoch could not be used, more than max_bad_rows=3"):
+            trainer(tmp_path, pairs(BAD), **options | {"max_bad_rows": 3}).train(
+                resume_from_checkpoint=str(tmp_path / "checkpoint-5")
+            )
 
 
 class Unreadable(torch.utils.data.Dataset):

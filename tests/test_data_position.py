@@ -4,8 +4,10 @@ import random
 from collections import Counter
 
 import datasets
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 
@@ -212,3 +214,56 @@ def test_a_fingerprint_is_the_content_not_the_object():
     assert data_fingerprint(table()) == data_fingerprint(table().map(lambda row: row)) is not None
     assert data_fingerprint(table()) != data_fingerprint(table(shift=1))
     assert data_fingerprint([1, 2]) is None
+
+
+def pictures(shift: int = 0) -> datasets.Dataset:
+    """Rows of lists of pictures, a picture, and lists of pictures within a mapping, beside text."""
+    rows = [[np.full((4, 4, 3), i + j + shift, dtype=np.uint8) for j in range(i % 3)] for i in range(12)]
+    columns = {
+        "text": [f"row {i}" for i in range(12)],
+        "images": [[Image.fromarray(picture) for picture in row] for row in rows],
+        "image": [Image.fromarray(np.full((4, 4, 3), i, dtype=np.uint8)) for i in range(12)],
+        "turns": [{"who": "user", "images": [Image.fromarray(picture) for picture in row]} for row in rows],
+    }
+    kinds = {
+        "text": datasets.Value("string"),
+        "images": datasets.List(datasets.Image()),
+        "image": datasets.Image(),
+        "turns": {"who": datasets.Value("string"), "images": datasets.List(datasets.Image())},
+    }
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+
+
+def test_pictures_are_fingerprinted_as_they_are_stored_not_as_objects(tmp_path):
+    first = data_fingerprint(pictures())
+    assert first == data_fingerprint(pictures()) == data_fingerprint(pictures().with_format("torch")) is not None
+    assert first != data_fingerprint(pictures(shift=1))
+    assert data_fingerprint(pictures().select(range(11))) != first != data_fingerprint(pictures().shuffle(seed=0))
+    pictures().save_to_disk(tmp_path / "saved")
+    assert data_fingerprint(datasets.load_from_disk(tmp_path / "saved")) == first
+
+
+class PictureModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(1)), []
+
+    def forward(self, x):
+        self.seen += x[:, 0].int().tolist()
+        return {"loss": (self.weight * x.sum()).sum() * 1e-6}
+
+
+def test_a_run_on_lists_of_pictures_is_resumed(tmp_path):
+    def seen(resume=None) -> list[int]:
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, save_steps=1,
+            per_device_train_batch_size=4, num_train_epochs=2, remove_unused_columns=False,
+        )  # fmt: skip
+        collate = lambda rows: {"x": torch.tensor([[float(row["text"].split()[1])] for row in rows])}  # noqa: E731
+        model = PictureModel()
+        trainer = DistTrainer(model, args, train_dataset=pictures(), data_collator=collate)
+        trainer.train(resume_from_checkpoint=resume)
+        return model.seen
+
+    order = seen()
+    assert seen(str(tmp_path / "checkpoint-4")) == order[16:]
