@@ -9,8 +9,7 @@
 (5) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
 Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
-that of the full batch up to float rounding. Rows with images come last, so that a table's last chunk, whose backward
-reduces gradients, reaches the vision layers too. Letters: R rows of a table, L its token width, b rows of a chunk,
+that of the full batch up to float rounding. Letters: R rows of a table, L its token width, b rows of a chunk,
 D embedding.
 """
 
@@ -27,6 +26,11 @@ from .column_layout import Column, FeatureAxes, read_columns
 from .errors import UsageError
 from .image_features import UnitLayout
 from .row_features import ChunkOrder, RowFeature, positions_of_edges, positions_of_mask
+
+_REMEDY = (
+    "Give DistTrainer the model's processor (processing_class), of whose blank picture the image part is then run, or "
+    "use DDP."
+)
 
 
 @dataclass(frozen=True)
@@ -187,7 +191,7 @@ class Table:
         if has_vision and num_chunks and self.num_text_rows == self.num_rows:
             raise UsageError(
                 f"columns {self.columns}: another process has rows with images here and this one has none, so they "
-                "can not run the same forwards, which sharded models need. Use larger batches, or DDP."
+                f"can not run the same forwards, which sharded models need. {_REMEDY}"
             )
 
         def cost(bound: tuple[int, int]) -> int:
@@ -251,29 +255,29 @@ class ChunkedBatch:
         return {name: rows for _, name, rows in sorted(found)}
 
     def num_chunks(self, by_vision: bool = False) -> list[int]:
-        """Chunks per table. by_vision: without and with images per table, always two numbers per column (0 where there
-        is no table), for ranks whose forwards are collective: they must run vision layers in the same chunks."""
+        """How many chunks there are. by_vision: without and with images per table, always two numbers per column (0
+        where there is no table), for ranks that must run vision layers in the same chunks."""
         if not by_vision:
-            return [len(table.bounds) for table in self.tables]
+            return [sum(len(table.bounds) for table in self.tables)]
         seen = [[table.has_vision(bound) for bound in table.bounds] for table in self.tables]
         numbers = [count for has in seen for count in (len(has) - sum(has), sum(has))]
         return numbers + [0] * (2 * len(self.row_counts()) - len(numbers))
 
     def agree(self, num_chunks: Sequence[int], by_vision: bool = False) -> None:
-        """Split further until every table has at least the given number of chunks (what the slowest rank needs).
+        """Split further until there are at least the given numbers of chunks (what the slowest rank needs).
 
         Raises:
             UsageError: by_vision, and this rank has no rows of a kind that another one has.
         """
         assert self._orders is None, "chunks were made before the ranks agreed"
         if not by_vision:
-            for table, wanted in zip(self.tables, num_chunks, strict=True):
-                table.split_to(wanted, self.limits)
+            largest = max(self.tables, key=lambda table: table.num_rows)
+            largest.split_to(len(largest.bounds) + num_chunks[0] - self.num_chunks()[0], self.limits)
             return
         if any(num_chunks[2 * len(self.tables) :]):
             raise UsageError(
                 f"columns {list(self.row_counts())}: another process has columns with other features (images, or "
-                "padding on another side), so they can not run the same forwards. Use larger batches, or DDP."
+                f"padding on another side), so they can not run the same forwards. {_REMEDY}"
             )
         for table, text, images in zip(self.tables, num_chunks[::2], num_chunks[1::2], strict=False):
             table.split_to(text, self.limits, has_vision=False)

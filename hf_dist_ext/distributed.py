@@ -256,7 +256,8 @@ class Reduction:
     step and gradients reduce-scattered once; "memory": every chunk gathers and reduces, nothing is kept unsharded.
     HSDP: every chunk reduce-scatters inside its replica, so gradients stay sharded, and replicas all-reduce once; with
     a tower per column they all-reduce every chunk, since torch 2.13 can add up partly reduced gradients only when
-    every backward reaches the same parameters of a unit.
+    every backward reaches the same parameters of a unit. `waits_for_all`: the wrapper's reduction is complete only
+    when a gradient of every trainable parameter has come, so the backward that completes a step must reach them all.
     """
 
     def __init__(
@@ -265,10 +266,14 @@ class Reduction:
         is_sync_step: Callable[[], bool],
         fsdp_mode: str = "auto",
         has_towers: bool = False,
+        waits_for_all: bool = False,
     ):
         from torch.distributed.fsdp import FSDPModule
 
         self.model, self.is_sync_step = model, is_sync_step
+        # torch.compile wraps what accelerate has wrapped before.
+        self.ddp = next((m for m in model.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)), None)
+        self.waits_for_all = waits_for_all or self.ddp is not None
         self.is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
         meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
         self.has_towers = has_towers
@@ -276,7 +281,6 @@ class Reduction:
         # The dimension along which tensor parallelism splits layers is none of FSDP's.
         copies = [[name for name in mesh.mesh_dim_names or range(mesh.ndim) if name != "tp"] for mesh in meshes]
         self.is_hsdp = self.is_fsdp and any(len(names) > 1 for names in copies)
-        self.forwards_are_collective = self.is_fsdp or ranks_per_rows() > 1
         self.fsdp_mode = choose_fsdp_mode(model) if self.is_fsdp and fsdp_mode == "auto" else fsdp_mode
 
     @property
@@ -308,9 +312,18 @@ class Reduction:
         completes = self.completes = phase.is_last and self.is_sync_step()
         if self.is_fsdp:
             return self._fsdp(completes)
-        if isinstance(self.model, torch.nn.parallel.DistributedDataParallel) and not completes:
-            return self.model.no_sync()
+        if self.ddp is not None and not completes:
+            return self.ddp.no_sync()
         return nullcontext()
+
+    def reaching_all(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the backward that runs: the one that completes the step has a gradient of zero for parameters
+        that this rank's chunk did not use (an image encoder, for rows without images)."""
+        if not (self.completes and self.waits_for_all):
+            return loss
+        used = _parameters_behind(loss)
+        unused = [p for p in self.model.parameters() if p.requires_grad and used is not None and id(p) not in used]
+        return _WithZeroGradients.apply(loss, *unused) if unused else loss
 
     @contextmanager
     def _fsdp(self, completes: bool) -> Iterator[None]:
@@ -331,6 +344,34 @@ class Reduction:
             root.set_requires_gradient_sync(self.is_sync_step())
             if self.is_hsdp:
                 root.set_requires_all_reduce(self.is_sync_step())
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, *map(torch.zeros_like, ctx.parameters)
+
+
+def _parameters_behind(loss: torch.Tensor) -> set[int] | None:
+    """The ids of the leaves that the backward of `loss` reaches. None where it can not be known: reentrant activation
+    checkpointing makes the graph of a layer only when its backward runs."""
+    seen, found, next_ones = set(), set(), [loss.grad_fn]
+    while next_ones:
+        node = next_ones.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.add(id(node.variable))
+        elif node.name() == "CheckpointFunctionBackward":
+            return None
+        next_ones += [function for function, _ in node.next_functions]
+    return found
 
 
 def choose_fsdp_mode(model: torch.nn.Module) -> str:

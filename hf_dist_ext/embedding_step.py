@@ -31,6 +31,7 @@ from .epoch_order import StandIn
 from .errors import UsageError
 from .frozen_columns import batch_of_pooled, forward_bytes_per_token, frozen_columns, has_frozen_backbone
 from .gradient_cache import CachedStep, RandomState, cached_step, encode_without_graph
+from .image_stand_in import ImageStandIn
 from .out_of_memory import MemoryRetry
 
 logger = logging.get_logger(__name__)
@@ -47,6 +48,7 @@ class EmbeddingSteps(Trainer):
     _reduction: distributed.Reduction
     _takes_column: bool
     _may_widen: bool
+    image_stand_in: ImageStandIn | None
     _update: deepspeed_step.Update | None = None
     _own_loss: torch.Tensor
 
@@ -89,8 +91,8 @@ class EmbeddingSteps(Trainer):
                 backward=self._backward,
                 loss_parameters=self._loss_parameters(),
                 keep_graph=kept,
-                backward_together=not self._forwards_are_collective,
-                last_reaches_all=not deepspeed_step.is_zero3(self),
+                backward_together=not self.forwards_are_collective,
+                last_reaches_all=self.image_stand_in is None and not deepspeed_step.is_zero3(self),
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
                 **options,
@@ -107,7 +109,7 @@ class EmbeddingSteps(Trainer):
             if budget is None:
                 return attempt()
             is_first = all(p.grad is None for p in model.parameters())
-            return budget.run(attempt, reset, can_retry=is_first and not self._reduction.forwards_are_collective)
+            return budget.run(attempt, reset, can_retry=is_first and not self.forwards_are_collective)
 
         def finish(chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
             encode, score = functools.partial(self._encode, model), lambda rows: self._score(rows, ids, counts)
@@ -118,8 +120,9 @@ class EmbeddingSteps(Trainer):
         return step, *found
 
     @property
-    def _forwards_are_collective(self) -> bool:
-        """Under FSDP, ZeRO-3 and tensor parallelism."""
+    def forwards_are_collective(self) -> bool:
+        """Whether a forward waits for other ranks, which then have to run the same ones: under FSDP, ZeRO-3 and tensor
+        parallelism."""
         return self.is_fsdp_enabled or deepspeed_step.is_zero3(self) or distributed.ranks_per_rows() > 1
 
     def _limits(self) -> ChunkLimits:
@@ -165,14 +168,16 @@ class EmbeddingSteps(Trainer):
         if isinstance(batch, StandIn):
             rows = dict.fromkeys(rows, 0)
         plans = [chunked] if wide is None else [chunked, wide]
-        needed = [plan.num_chunks(by_vision=True) for plan in plans]
+        # With a stand-in every forward runs the vision layers.
+        by_vision = self.image_stand_in is None
+        needed = [plan.num_chunks(by_vision) for plan in plans]
         everyone = distributed.exchange([*rows.values(), *chain(*needed)], self.args.device)
         everyone = distributed.one_of_each(everyone)
         # Every rank runs as many as the one that needs most.
-        if self._forwards_are_collective:
+        if self.forwards_are_collective:
             most = [max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
-                plan.agree(most[: len(own)], by_vision=True)
+                plan.agree(most[: len(own)], by_vision)
                 most = most[len(own) :]
         return chunked, wide, {name: [row[i] for row in everyone] for i, name in enumerate(rows)}
 
@@ -198,7 +203,7 @@ class EmbeddingSteps(Trainer):
             return self.args.gradient_cache_keep_graph
         kept = self._budget.keep_graph(costliest_chunk(chunked))
         # Every rank keeps the graphs of the same chunks.
-        return self._budget.agree(kept) if self._forwards_are_collective else kept
+        return self._budget.agree(kept) if self.forwards_are_collective else kept
 
     def _log_budget(self) -> None:
         budget = self._budget
@@ -242,7 +247,7 @@ class EmbeddingSteps(Trainer):
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 
     def _backward(self, loss: torch.Tensor) -> None:
-        loss = loss / self.current_gradient_accumulation_steps
+        loss = self._reduction.reaching_all(loss / self.current_gradient_accumulation_steps)
         if self._retry is not None:
             self._retry.backward_begins()
         if self.is_deepspeed_enabled:

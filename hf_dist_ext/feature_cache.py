@@ -216,7 +216,7 @@ def features_in_batches(trainer: DistTrainer) -> Iterator[None]:
         _share_with_stand_in(trainer)
     cache, collate = trainer.feature_cache, trainer.data_collator
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    cache.must_have_all = trainer.is_fsdp_enabled and plugin.ignored_modules is None
+    cache.must_have_all = trainer.forwards_are_collective and getattr(plugin, "ignored_modules", None) is None
     trainer.data_collator = CachingCollator(collate, cache)
     try:
         yield

@@ -23,6 +23,7 @@ from .errors import UsageError
 from .freezing import FreezePlan, GroupReport, format_report, match_depths, module_groups, plan_freezing, report
 from .frozen_mode import fully_frozen_roots, set_frozen_mode
 from .image_stand_in import ImageStandIn
+from .modeling import EmbeddingModel
 from .sharding import FROZEN_PARTS
 
 if TYPE_CHECKING:
@@ -58,10 +59,19 @@ def freeze(model: nn.Module | None, args: Any) -> FreezePlan | None:
 
 
 def stand_in_for_images(trainer: DistTrainer) -> ImageStandIn | None:
-    """Let batches without images run the image part on a blank picture, when the processor can make one."""
+    """Let batches without images run the image part on a blank picture, when the processor can make one.
+
+    A loss over embeddings needs it where forwards are collectives, or where nothing but the image part trains;
+    elsewhere zero gradients do for DDP (`distributed.Reduction`).
+    """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    makes_pictures = getattr(trainer.processing_class, "image_processor", None)
-    if makes_pictures is None or "vision" not in module_groups(model) or not hasattr(model, "get_image_features"):
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = base.backbone if isinstance(base, EmbeddingModel) else model
+    groups, makes_pictures = module_groups(model), getattr(trainer.processing_class, "image_processor", None)
+    if makes_pictures is None or "vision" not in groups or not hasattr(model, "get_image_features"):
+        return None
+    language_trains = any(p.requires_grad and groups["language"].depth(name) for name, p in model.named_parameters())
+    if trainer.loss is not None and language_trains and not trainer.forwards_are_collective:
         return None
     from PIL import Image
 
@@ -70,7 +80,7 @@ def stand_in_for_images(trainer: DistTrainer) -> ImageStandIn | None:
     methods = [holder.get_image_features for holder in holders if hasattr(holder, "get_image_features")]
     taken = {name for method in methods for name in inspect.signature(method).parameters}
     blank = {key: value for key, value in features.items() if key in taken and isinstance(value, torch.Tensor)}
-    return ImageStandIn(model, blank, is_collective=lambda: trainer.is_fsdp_enabled)
+    return ImageStandIn(model, blank, is_collective=lambda: trainer.forwards_are_collective)
 
 
 # ---- (2) ----

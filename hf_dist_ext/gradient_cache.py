@@ -124,7 +124,7 @@ def cached_step(
         backward_together: chunks whose graphs are alive at once go through one backward, as the plain step does. False
             runs one backward per chunk (wrappers whose hooks count forwards, such as FSDP2).
         last_reaches_all: the backward that completes the gradients reaches every tower, so it is of a chunk of each.
-            False: of one chunk, and no two replayed graphs are alive at once (ZeRO).
+            False: of one chunk, and no two replayed graphs are alive at once (ZeRO-3).
         wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
         replays_last: never keep the graph of the chunk that completes the gradients, so that nothing in (1) or (2) is
@@ -140,7 +140,8 @@ def cached_step(
     trained = [i for i in range(len(chunks)) if i not in frozen]
     if not trained:
         _refuse_nothing_trains()
-    final = _final_chunks(chunks, trained) if last_reaches_all else trained[-1:]
+    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
+    trained = [*(i for i in trained if i not in final), *final]
     keep_all = (keep_graph >= len(trained) or len(trained) == 1) and not replays_last
     kept = set(trained) if keep_all else set([i for i in trained if i not in final][:keep_graph])
 
@@ -261,6 +262,15 @@ def _total(terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:
-    """The last chunk of every table: replayed last and back-propagated together, so that the backward which reduces
-    reaches the parameters of every tower (DDP waits for all of them)."""
-    return sorted({chunks[i].table: i for i in trained}.values())
+    """One full-size chunk of every table, with images where there are any: replayed last and back-propagated together,
+    so that the backward which reduces reaches the parameters of every tower and is long enough to hide the reduction.
+
+    Rows are sorted, the longest first: a table's first chunk is replayed early, since what does not fit shall fail
+    before anything is reduced, and its last one may be small. So it is the second, and the first of two.
+    """
+    found = []
+    for table in sorted({chunks[i].table for i in trained}):
+        own = [i for i in trained if chunks[i].table == table]
+        own = [i for i in own if chunks[i].has_vision] or own
+        found.append(own[1] if len(own) > 2 else own[0])
+    return found

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers.utils import logging
@@ -42,6 +43,8 @@ from .checkpoint_hooks import CheckpointHooks
 from .data_position import PositionHooks
 from .embedding_step import EmbeddingSteps, forward_parameters, split_ids
 from .errors import UsageError
+from .freezing import module_groups
+from .image_stand_in import ImageStandIn
 from .layer_classes import repeated_layer_classes
 from .out_of_memory import MemoryRetry
 from .safety import SafeTrainer
@@ -68,10 +71,13 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     args: DistTrainingArguments
     freeze_plan: Any = None  # what trains, when fields say so
     _watches_items = True  # loss_scale, in the first step
+    image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
         self.loss, self._budget, self._rate_names, self._rates = loss, None, [], {}
+        processor = more[3] if len(more) > 3 else options.get("processing_class")
+        self._makes_pictures = getattr(processor, "image_processor", None) is not None
         if args is None:
             args = DistTrainingArguments(output_dir="tmp_trainer")
         if loss is None:
@@ -90,6 +96,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         setup_checks.check_what_is_read(self)
         if self.freeze_plan is not None:
             self.add_callback(frozen_training.FreezeWatch(self))
+        if self.freeze_plan is not None or loss is not None:
             self.image_stand_in = frozen_training.stand_in_for_images(self)
         self.meter = StepMeter()
         if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
@@ -144,12 +151,11 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             super()._sync_replicated_trainable_parameters(model)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        is_ours = self.loss is not None or self.freeze_plan is not None
-        if is_ours and self.args.ddp_find_unused_parameters is None:
-            # DDP follows requires_grad, and with a loss the last backward of a step reaches every trainable parameter;
-            # searching for unused ones costs a graph walk per forward. Models that skip parameters on some batches
-            # set the argument to True.
-            self.args.ddp_find_unused_parameters = False
+        if self.freeze_plan is not None and self.args.ddp_find_unused_parameters is None:
+            # DDP follows requires_grad, and a stand-in serves batches without images, so nothing is unused; searching
+            # costs a graph walk per forward.
+            if self._makes_pictures or "vision" not in module_groups(self.model):
+                self.args.ddp_find_unused_parameters = False
         if self.loss is not None and self.args.uses_gradient_cache and self.args.ddp_broadcast_buffers is None:
             # Modules that write to their buffers are refused with a cache: there is nothing to broadcast.
             self.args.ddp_broadcast_buffers = False
@@ -158,6 +164,11 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         found = super()._build_accelerator_args(**options)
         if self._has_own_arguments:
             communication.options(self, found["kwargs_handlers"])
+        for handler in found["kwargs_handlers"] if self.loss is not None else ():
+            if isinstance(handler, DistributedDataParallelKwargs):
+                # The backward that reduces reaches every trainable parameter (Reduction.reaching_all). DDP searches
+                # behind the last forward only, and there are several.
+                handler.find_unused_parameters = False
         return found
 
     def _prepare_for_training(self, *arguments: Any, **options: Any):
@@ -255,7 +266,11 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             self.loss.zero_grad()
         if self._reduction is None or self._reduction.model is not model:
             self._reduction = distributed.Reduction(
-                model, lambda: self.accelerator.sync_gradients, self.args.gradient_cache_fsdp, self._takes_column
+                model,
+                lambda: self.accelerator.sync_gradients,
+                self.args.gradient_cache_fsdp,
+                self._takes_column,
+                waits_for_all=deepspeed_step.stage(self) in (1, 2),
             )
             if self.is_deepspeed_enabled:
                 self._update = deepspeed_step.Update(self)

@@ -5,7 +5,10 @@ Processes are forked, rows are made from their number alone, and everything is f
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 from transformers import LlavaConfig, LlavaModel
 
+from hf_dist_ext import deepspeed_install
 from hf_dist_ext.distributed import rank
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.metrics import retrieval_metrics
@@ -21,10 +25,11 @@ from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import MODES, Run
 from tests.parity.exactness_worker import BATCH, BERT, GradientRecorder, _with_norms_in_its_own_precision, naive_loss
-from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISION
+from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISION, BlankPictures
 
 COLUMNS = ("query", "positive", "negative")
 WIDTH = 24
+LIMIT = 200  # seconds
 Batch = dict[str, dict[str, torch.Tensor]]
 
 
@@ -34,14 +39,14 @@ def words(row: int, column: str) -> list[int]:
     return torch.randint(1, IMAGE_TOKEN, (length,), generator=generator).tolist()
 
 
-def text(rows: list[int], column: str, has_images: bool = False) -> dict[str, torch.Tensor]:
-    lists = [[IMAGE_TOKEN] * TOKENS_PER_IMAGE * has_images + words(row, column) for row in rows]
+def text(rows: list[int], column: str, with_images: Callable[[int], bool] = lambda row: False) -> dict:
+    lists = [[IMAGE_TOKEN] * TOKENS_PER_IMAGE * with_images(row) + words(row, column) for row in rows]
     width = max(map(len, lists))
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in lists])
     found = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    if has_images:
-        generators = [torch.Generator().manual_seed(row) for row in rows]
-        found["pixel_values"] = torch.stack([torch.randn(3, 16, 16, generator=g).double() for g in generators])
+    generators = [torch.Generator().manual_seed(row) for row in rows if with_images(row)]
+    if generators:
+        found["pixel_values"] = torch.stack([torch.randn(3, 16, 16, generator=g) for g in generators])
     return found
 
 
@@ -52,20 +57,23 @@ def typed(column: str, rows: list[int]) -> Batch:
     return batch
 
 
-def pictured(column: str, rows: list[int]) -> Batch:
-    return {name: text(rows, name, has_images=name == column) for name in COLUMNS}
+def pictured(column: str, rows: list[int], every: int = 1) -> Batch:
+    """Images in every so many rows of one column; "none": in no row."""
+    batch = {name: text(rows, name) for name in COLUMNS}
+    return batch if column == "none" else batch | {column: text(rows, column, lambda row: row % every == 0)}
 
 
 def bert() -> EmbeddingModel:
     return EmbeddingModel.from_config(BERT | {"num_hidden_layers": 4})
 
 
-def llava() -> EmbeddingModel:
+def llava(uses_all: bool = True) -> EmbeddingModel:
     vision, language = ({**part, "attention_dropout": 0.0} for part in (VISION, TEXT))
     config = LlavaConfig(vision_config=vision, text_config=language, image_token_index=IMAGE_TOKEN)
     config.vision_feature_layer = -1
     model = EmbeddingModel(_with_norms_in_its_own_precision(LlavaModel(config)), pooling="last")
-    model.backbone.vision_tower.post_layernorm.requires_grad_(False)  # LLaVA has no use for it
+    # LLaVA has no use for it.
+    model.backbone.vision_tower.post_layernorm.requires_grad_(not uses_all)
     return model
 
 
@@ -76,15 +84,24 @@ KINDS = {
     "images": (llava, [partial(pictured, "positive")]),
     "images, elsewhere on each rank": (llava, [partial(pictured, "positive"), partial(pictured, "negative")]),
 }
+FEW_IMAGES = {
+    "in every fifth row": (llava, [partial(pictured, "positive", every=5)]),
+    "on the first rank only": (llava, [partial(pictured, "positive"), partial(pictured, "none")]),
+    "in one row of the first rank": (llava, [partial(pictured, "positive", every=99), partial(pictured, "none")]),
+    "a parameter that no row uses": (
+        partial(llava, False),
+        [partial(pictured, "positive"), partial(pictured, "none")],
+    ),
+}
 
 
 def build(kind: str) -> EmbeddingModel:
     torch.manual_seed(0)
-    return KINDS[kind][0]().double()
+    return (KINDS | FEW_IMAGES)[kind][0]().double()
 
 
 def collate(kind: str, of_rank: int, rows: list[int]) -> Batch:
-    of_ranks = KINDS[kind][1]
+    of_ranks = (KINDS | FEW_IMAGES)[kind][1]
     return of_ranks[of_rank % len(of_ranks)](rows)
 
 
@@ -96,10 +113,11 @@ def plain_step(kind: str, model: EmbeddingModel, processes: int) -> tuple[torch.
     return naive_loss(embeddings, 0.1, symmetric=False), embeddings
 
 
-def trained_and_evaluated(say, folder: Path, kind: str, processes: int, **arguments) -> str:
+def trained_and_evaluated(say, folder: Path, kind: str, processes: int, processor=None, **arguments) -> str:
+    signal.alarm(LIMIT)  # ends a process that waits for others
     model, recorder = build(kind), GradientRecorder()
     args = DistTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, max_steps=1,
+        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, max_steps=2,
         optim="sgd", learning_rate=0.0, max_grad_norm=0, save_strategy="no", report_to=[], disable_tqdm=True,
         train_sampling_strategy="sequential", use_cpu=True, **({"gradient_cache_chunk_size": 2} | arguments),
     )  # fmt: skip
@@ -107,7 +125,7 @@ def trained_and_evaluated(say, folder: Path, kind: str, processes: int, **argume
     rows = list(range(BATCH * processes))
     trainer = DistTrainer(
         model, args, data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=rows, eval_dataset=rows,
-        loss=loss, callbacks=[recorder],
+        loss=loss, callbacks=[recorder], processing_class=processor,
     )  # fmt: skip
     trainer.train()
     evaluated = trainer.evaluate()
@@ -116,9 +134,9 @@ def trained_and_evaluated(say, folder: Path, kind: str, processes: int, **argume
     wanted_loss, embeddings = plain_step(kind, model.eval(), processes)
     metrics = retrieval_metrics(*[embeddings[name].detach() for name in COLUMNS[:2]])
     trained = [p for p in model.parameters() if p.requires_grad]
-    wanted = torch.autograd.grad(plain_step(kind, model.train(), processes)[0], trained)
+    wanted = torch.autograd.grad(plain_step(kind, model.train(), processes)[0], trained, materialize_grads=True)
     wanted = torch.cat([gradient.flatten() for gradient in wanted])
-    found = torch.cat([gradient.flatten() for gradient in recorder.steps[0]])
+    found = torch.cat([gradient.flatten() for gradient in recorder.steps[-1]])
     return json.dumps({
         "norm": float(wanted.norm()),
         "gradient": float((found - wanted).norm() / wanted.norm()),
@@ -132,8 +150,63 @@ def trained_and_evaluated(say, folder: Path, kind: str, processes: int, **argume
     if len(of_ranks) <= MODES[mode][0]
 ])  # fmt: skip
 def test_a_loss_sees_columns_in_the_order_of_the_batch(kind, mode, tmp_path):
-    target = partial(trained_and_evaluated, folder=tmp_path / "run", kind=kind, processes=MODES[mode][0])
+    check(mode, tmp_path / "run", kind)
+
+
+@pytest.mark.parametrize("kind, mode", [
+    *((kind, "ddp") for kind in FEW_IMAGES), *((kind, "fsdp-sharded") for kind in [*FEW_IMAGES][:3])
+])  # fmt: skip
+def test_a_rank_or_chunk_without_images_trains_with_the_gradient_of_the_whole_batch(kind, mode, tmp_path):
+    check(mode, tmp_path / "run", kind, processor=None if mode == "ddp" else BlankPictures())
+
+
+def stepped_under_zero(say, folder: Path, kind: str, processor=None) -> str:
+    """Two steps in float32, as ZeRO's master weights are, beside plain ones."""
+    signal.alarm(LIMIT)
+    # Before any trainer: with ZeRO-3 running, transformers builds models sharded.
+    model, wanted, processes, rate = build(kind).float(), build(kind), 2, 0.1
+    import deepspeed
+
+    deepspeed_install.shutil.which = lambda name: None  # over gloo, without compiling communication of its own
+    args = DistTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, max_steps=2, optim="sgd", learning_rate=rate,
+        lr_scheduler_type="constant", max_grad_norm=0, save_strategy="no", report_to=[], disable_tqdm=True,
+        train_sampling_strategy="sequential", gradient_cache_chunk_size=2,
+    )  # fmt: skip
+    trainer = DistTrainer(
+        model, args, data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=list(range(2 * BATCH)),
+        loss=InfoNCELoss(temperature=0.1), processing_class=processor,
+    )  # fmt: skip
+    trainer.train()
+    before = {name: p.detach().clone() for name, p in wanted.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in wanted.parameters() if p.requires_grad], lr=rate)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain_step(kind, wanted.train(), processes)[0].backward()
+        optimizer.step()
+    moved = error = 0.0
+    with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
+        found = dict(trainer.model.named_parameters())
+        for name, parameter in wanted.named_parameters():
+            moved += (parameter - before[name]).square().sum().item()
+            error += (parameter - found[name].detach()).square().sum().item()
+    return json.dumps({"moved": moved**0.5, "error": (error / moved) ** 0.5})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
+@pytest.mark.parametrize("kind, mode", [
+    ("on the first rank only", "zero1"), ("on the first rank only", "zero2"),
+])  # fmt: skip
+def test_so_it_does_under_zero(kind, mode, tmp_path):
+    processor = BlankPictures() if mode == "zero3" else None
+    target = partial(stepped_under_zero, folder=tmp_path / "run", kind=kind, processor=processor)
     found = json.loads(Run(mode, tmp_path / "run", target).result())
+    assert found["moved"] > 0.1 and found["error"] < 1e-5  # float32
+
+
+def check(mode: str, folder: Path, kind: str, **options) -> None:
+    target = partial(trained_and_evaluated, folder=folder, kind=kind, processes=MODES[mode][0], **options)
+    found = json.loads(Run(mode, folder, target).result())
     assert found["norm"] > 0.1 and found["gradient"] < 1e-10
     assert found["loss"] < 1e-6  # accelerate gathers it in float32
     assert len(found["metrics"]) > 3
