@@ -75,6 +75,13 @@ def hints(run: Run) -> list[str]:
     if image_pairs.has_towers(run.run):
         return [_to_load("hf_dist_ext.towers", "TowerModel")]
     lines = [_to_load("hf_dist_ext", "EmbeddingModel")]
+    lengths = run.run.max_length
+    if isinstance(lengths, Mapping) and (len(lengths) < NUM_PAIR_COLUMNS or len(set(lengths.values())) > 1):
+        listed = ", ".join(f"{column} {length} tokens" for column, length in lengths.items())
+        lines.append(
+            f"lengths:  {listed}, as encode_query and encode_document of sentence-transformers 6.2 cut texts; its "
+            "encode, and other programs, cut all at the longest."
+        )
     if run.run.dataset_name == CODE_SEARCH:
         lines.append('try it:   hf-dist search --model {folder} "parse a date string"')
     return lines
@@ -122,8 +129,8 @@ def _prompts_to_keep(own: dict[str, str], used: Mapping[str, str], columns: list
     trained = {name: used.get(column, "") for name, column in roles.items() if name in own}
     if used.get(query):
         trained["query"] = used[query]
-    if used.get(document) and not trained.keys() & set(DOCUMENT_NAMES):
-        trained["document"] = used[document]
+    if used.get(document):
+        trained["document"] = used[document]  # encode_document of sentence-transformers 6.2 finds no other
     return own | trained | dict(used)
 
 

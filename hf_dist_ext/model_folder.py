@@ -204,10 +204,10 @@ def matryoshka_keys(dims: list[int] | None) -> dict[str, object]:
 
 
 def _with_document_prompt(prompts: Mapping[str, str]) -> dict[str, str]:
-    # Our documents' column is named "positive"; sentence-transformers' encode_document asks for one of these names.
-    if "positive" in prompts and not {"document", "passage", "corpus"} & prompts.keys():
-        return {**prompts, "document": prompts["positive"]}
-    return dict(prompts)
+    # Our documents' column is named "positive". encode_document of sentence-transformers 6.2 says that it looks for
+    # "passage" and "corpus" too, but finds its own empty "document" first.
+    names = [name for name in ("document", "positive", "passage", "corpus") if name in prompts]
+    return {**prompts, "document": prompts[names[0]]} if names else dict(prompts)
 
 
 def _write_dense(folder: Path, projection: dict[str, torch.Tensor]) -> None:

@@ -414,11 +414,11 @@ def check_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], sou
 def _check_can_be_saved(model: EmbeddingModel, state_dict: Mapping[str, torch.Tensor]) -> None:
     if any(type(weight).__name__ == "DTensor" for weight in state_dict.values()):
         raise UsageError("The weights are sharded. Pass the full ones: state_dict=accelerator.get_state_dict(model).")
-    own = model.state_dict()
-    if any(".lora_" in key or ".base_layer." in key for key in own):
+    if any(".lora_" in key or ".base_layer." in key for key in state_dict):
         raise UsageError(
             "The model carries adapters, which a served folder cannot hold. Merge them: merge_and_unload()."
         )
+    own = names_without_adapters(model)
     optional = set(model.all_tied_weights_keys) | model._keys_to_ignore_on_save
     wrong = [key for key in own if key not in state_dict and key not in optional]
     wrong += [key for key in state_dict if key not in own]
@@ -440,6 +440,11 @@ def _accept_names_of_backbone(model: nn.Module, state_dict: dict[str, Any], pref
         state_dict[prefix + full.get(name, name)] = state_dict.pop(key)
 
 
+def names_without_adapters(model: nn.Module) -> list[str]:
+    """The keys of the model's state dict as they are once its adapters are merged."""
+    return [key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key]
+
+
 def _without_prefix(state_dict: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
 
@@ -449,17 +454,16 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def lengths_by_role(max_length: int | Mapping[str, int | None] | None) -> dict[str, int | None]:
-    """Lengths per column, the queries' first -> those of "query" and "document" (the longest other); {} when equal."""
+    """Lengths per column, queries first, then documents -> those of "query" and "document"; {} when equal."""
     if not isinstance(max_length, Mapping) or not max_length:
         return {}
-    query, *others = max_length.values()
-    document = None if None in others else max(others, default=None)
+    query, document, *_ = *max_length.values(), None
     return {} if query == document else {"query": query, "document": document}
 
 
 def _served_length(max_length: int | Mapping[str, int] | None, tokenizer) -> int | None:
     if isinstance(max_length, Mapping):
-        lengths = (lengths_by_role(max_length) or max_length).values()
+        lengths = max_length.values() if len(max_length) > 1 else [None]
         max_length = None if None in lengths else max(lengths, default=None)
     if max_length is not None:
         return max_length

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.modeling import EmbeddingModel, EmbeddingOutput
+from hf_dist_ext.modeling import EmbeddingModel, EmbeddingOutput, names_without_adapters
 
 # where a tower's output keeps the vector per row, the first that is there
 VECTOR_FIELDS = ("embeddings", "text_embeds", "image_embeds", "pooler_output")
@@ -101,7 +101,7 @@ class TowerModel(PreTrainedModel):
         for name, tower in self.towers.items():
             prefix = f"towers.{name}."
             weights = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-            if weights.keys() != tower.state_dict().keys():
+            if weights.keys() != set(names_without_adapters(tower)):
                 raise UsageError(f'state_dict must hold every weight of the tower "{name}" under "{prefix}".')
             tower.save_pretrained(folder / name, state_dict=weights)
         self.save_description(folder)

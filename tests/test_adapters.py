@@ -194,6 +194,37 @@ def test_adapters_beside_a_trained_projection_are_searched_without_a_merged_fold
     assert cosine(embeddings(loaded, tokenizer), embeddings(expected, tokenizer)) > 1 - 1e-6
 
 
+def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_file, tmp_path, capsys):
+    lora, projection = {"use_lora": True, "lora_r": 4}, {"trainable_modules": ["projection"]}
+    kinds = {"whole": {}, "adapters": lora, "both": lora | projection, "projection": projection, "last": lora}
+    listed = [{"name": name, "max_steps": 2} | more for name, more in kinds.items()]
+    path = run_file(**SERVED, stages=listed, projection_dim=8, save_strategy="no", normalize=True)
+    fields = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({k: v for k, v in fields.items() if k not in ("use_lora", "lora_r", "lora_dropout", "lora_alpha")})
+    )
+    main(path)
+    out = tmp_path / "out"
+    folders = [out / f"stage_{i}_{name}" for i, name in enumerate(kinds)][:-1] + [out]
+    states = [EmbeddingModel.from_pretrained(folder).state_dict() for folder in folders]
+    parts = []
+    for before, after in zip(states, states[1:], strict=False):
+        assert before.keys() == after.keys()
+        changed = {name for name in after if not torch.equal(before[name], after[name])}
+        parts.append({"projection" if name.startswith("projection") else "query, value" for name in changed})
+        assert all(name.startswith("projection") or ".query." in name or ".value." in name for name in changed)
+    assert parts == [{"query, value"}, {"query, value", "projection"}, {"projection"}, {"query, value"}]
+    reports = json.loads((out / "metrics.json").read_text())["stages"]
+    for before, after in zip(reports, reports[1:], strict=False):
+        assert before["after"] == pytest.approx(after["before"])
+    assert not list(out.glob("adapter*"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("load it:")]
+    said: dict = {}
+    exec(line.removeprefix("load it:").strip(), said)
+    model = said["model"]
+    assert (model.pooling, model.prompts["query"], model.lengths["query"]) == ("last", "search : ", 6)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy):
     more = {"lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}

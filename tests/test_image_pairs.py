@@ -99,6 +99,33 @@ def test_a_run_of_towers_is_resumed_and_ends_with_the_same_weights(run_file, tmp
     assert all(torch.equal(again[key], value) for key, value in whole.items())
 
 
+def test_adapters_on_towers_end_merged_in_a_run_and_in_every_stage(run_file, tmp_path):
+    lora = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+    single = json.loads(run_file(max_steps=2, save_strategy="no").read_text())
+    del single["trainable_modules"]
+    (tmp_path / "run.json").write_text(json.dumps(single | lora))
+    main(tmp_path / "run.json")
+    alone = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    kinds = {
+        "adapters": lora,
+        "text": {"trainable_modules": ["text"]},
+        "both": lora | {"trainable_modules": ["image"]},
+    }
+    listed = [{"name": name, "max_steps": 2} | more for name, more in kinds.items()]
+    (tmp_path / "run.json").write_text(json.dumps(single | {"stages": listed, "output_dir": str(tmp_path / "staged")}))
+    main(tmp_path / "run.json")
+    folders = [tmp_path / "staged" / name for name in ("stage_0_adapters", "stage_1_text", ".")]
+    first, second, last = (TowerModel.from_pretrained(folder).state_dict() for folder in folders)
+    assert alone.keys() == first.keys() == last.keys()
+    for name, weight in alone.items():
+        torch.testing.assert_close(first[name], weight, rtol=0, atol=1e-6)
+    before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
+    moved = {name for name in alone if not torch.equal(alone[name], before[name.split(".", 2)[2]])}
+    assert moved and all("q_proj" in name or "v_proj" in name for name in moved)
+    moved = {name.split(".")[1] for name in first if not torch.equal(first[name], second[name])}
+    assert moved == {"text"} and any(not torch.equal(second[name], last[name]) for name in last if "image" in name)
+
+
 def test_a_folder_of_towers_starts_another_run(run_file, tmp_path):
     main(run_file(max_steps=1))
     first = TowerModel.from_pretrained(tmp_path / "out").state_dict()

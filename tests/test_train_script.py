@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 
+from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.search import embed, load
 from tests.launching import environment
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
@@ -62,10 +65,6 @@ def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_
     assert set(report["before"]) == set(report["after"]) == {"mrr@10", "ndcg@10", "recall@1", "recall@10"}
     assert report["train_seconds"] > 0 and all(0 <= value <= 1 for value in report["after"].values())
 
-    from sentence_transformers import SentenceTransformer
-
-    from hf_dist_ext.modeling import EmbeddingModel
-
     model = EmbeddingModel.from_pretrained(tmp_path / "out")
     served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     features = tiny_tokenizer()(["search : parse a date"], return_tensors="pt")
@@ -73,6 +72,70 @@ def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_
         ours = model(input_ids=features["input_ids"], attention_mask=features["attention_mask"]).embeddings
     theirs = served.encode(["parse a date"], prompt_name="query", convert_to_tensor=True)
     assert ours.shape == (1, 16) and torch.allclose(ours, theirs, atol=1e-6)
+
+
+def as_trained(folder: Path, column: str, texts: list[str], **options) -> torch.Tensor:
+    """The embeddings that a step computes of the column."""
+    model = EmbeddingModel.from_pretrained(folder)
+    features = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], **options).features(column, texts)
+    with torch.no_grad():
+        return model(**features).embeddings
+
+
+TEXTS = ["parse a date from text read file into list of lines", "sort the numbers by key", "date"]
+
+
+@pytest.mark.parametrize("given", [..., {"query": "find : ", "positive": "text : "}, {"query": "find : "}, {}])
+def test_fine_tuning_keeps_the_prompt_names_of_the_folder(main, run_file, tmp_path, given):
+    """They mean what was trained: no name serves a prompt that this run's queries or documents did not have."""
+    own = {"query": "search : ", "passage": "file : ", "STS": "key : "}
+    base = EmbeddingModel.from_config(model_config("bert"), prompts=own)
+    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    start = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(tmp_path / "base")}
+    main(["--config", run_file(**start, prompts=given)])
+    served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert {"query", "passage", "STS"} <= served.prompts.keys() and served.prompts["STS"] == "key : "
+    trained = {"query": "search : ", "positive": "file : "} if given is ... else given
+    queries = as_trained(tmp_path / "out", "query", TEXTS, prompts=trained)
+    documents = as_trained(tmp_path / "out", "positive", TEXTS, prompts=trained)
+    for ours, theirs in (
+        (queries, served.encode_query(TEXTS, convert_to_tensor=True)),
+        (documents, served.encode_document(TEXTS, convert_to_tensor=True)),
+        (documents, served.encode(TEXTS, prompt_name="passage", convert_to_tensor=True)),
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    for column in trained:
+        assert served.prompts[column] == trained[column]
+
+
+@pytest.mark.parametrize("lengths", [{"query": 5, "positive": 9}, {"query": 9, "positive": 5}, {"query": 5}])
+def test_texts_are_served_at_the_length_at_which_their_column_was_trained(main, run_file, tmp_path, capsys, lengths):
+    main(["--config", run_file(max_length=lengths, prompts=...)])
+    out = tmp_path / "out"
+    served = SentenceTransformer(str(out), device="cpu")
+    queries, documents = (as_trained(out, column, TEXTS, max_length=lengths) for column in ("query", "positive"))
+    assert not torch.allclose(queries[0], documents[0], atol=1e-3)
+    assert torch.allclose(served.encode_query(TEXTS, convert_to_tensor=True), queries, atol=1e-6)
+    assert torch.allclose(served.encode_document(TEXTS, convert_to_tensor=True), documents, atol=1e-6)
+    for role, ours in (("query", queries), ("document", documents)):
+        assert torch.allclose(embed(*load(str(out)), TEXTS, role), ours, atol=1e-6)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lengths:")]
+    assert len(said) == 1 and "query" in said[0] and "cut all at the longest" in said[0]
+
+    more = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(out), "tokenizer_name": ...}
+    main(["--config", run_file(**more, prompts=..., output_dir=str(tmp_path / "again"))])
+    assert EmbeddingModel.from_pretrained(tmp_path / "again").lengths == EmbeddingModel.from_pretrained(out).lengths
+
+
+def test_what_is_printed_of_a_plain_backbone_is_what_runs(main, run_file, tmp_path, caplog):
+    EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path / "plain")
+    start = {"model_config": ..., "model_name_or_path": str(tmp_path / "plain"), "save_strategy": "no", "max_steps": 1}
+    with caplog.at_level("INFO", logger="hf_dist_ext"):
+        main(["--config", run_file(**start, pooling="last", projection_dim=16)])
+        main(["--config", run_file(**start, projection_dim=..., output_dir=str(tmp_path / "other"))])
+    said = [line for line in caplog.messages if "plain transformers model" in line]
+    assert ["last pooling, a projection to 16, normalized" in said[0], "mean" in said[0]] == [True, False]
+    assert "mean pooling, no projection, normalized" in said[1] and len(said) == 2
 
 
 def test_a_run_is_resumed_from_its_newest_checkpoint(main, run_file, tmp_path):
