@@ -193,8 +193,9 @@ class CheckpointHooks(Trainer):
         takes_given = checkpoint is not None and self._has_own_arguments
         given = learning_rate.given(self) if takes_given else None
         with checkpointing.loss_state_apart(self, load_from=checkpoint), trusted_reading(self._trusts):
-            if checkpoint is not None and self._saves_optimizer_by_name:
-                if not self.is_deepspeed_enabled:  # there the engine has read all of it
+            is_empty = checkpoint is not None and self.is_fsdp_enabled and _has_no_optimizer_state(checkpoint)
+            if checkpoint is not None and (self._saves_optimizer_by_name or is_empty):
+                if not self.is_deepspeed_enabled and not is_empty:  # DeepSpeed's engine has read all of it
                     trainable_checkpoint.load_optimizer(self, Path(checkpoint), self._trusts)
                 scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
                 self.lr_scheduler.load_state_dict(scheduler)
@@ -221,3 +222,10 @@ class CheckpointHooks(Trainer):
     @property
     def _trusts(self) -> bool:
         return getattr(self.args, "trust_checkpoint", False)
+
+
+def _has_no_optimizer_state(checkpoint: str) -> bool:
+    """Whether FSDP saved an optimizer without any tensor, as plain SGD is: torch 2.13 fails to load it ("Expected
+    device to be set" in torch/distributed/checkpoint/state_dict.py). Remove when torch loads it."""
+    file = Path(checkpoint, "optimizer.bin")
+    return file.is_file() and not torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]

@@ -1,0 +1,595 @@
+r"""Whole training runs drawn at random, each compared with a naive reference.
+
+    python tests/parity/fuzz.py --draws 300 --seed 7          # 300 runs; prints the line that repeats a failing one
+    python tests/parity/fuzz.py --seed 7 --only 41            # that one again
+
+(1) a draw says everything about a run: rows, columns and their features, batch, chunks, sampler, processes, strategy,
+    where the run is saved and with how many processes it is resumed
+(2) `train` runs it with DistTrainer in forked processes that talk over gloo. Every rank records the rows that it was
+    given for each update; rank 0 records gradients, losses, metrics and the weights at the end
+(3) `judge` compares the records with naive lines: one model in one process, the plain loss of every global batch, and
+    what an epoch has to hold. The resumed run is compared with the uninterrupted one too
+
+Everything runs in float64, so a difference that is not rounding is a fault. With dropout the reference is the same run
+with every graph kept, which draws the same masks; resuming must then repeat the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import AutoConfig, AutoModel, TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hf_dist_ext.collator import ContrastiveCollator  # noqa: E402
+from hf_dist_ext.distributed import launched_processes, rank  # noqa: E402
+from hf_dist_ext.losses import InfoNCELoss  # noqa: E402
+from hf_dist_ext.metrics import retrieval_metrics  # noqa: E402, F401 - imported before forking, and so once
+from hf_dist_ext.modeling import EmbeddingModel  # noqa: E402
+from hf_dist_ext.trainer import DistTrainer  # noqa: E402
+from hf_dist_ext.training_args import DistTrainingArguments  # noqa: E402
+from tests.distributed.forked import Run  # noqa: E402
+from tests.tiny_models import SPECIAL, WORDS, tiny_tokenizer  # noqa: E402
+
+LAYERS = 6  # with four or more, the pass without a graph may use wider chunks
+GRADIENT_TOLERANCE = 1e-9
+LENGTHS = {"query": 6, "positive": 20, "negative": 12, "other": 9}  # words of the longest text
+VALUES = 5  # numbers per row of a column that holds no text
+TEMPERATURE = 0.1
+EVALUATION_BATCH = 4  # per process
+
+
+# ---- (1) ----
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One run. `negatives` is the least and the largest number of hard negatives of a row; `kinds` says per column
+    which features its rows have: "text", "types" (text with token_type_ids, which a decoder does not read) or "values"
+    (a vector). `repeats` is the share of texts that repeat an earlier one."""
+
+    rows: int
+    kinds: dict[str, str]
+    negatives: tuple[int, int]
+    repeats: float
+    backbone: str  # "bert" (padding on the right) or "llama" (on the left, last token)
+    batch: int  # per process
+    accumulation: int
+    epochs: int
+    sampler: str  # "no_duplicates", "random", "sequential"
+    workers: int
+    chunk: dict
+    loss: dict
+    dropout: float
+    optimizer: str
+    max_grad_norm: float
+    mode: str  # "single", "ddp", "fsdp-full", "fsdp-sharded"
+    processes: int
+    resumed_processes: int
+    evaluation_rows: int
+    save_at: float  # where in the run it is saved, as a share of its updates
+    seed: int
+
+
+def drawn(seed: int, number: int) -> Draw:
+    r = random.Random(f"{seed}/{number}")
+    columns = ["query", "positive", *["negative", "other"][: r.choice([0, 0, 1, 1, 2])]]
+    kinds = {name: r.choice(["text", "text", "text", "types", "values"]) for name in columns}
+    if all(kind == "values" for kind in kinds.values()):
+        kinds["query"] = "text"  # the text encoder must train
+    processes = r.choice([1, 1, 2, 2, 2, 3])
+    mode = "single" if processes == 1 else r.choice(["ddp", "ddp", "fsdp-full", "fsdp-sharded"])
+    others = [1, 2, 3] if mode in ("single", "ddp") else [2, 3]
+    batch = r.randint(2, 6)
+    dropout = r.choice([0.0, 0.0, 0.0, 0.2])
+    chunk = r.choice(
+        [
+            {"gradient_cache_chunk_size": None},
+            {"gradient_cache_chunk_size": r.randint(1, 4)},
+            {"gradient_cache_chunk_size": r.randint(1, 2), "gradient_cache_fsdp": "memory"},
+            {"gradient_cache_chunk_tokens": r.choice([24, 48, 100])},
+            {"gradient_cache_chunk_size": r.randint(1, 3), "gradient_cache_keep_graph": r.choice([1, 2, 99, "auto"])},
+            {"gradient_cache_chunk_size": "auto", "gradient_cache_memory_gib": 1e-3},
+            {"gradient_cache_chunk_size": r.randint(1, 4), "gradient_cache_sort": False},
+        ]
+    )
+    if dropout:
+        # The reference must cut the batch as the run does, so its chunks are given.
+        chunk = {"gradient_cache_chunk_size": r.randint(1, 4), "gradient_cache_keep_graph": r.choice([0, 0, 2])}
+    loss = {}
+    if r.random() < 0.4:
+        loss["learnable_temperature"] = True
+    if r.random() < 0.3:
+        loss["symmetric"] = True
+    if r.random() < 0.2:
+        loss["mask_false_negatives"] = False
+    return Draw(
+        rows=r.randint(3 * batch * processes, 3 * batch * processes + 13),
+        kinds=kinds,
+        negatives=r.choice([(1, 1), (1, 3), (1, 3)]),
+        repeats=r.choice([0.0, 0.2, 0.5]),
+        backbone=r.choice(["bert", "bert", "llama"]),
+        batch=batch,
+        accumulation=r.choice([1, 1, 2, 3]),
+        epochs=r.choice([2, 3]),
+        sampler=r.choice(["no_duplicates", "no_duplicates", "random", "sequential"]),
+        workers=r.choice([0, 0, 0, 1]),
+        chunk=chunk,
+        loss=loss,
+        dropout=dropout,
+        optimizer=r.choice(["sgd", "adamw_torch"]),
+        max_grad_norm=r.choice([0.0, 0.05]),
+        mode=mode,
+        processes=processes,
+        resumed_processes=r.choice([processes, processes, r.choice(others)]),
+        evaluation_rows=r.choice([24, 24, 21]),  # 24 are whole batches on 1, 2 and 3 processes
+        save_at=r.random(),
+        seed=r.randrange(1000),
+    )
+
+
+def make_rows(draw: Draw, count: int, salt: int) -> list[dict]:
+    r = random.Random(f"{draw.seed}/{salt}")
+    known: dict[str, list[str]] = {name: [] for name in draw.kinds}
+
+    def text(column: str) -> str:
+        if known[column] and r.random() < draw.repeats:
+            return r.choice(known[column])
+        known[column].append(" ".join(r.choice(WORDS) for _ in range(r.randint(1, LENGTHS[column]))))
+        return known[column][-1]
+
+    rows = []
+    for number in range(count):
+        row = {"row": number}
+        for index, column in enumerate(draw.kinds):
+            row[column] = text(column) if index < 2 else [text(column) for _ in range(r.randint(*draw.negatives))]
+        rows.append(row)
+    return rows
+
+
+def numbers_of(text: str) -> torch.Tensor:
+    """(VALUES,): what a row of a "values" column holds instead of its text."""
+    r = random.Random(text)
+    return torch.tensor([r.uniform(-1, 1) for _ in range(VALUES)], dtype=torch.float64)
+
+
+class Collator(ContrastiveCollator):
+    """Columns that differ in their features; the rows' numbers travel with the batch."""
+
+    def __init__(self, draw: Draw):
+        super().__init__(tiny_tokenizer("right" if draw.backbone == "bert" else "left"), list(draw.kinds))
+        self.kinds = draw.kinds
+
+    def features(self, column: str, values: list[str]) -> dict[str, torch.Tensor]:
+        if self.kinds[column] == "values":
+            return {"values": torch.stack([numbers_of(text) for text in values])}
+        features = super().text_features(column, values)
+        features.pop("token_type_ids", None)
+        if self.kinds[column] == "types":
+            features["token_type_ids"] = features["input_ids"] % 2 * features["attention_mask"]
+        return features
+
+    def __call__(self, rows: list[dict]) -> dict:
+        batch = super().__call__(rows)
+        batch["ids"]["row"] = torch.tensor([row["row"] for row in rows])
+        return batch
+
+
+def build_backbone(draw: Draw) -> nn.Module:
+    size = {
+        "model_type": draw.backbone, "vocab_size": len(SPECIAL) + len(set(WORDS)), "hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    if draw.backbone == "bert":
+        size |= {"hidden_dropout_prob": draw.dropout, "attention_probs_dropout_prob": draw.dropout}
+    else:
+        size |= {"num_key_value_heads": 1, "attention_dropout": draw.dropout}
+    pooler = {"add_pooling_layer": False} if draw.backbone == "bert" else {}
+    model = AutoModel.from_config(AutoConfig.for_model(**size), **pooler)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if "RMSNorm" in type(child).__name__:  # transformers' own computes in float32, whatever its input
+                setattr(module, name, nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon))
+    return model
+
+
+class Model(nn.Module):
+    """A text encoder for rows with tokens, a small one for rows of numbers."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, draw: Draw):
+        super().__init__()
+        self.text = EmbeddingModel(build_backbone(draw), pooling="mean" if draw.backbone == "bert" else "last")
+        self.numbers = nn.Sequential(nn.Linear(VALUES, 24), nn.Tanh(), nn.Dropout(draw.dropout), nn.Linear(24, 16))
+        self.config = self.text.config
+
+    def forward(self, values: torch.Tensor | None = None, **features: torch.Tensor) -> torch.Tensor:
+        return self.text(**features).embeddings if values is None else self.numbers(values)
+
+
+def make_model(draw: Draw) -> tuple[Model, InfoNCELoss]:
+    torch.manual_seed(draw.seed)
+    model = Model(draw).double().train()
+    if "values" not in draw.kinds.values():
+        del model.numbers  # what no column reaches has no gradient
+    return model, InfoNCELoss(temperature=TEMPERATURE, **draw.loss).double()
+
+
+# ---- (2) ----
+
+
+class Recorder(TrainerCallback):
+    """Gradients as the optimizer gets them, whole on every rank."""
+
+    def __init__(self, loss: nn.Module):
+        self.loss, self.gradients = loss, []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **others):
+        found = [p.grad for p in [*model.parameters(), *self.loss.parameters()]]
+        assert all(g is not None for g in found), "a trainable parameter has no gradient"
+        self.gradients.append([whole(g).clone() for g in found])
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class Recording(DistTrainer):
+    """A DistTrainer that notes which rows it was given, per micro-batch, and their loss."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        rows = inputs["ids"]["row"].tolist() if inputs else []
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.seen.append((self.state.global_step, rows, float(loss) * self.current_gradient_accumulation_steps))
+        return loss
+
+
+def train(say, draw: Draw, folder: Path, name: str, accumulation: int, batch: int, resume=None, **more) -> str:
+    """What every process of a run does; its record is folder/name.RANK."""
+    model, loss = make_model(draw)
+    recorder = Recorder(loss)
+    arguments = {
+        "gradient_cache_chunk_size": None, "per_device_train_batch_size": batch, "max_grad_norm": draw.max_grad_norm,
+        "gradient_accumulation_steps": accumulation, "num_train_epochs": draw.epochs, "optim": draw.optimizer,
+        "train_sampling_strategy": "sequential" if draw.sampler == "sequential" else "random",
+        "no_duplicates_in_batch": {"no_duplicates": None, "random": False, "sequential": None}[draw.sampler],
+        "dataloader_num_workers": draw.workers, "save_strategy": "no",
+    }  # fmt: skip
+    args = DistTrainingArguments(
+        output_dir=str(folder / name), learning_rate=0.05 if draw.optimizer == "sgd" else 1e-3, report_to=[],
+        lr_scheduler_type="constant", logging_strategy="no", disable_tqdm=True, use_cpu=True, seed=draw.seed,
+        per_device_eval_batch_size=EVALUATION_BATCH, **arguments | draw.chunk | more,
+    )  # fmt: skip
+    trainer = Recording(
+        model,
+        args,
+        data_collator=Collator(draw),
+        train_dataset=Dataset.from_list(make_rows(draw, draw.rows, salt=0)),
+        eval_dataset=Dataset.from_list(make_rows(draw, draw.evaluation_rows, salt=1)),
+        loss=loss,
+        callbacks=[recorder],
+    )
+    trainer.seen = []
+    trainer.train(resume_from_checkpoint=resume)
+    metrics = trainer.evaluate()
+    record = {
+        "seen": trainer.seen,
+        "steps": trainer.state.global_step,
+        "gradients": recorder.gradients,
+        "metrics": {key: value for key, value in metrics.items() if "@" in key or key == "eval_loss"},
+        "weights": [whole(p).clone() for p in [*trainer.model.parameters(), *loss.parameters()]],
+        "accumulation": args.gradient_accumulation_steps,
+    }
+    torch.save(record if rank() == 0 else {"seen": trainer.seen}, folder / f"{name}.{rank()}")
+    if launched_processes() > 1:
+        torch.distributed.barrier()
+    return str(trainer.state.global_step)
+
+
+@dataclass
+class Record:
+    """Of all ranks: `updates` holds per optimizer step its micro-batches, each a list of rows per rank."""
+
+    updates: list[list[list[list[int]]]]
+    losses: list[list[float]]
+    gradients: list[list[torch.Tensor]]
+    metrics: dict[str, float]
+    weights: list[torch.Tensor]
+
+
+def run(draw: Draw, folder: Path, name: str, mode: str, processes: int, **options) -> Record:
+    Run(
+        f"{mode}@{processes}", folder / f"{name}.log", partial(train, draw=draw, folder=folder, name=name, **options)
+    ).result()
+    ranks = [torch.load(folder / f"{name}.{i}", weights_only=False) for i in range(processes)]
+    seen = [
+        [list(group) for _, group in itertools.groupby(found["seen"], key=lambda call: call[0])] for found in ranks
+    ]
+    updates, losses = [], []
+    for of_ranks in itertools.zip_longest(*seen, fillvalue=[]):
+        calls = list(itertools.zip_longest(*of_ranks, fillvalue=(0, [], 0.0)))
+        updates.append([[rows for _, rows, _ in call] for call in calls])
+        losses.append([sum(loss for _, _, loss in call) / processes for call in calls])
+    return Record(updates, losses, *(ranks[0][key] for key in ("gradients", "metrics", "weights")))
+
+
+# ---- (3) ----
+
+
+class Fault(AssertionError):
+    pass
+
+
+def check(is_so: bool, what: str) -> None:
+    if not is_so:
+        raise Fault(what)
+
+
+class Naive:
+    """The same training in plain lines: one process, the whole global batch, autograd through the whole loss."""
+
+    def __init__(self, draw: Draw, processes: int):
+        self.draw, self.collate, self.evaluation_batch = draw, Collator(draw), EVALUATION_BATCH * processes
+        self.rows = make_rows(draw, draw.rows, salt=0)
+        self.model, self.loss = make_model(draw)
+        self.parameters = [*self.model.parameters(), *self.loss.parameters()]
+        rate = 0.05 if draw.optimizer == "sgd" else 1e-3
+        kind = torch.optim.SGD if draw.optimizer == "sgd" else partial(torch.optim.AdamW, weight_decay=0.0)
+        self.optimizer = kind(self.parameters, lr=rate)
+
+    def encode(self, column: str, texts: list[str]) -> torch.Tensor:
+        return nn.functional.normalize(self.model(**self.collate.features(column, texts)), dim=-1)
+
+    def batch_loss(self, rows: list[dict]) -> torch.Tensor:
+        columns = list(self.draw.kinds)
+        temperature = TEMPERATURE
+        if self.loss.log_inverse_temperature is not None:
+            temperature = torch.exp(-self.loss.log_inverse_temperature)
+        texts = {name: [row[name] for row in rows] for name in columns[:2]}
+        texts |= {name: [text for row in rows for text in row[name]] for name in columns[2:]}
+        query, positive, *negatives = [self.encode(name, texts[name]) for name in columns]
+        masks = self.draw.loss.get("mask_false_negatives", True)
+        queries, positives = texts["query"], texts["positive"]
+        hides = torch.tensor(
+            [
+                [
+                    masks and i != j and (positives[i] == positives[j] or queries[i] == queries[j])
+                    for j in range(len(rows))
+                ]
+                for i in range(len(rows))
+            ]
+        )
+        scores = [(query @ positive.T / temperature).masked_fill(hides, -math.inf)]
+        for name, candidates in zip(columns[2:], negatives, strict=True):
+            hidden = torch.tensor([[masks and positives[i] == text for text in texts[name]] for i in range(len(rows))])
+            scores.append((query @ candidates.T / temperature).masked_fill(hidden, -math.inf))
+        labels = torch.arange(len(rows))
+        loss = nn.functional.cross_entropy(torch.cat(scores, dim=1), labels)
+        if self.draw.loss.get("symmetric"):
+            loss = (loss + nn.functional.cross_entropy(scores[0].T, labels)) / 2
+        return loss
+
+    def update(self, micro_batches: list[list[list[int]]]) -> tuple[list[float], list[torch.Tensor]]:
+        self.optimizer.zero_grad()
+        losses = []
+        for ranks in micro_batches:
+            loss = self.batch_loss([self.rows[row] for rows in ranks for row in rows])
+            (loss / len(micro_batches)).backward()
+            losses.append(float(loss))
+        if self.draw.max_grad_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self.draw.max_grad_norm)
+        gradients = [p.grad.clone() for p in self.parameters]
+        self.optimizer.step()
+        return losses, gradients
+
+    def metrics(self) -> dict[str, float]:
+        """Every distinct query against the distinct documents; those of all rows with its text are right."""
+        rows = make_rows(self.draw, self.draw.evaluation_rows, salt=1)
+        right: dict[str, set[str]] = {}
+        for row in rows:
+            right.setdefault(row["query"], set()).add(row["positive"])
+        documents = list(dict.fromkeys(row["positive"] for row in rows))
+        size = self.evaluation_batch
+        self.model.eval()
+        with torch.no_grad():
+            all_scores = (self.encode("query", list(right)) @ self.encode("positive", documents).T).tolist()
+            losses = [self.batch_loss(rows[i : i + size]) for i in range(0, len(rows), size)]
+        self.model.train()
+        of_queries = []
+        for wanted, scores in zip(right.values(), all_scores, strict=True):
+            order = sorted(range(len(documents)), key=lambda i: (-scores[i], documents[i] in wanted))
+            of_queries.append([place for place, i in enumerate(order) if documents[i] in wanted])
+        found = {
+            "eval_mrr@10": mean(1 / (ranks[0] + 1) if ranks[0] < 10 else 0.0 for ranks in of_queries),
+            "eval_ndcg@10": mean(
+                gain(r for r in ranks if r < 10) / gain(range(min(10, len(ranks)))) for ranks in of_queries
+            ),
+            "eval_recall@1": mean(float(ranks[0] < 1) for ranks in of_queries),
+            "eval_recall@10": mean(float(ranks[0] < 10) for ranks in of_queries),
+        }
+        if len(rows) % size == 0:  # else ranks fill the last batch up
+            found["eval_loss"] = mean(float(loss) for loss in losses)
+        return found
+
+
+def gain(ranks) -> float:
+    return sum(1 / math.log2(rank + 2) for rank in ranks)
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def distance(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """Norm of the difference over the norm of what is wanted."""
+    found, wanted = (torch.cat([t.flatten() for t in tensors]) for tensors in (found, wanted))
+    check(bool(wanted.norm() > 0), "the reference has no gradient: a comparison of zeros proves nothing")
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def check_updates(name: str, record: Record, naive: Naive, updates: slice) -> None:
+    """Losses and gradients of these updates of a record; the naive run goes on with each."""
+    for number in range(*updates.indices(len(record.updates))):
+        losses, gradients = naive.update(record.updates[number])
+        error = distance(record.gradients[number], gradients)
+        check(error < GRADIENT_TOLERANCE, f"{name}: gradient of update {number + 1} is off by {error:.1e}")
+        for found, wanted in zip(record.losses[number], losses, strict=True):
+            check(abs(found - wanted) < 1e-8, f"{name}: update {number + 1} has the loss {found}, plain {wanted}")
+
+
+def rows_in_order(updates: list) -> list[list[int]]:
+    """Per global micro-batch its rows."""
+    return [[row for rows in ranks for row in rows] for update in updates for ranks in update]
+
+
+def check_epochs(name: str, draw: Draw, updates: list, begun: list[int]) -> None:
+    """Behind the rows of an epoch that were `begun`, every epoch holds each row once, and none more than is asked."""
+    epoch, expected = list(begun), set(range(draw.rows))
+    done = 0
+    for rows in rows_in_order(updates):
+        epoch += rows
+        repeated = [row for row, count in Counter(epoch).items() if count > 1]
+        check(not repeated, f"{name}: rows {sorted(repeated)} come twice within an epoch")
+        if len(epoch) == draw.rows:
+            check(set(epoch) == expected, f"{name}: rows are missing in an epoch")
+            epoch, done = [], done + 1
+    check(not epoch, f"{name}: the last epoch ends after {len(epoch)} of {draw.rows} rows")
+
+
+def check_order(draw: Draw, updates: list) -> None:
+    """What each sampler promises of global micro-batches."""
+    for number, rows in enumerate(rows_in_order(updates)):
+        if draw.sampler == "sequential":
+            size = draw.batch * draw.processes
+            begin = number % math.ceil(draw.rows / size) * size
+            wanted = list(range(begin, min(begin + size, draw.rows)))
+            check(sorted(rows) == wanted, f"global batch {number + 1} holds rows {rows}, wanted {wanted}")
+
+
+def judge(say, draw: Draw, whole_run: Record, saved_at: int, resumed: Record, reference: Record | None) -> str:
+    size = draw.batch * draw.processes
+    updates_per_epoch = math.ceil(math.ceil(draw.rows / size) / draw.accumulation)
+    check(
+        len(whole_run.updates) == draw.epochs * updates_per_epoch,
+        f"{len(whole_run.updates)} updates instead of {draw.epochs} epochs of {updates_per_epoch}",
+    )
+    check_epochs("uninterrupted", draw, whole_run.updates, begun=[])
+    check_order(draw, whole_run.updates)
+    before, after = whole_run.updates[:saved_at], whole_run.updates[saved_at:]
+    in_epoch = rows_in_order(before[saved_at // updates_per_epoch * updates_per_epoch :])
+    check_epochs("resumed", draw, resumed.updates, begun=[row for rows in in_epoch for row in rows])
+
+    naive = Naive(draw, draw.processes)
+    is_same = draw.resumed_processes == draw.processes
+    if is_same:
+        for number, (found, wanted) in enumerate(zip(resumed.updates, after, strict=True)):
+            check(found == wanted, f"resumed: update {saved_at + number + 1} has rows {found}, uninterrupted {wanted}")
+    if reference is None:
+        check_updates("uninterrupted", whole_run, naive, slice(0, saved_at))
+        branch = copy.deepcopy(naive)
+        branch.evaluation_batch = EVALUATION_BATCH * draw.resumed_processes
+        check_updates("uninterrupted", whole_run, naive, slice(saved_at, None))
+        check_updates("resumed", resumed, branch, slice(0, None))
+        for name, record, plain in (("uninterrupted", whole_run, naive), ("resumed", resumed, branch)):
+            error = distance(record.weights, [p.detach() for p in plain.parameters])
+            check(error < GRADIENT_TOLERANCE, f"{name}: the weights at the end are off by {error:.1e}")
+            check_metrics(name, record.metrics, plain.metrics())
+        return "fine"
+    check(reference.updates == whole_run.updates, "with every graph kept the rows are others")
+    for number, (found, wanted) in enumerate(zip(whole_run.gradients, reference.gradients, strict=True)):
+        error = distance(found, wanted)
+        check(error < GRADIENT_TOLERANCE, f"dropout: gradient of update {number + 1} is off by {error:.1e}")
+    if is_same:
+        error = distance(resumed.weights, whole_run.weights)
+        check(error < GRADIENT_TOLERANCE, f"dropout: weights of the resumed run are off by {error:.1e}")
+    for name, record in (("uninterrupted", whole_run), ("resumed", resumed)):
+        with torch.no_grad():
+            for parameter, value in zip(naive.parameters, record.weights, strict=True):
+                parameter.copy_(value)
+        naive.evaluation_batch = EVALUATION_BATCH * (draw.processes if record is whole_run else draw.resumed_processes)
+        check_metrics(name, record.metrics, naive.metrics())
+    return "fine"
+
+
+def check_metrics(name: str, found: dict[str, float], wanted: dict[str, float]) -> None:
+    for key, value in wanted.items():
+        check(
+            key in found and abs(found[key] - value) < 1e-6,
+            f"{name}: {key} is {found.get(key)}, over documents {value}",
+        )
+
+
+def run_draw(draw: Draw, folder: Path) -> None:
+    """Raises what went wrong."""
+    size = draw.batch * draw.processes
+    updates = draw.epochs * math.ceil(math.ceil(draw.rows / size) / draw.accumulation)
+    saved_at = min(updates - 1, 1 + int(draw.save_at * (updates - 1)))
+    options = {"accumulation": draw.accumulation, "batch": draw.batch}
+    saving = {"save_strategy": "steps", "save_steps": saved_at, "save_total_limit": None}
+    whole_run = run(draw, folder, "whole", draw.mode, draw.processes, **options, **saving)
+    reference = None
+    if draw.dropout:
+        reference = run(draw, folder, "kept", draw.mode, draw.processes, **options, gradient_cache_keep_graph=999)
+    mode = draw.mode
+    if mode in ("single", "ddp"):
+        mode = "single" if draw.resumed_processes == 1 else "ddp"
+    checkpoint = str(folder / "whole" / f"checkpoint-{saved_at}")
+    resumed = run(draw, folder, "resumed", mode, draw.resumed_processes, **options, resume=checkpoint)
+    # In a process of its own: what has run autograd should not be forked.
+    target = partial(judge, draw=draw, whole_run=whole_run, saved_at=saved_at, resumed=resumed, reference=reference)
+    Run("single", folder / "judge.log", target).result()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="this draw alone")
+    parser.add_argument("--stop", action="store_true", help="end at the first draw that fails")
+    options = parser.parse_args()
+    failed = []
+    for number in range(options.draws) if options.only is None else [options.only]:
+        draw = drawn(options.seed, number)
+        with TemporaryDirectory() as name:
+            try:
+                run_draw(draw, Path(name))
+                print(f"{number:4d} fine: {draw.mode} {draw.processes} -> {draw.resumed_processes}", flush=True)
+            except Exception as error:
+                last = str(error).strip().splitlines()[-1:]
+                if not isinstance(error, AssertionError):
+                    traceback.print_exc()
+                if options.only is not None:
+                    print(str(error)[-6000:])
+                failed.append(number)
+                print(f"{number:4d} FAILED: {last[0] if last else error!r}\n     {json.dumps(asdict(draw))}")
+                print(f"     python tests/parity/fuzz.py --seed {options.seed} --only {number}", flush=True)
+                if options.stop:
+                    break
+    print(f"{len(failed)} of {options.draws if options.only is None else 1} draws failed: {failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
