@@ -40,7 +40,8 @@ HSDP = {"hsdp-sharded": (4, MODES["fsdp-sharded"][1])}  # two copies of the mode
 class Run:
     """A started run: process ids, and the lines that rank 0 says; the last is what `target` returns.
 
-    `mode` is a key of the tables above; "ddp@3" has three processes. `target(say)` is what each process does. Their output is in `log` with the rank before its suffix.
+    `mode` is a key of the tables above; "ddp@3" has three processes.
+    `target(say)` is what each process does. Their output is in `log` with the rank before its suffix.
     """
 
     def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):

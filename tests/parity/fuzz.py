@@ -38,10 +38,11 @@ from transformers import AutoConfig, AutoModel, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_dist_ext import chunking, metrics  # noqa: E402
 from hf_dist_ext.collator import ContrastiveCollator  # noqa: E402
 from hf_dist_ext.distributed import launched_processes, rank  # noqa: E402
 from hf_dist_ext.losses import InfoNCELoss  # noqa: E402
-from hf_dist_ext.metrics import retrieval_metrics  # noqa: E402, F401 - imported before forking, and so once
+from hf_dist_ext.metrics import TIE_TOLERANCE  # noqa: E402
 from hf_dist_ext.modeling import EmbeddingModel  # noqa: E402
 from hf_dist_ext.trainer import DistTrainer  # noqa: E402
 from hf_dist_ext.training_args import DistTrainingArguments  # noqa: E402
@@ -416,7 +417,8 @@ class Naive:
         self.model.train()
         of_queries = []
         for wanted, scores in zip(right.values(), all_scores, strict=True):
-            order = sorted(range(len(documents)), key=lambda i: (-scores[i], documents[i] in wanted))
+            # A wrong document that scores as high as a right one stands before it.
+            order = sorted(range(len(documents)), key=lambda i: TIE_TOLERANCE * (documents[i] in wanted) - scores[i])
             of_queries.append([place for place, i in enumerate(order) if documents[i] in wanted])
         found = {
             "eval_mrr@10": mean(1 / (ranks[0] + 1) if ranks[0] < 10 else 0.0 for ranks in of_queries),
@@ -560,13 +562,34 @@ def run_draw(draw: Draw, folder: Path) -> None:
     Run("single", folder / "judge.log", target).result()
 
 
+# ---- faults that were in the package once: what looks for faults has to find them ----
+
+
+def columns_by_kind() -> None:
+    """Columns whose features are of one kind stand together, so a hard negative may be taken for the positive."""
+    chunking.ChunkedBatch.row_counts = lambda batch: {
+        name: rows for table in batch.tables for name, rows in zip(table.columns, table.row_counts, strict=True)
+    }
+
+
+def documents_of_rows() -> None:
+    """A document that several rows hold is a candidate once per row."""
+    metrics.ids_of_rows = lambda ids, anchor, positive, rows: torch.zeros(len(rows))
+
+
+FAULTS = {"column order": columns_by_kind, "repeated documents": documents_of_rows}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this draw alone")
     parser.add_argument("--stop", action="store_true", help="end at the first draw that fails")
+    parser.add_argument("--fault", choices=FAULTS, help="put this fault into the package; the draws have to find it")
     options = parser.parse_args()
+    if options.fault:
+        FAULTS[options.fault]()
     failed = []
     for number in range(options.draws) if options.only is None else [options.only]:
         draw = drawn(options.seed, number)
