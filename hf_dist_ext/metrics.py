@@ -141,8 +141,11 @@ def check_can_be_computed(args: Any) -> None:
         )
 
 
-def metrics_of_prediction(prediction: Any) -> dict[str, float]:
-    """The `compute_metrics` of a `DistTrainer` with a loss."""
+def metrics_of_prediction(prediction: Any, normalizes: bool = False) -> dict[str, float]:
+    """The `compute_metrics` of a `DistTrainer` with a loss. `normalizes`: the loss scores cosines, whatever the model
+    returns."""
     anchors, positives = map(torch.from_numpy, prediction.predictions)
+    if normalizes:
+        anchors, positives = (torch.nn.functional.normalize(rows, dim=-1) for rows in (anchors, positives))
     labels = torch.from_numpy(prediction.label_ids)
     return retrieval_metrics(anchors, positives, labels if labels.ndim > 1 else None)

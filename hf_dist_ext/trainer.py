@@ -87,7 +87,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             self._split = shared_rows.check(model, args)
             if options.get("compute_metrics") is None and len(more) < 7:
                 metrics.check_can_be_computed(args)
-                options["compute_metrics"] = metrics.metrics_of_prediction
+                normalizes = getattr(loss, "normalize", False)
+                options["compute_metrics"] = partial(metrics.metrics_of_prediction, normalizes=normalizes)
         self.freeze_plan = frozen_training.freeze(model, args)
         with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
             super().__init__(model, args, *more, **options)

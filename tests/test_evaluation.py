@@ -52,7 +52,7 @@ def collator(words: list[str], columns: list[str], **options) -> ContrastiveColl
     return ContrastiveCollator(tokenizer, columns, processor=to_pixels, **options)
 
 
-def trainer(folder, model: nn.Module, rows: list[dict], batch: int = 3, words=None, **more) -> DistTrainer:
+def trainer(folder, model: nn.Module, rows: list[dict], batch: int = 3, words=None, loss=None, **more) -> DistTrainer:
     columns = [name for name in rows[0] if name != "group"]
     group = "group" if "group" in rows[0] else None
     options = {name: more.pop(name) for name in ("compute_metrics", "callbacks") if name in more}
@@ -61,7 +61,7 @@ def trainer(folder, model: nn.Module, rows: list[dict], batch: int = 3, words=No
         per_device_train_batch_size=batch, gradient_cache_chunk_size=2, no_duplicates_in_batch=False, **more,
     )  # fmt: skip
     return DistTrainer(
-        model, args, loss=InfoNCELoss(0.05, normalize=False), train_dataset=rows, eval_dataset=rows,
+        model, args, loss=loss or InfoNCELoss(0.05, normalize=False), train_dataset=rows, eval_dataset=rows,
         data_collator=collator(words or ["pad"], columns, id_column=group), **options,
     )  # fmt: skip
 
@@ -95,6 +95,19 @@ def test_a_wrong_document_counts_once_however_many_rows_hold_it(tmp_path):
     vectors[:20] += 2 * vectors[:20].roll(1, dims=1)  # every caption is closer to one wrong picture
     found = figures(trainer(tmp_path, Table(vectors), rows, words=words).evaluate())
     assert found["mrr@10"] == pytest.approx(0.5) and found["recall@1"] == 0.0
+
+
+def test_documents_are_ranked_by_cosine_where_the_loss_scores_cosines(tmp_path):
+    """A model that does not normalize its embeddings, and a wrong picture whose vector is long."""
+    rows, words, vectors = captioned()
+    vectors[:20] += 0.5 * vectors[:20].roll(1, dims=1)
+    vectors[20] *= 100
+    of_loss = {
+        of: trainer(tmp_path, Table(vectors), rows, words=words, loss=InfoNCELoss(0.05, normalize=of))
+        for of in (True, False)
+    }
+    assert figures(of_loss[True].evaluate()) == pytest.approx(PERFECT)
+    assert figures(of_loss[False].evaluate())["recall@1"] < 1
 
 
 def test_a_perfect_model_is_perfect_on_repeated_passages(tmp_path):

@@ -38,9 +38,10 @@ from transformers import AutoConfig, AutoModel, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hf_dist_ext import chunking, metrics  # noqa: E402
+from hf_dist_ext import chunking, epoch_order, metrics  # noqa: E402
 from hf_dist_ext.collator import ContrastiveCollator  # noqa: E402
 from hf_dist_ext.distributed import launched_processes, rank  # noqa: E402
+from hf_dist_ext.epoch_order import StandIn  # noqa: E402
 from hf_dist_ext.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.metrics import TIE_TOLERANCE  # noqa: E402
 from hf_dist_ext.modeling import EmbeddingModel  # noqa: E402
@@ -258,7 +259,8 @@ class Recording(DistTrainer):
     """A DistTrainer that notes which rows it was given, per micro-batch, and their loss."""
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        rows = inputs["ids"]["row"].tolist() if inputs else []
+        has_rows = not isinstance(inputs, StandIn)  # a rank may have none in the last batch of an epoch
+        rows = inputs["ids"]["row"].tolist() if has_rows else []
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.seen.append((self.state.global_step, rows, float(loss) * self.current_gradient_accumulation_steps))
         return loss
@@ -572,12 +574,31 @@ def columns_by_kind() -> None:
     }
 
 
+def first_epoch_again() -> None:
+    """Where several processes resume, the epoch's number does not reach the order before its first use."""
+    tell, draw_order = epoch_order.EpochBatches.set_epoch, epoch_order.EpochBatches.__iter__
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.num_processes == 1 or getattr(self, "was_used", False):
+            tell(self, epoch)
+
+    def iterate(self):
+        self.was_used = True
+        return draw_order(self)
+
+    epoch_order.EpochBatches.set_epoch, epoch_order.EpochBatches.__iter__ = set_epoch, iterate
+
+
 def documents_of_rows() -> None:
     """A document that several rows hold is a candidate once per row."""
     metrics.ids_of_rows = lambda ids, anchor, positive, rows: torch.zeros(len(rows))
 
 
-FAULTS = {"column order": columns_by_kind, "repeated documents": documents_of_rows}
+FAULTS = {
+    "column order": columns_by_kind,
+    "rows of a later epoch": first_epoch_again,
+    "repeated documents": documents_of_rows,
+}
 
 
 def main() -> int:
