@@ -8,10 +8,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,10 @@ def load_backbone(
         if distributed_config is not None:
             tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
             options["distributed_config"] = distributed_config
-        backbone, report = backbone_class.from_pretrained(
-            name, config=config, dtype=dtype, output_loading_info=True, **options
-        )
+        with _pooler_not_reported(config):
+            backbone, report = backbone_class.from_pretrained(
+                name, config=config, dtype=dtype, output_loading_info=True, **options
+            )
     except UsageError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
@@ -154,6 +156,21 @@ def _pooler_option(config: PreTrainedConfig) -> dict[str, bool]:
 
 def _can_omit_pooler(model_class: type | None) -> bool:
     return isinstance(model_class, type) and "add_pooling_layer" in inspect.signature(model_class).parameters
+
+
+@contextlib.contextmanager
+def _pooler_not_reported(config: PreTrainedConfig) -> Iterator[None]:
+    """transformers prints a table of the weights that a model does not take; the pooler is left out on purpose."""
+    kind = MODEL_MAPPING.get(type(config), None)
+    if not _can_omit_pooler(kind):
+        yield
+        return
+    before = kind._keys_to_ignore_on_load_unexpected
+    kind._keys_to_ignore_on_load_unexpected = [*(before or ()), r"(^|\.)pooler\."]
+    try:
+        yield
+    finally:
+        kind._keys_to_ignore_on_load_unexpected = before
 
 
 def _without_pooler(backbone: PreTrainedModel) -> PreTrainedModel:

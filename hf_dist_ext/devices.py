@@ -52,5 +52,6 @@ def hardware_of(
         )
     if memory_gib is not None and not memory_gib > 0:
         raise UsageError(f"--device_memory_gib {memory_gib} is not a positive number of GiB.")
-    memory = memory_gib * GIB if memory_gib is not None else device_memory_bytes() or ASSUMED_GIB * GIB
-    return Hardware(num_devices, memory, num_nodes, interconnect or (links() if memory_gib is None else "nvlink"))
+    memory = memory_gib * GIB if memory_gib is not None else device_memory_bytes()
+    links_here = interconnect or (links() if memory_gib is None else "nvlink")
+    return Hardware(num_devices, memory or ASSUMED_GIB * GIB, num_nodes, links_here, memory is None)

@@ -54,6 +54,10 @@ class Group:
         return max((_depth(root) for root in self.roots if _is_below(parameter, root)), default=0)
 
 
+# What the towers of a dual encoder are called in a vision-language model (freeze_vision, freeze_language).
+TOWERS = {"vision": "image", "language": "text"}
+
+
 def module_groups(model: nn.Module) -> dict[str, Group]:
     """Group name -> group, the innermost part last; empty for a model whose structure says nothing."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -155,6 +159,7 @@ def match_depths(model: nn.Module, patterns: Patterns, field_name: str) -> dict[
         selectors = [(patterns, _by_regex(patterns, modules, parameters, field_name))]
     else:
         groups = module_groups(model)
+        groups = {other: groups[tower] for other, tower in TOWERS.items() if tower in groups} | groups
         selectors = [(name, groups.get(name) or _by_name(name, modules, parameters)) for name in patterns or ()]
     depths: dict[str, int] = {}
     for pattern, group in selectors:

@@ -213,6 +213,11 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     ]
     best = _best(options)
     plan = Plan(work, hardware, options, best, notes=list(work.notes))
+    if hardware.memory_is_assumed:
+        plan.notes.append(
+            f"no device is visible here: {hardware.memory_bytes / 2**30:.0f} GiB per device are assumed. "
+            "--device_memory_gib says otherwise."
+        )
     if not is_known_optimizer(work.optimizer):
         plan.notes.append(f'optim "{work.optimizer}" is not known here: counted as AdamW, 8 bytes per parameter.')
     whole = model_of(work).whole

@@ -71,6 +71,7 @@ class Hardware:
     memory_bytes: float = 80 * GIB
     num_nodes: int = 1
     interconnect: str = "nvlink"
+    memory_is_assumed: bool = False  # no device is here, and none was named
 
     @property
     def per_node(self) -> int:

@@ -53,7 +53,7 @@ def depth(patterns: Sequence[str] | str, name: str) -> int:
 
 # Names of parts as freezing.py finds them in a model; a projector may lie inside the vision part.
 GROUPS = {
-    "vision": ("model.vision_tower", "model.vision_model", "model.visual", "vision_model"),
+    "vision": ("model.vision_tower", "model.vision_model", "model.visual", "vision_model", "visual_projection"),
     "image": ("vision_model", "visual_projection"),
     "text": ("text_model", "text_projection"),
     "projector": (
@@ -63,7 +63,7 @@ GROUPS = {
         "model.visual.merger",
         "model.visual.deepstack_merger_list",
     ),
-    "language": ("model.language_model", "model.text_model", "lm_head"),
+    "language": ("model.language_model", "model.text_model", "lm_head", "text_model", "text_projection"),
     "backbone": ("backbone",),
     "pooling": ("pooling",),
     "projection": ("projection",),

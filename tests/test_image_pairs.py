@@ -89,6 +89,19 @@ def test_one_tower_trains_and_the_other_stays_bit_identical(run_file, tmp_path, 
     assert 0 < report["after"]["mrr@10"] <= 1 and report["before"] != report["after"]
 
 
+@pytest.mark.parametrize("field, trained", [("freeze_vision", "text"), ("freeze_language", "image")])
+def test_short_names_freeze_the_towers_of_a_dual_encoder(run_file, tmp_path, field, trained):
+    path = run_file(**{field: True}, max_steps=1, save_strategy="no")
+    fields = json.loads(path.read_text())
+    del fields["trainable_modules"]
+    path.write_text(json.dumps(fields))
+    main(path)
+    before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
+    after = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    after = {name: value for name, value in after.items() if not torch.equal(value, before[name.split(".", 2)[2]])}
+    assert after and all(name.startswith(f"towers.{trained}.") for name in after)
+
+
 def test_a_run_of_towers_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
     path = run_file()
     main(path)

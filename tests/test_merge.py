@@ -1,6 +1,7 @@
 """`hf-dist merge`: the folder it writes is complete, loads alone, and says what the checkpoint's model said."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,12 @@ def test_what_can_not_be_merged_is_refused_with_the_reason(tmp_path):
     merge(checkpoint, tmp_path / "elsewhere", base=str(folder))
     with pytest.raises(UsageError, match="no checkpoint with a manifest.json"):
         merge(folder, tmp_path / "merged")
+    torn = tmp_path / "run" / "checkpoint-12"
+    shutil.copytree(checkpoint, torn)
+    (torn / "manifest.json").unlink()
+    with pytest.raises(UsageError) as refusal:
+        merge(torn, tmp_path / "merged")
+    assert "its save did not end" in str(refusal.value) and "checkpoint-N" not in str(refusal.value)
     weights = checkpoint / "trainable.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(UsageError, match="trainable.safetensors was altered"):

@@ -1,7 +1,8 @@
 import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoModel, Trainer, TrainingArguments
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.modeling import (
@@ -119,6 +120,22 @@ def test_a_pooler_that_cannot_be_left_out_is_replaced():
     batch = features()
     assert model(**batch).embeddings.abs().sum() > 0
     assert not any("pooler" in key for key in model.state_dict())
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta"])
+def test_a_pooler_in_the_files_is_left_out_without_a_report(tmp_path, model_type, caplog):
+    torch.manual_seed(0)
+    whole = AutoModel.from_config(AutoConfig.for_model(**model_config(model_type)))
+    whole.save_pretrained(tmp_path)
+    assert any("pooler" in key for key in load_file(tmp_path / "model.safetensors"))
+    caplog.clear()
+    model = EmbeddingModel.from_pretrained(tmp_path)
+    assert not any("pooler" in key for key in model.state_dict()) and not caplog.text
+    # what else is not taken is still said
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"stray.weight": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    EmbeddingModel.from_pretrained(tmp_path)
+    assert "stray.weight" in caplog.text and "pooler.dense" not in caplog.text
 
 
 @pytest.mark.parametrize("model_type", DECODERS)

@@ -63,6 +63,15 @@ def test_every_strategy_names_a_preset_of_ours_or_says_that_there_is_none(make_r
     assert plan.best.preset in presets()
 
 
+def test_memory_that_is_assumed_is_said_to_be(make_run, monkeypatch, capsys):
+    monkeypatch.setattr("hf_dist_ext.devices.device_memory_bytes", lambda: None)
+    make_run()
+    cli.main(["plan", "--config", "run.json", "--num_devices", "2"])
+    assert "note: no device is visible here: 80 GiB per device are assumed." in capsys.readouterr().out
+    cli.main(["plan", "--config", "run.json", "--num_devices", "2", "--device_memory_gib", "80"])
+    assert "per device are assumed" not in capsys.readouterr().out
+
+
 def test_a_small_model_on_several_devices_is_ddp_and_on_one_single(make_run):
     assert make_plan(make_run(), Hardware(4, 24 * GIB)).best.strategy.name == "DDP"
     plan = make_plan(make_run(), Hardware(1, 24 * GIB))
