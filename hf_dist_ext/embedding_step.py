@@ -215,7 +215,7 @@ class EmbeddingSteps(Trainer):
 
     def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> torch.Tensor:
         column = {"column": chunk.column} if self._takes_column else {}
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
             output = model(**chunk.features, **column, **more)
         embeddings = output if isinstance(output, torch.Tensor) else _field(output, "embeddings")
         if not isinstance(embeddings, torch.Tensor) or embeddings.dim() != 2 or len(embeddings) != chunk.num_rows:

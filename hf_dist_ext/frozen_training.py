@@ -47,13 +47,6 @@ def freeze(model: nn.Module | None, args: Any) -> FreezePlan | None:
         return None
     plan = plan_freezing(model, *fields, carried=getattr(model, "_carried_parameters", ()))
     plan.apply(model, has_autocast=args.bf16 or args.fp16)
-    if not (args.bf16 or args.fp16):
-        rounded = [n for n, p in model.named_parameters() if n in plan.trainable and p.dtype.itemsize < 4]
-        if rounded:
-            logger.warning(
-                f"{rounded[0]!r} and {len(rounded) - 1} more train in half precision without autocast: small updates "
-                "are rounded away. Set bf16=true, which keeps them in float32."
-            )
     set_frozen_mode(model)
     return plan
 

@@ -7,7 +7,8 @@
 What the same strategies send is in traffic.py.
 
 Under autocast "weights" are the copies that compute (and what is frozen), "master weights" the float32 ones behind
-them. S devices share one copy of what is sharded.
+them; with a loss over embeddings FSDP's copies are half precision where autocast's would be (sharding.py). S devices
+share one copy of what is sharded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from hf_dist_ext.knobs import kept_by_hook
 from hf_dist_ext.strategies import GIB, Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.tape import TEMPORARY_VALUES, Parameter
-from hf_dist_ext.workload import Column, Work, Workload
+from hf_dist_ext.workload import Cast, Column, Work, Workload
 
 # What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
 # allocator can not use. Measured by nobody here: no GPU was at hand.
@@ -65,7 +66,7 @@ class Bytes:
 
 @dataclass
 class Sizes:
-    """Sums over parameters. Elements; `stored` and `frozen_stored` in bytes."""
+    """Sums over parameters. Elements; `..._stored` in bytes, `gathered...` in those that FSDP makes whole."""
 
     elements: float = 0.0
     trained: float = 0.0
@@ -73,14 +74,18 @@ class Sizes:
     frozen_stored: float = 0.0
     optimizer: float = 0.0
     largest_trained: float = 0.0
+    gathered: float = 0.0
+    gathered_trained: float = 0.0
 
-    def add(self, parameter: Parameter, optimizer: str) -> None:
+    def add(self, parameter: Parameter, work: Workload) -> None:
         self.elements += parameter.elements
-        stored = parameter.elements * parameter.item
+        stored, gathered = parameter.elements * parameter.item, parameter.elements * work.gathered_item(parameter)
+        self.gathered += gathered
+        self.gathered_trained += gathered * parameter.trains
         if parameter.trains:
             self.trained += parameter.elements
             self.trained_stored += stored
-            self.optimizer += optimizer_bytes(optimizer, parameter)
+            self.optimizer += optimizer_bytes(work.optimizer, parameter)
             self.largest_trained = max(self.largest_trained, stored)
         else:
             self.frozen_stored += stored
@@ -110,9 +115,25 @@ def model_of(work: Workload, tensor_parallel: int = 1, min_num_params: int = 0) 
         counts[parameter.layer] = counts.get(parameter.layer, 0) + parameter.elements
     for parameter in parameters:
         unit = parameter.layer if counts[parameter.layer] >= min_num_params else None
-        model.whole.add(parameter, work.optimizer)
-        model.units.setdefault(unit, Sizes()).add(parameter, work.optimizer)
+        model.whole.add(parameter, work)
+        model.units.setdefault(unit, Sizes()).add(parameter, work)
     return model
+
+
+def whole_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
+    """Of a sharded unit's weights while they are whole."""
+    if strategy.is_deepspeed:
+        return unit.elements * work.compute_bytes
+    if strategy.is_tensor_parallel:
+        return unit.trained_stored + unit.frozen_stored  # transformers gathers what is stored, and autocast casts it
+    return unit.gathered_trained if strategy.replicates_frozen else unit.gathered
+
+
+def reduced_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
+    """Of a sharded unit's gradients as they are reduced, and as they wait for it."""
+    if strategy.is_tensor_parallel:
+        return unit.trained_stored
+    return unit.trained * (work.compute_bytes if strategy.is_deepspeed else work.reduced_item)
 
 
 # What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").
@@ -159,12 +180,11 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     model = model_of(work, parts, work.knobs.min_num_params or 0)
     shards = shard_count(strategy, work, hardware)
     is_half = work.autocast_bytes is not None
-    computes_in = work.autocast_bytes or work.load_bytes
+    computes_in = work.compute_bytes
     found = Bytes()
     # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
     casts_itself = "w" in strategy.shards or strategy.is_deepspeed
-    compute = computes_in if casts_itself else None
-    of_chunk = held(work, settings, compute, parts)
+    of_chunk = held(work, settings, cast_by(strategy, work), parts)
     # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
     found.activations = max(of_chunk.activations, 0 if casts_itself else model.whole.largest_trained)
     found.embeddings = _embeddings(work, hardware.num_devices // parts)
@@ -175,7 +195,8 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
         once = reduces_once(work, strategy, model, hardware, settings)
         _deepspeed(found, strategy, model, shards, computes_in, once)
     elif strategy.shards:
-        _fsdp(found, strategy, model, shards, computes_in, stored, is_half, work)
+        _fsdp(found, strategy, model, shards, stored, is_half, work)
+        found.weights += of_chunk.casts
     else:
         found.gradients = whole.trained_stored
         has_masters = whole.trained_stored > whole.trained * computes_in
@@ -188,11 +209,11 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
         found.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
-        largest = max((unit.trained for unit in model.units.values()), default=0.0)
         stays = reduces_once(work, strategy, model, hardware, settings)
         found.host += found.master_weights + found.gradients / (shards if stays else 1) + found.optimizer
         found.master_weights = found.optimizer = found.scratch = 0.0
-        found.gradients = (whole.trained if stays else largest) * computes_in
+        of_unit = whole if stays else max(model.units.values(), key=lambda unit: unit.trained, default=whole)
+        found.gradients = reduced_bytes(work, strategy, of_unit)
     is_alone = hardware.num_devices == 1 or strategy.name == "single"
     found.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
     found.framework += FRAGMENTATION * (found.total - found.framework)
@@ -204,7 +225,6 @@ def _fsdp(
     strategy: Strategy,
     model: Model,
     shards: int,
-    computes_in: int,
     stored: float,
     is_half: bool,
     work: Workload,
@@ -213,12 +233,11 @@ def _fsdp(
     whole = model.whole
 
     def gathered(unit: Sizes) -> float:
-        return (unit.trained if strategy.replicates_frozen else unit.elements) * computes_in
+        return whole_bytes(work, strategy, unit)
 
     units = [gathered(unit) for unit in model.layers]
     largest = max(units, default=0.0)
-    reduced = max((unit.trained for unit in model.units.values()), default=0.0)
-    reduced *= work.knobs.reduce_bytes or computes_in
+    reduced = max((reduced_bytes(work, strategy, unit) for unit in model.units.values()), default=0.0)
     live = gathered(model.root) + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
     frozen = whole.frozen_stored if strategy.replicates_frozen else whole.frozen_stored / shards
     found.weights = live + (frozen if strategy.replicates_frozen else 0.0)  # which FSDP never moves
@@ -228,7 +247,7 @@ def _fsdp(
     else:
         found.weights += resting
     found.master_weights = stored / shards if is_half else 0.0
-    between = whole.trained * computes_in if strategy.keeps_whole else 0.0
+    between = reduced_bytes(work, strategy, whole) if strategy.keeps_whole else 0.0
     found.gradients = stored / shards + between
     # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
     found.buffers = max(largest, gathered(model.root)) + (1 if strategy.keeps_whole else 2) * reduced
@@ -242,7 +261,7 @@ def reduces_once(work: Workload, strategy: Strategy, model: Model, hardware: Har
         return False
     if work.fsdp_mode != "auto" or not work.is_embedding:
         return work.is_embedding and work.fsdp_mode == "speed"
-    return model.whole.trained * (work.autocast_bytes or work.load_bytes) < hardware.memory_bytes / 4
+    return model.whole.trained * work.compute_bytes < hardware.memory_bytes / 4
 
 
 def num_backwards(work: Workload, settings: Settings) -> int:
@@ -280,13 +299,22 @@ class Held:
         return self.saved + self.temporary
 
 
-def held(work: Workload, settings: Settings, compute: int | None = None, parts: int = 1) -> Held:
+def cast_by(strategy: Strategy, work: Workload) -> Cast:
+    """The weights that the strategy hands to a forward in the precision of the computation."""
+    if strategy.is_tensor_parallel:
+        return "nothing"
+    if strategy.is_deepspeed:
+        return "all"
+    return work.gathered_as if "w" in strategy.shards else "nothing"
+
+
+def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int = 1) -> Held:
     """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together;
     without chunks all columns' graphs are alive at once."""
     of_tower: dict[str, Held] = {}
     cut = is_cut(work, settings)
     for column in work.columns:
-        cost = work.work(column, compute, parts)
+        cost = work.work(column, cast, parts)
         if encodes_once(work, settings):
             _hold_features(of_tower, column, cost, work, settings)
             continue

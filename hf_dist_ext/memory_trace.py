@@ -31,6 +31,7 @@ from hf_dist_ext.config import exit_on_usage_error, load_run
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.layer_classes import repeated_layer_classes
 from hf_dist_ext.shape_config import read_model_config
+from hf_dist_ext.sharding import is_multiplied
 from hf_dist_ext.workload import Column, Workload, workload_of
 
 ROWS = (256, 512)  # of the traces whose difference is what a row costs
@@ -194,7 +195,9 @@ def shape(run: Any, work: Workload) -> dict[str, Any]:
     parameters = {}
     for name, one in model.named_parameters():
         layer = next((layer for layer in layers if name.startswith(layer + ".")), None)
-        parameters[name] = [one.numel(), one.element_size(), one.requires_grad, layer, one.shape[-1] * (one.dim() > 1)]
+        is_table = not is_multiplied(model.get_submodule(name.rpartition(".")[0]), one)
+        columns = one.shape[-1] * (one.dim() > 1)
+        parameters[name] = [one.numel(), one.element_size(), one.requires_grad, layer, columns, is_table]
     rows = {}
     for column in work.columns:
         # So many rows that their activations, not a matrix's gradient, are the peak; shapes cost nothing.

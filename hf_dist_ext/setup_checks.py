@@ -112,6 +112,20 @@ def check_what_is_read(trainer: DistTrainer) -> None:
         )
 
 
+def warn_of_rounded_updates(trainer: DistTrainer) -> None:
+    """Weights that train in half precision. FSDP with mixed precision and DeepSpeed keep float32 ones of their own."""
+    keeps_copies = trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no"
+    if trainer.is_deepspeed_enabled or keeps_copies:
+        return
+    rounded = [name for name, p in trainer.model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
+    if rounded:
+        dtype = str(trainer.model.get_parameter(rounded[0]).dtype).removeprefix("torch.")
+        logger.warning(
+            f"{len(rounded)} parameters that train ({rounded[0]!r}, ...) are stored in {dtype}, which rounds small "
+            'updates away. Load the model with "dtype": "float32"; "bf16": true computes in bfloat16 all the same.'
+        )
+
+
 # (3) ---------------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,9 @@
 
 (1) `without_fsdp`: NO_SHARD switches the FSDP of a preset off, which leaves DDP: whole weights on every device
 (2) `options`: the others go over what the accelerate YAML says, into accelerate's FSDP plugin
-(3) what has no meaning in the way the run was started is refused, with the reason
+(3) under bf16 and fp16 units compute as autocast does under DDP: matrices are gathered in half precision, everything
+    else as it is stored, and gradients are added up and reduced in float32
+(4) what has no meaning in the way the run was started is refused, with the reason
 
 The names of FSDP1 keep their meaning: FULL_SHARD holds a layer's weights whole only while it runs, SHARD_GRAD_OP from
 forward to backward, HYBRID_SHARD shards inside a group of processes (a machine) and keeps copies between groups.
@@ -14,10 +16,12 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from .distributed import launches_deepspeed
 from .errors import UsageError
@@ -70,8 +74,6 @@ def options(args: Any, plugin: Any) -> dict[str, Any]:
         _check_backend(args.cpu_offload)
         plugin.cpu_offload = args.cpu_offload
         plugin.set_cpu_offload()
-    if args.reduce_dtype is not None:
-        plugin.mixed_precision_policy = _precision(args)
     return found
 
 
@@ -148,15 +150,64 @@ def _mesh(args: Any) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(dp_replicate_size=processes // group, dp_shard_size=group)}
 
 
-def _precision(args: Any) -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-    # As accelerate's own policy, but for the dtype in which gradients are added up.
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=getattr(torch, args.reduce_dtype), output_dtype=dtype)
-
-
 # (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def set_precision(accelerator: Any, model: torch.nn.Module, args: Any, computes_as_autocast: bool) -> None:
+    """In which precision units compute, and gradients are added up over backwards and reduced.
+
+    accelerate 1.15 (FullyShardedDataParallelPlugin.set_mixed_precision) casts inputs, weights, outputs and gradients
+    of every unit to half precision, and runs no autocast. `computes_as_autocast`: the caller runs the forward under
+    autocast, so that what DDP keeps in float32 is float32 here too.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        return
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else policy.reduce_dtype
+    if computes_as_autocast:
+        param_dtype = policy.param_dtype if accelerator.native_amp else None
+        policy = replace(policy, param_dtype=param_dtype, output_dtype=None, cast_forward_inputs=False)
+        is_half = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
+        if args.reduce_dtype is None:
+            reduce_dtype = torch.float32 if param_dtype or is_half else None
+    plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype)
+
+
+def set_precision_of_parameters(model: torch.nn.Module) -> None:
+    """Before the first forward: only matrices are gathered in half precision, and every gradient is `reduce_dtype`.
+    Every rank calls it.
+
+    torch 2.13 has one policy per unit (_fsdp_param_group.py, _init_mp_dtypes). Remove when the minimum has one per
+    parameter (PyTorch pull request 196626).
+    """
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        state = unit._get_fsdp_state()
+        # torch 2.11 has one group or None under the older name. Remove when the minimum is 2.13.
+        groups = filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        for parameter in parameters:
+            is_cast = is_multiplied(parameter._module_info.module, parameter.sharded_param)
+            policy = MixedPrecisionPolicy(parameter.mp_policy.param_dtype if is_cast else None)
+            parameter.init_dtype_attrs = functools.partial(_init_dtypes, parameter, policy)
+        unit.unshard()
+        for parameter in parameters:
+            if parameter.sharded_param.requires_grad and (dtype := parameter.mp_policy.reduce_dtype):
+                parameter.unsharded_param.grad_dtype = dtype  # added up and reduced in the dtype that gradients have
+        unit.reshard()
+
+
+def _init_dtypes(parameter: Any, policy: MixedPrecisionPolicy, policy_of_unit: MixedPrecisionPolicy) -> None:
+    type(parameter).init_dtype_attrs(parameter, policy)
+
+
+def is_multiplied(module: torch.nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether autocast casts this parameter to half precision: the matrices of linear layers and convolutions. Vectors
+    are too few to save on; a table's gradient is a sum over all tokens, which half precision rounds at every step."""
+    return sum(size > 1 for size in parameter.shape) > 1 and "Embedding" not in type(module).__name__
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
 
 
 def _refuse_without_fsdp(given: dict[str, Any]) -> None:

@@ -51,6 +51,12 @@ class Parameter:
     trains: bool
     layer: str | None = None  # the layer it belongs to, None outside of all
     columns: int = 0  # of a matrix; 0 for vectors
+    is_table: bool = False  # a matrix of which rows are taken
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether FSDP gathers it in half precision under autocast (sharding.py)."""
+        return 1 < self.columns < self.elements and not self.is_table
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Recipe:
 
     trains: parameter name -> whether it is trained.
     item: parameter name -> bytes per element it is stored in.
+    product_item: bytes per element of the matrices that are multiplied with, when they are cast already (FSDP).
     autocast_bytes: bytes of the precision autocast computes in; None without autocast.
     attention: "sdpa", "eager", ...; anything but eager never holds tokens x tokens per head.
     has_padding: rows of different lengths, so that attention takes a mask.
@@ -77,6 +84,7 @@ class Recipe:
 
     trains: Callable[[str], bool] = lambda name: True
     item: Callable[[str], int] = lambda name: 4
+    product_item: int | None = None
     autocast_bytes: int | None = None
     attention: str = "sdpa"
     has_padding: bool = False
@@ -209,7 +217,9 @@ class Tape:
         self._current.products += products
         self._current.backward += products * again
 
-    def parameter(self, name: str, elements: int, columns: int = 0, trains: bool | None = None) -> Parameter:
+    def parameter(
+        self, name: str, elements: int, columns: int = 0, trains: bool | None = None, is_table: bool = False
+    ) -> Parameter:
         """(1)"""
         full = self.prefix + name
         if full not in self.parameters:
@@ -217,7 +227,10 @@ class Tape:
                 trains = self.recipe.trains(full)
             layer = self._current.name or None
             # adapters and other parts that train stay in full precision
-            self.parameters[full] = Parameter(elements, self.recipe.item(full), trains, layer, columns)
+            found = Parameter(elements, self.recipe.item(full), trains, layer, columns, is_table)
+            if found.is_multiplied and self.recipe.product_item:
+                found = replace(found, item=self.recipe.product_item)
+            self.parameters[full] = found
         return self.parameters[full]
 
     def cast(self, x: Value, item: int) -> Value:
@@ -235,14 +248,14 @@ class Tape:
     # ---- operations ----
 
     def embedding(self, name: str, rows: float, entries: int, width: int) -> Value:
-        weight = self.parameter(f"{name}.weight", entries * width, width)
+        weight = self.parameter(f"{name}.weight", entries * width, width, is_table=True)
         if weight.trains:
             self.keep_bytes(8 * rows)  # the indices
         return self.new(rows, width, weight.item, weight.trains)
 
     def learned(self, name: str, rows: float, entries: int, width: int) -> Value:
         """Position vectors that are added to every row."""
-        weight = self.parameter(name, entries * width, width)
+        weight = self.parameter(name, entries * width, width, is_table=True)
         return self.new(rows, width, weight.item, weight.trains)
 
     def linear(self, name: str, x: Value, width: int, bias: bool = True, rows: float | None = None) -> Value:

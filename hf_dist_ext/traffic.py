@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dist_ext.knobs import sent_by_hook
-from hf_dist_ext.memory import Model, Settings, encodes_once, is_cut, model_of, num_backwards, reduces_once
+from hf_dist_ext.memory import (
+    Model,
+    Settings,
+    encodes_once,
+    is_cut,
+    model_of,
+    num_backwards,
+    reduced_bytes,
+    reduces_once,
+    whole_bytes,
+)
 from hf_dist_ext.strategies import Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.workload import Workload
 
@@ -58,7 +68,7 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     world = 1 if strategy.name == "single" else hardware.num_devices // parts
     inside = BANDWIDTH[hardware.interconnect]
     across = BANDWIDTH["ethernet"] if hardware.num_nodes > 1 else inside
-    computes_in = work.autocast_bytes or work.load_bytes
+    computes_in = work.compute_bytes
     model = model_of(work, parts, work.knobs.min_num_params or 0)
     chunks = work.num_chunks(settings.chunk_rows) if is_cut(work, settings) else len(work.columns)
 
@@ -83,7 +93,7 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     elif "w" in strategy.shards:
         link = inside if strategy.is_hybrid else across
         once = reduces_once(work, strategy, model, hardware, settings)
-        _sharded(work, strategy, settings, model, shards, chunks, computes_in, send, link, once)
+        _sharded(work, strategy, settings, model, shards, chunks, send, link, once)
         if strategy.is_hybrid:
             send("all_reduce", 1, model.whole.trained * 4 / shards, hardware.num_nodes, across)
     else:  # ZeRO-1 and 2: gradients to their owners, updated weights back
@@ -110,23 +120,21 @@ def _sharded(
     model: Model,
     shards: int,
     chunks: int,
-    computes_in: int,
     send: Any,
     bandwidth: float,
     once: bool,
 ) -> None:
     """(2); `once`: gradients are reduced once all the same (ZeRO-3)."""
     layers = model.layers
-    is_frozen_whole = strategy.replicates_frozen
 
     def weight(unit: Any) -> float:
-        return (unit.trained if is_frozen_whole else unit.elements) * computes_in
+        return whole_bytes(work, strategy, unit)
 
     gathered = [unit for unit in layers if weight(unit)]
     root = weight(model.root)
     reduced = sum(1 for unit in [*layers, model.root] if unit.trained)
     size = sum(map(weight, gathered))
-    reduced_size = model.whole.trained * (work.knobs.reduce_bytes or computes_in)
+    reduced_size = reduced_bytes(work, strategy, model.whole)
     if strategy.keeps_whole:
         times = 1 if work.is_embedding else work.accumulation  # only our step keeps them over micro-batches
         send("all_gather", times * (len(gathered) + bool(root)), times * (size + root), shards, bandwidth)
@@ -147,7 +155,7 @@ def _tensor_parallel(
 ) -> None:
     """(3)"""
     width = (work.config.get("text_config") or work.config)["hidden_size"]
-    computes_in = work.autocast_bytes or work.load_bytes
+    computes_in = work.compute_bytes
     passes = 3 if is_cut(work, settings) else 2  # forwards, and a backward that sends as much as a forward
     passes += settings.is_checkpointed
     for column in work.columns:
@@ -162,7 +170,7 @@ def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:
     """Floating-point operations of one device's step: forwards, backward, and what is computed again."""
     total = 0.0
     for column in work.columns:
-        cost = work.work(column, None, parts)
+        cost = work.work(column, "nothing", parts)
         runs_again = cost.backward > 0 and not encodes_once(work, settings)
         forwards = 1 + (is_cut(work, settings) + settings.is_checkpointed) * runs_again
         total += 2 * column.rows * work.accumulation * (forwards * cost.forward + cost.backward)

@@ -95,6 +95,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         if self._split is not None:  # also for an evaluation that no training precedes
             tensor_parallel.copy_from_first(self.model)
         setup_checks.check_what_is_read(self)
+        if loss is not None or self.freeze_plan is not None:
+            setup_checks.warn_of_rounded_updates(self)
         if self.freeze_plan is not None:
             self.add_callback(frozen_training.FreezeWatch(self))
         if self.freeze_plan is not None or loss is not None:
@@ -136,6 +138,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         if self.is_fsdp_enabled and self.model is not None:
             sharding.without_pinning(self.accelerator.state.fsdp_plugin)
             _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
+            if self._has_own_arguments:
+                sharding.set_precision(self.accelerator, self.model, self.args, self.loss is not None)
             if self.freeze_plan is not None:
                 sharding.check_names(self.accelerator.state.fsdp_plugin)
             frozen_training.replicate_frozen_parts(
@@ -175,6 +179,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
         sharding.replay_dropout(self.model_wrapped)
+        if self.is_fsdp_enabled and self.loss is not None:
+            sharding.set_precision_of_parameters(self.model_wrapped)
         return prepared
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

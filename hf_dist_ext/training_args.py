@@ -179,7 +179,10 @@ class DistTrainingArguments(TrainingArguments):
     )
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = field(
         default=None,
-        metadata={"help": "The precision in which FSDP adds gradients up. Null: that of the forward (bf16, fp16)."},
+        metadata={
+            "help": "The precision in which FSDP adds gradients up over chunks and reduces them. Null: float32 with a "
+            "loss over embeddings, else that of the forward (bf16, fp16)."
+        },
     )
     ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd"] | None = field(
         default=None,

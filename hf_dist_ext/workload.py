@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from hf_dist_ext.architectures import TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.knobs import Knobs, knobs_of
@@ -25,6 +25,7 @@ from hf_dist_ext.who_trains import depth, lora_of, who_trains
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
+Cast = Literal["nothing", "products", "all"]  # the weights that a wrapper casts before autocast sees them
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,40 @@ class Workload:
             return 4  # freezing.py keeps what trains in float32 under autocast
         return 4 if ".lora_" in name else self.load_bytes
 
-    def recipe(self, compute_bytes: int | None = None) -> Recipe:
-        """`compute_bytes`: weights are already in the precision they compute in (FSDP, DeepSpeed)."""
+    @property
+    def compute_bytes(self) -> int:
+        return self.autocast_bytes or self.load_bytes
+
+    @property
+    def gathered_as(self) -> Cast:
+        """What FSDP casts: with a loss over embeddings what autocast does, else every weight (sharding.py)."""
+        if not self.autocast_bytes:
+            return "nothing"
+        return "products" if self.is_embedding else "all"
+
+    def gathered_item(self, parameter: Parameter) -> int:
+        """Bytes per element of a parameter that FSDP has made whole."""
+        if self.gathered_as == "all" or (self.gathered_as == "products" and parameter.is_multiplied):
+            return self.compute_bytes
+        # accelerate keeps what trains under mixed precision in float32
+        return 4 if parameter.trains and self.autocast_bytes else parameter.item
+
+    @property
+    def reduced_item(self) -> int:
+        """Bytes per element of the gradients that FSDP adds up over backwards and reduces (sharding.py)."""
+        own = max(4, self.load_bytes) if self.is_embedding else self.compute_bytes
+        return self.knobs.reduce_bytes or own
+
+    def recipe(self, cast: Cast = "nothing") -> Recipe:
+        items = {
+            "nothing": self.item,
+            "products": lambda name: 4 if self.trains(name) else self.item(name),
+            "all": lambda name: self.compute_bytes,
+        }
         return Recipe(
             trains=self.trains,
-            item=self.item if compute_bytes is None else lambda name: compute_bytes,
+            item=items[cast],
+            product_item=self.compute_bytes if cast == "products" else None,
             autocast_bytes=self.autocast_bytes,
             attention=self.attention,
             has_padding=self.has_padding,
@@ -153,11 +183,9 @@ class Workload:
         )
 
     @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
-    def tape(
-        self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1, rows: float = 1
-    ) -> Tape:
+    def tape(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1, rows: float = 1) -> Tape:
         """(4) One row of a column through its forward."""
-        tape = Tape(self.recipe(compute_bytes))
+        tape = Tape(self.recipe(cast))
         config = self.config if tensor_parallel == 1 else split_heads(self.config, tensor_parallel)
         of_row = Rows(rows, column.length, column.images)
         if not self.is_embedding:
@@ -169,9 +197,9 @@ class Workload:
         return tape
 
     @functools.cache  # noqa: B019
-    def work(self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1) -> Work:
+    def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
         """Of one row of a column."""
-        tape = self.tape(column, compute_bytes, tensor_parallel)
+        tape = self.tape(column, cast, tensor_parallel)
         plain, checkpointed = tape.cost(), tape.cost(lambda layer: True)
         parts = [tape.before, *tape.layers, tape.after]
         return Work(
@@ -190,7 +218,7 @@ class Workload:
         """Name -> `tape.Parameter`, of all towers."""
         found = {}
         for column in self.columns:
-            found |= self.tape(column, None, tensor_parallel).parameters
+            found |= self.tape(column, "nothing", tensor_parallel).parameters
         return found
 
 
@@ -200,10 +228,10 @@ class TracedWorkload(Workload):
 
     found: Mapping[str, Any] = field(default_factory=dict)
 
-    def work(self, column: Column, compute_bytes: int | None = None, tensor_parallel: int = 1) -> Work:
+    def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
         row = self.found["rows"][column.name]
         trains = any(one[2] for one in self.found["parameters"].values())
-        casts = row["casts"] if compute_bytes is None else 0.0
+        casts = row["casts"] if cast == "nothing" else 0.0
         backward = 2 * row["products"] * trains
         # what backward makes meanwhile is in the trace already
         return Work(row["kept"], row["kept_checkpointed"], casts, casts, 0.0, 0.0, 0.0, row["products"], backward)

@@ -71,11 +71,13 @@ def test_layers_below_min_num_params_are_no_units(make_run):  # noqa: F811
 
 
 def test_a_wider_reduction_sends_twice_as_much(make_run):  # noqa: F811
-    half, full = (make_run(DECODER, **LARGE, **more) for more in ({}, {"reduce_dtype": "float32"}))
+    half, full = (make_run(DECODER, **LARGE, **more) for more in ({"reduce_dtype": "bfloat16"}, {}))
     sent = [traffic(workload(run), strategy("FSDP speed"), FOUR, Settings()).bytes for run in (half, full)]
     trained = model_of(workload(half)).whole.trained
     assert sent[1] - sent[0] == pytest.approx(trained * 2 * 3 / 4, rel=1e-6)
-    assert bytes_of(full, "FSDP speed", 4).buffers > bytes_of(half, "FSDP speed", 4).buffers
+    narrow, wide = (bytes_of(run, "FSDP speed", 4) for run in (half, full))
+    assert wide.buffers > narrow.buffers
+    assert wide.gradients - narrow.gradients == pytest.approx(trained * 2)  # whole ones wait for the one reduction
 
 
 # ---- compression ----
@@ -199,7 +201,7 @@ def test_stages_are_planned_one_by_one_and_the_largest_decides(make_run, capsys)
 
 
 def test_the_memory_of_the_cpu_is_no_easier_way_than_smaller_chunks(make_run):  # noqa: F811
-    run = make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512, bf16=True)
+    run = make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512)
     needs = {name: bytes_of(run, name, 4).total for name in ("FSDP memory", "FSDP offload")}
     between = Hardware(4, (needs["FSDP memory"] + needs["FSDP offload"]) / 2)
     plan = make_plan(run, between)

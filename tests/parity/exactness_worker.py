@@ -63,14 +63,26 @@ class Case:
     columns: dict[str, int] = field(default_factory=lambda: {"query": 1, "positive": 1})  # rows per anchor
     loss: dict = field(default_factory=dict)
     arguments: dict = field(default_factory=dict)
+    batch: int = BATCH  # rows per rank and micro-batch
     rows: int | None = None  # rows in the dataset; None: one global batch per step
     steps: int = 1
     shorter_on_rank: int | None = None  # that rank's batches lack two rows
     typed: tuple[str, ...] = ()  # the column of rank 0, 1, ... whose features hold one key more than the others'
     same_masks: bool = False  # dropout: the reference is the same run with every graph kept
     dtype: str = "float64"
+    is_rounding: bool = False  # the reference is computed without autocast: the figure is what bf16 rounds
     tolerance: float = 1e-10
     worlds: tuple[int, ...] = (1, 2, 3)
+
+
+def rounding(num_chunks: int, model: str = "bert") -> Case:
+    """What bf16 costs: against float32 without autocast."""
+    rows = 32  # per column; both columns share the chunks
+    return Case(
+        f"bf16 against float32{'' if model == 'bert' else ', decoder'}, chunks: {num_chunks}", model, dtype="float32",
+        is_rounding=True, batch=rows, arguments={"bf16": True, "gradient_cache_chunk_size": 2 * rows // num_chunks},
+        tolerance=2e-2, worlds=(1, 2),
+    )  # fmt: skip
 
 
 THREE = {"query": 1, "positive": 1, "negative": 3}
@@ -143,6 +155,8 @@ CASES = [
          "gradient_accumulation_steps": 2}, steps=2, rows=4, worlds=()),
     Case("float32", dtype="float32", tolerance=2e-5, worlds=(1, 2)),
     Case("bf16 autocast", dtype="float32", arguments={"bf16": True}, tolerance=3e-2, worlds=(1, 2)),
+    *[rounding(num_chunks) for num_chunks in (1, 8, 64)],
+    *[rounding(num_chunks, "llama") for num_chunks in (1, 8)],
 ]  # fmt: skip
 
 
@@ -151,7 +165,7 @@ HSDP_CASES = {
     "no cache", "chunk 4, does not divide", "2 graphs kept", "tower per column", "first tower frozen",
     "frozen backbone, encoded once", "frozen tower, encoded once", "LoRA with LoRA dropout",
     "accumulation, temperature", "ranks with different row counts",
-    "FSDP, every chunk reduced",
+    "FSDP, every chunk reduced", "bf16 against float32, chunks: 8",
 }  # fmt: skip
 
 
@@ -187,7 +201,8 @@ class Towers(nn.Module):
             tower.gradient_checkpointing_enable(**options)
 
 
-def build_model(kind: str, distributed_config=None) -> nn.Module:
+def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """`dtype`: of a decoder, which has its own before it is split."""
     torch.manual_seed(0)
     kind, _, option = kind.partition(":")
     if kind == "towers":
@@ -196,7 +211,7 @@ def build_model(kind: str, distributed_config=None) -> nn.Module:
         towers = {name: EmbeddingModel.from_config(BERT) for name in ("query", "positive")}
         return TowerModel(towers, {name: name for name in towers}).double()
     if kind in DECODERS:
-        backbone = build_decoder(kind, distributed_config)
+        backbone = build_decoder(kind, distributed_config, dtype)
         return EmbeddingModel(backbone, pooling="last", projection_dim=int(option) if option else None)
     if kind == "scarce":
         Scarce.failures = 0
@@ -218,8 +233,8 @@ def build_model(kind: str, distributed_config=None) -> nn.Module:
     return model
 
 
-def build_decoder(kind: str, distributed_config=None) -> nn.Module:
-    model = _with_norms_in_its_own_precision(AutoModel.from_config(AutoConfig.for_model(**DECODERS[kind]))).double()
+def build_decoder(kind: str, distributed_config=None, dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = _with_norms_in_its_own_precision(AutoModel.from_config(AutoConfig.for_model(**DECODERS[kind]))).to(dtype)
     return model if distributed_config is None else split(model, distributed_config)
 
 
@@ -278,14 +293,15 @@ def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_row
     accumulation = case.arguments.get("gradient_accumulation_steps", 1)
     of_steps = []
     order = list(range(num_rows))
-    batches = [order[i : i + BATCH] for i in range(0, num_rows, BATCH)]
+    batches = [order[i : i + case.batch] for i in range(0, num_rows, case.batch)]
+    has_autocast = case.arguments.get("bf16", False) and not case.is_rounding
     micro_batches = [batches[i : i + num_groups()] for i in range(0, len(batches), num_groups())]
     for start in range(0, len(micro_batches), accumulation):
         window = micro_batches[start : start + accumulation]
         optimizer.zero_grad()
         for per_rank in window:
             parts = [collate(case, rows, r) for r, rows in enumerate(per_rank)]
-            autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.arguments.get("bf16", False))
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=has_autocast)
             encoded = []
             for part in parts:
                 with autocast:
@@ -330,7 +346,7 @@ def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows:
     arguments = dict(gradient_cache_chunk_size=4, max_grad_norm=0, max_steps=case.steps) | case.arguments | more
     with tempfile.TemporaryDirectory() as folder:
         args = DistTrainingArguments(
-            output_dir=folder, per_device_train_batch_size=BATCH, optim="sgd", learning_rate=LEARNING_RATE,
+            output_dir=folder, per_device_train_batch_size=case.batch, optim="sgd", learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True, logging_strategy="no",
             train_sampling_strategy="sequential", use_cpu=True, seed=7, **arguments,
         )  # fmt: skip
@@ -351,12 +367,12 @@ def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows:
 
 def measure(case: Case) -> float:
     num_rows = case.rows if case.rows and case.rows > 0 else case.steps
-    num_rows = num_rows * BATCH * num_groups() + (case.rows if case.rows and case.rows < 0 else 0)
+    num_rows = num_rows * case.batch * num_groups() + (case.rows if case.rows and case.rows < 0 else 0)
     dtype = getattr(torch, case.dtype)
 
     def build(is_split: bool = False) -> tuple[nn.Module, InfoNCELoss]:
         config = launched_config() if is_split else None
-        model = build_model(case.model, config)  # decoders are float64 before they are split
+        model = build_model(case.model, config, dtype)
         model = model.to(dtype) if config is None else model
         return model.train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype)
 
@@ -390,7 +406,7 @@ def runs_here(case: Case, is_fsdp: bool) -> bool:
     if is_fsdp and world > 2:
         return case.name in HSDP_CASES
     if is_fsdp:
-        return case.dtype == "float64" and (2 in case.worlds or not case.worlds)
+        return 2 in case.worlds or not case.worlds
     return world in case.worlds
 
 

@@ -97,7 +97,15 @@ CASES = [
     case("clip, image tower frozen", CLIP, ["towers.text"], trainable_modules=["text"]),
     case("siglip", SIGLIP),
 ]
-ON_TWO = [one for one in CASES if one["name"] in ("bert", "llama", "bert, last layer and projection", "llama, LoRA")]
+TWICE = (
+    "bert",
+    "llama",
+    "bert, bf16 autocast",
+    "llama, bf16 autocast",
+    "bert, last layer and projection",
+    "llama, LoRA",
+)
+ON_TWO = [one for one in CASES if one["name"] in TWICE]
 WAYS = {
     "single": ("python", 1, "single", CASES),
     "DDP 2": ("multi_gpu_ddp", 2, "DDP", ON_TWO),

@@ -131,7 +131,7 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
     found = memory.estimate(work, chosen, hardware, settings)
     sharded = "w" in chosen.shards
     whole = memory.model_of(work).whole
-    held = memory.held(work, settings, (work.autocast_bytes or work.load_bytes) if sharded else None)
+    held = memory.held(work, settings, memory.cast_by(chosen, work))
     stored = whole.frozen_stored + whole.trained_stored
     return {
         "parameters": stored / (world if sharded else 1),
