@@ -7,14 +7,13 @@
 (2) choose the training and the evaluation rows
 (3) columns: the user's names -> ours, in the order that has meaning (query, positive, negatives); the rest is dropped
 (4) check that every row has text where text must be, before anything is built
-(5) ids of rows, so that a sampler can keep equal ones apart
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +24,13 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from hf_dist_ext.code_search import load_code_search
-from hf_dist_ext.collator import NUM_PAIR_COLUMNS, ContrastiveCollator, as_list, content_id
+from hf_dist_ext.collator import NUM_PAIR_COLUMNS, ContrastiveCollator, as_list
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
     from hf_dist_ext.config import RunConfig
 
-__all__ = ["ContrastiveCollator", "column_names", "load_datasets", "row_ids"]
+__all__ = ["ContrastiveCollator", "column_names", "load_datasets"]
 
 CODE_SEARCH = "code-search"
 BUILT_IN = (CODE_SEARCH, "digits")  # they bring a test split
@@ -376,25 +375,3 @@ def content_mask(values: pa.ChunkedArray) -> np.ndarray:
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
         return pc.fill_null(pc.greater(pc.binary_length(values), 0), False).to_numpy(zero_copy_only=False)
     return pc.is_valid(values).to_numpy(zero_copy_only=False)
-
-
-# (5) ---------------------------------------------------------------------------------------------------------------
-
-
-def row_ids(dataset: Dataset, columns: Sequence[str], id_column: str | None = None) -> np.ndarray:
-    """(rows, columns) int64: for each row what no other row of its batch may share: query, positive, group.
-
-    Negatives are left out: two rows with a common hard negative do not disturb each other.
-    """
-    names = [*columns[:NUM_PAIR_COLUMNS], *([id_column] if id_column else [])]
-    ids = np.empty((len(dataset), len(names)), dtype=np.int64)
-    for column_index, name in enumerate(names):
-        if isinstance(dataset.features[name], datasets.Image):  # the file's bytes, not the decoded pixels
-            dataset = dataset.cast_column(name, datasets.Image(decode=False))
-        row = 0
-        for table in arrow_batches(dataset.select_columns([name])):
-            values = table.column(name).to_pylist()
-            values = [value["bytes"] or value["path"] if isinstance(value, dict) else value for value in values]
-            ids[row : row + len(values), column_index] = [content_id(value) for value in values]
-            row += len(values)
-    return ids

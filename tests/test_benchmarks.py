@@ -92,6 +92,15 @@ def test_scaling_launches_real_processes_and_counts_their_collectives(tmp_path):
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_order_is_numbered_once_and_drawn_by_every_process(tmp_path):
+    output = run("benchmark_order.py", "--rows", 120_000, "--output", tmp_path / "results.json")
+    report = json.loads((tmp_path / "results.json").read_text())
+    first, later = report["results"]
+    assert "120,000 rows, later start" in output and len(first["all"]) == len(later["all"]) == 2
+    for found in (*first["all"], *later["all"]):
+        assert found["file that all map, MB"] == 4 * 2 * 120_000 / 1e6 and found["order, CPU seconds"] > 0
+
+
 def test_a_preset_that_needs_a_gpu_says_so_in_one_line():
     command = [sys.executable, str(ROOT / "scripts" / "benchmark_gradient_cache.py"), "--preset", "gpu"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)

@@ -15,8 +15,9 @@ from PIL import Image
 from hf_dist_ext.code_search import train_tokenizer
 from hf_dist_ext.collator import ContrastiveCollator, content_id
 from hf_dist_ext.config import RunConfig
-from hf_dist_ext.data import column_names, load_datasets, row_ids
+from hf_dist_ext.data import column_names, load_datasets
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.row_ids import numbered, shared_ids
 
 ROWS = [{"query": f"query number {i}", "positive": f"document number {i}", "other": i} for i in range(12)]
 
@@ -299,18 +300,22 @@ def test_images_go_through_the_processor(tokenizer, tmp_path):
     assert list(batch["positive"]) == ["pixel_values"] and batch["positive"]["pixel_values"].shape == (3, 3, 2, 3)
     ids = batch["ids"]["positive"].tolist()
     assert ids[0] == ids[2] != ids[1]
-    of_rows = row_ids(train, ["query", "positive"])
-    assert of_rows[0, 1] == of_rows[2, 1] != of_rows[1, 1]
+    assert shared_ids(train, ["query", "positive"]).tolist() == [[0, 1], [0, 0], [0, 1]]
     with pytest.raises(UsageError, match="no image processor"):
         ContrastiveCollator(tokenizer, ["query", "positive"])(list(train))
 
 
-def test_the_sampler_sees_the_ids_of_the_collator(tokenizer):
+def test_what_is_equal_for_the_sampler_is_equal_for_the_collator(tokenizer):
     dataset = datasets.Dataset.from_list([{**row, "negative": "x", "group": row["other"] // 2} for row in ROWS])
-    columns = ["query", "positive", "negative"]
-    ids = ContrastiveCollator(tokenizer, columns, id_column="group")(list(dataset))["ids"]
-    expected = torch.stack([ids["query"], ids["positive"], ids["group"]], dim=1)
-    assert np.array_equal(row_ids(dataset, columns, "group"), expected.numpy())
+    dataset = datasets.concatenate_datasets([dataset, dataset.select([2, 0])])
+    ids = ContrastiveCollator(tokenizer, ["query", "positive", "negative"], id_column="group")(list(dataset))["ids"]
+    of_collator = torch.stack([ids["query"], ids["positive"], ids["group"]], dim=1).numpy()
+    of_sampler = shared_ids(dataset, ["query", "positive", "group"])
+    assert np.array_equal(numbered(of_collator) > 0, of_sampler > 0)
+    equal = of_collator[:, None, :, None] == of_collator[None, :, None, :]  # (rows, rows, columns, columns)
+    for i, j in np.argwhere(~np.eye(len(dataset), dtype=bool)):
+        shared = (of_sampler[i][:, None] == of_sampler[j][None]) & (of_sampler[i][:, None] > 0)
+        assert np.array_equal(shared.any(), equal[i, j].any())
 
 
 def test_bad_rows_and_options_are_refused_by_the_collator(tokenizer):

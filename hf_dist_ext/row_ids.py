@@ -1,0 +1,140 @@
+"""Which rows may not share a batch: a small number per text, the same where the text is, for `NoDuplicatesSampler`.
+
+(1) the texts of a column are hashed as Arrow holds them, block by block, to 64 bits
+(2) hashes that stand in several rows are numbered 1, 2, ...; all others become 0, and int32 is enough
+(3) of a large dataset once per machine: the first process to come writes a file, the others wait for its lock and map
+    it, and so does every later run on the same dataset
+
+Two texts with one hash (for 1e7 rows about once in 100,000 datasets) are kept apart without need; that is all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+from filelock import FileLock
+from pandas.util import hash_array
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+STORED_ROWS = 100_000  # below, hashing takes less than a second, and no file is written
+VERSION = 1  # of the file
+ROWS, PICTURES = 1 << 16, 1 << 9  # hashed at a time
+PARTS = 16  # of the hashes are sorted one after another, which bounds memory
+
+
+def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
+    """(rows, columns) int32: equal where two rows hold the same in any of the columns, 0 where no other row does.
+
+    A dataset of STORED_ROWS rows or more is numbered once per machine (3); the array is then a map of the file.
+    """
+    if len(dataset) < STORED_ROWS:
+        return numbered(content_hashes(dataset, columns))
+    path = _file(dataset, columns)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):  # dropped by the system when its holder dies
+            if not path.is_file():
+                unfinished = path.with_suffix(".unfinished")
+                found = np.lib.format.open_memmap(unfinished, "w+", np.int32, (len(dataset), len(columns)))
+                with open(unfinished, "rb+") as file:  # a full disk is an error here, and a signal (SIGBUS) in a map
+                    os.posix_fallocate(file.fileno(), 0, unfinished.stat().st_size)
+                numbered(content_hashes(dataset, columns), found).flush()
+                os.replace(unfinished, path)
+    except OSError as error:
+        logger.warning(
+            f"the ids of the rows can not be kept in {path.parent} ({error}): every process hashes the texts itself, "
+            "at every start. Set HF_DATASETS_CACHE to a folder with room."
+        )
+        return numbered(content_hashes(dataset, columns))
+    return np.load(path, mmap_mode="r")
+
+
+def _file(dataset: Dataset, columns: Sequence[str]) -> Path:
+    """`datasets` names by its fingerprint what a dataset was made from and by; it changes with every row."""
+    facts = f"{VERSION} {dataset._fingerprint} {len(dataset)} {list(columns)}"
+    name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+    return Path(datasets.config.HF_DATASETS_CACHE) / "hf_dist_ext" / f"row_ids_{name}.npy"
+
+
+# ---- (1) ----
+
+
+def content_hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
+    """(rows, columns) uint64."""
+    found = np.empty((len(dataset), len(columns)), dtype=np.uint64)
+    for place, name in enumerate(columns):
+        first = 0
+        for values in _blocks(dataset, name):
+            found[first : first + len(values), place] = _hashes(values)
+            first += len(values)
+    return found
+
+
+def _blocks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
+    stored = dataset.select_columns([column]).with_format("arrow")
+    is_picture = pa.types.is_struct(stored.features.arrow_schema.field(column).type)
+    for table in stored.iter(batch_size=PICTURES if is_picture else ROWS):
+        yield table.column(column).combine_chunks()
+
+
+def _hashes(values: pa.Array) -> np.ndarray:
+    if isinstance(values, pa.ChunkedArray):
+        values = pa.concat_arrays(values.chunks) if values.num_chunks else pa.array([], values.type)
+    if pa.types.is_struct(values.type):  # a picture: its file's bytes, not the decoded pixels
+        values = pc.coalesce(pc.struct_field(values, "bytes"), pc.cast(pc.struct_field(values, "path"), pa.binary()))
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    return hash_array(values.to_numpy(zero_copy_only=False), categorize=False)
+
+
+# ---- (2) ----
+
+
+def numbered(ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """(rows, columns) of any integers -> int32: 1, 2, ... where several rows hold the integer, else 0."""
+    if out is None:
+        out = np.empty(ids.shape, dtype=np.int32)
+    ids = ids if ids.itemsize == 8 else ids.astype(np.int64)
+    flat, numbers = ids.reshape(-1).view(np.uint64), out.reshape(-1)  # flat index: row * columns + column
+    again = _repeated_within_rows(ids)
+    numbers[:] = 0
+    parts = np.empty(len(flat), dtype=np.uint8)
+    for first in range(0, len(flat), ROWS):
+        block = flat[first : first + ROWS]
+        parts[first : first + ROWS] = (block ^ (block >> 32) ^ (block >> 17)) % PARTS  # small integers spread too
+    if again is not None:
+        parts[again] = PARTS  # left out
+    known = 0
+    for part in range(PARTS):
+        places = np.flatnonzero(parts == part).astype(np.int32 if len(flat) < 2**31 else np.int64)
+        values = flat[places]
+        order = np.argsort(values)
+        values, places = values[order], places[order]
+        is_same = np.zeros(len(values) + 1, dtype=bool)  # as the one before
+        is_same[1:-1] = values[1:] == values[:-1]
+        repeats = is_same[:-1] | is_same[1:]
+        group = np.cumsum(repeats & ~is_same[:-1])
+        numbers[places[repeats]] = known + group[repeats]
+        known += int(group[-1]) if len(group) else 0
+    return out
+
+
+def _repeated_within_rows(ids: np.ndarray) -> np.ndarray | None:
+    """Flat places of what an earlier column of the same row holds: no conflict with itself."""
+    num_columns, found = ids.shape[1], []
+    for column in range(1, num_columns):
+        for first in range(0, len(ids), ROWS):
+            block = ids[first : first + ROWS]
+            is_again = (block[:, :column] == block[:, column : column + 1]).any(axis=1)
+            found.append((first + np.flatnonzero(is_again)) * num_columns + column)
+    return np.concatenate(found) if found else None
