@@ -99,8 +99,15 @@ def staged(folder: Path) -> Iterator[list[Write]]:
 
 
 def make(writes: list[Write], group: Any) -> None:
+    """All of them, also when one fails: ranks wait for each other in some. The first error is raised."""
+    error = None
     while writes:  # each copy is freed when it is written
-        writes.pop(0)(group)
+        try:
+            writes.pop(0)(group)
+        except Exception as found:
+            error = error or found
+    if error is not None:
+        raise error
 
 
 def copied(state: Any) -> Any:
@@ -143,28 +150,6 @@ def begin(trainer: DistTrainer, name: str, work: Write, pushes: list[Callable[[]
         timeout = timedelta(seconds=trainer.args.ddp_timeout)
         trainer._saving_group = dist.new_group(backend="gloo", timeout=timeout)
     trainer._saving = Saving(name, work, pushes, trainer._saving_group)
-
-
-def together(action: Callable[[], Any], group: Any = None) -> list:
-    """What `action` returns on every rank, on every rank. An error of one is raised on all: nobody waits in vain."""
-    result = error = None
-    try:
-        result = action()
-    except Exception as raised:
-        error = raised
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise error
-        return [result]
-    answers: list = [None] * dist.get_world_size()
-    # what went wrong travels in words: not every exception can be pickled
-    dist.all_gather_object(answers, (result, None if error is None else str(error) or repr(error)), group=group)
-    if error is not None:
-        raise error
-    for rank, (_, words) in enumerate(answers):
-        if words is not None:
-            raise RunError(f"rank {rank}: {words}")
-    return [result for result, _ in answers]
 
 
 # ---- (3), (4) ----

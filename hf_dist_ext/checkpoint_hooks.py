@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from . import (
     adapter_folder,
+    agreed,
     async_save,
     checkpointing,
     commit,
@@ -45,6 +46,7 @@ class CheckpointHooks(Trainer):
     _put_off: list | None = None  # while a checkpoint is written: the pushes that wait for its commit
     _as_given: Mapping[str, Any] = {}  # and arguments that are overridden for as long
     _committed_step: int | None = None  # of this run's last checkpoint
+    _run: Mapping[str, Any] | None = None  # which run its checkpoints are of (manifest.py)
     _saving: async_save.Saving | None = None  # a save in flight
     _saving_group: Any = None  # what it talks over
     _frozen_digests: dict[str, str] | None = None  # of the weights that checkpoints leave out
@@ -139,7 +141,7 @@ class CheckpointHooks(Trainer):
             if _internal_call:
                 trainable_checkpoint.save_weights(self, folder)
             else:
-                async_save.together(lambda: trainable_checkpoint.save_weights(self, folder, may_shard=False))
+                agreed.together(lambda: trainable_checkpoint.save_weights(self, folder, may_shard=False))
                 commit.commit_model(self, folder, [trainable_checkpoint.WEIGHTS, trainable_checkpoint.FROZEN])
         elif is_sharded and _internal_call:  # the weights follow in their own format
             checkpointing.save_description(self, folder)
@@ -174,7 +176,6 @@ class CheckpointHooks(Trainer):
             self._frozen_digests = trainable_checkpoint.frozen_digests(bare, self.freeze_plan.saved)
         if self._has_own_arguments:
             resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
-            resume.leave_others_aside(self, resume_from_checkpoint)
             learning_rate.keep_effective_batch(self, resume_from_checkpoint)
             learning_rate.scale(self.args, self.args.world_size // distributed.ranks_per_rows())
         with async_save.ended(self):

@@ -1,9 +1,13 @@
 """A save as one act: write in place, commit, only then rotate, only then push.
 
-(1) before: is there room on the disk? Then the folder is emptied, should an earlier attempt have left it torn
+(1) before: is there room on the disk? Then the folder is emptied, should an earlier attempt have left it torn, and
+    marked as unfinished
 (2) Trainer writes its files, every rank its own; what it would delete or push meanwhile is put off
-(3) all ranks are done: they share the reading, hashing and fsync of the files, and the manifest is written
+(3) all ranks are done: they share the reading, hashing and fsync of the files; rank 0 must see what every rank has
+    written, and writes the manifest
 (4) older complete checkpoints beyond the limit are deleted; the checkpoint is pushed
+
+An error of one rank in any of them ends all ranks with it (agreed.py).
 
 It holds for DistTrainer with DistTrainingArguments; with TrainingArguments a save is the stock one.
 """
@@ -16,6 +20,7 @@ import functools
 import platform
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
-from . import async_save, distributed, lease, manifest, trainable_checkpoint
+from . import agreed, async_save, distributed, lease, manifest, trainable_checkpoint
 from .data_position import data_fingerprint
-from .errors import UsageError
+from .errors import RunError, UsageError
 from .freezing import num_elements
 
 if TYPE_CHECKING:
@@ -49,23 +54,25 @@ def committed(trainer: DistTrainer, trial: Any) -> Iterator[None]:
     args, is_async = trainer.args, trainer.args.save_async
     output_dir = Path(trainer._get_output_dir(trial=trial))
     folder = output_dir / f"checkpoint-{trainer.state.global_step}"
-    async_save.together(lease.check)
+    agreed.together(lease.check)
     check_free_space(trainer, output_dir, folder)  # (1)
-    if args.should_save:
-        manifest.withdraw(folder)
-    trainer.accelerator.wait_for_everyone()
-    with put_off(trainer) as pushes, _full_disk_in_words(output_dir, folder):  # (2)
-        with async_save.staged(folder) if is_async else contextlib.nullcontext([]) as writes:
-            yield
-    content = facts(trainer) if args.should_save else {}
+    with _full_disk_in_words(output_dir, folder):
+        generation = agreed.together(lambda: _begin(args, output_dir, folder))[0]
+    with contextlib.ExitStack() as entered:  # (2)
+        pushes = entered.enter_context(put_off(trainer))
+        entered.enter_context(_full_disk_in_words(output_dir, folder))
+        entered.enter_context(agreed.ends_together(f"writing {folder.name}", args.ddp_timeout))
+        writes = entered.enter_context(async_save.staged(folder)) if is_async else []
+        yield
+    run = {name: (trainer._run or manifest.new_run())[name] for name in ("run_id", "parent")}
+    content = facts(trainer) | run | {"generation": generation} if args.should_save else {}
     best, limit = trainer.state.best_model_checkpoint, args.save_total_limit
 
     def end(group: Any = None) -> None:
         with _full_disk_in_words(output_dir, folder):
-            together = functools.partial(async_save.together, group=group)
+            together = functools.partial(agreed.together, group=group)
             together(lambda: async_save.make(writes, group))
-            names = _share(args, manifest.files_in(folder))  # (3)
-            shares = together(lambda: manifest.record(folder, names))
+            shares = together(lambda: manifest.record(folder, _share(args, manifest.files_in(folder))))  # (3)
             together(lambda: _commit(args, folder, shares, content))
         if args.should_save:  # (4)
             manifest.rotate(output_dir, limit, keep=[best])
@@ -95,17 +102,29 @@ def put_off(trainer: DistTrainer) -> Iterator[list]:
 
 def check_free_space(trainer: DistTrainer, output_dir: Path, folder: Path) -> None:
     """UsageError on every rank when the next checkpoint can not fit: the older ones stay as they are."""
-    needed = free = 0
-    if trainer.is_world_process_zero():
+
+    def look() -> None:
+        if not trainer.is_world_process_zero():
+            return
         output_dir.mkdir(parents=True, exist_ok=True)
         needed, free = int(SPARE * expected_bytes(trainer, output_dir)), shutil.disk_usage(output_dir).free
-        free += sum((folder / name).stat().st_size for name in manifest.files_in(folder))  # which is emptied first
-    needed, free = distributed.exchange([needed >> 10, free >> 10], trainer.args.device)[0]
-    if free < needed:
-        raise UsageError(
-            f"{folder.name} needs about {_size(needed)} and the disk of {output_dir} has {_size(free)} free; nothing "
-            f"was written. {newest(output_dir)} Free space or lower save_total_limit."
-        )
+        if not folder.is_symlink():  # which is emptied first
+            free += sum((folder / name).stat().st_size for name in manifest.files_in(folder))
+        if free < needed:
+            raise UsageError(
+                f"{folder.name} needs about {_size(needed)} and the disk of {output_dir} has {_size(free)} free; "
+                f"nothing was written. {newest(output_dir)} Free space or lower save_total_limit."
+            )
+
+    agreed.together(look)
+
+
+def _begin(args: Any, output_dir: Path, folder: Path) -> int:
+    """The save's generation, of which rank 0's counts."""
+    generation = manifest.History(output_dir).next_generation() if args.process_index == 0 else 0
+    if args.should_save:
+        manifest.begin(folder)
+    return generation
 
 
 def expected_bytes(trainer: DistTrainer, output_dir: Path) -> int:
@@ -140,12 +159,13 @@ def is_full_disk(error: Exception, folder: Path) -> bool:
 
 
 def newest(output_dir: Path) -> str:
-    complete = [path.name for path in manifest.checkpoints_in(output_dir) if not manifest.why_passed_over(path)]
+    history = manifest.History(output_dir)
+    complete = [path.name for path in history.paths if not history.why_passed_over(path)]
     return f"{complete[-1]} is complete and can be resumed." if complete else "There is no older checkpoint."
 
 
-def _size(kibibytes: int) -> str:
-    return f"{kibibytes / 2**20:.2f} GiB" if kibibytes > 1 << 19 else f"{kibibytes / 2**10:.2f} MiB"
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count > 1 << 29 else f"{count / 2**20:.2f} MiB"
 
 
 # ---- (3) ----
@@ -153,29 +173,38 @@ def _size(kibibytes: int) -> str:
 
 def _share(args: Any, files: list[str]) -> list[str]:
     """What this rank reads back: what it wrote itself, and its part of the rest, of its machine's or the first's."""
-    here, names = distributed.processes_here(), []
-    for index, name in enumerate(files):
-        of_rank = OF_RANK.fullmatch(name)
-        # Each machine has a copy of its own of what rank 0 writes when save_on_each_node is set.
-        writer = index % here + (args.process_index // here * here if args.save_on_each_node else 0)
-        if of_rank and args.world_size > 1:
-            writer = int(next(filter(None, of_rank.groups()))) % args.world_size
-        if writer == args.process_index:
-            names.append(name)
-    return names
+    here, of_rank = distributed.processes_here(), {}
+    if args.world_size > 1:
+        of_rank = {name: found for name in files if (found := OF_RANK.fullmatch(name))}
+    names = [name for name in of_rank if _writer(of_rank[name]) % args.world_size == args.process_index]
+    # Machines see each other's files sooner or later, so those do not count here.
+    rest = [name for name in files if name not in of_rank]
+    # Each machine has a copy of its own of what rank 0 writes when save_on_each_node is set.
+    first = args.process_index // here * here if args.save_on_each_node else 0
+    return names + [name for index, name in enumerate(rest) if first + index % here == args.process_index]
+
+
+def _writer(of_rank: re.Match) -> int:
+    return int(next(filter(None, of_rank.groups())))
 
 
 def _commit(args: Any, folder: Path, shares: list[dict], content: dict[str, Any]) -> None:
-    """The manifest of all ranks' records, on a rank that saves."""
+    """The manifest of all ranks' records, on a rank that saves and sees all their files."""
     if not args.should_save:
         return
     if args.save_on_each_node:  # same names, other files: one's own machine counts
         here = distributed.processes_here()
         start = args.process_index // here * here
-        shares = shares[:start] + shares[start + here :] + shares[start : start + here]
+        shares = shares[start : start + here]
     files = {name: entry for share in shares for name, entry in share.items()}
+    words = agreed.wait_until_well(lambda: ", ".join(manifest.problems(folder, {"files": files}, hashes=False)))
+    if words:
+        raise RunError(
+            f"{folder} is not complete where rank {args.process_index} runs, on {socket.gethostname()}: {words}. "
+            "Ranks on other machines wrote it. Give an output_dir that all machines share."
+        )
     lease.check()  # writing took time, in which another run may have taken the folder over
-    manifest.commit(folder, {name: files[name] for name in files if (folder / name).is_file()}, content)
+    manifest.commit(folder, files, content)
 
 
 def facts(trainer: DistTrainer) -> dict[str, Any]:

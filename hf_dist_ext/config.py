@@ -43,7 +43,7 @@ from hf_dist_ext.fields import (
     show,
     source_of,
 )
-from hf_dist_ext.run_folder import checkpoint_to_resume, resume_or_start
+from hf_dist_ext.run_folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.short_names import GONE, SHORT_BOUNDS, SHORT_NAMES, in_long_names
 from hf_dist_ext.task_fields import CONTRASTIVE_FIELDS, check_task_fields
 
@@ -278,6 +278,8 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     if config.stages is not None:  # each stage is checked and resumed as a run of its own
         return run
     _check_rules(run)
+    if not decides_here():
+        return run
     asked = training.pop("resume_from_checkpoint", None)
     if asked == "auto":
         asked = resume_or_start(training)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import commit
-from .async_save import together
+from .agreed import together
 from .errors import RunError
 from .freezing import num_elements
 

@@ -1,14 +1,21 @@
 """The commit record of a checkpoint: `manifest.json`, the last file that is written.
 
-(1) every file is read back once: its size, its SHA-256, and fsync
-(2) the manifest names them all; it is written in place and fsynced, then the folders: now the checkpoint exists
+(1) before a save its folder is emptied and marked as unfinished; then every file is read back once: its size, its
+    SHA-256, and fsync
+(2) the manifest names them all; it is written last, under the mark's name, fsynced and renamed: now the checkpoint
+    exists
 (3) a folder whose manifest is missing, damaged, or names files that are gone, short or altered is no checkpoint
-(4) a run that starts afresh among checkpoints of an earlier one writes down which those are; nothing resumes or
-    rotates them by itself
-(5) rotation counts and deletes complete checkpoints only; folders that were not committed are never touched
+(4) which checkpoint is newer: `generation`, one more than the greatest in the output folder when it was saved. No
+    clock is asked. Manifests of earlier versions have none: they come before all others, in the order of their steps
+(5) which run a checkpoint is of: `run_id`. A start afresh, and one from another checkpoint than the newest (a branch),
+    begins a new run; its `parent` is the checkpoint it began from. `current_run.json` names the run that writes in the
+    output folder, so that a run which is stopped before its first save is known too. Checkpoints of other runs are
+    not resumed or rotated by themselves
+(6) rotation counts and deletes complete checkpoints of the current run only; folders that were not committed, and
+    links, are never touched
 
-Nothing is staged and renamed: a kill at any moment leaves a folder without a manifest, and the older checkpoints as
-they were. Rotation after the commit means that there is one complete checkpoint from the first save on.
+Nothing but the manifest is staged and renamed: a kill at any moment leaves a folder without a manifest, and the older
+checkpoints as they were. Rotation after the commit means that there is one complete checkpoint from the first save on.
 """
 
 from __future__ import annotations
@@ -16,10 +23,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,21 +36,40 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
+UNFINISHED = "manifest.unfinished.json"  # in a folder that is being written: (1)
 DELETED = "manifest.deleted.json"  # what a manifest is called while rotation deletes its folder
-EARLIER = "earlier_checkpoints.json"  # in output_dir: (4)
+RUN = "current_run.json"  # in output_dir: (5)
 FORMAT = 1
 HASH = "sha256"  # of hashlib's the fastest but SHA-1 where the processor has instructions for it: 1.7 GB/s on one core
 BLOCK, READERS = 1 << 20, 4
 
+Place = tuple[int, int]  # generation and step: where a checkpoint stands in the order of (4)
+
 # (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def begin(folder: str | Path) -> None:
+    """Make a folder for a save: empty but for the mark that its save has not ended."""
+    folder = Path(folder)
+    if folder.is_symlink():
+        folder.unlink()  # what it points to is somebody else's
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / MANIFEST).is_file():
+        os.replace(folder / MANIFEST, folder / UNFINISHED)
+    else:
+        (folder / UNFINISHED).touch()
+    sync_folder(folder)
+    _empty(folder, but=UNFINISHED)
 
 
 def files_in(folder: str | Path) -> list[str]:
     """Every file below a folder but the manifest, by its path in it with forward slashes, sorted."""
     folder = Path(folder)
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name not in (MANIFEST, UNFINISHED))
 
 
 def record(folder: str | Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -52,14 +80,14 @@ def record(folder: str | Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 
 def _read(path: Path, sync: bool = False) -> dict[str, Any]:
-    digest, size, block = hashlib.new(HASH), 0, memoryview(bytearray(BLOCK))
+    hashed, size, block = hashlib.new(HASH), 0, memoryview(bytearray(BLOCK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
-            digest.update(block[:count])
+            hashed.update(block[:count])
             size += count
         if sync:
             os.fsync(file.fileno())  # flushes what any process of this machine wrote to the file
-    return {"size": size, HASH: digest.hexdigest()}
+    return {"size": size, HASH: hashed.hexdigest()}
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------
@@ -70,30 +98,37 @@ def commit(folder: str | Path, files: Mapping[str, Mapping[str, Any]], facts: Ma
     folder = Path(folder)
     content = {"format": FORMAT, "saved_at": time.time(), **facts, "files": dict(sorted(files.items()))}
     content["checksum"] = _checksum(content)
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+    for path in {folder / Path(name).parent for name in files}:
+        sync_folder(path)
+    _write(folder / MANIFEST, folder / UNFINISHED, content)
+    sync_folder(folder.parent)
+
+
+def _write(path: Path, staged: Path, content: Mapping[str, Any]) -> None:
+    """A small JSON file that is whole whenever it is there."""
+    with open(staged, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    for path in {folder / Path(name).parent for name in files} | {folder, folder.parent}:
-        _sync_folder(path)
+    os.replace(staged, path)
+    sync_folder(path.parent)
 
 
-def withdraw(folder: str | Path) -> None:
-    """Make a folder empty and no checkpoint, before another one of the same step is written there."""
-    folder = Path(folder)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    if folder.is_dir():
-        _sync_folder(folder)
-        for path in sorted(folder.iterdir(), key=lambda path: path.name == DELETED):  # that mark last
+def _empty(folder: Path, but: str = "") -> None:
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == DELETED):  # that mark last
+        if path.name != but:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    rest = {name: value for name, value in content.items() if name != "checksum"}
-    return hashlib.new(HASH, json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return digest({name: value for name, value in content.items() if name != "checksum"})
 
 
-def _sync_folder(folder: Path) -> None:
+def digest(content: Any) -> str:
+    return hashlib.new(HASH, json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
     if os.name == "nt":
         return  # a folder can not be opened there
     handle = os.open(folder, os.O_RDONLY)
@@ -115,6 +150,8 @@ def read(folder: str | Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}). Use another checkpoint.") from error
     except ValueError:
         content = None
     if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
@@ -147,89 +184,163 @@ def why_incomplete(folder: str | Path, hashes: bool = False) -> str:
     except UsageError as error:
         return str(error).partition(". ")[0]
     if manifest is None:
-        return f"no {MANIFEST}: the save did not end, or another program wrote it"
+        other = "" if is_unfinished(folder) else ", or another program wrote it"
+        return f"no {MANIFEST}: the save did not end{other}"
     return ", ".join(problems(folder, manifest, hashes))
 
 
-def checkpoints_in(folder: str | Path) -> list[Path]:
-    """The `checkpoint-N` folders, oldest first, by the time of their commit, or else of their last new file.
+def is_unfinished(folder: str | Path) -> bool:
+    """Whether a save of ours has begun there and not ended."""
+    return Path(folder, UNFINISHED).is_file() and not Path(folder, MANIFEST).is_file()
 
-    The time counts, not the number: who went back to step 3 and trained on wants that, not the abandoned step 9.
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def checkpoints_in(folder: str | Path) -> list[Path]:
+    """The `checkpoint-N` folders, oldest first; those without a readable manifest come last, in the order of steps.
+
+    The generation counts, not the step: who went back to step 3 and trained on wants that, not the abandoned step 9.
     """
-    found = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: (_saved_at(path), step_of(path)))
+    return History(folder).paths
 
 
 def step_of(folder: Path) -> int:
     return int(folder.name.partition("-")[2])
 
 
-def _saved_at(folder: Path) -> float:
+def place(folder: Path, content: Mapping[str, Any]) -> Place:
+    return content.get("generation", 0), content["step"] if "step" in content else step_of(folder)
+
+
+class History:
+    """What the manifests of an output folder and its `current_run.json` say, read once.
+
+    `paths`: its checkpoint folders in order; `run`: the current run's id, its parent, and the folders without a
+    manifest that were there when it began.
+    """
+
+    def __init__(self, output_dir: str | Path):
+        self.output_dir = Path(output_dir)
+        found = (path for path in self.output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+        self.manifests = {path: _readable(path) for path in found if path.is_dir()}
+        self.paths = sorted(self.manifests, key=self._order)
+        self.run = self._current_run()
+        self._line = self._places_of_runs()
+
+    def next_generation(self) -> int:
+        return 1 + max((content.get("generation", 0) for content in self._contents()), default=0)
+
+    def is_of_earlier_run(self, path: Path) -> bool:
+        """Whether a checkpoint is of a run that the current one replaced, or was left when a run went back."""
+        content = self.manifests[path]
+        if content is None:
+            return path.name in self.run["replaces"]
+        return place(path, content) > self._line.get(_run_of(content), (-1, -1))
+
+    def why_passed_over(self, path: Path) -> str:
+        """Why a run that looks for its own newest checkpoint does not take this one, in words; empty when it may."""
+        if not self.is_of_earlier_run(path):
+            return why_incomplete(path)
+        went_back = self.manifests[path] is not None and _run_of(self.manifests[path]) in self._line
+        return (
+            "the run went back to an older one"
+            if went_back
+            else "of an earlier run in this folder, which a later one replaced"
+        )
+
+    def _contents(self) -> list[dict[str, Any]]:
+        return [content for path in self.paths if (content := self.manifests[path])]
+
+    def _order(self, path: Path) -> tuple[bool, int, int]:
+        content = self.manifests[path]
+        return (True, 0, step_of(path)) if content is None else (False, *place(path, content))
+
+    def _current_run(self) -> dict[str, Any]:
+        path = self.output_dir / RUN
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:  # its checkpoints were copied here, or an earlier version wrote them
+            newest = self._contents()[-1:] or [{}]
+            return {"run_id": _run_of(newest[0]), "parent": newest[0].get("parent"), "replaces": []}
+        except ValueError:
+            raise UsageError(f"{path} is damaged. Delete it and give the path of the checkpoint to resume.") from None
+
+    def _places_of_runs(self) -> dict[str, Place]:
+        """run_id -> the last place of that run which the current one continues; the current one's own have no end."""
+        parents = {_run_of(content): content.get("parent") for content in self._contents()}
+        found, run_id, parent, last = {}, self.run["run_id"], self.run["parent"], (1 << 62, 0)
+        while run_id not in found:
+            found[run_id] = last
+            if parent is None:
+                break
+            run_id, last = parent["run_id"], (parent["generation"], parent["step"])
+            parent = parents.get(run_id)
+        return found
+
+
+def _readable(folder: Path) -> dict[str, Any] | None:
     with contextlib.suppress(UsageError):
-        if content := read(folder):
-            return content["saved_at"]
-    return folder.stat().st_mtime
+        return read(folder)
+    return None
 
 
-# (4) ---------------------------------------------------------------------------------------------------------------
-
-
-def set_aside(output_dir: str | Path, but: str | Path | None = None) -> list[Path]:
-    """Write down that the checkpoints which are there now, `but` one, are an earlier run's; returns those that were
-    not known as such."""
-    output_dir = Path(output_dir)
-    earlier = [path for path in checkpoints_in(output_dir) if but is None or path.resolve() != Path(but).resolve()]
-    new = [path for path in earlier if not is_of_earlier_run(path)]
-    if earlier:
-        with open(output_dir / f"{EARLIER}.new", "w", encoding="utf-8") as file:
-            json.dump({path.name: _saved_at(path) for path in earlier}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, output_dir / EARLIER)
-        _sync_folder(output_dir)
-    else:
-        (output_dir / EARLIER).unlink(missing_ok=True)
-    return new
-
-
-def is_of_earlier_run(folder: str | Path) -> bool:
-    """Whether a checkpoint was there before this run, or the one it continues, started afresh."""
-    folder = Path(folder)
-    try:
-        earlier = json.loads((folder.parent / EARLIER).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return False
-    except ValueError:
-        raise UsageError(f"{folder.parent / EARLIER} is damaged. Give the path of the checkpoint to resume.") from None
-    return folder.name in earlier and earlier[folder.name] == _saved_at(folder)
-
-
-def why_passed_over(folder: str | Path) -> str:
-    """Why a run that looks for its own newest checkpoint does not take this one, in words; empty when it may."""
-    if is_of_earlier_run(folder):
-        return "of an earlier run in this folder, which a later one replaced"
-    return why_incomplete(folder)
+def _run_of(content: Mapping[str, Any]) -> str:
+    return content.get("run_id", "")  # earlier versions gave their runs no id
 
 
 # (5) ---------------------------------------------------------------------------------------------------------------
 
 
+def new_run(parent: Path | None = None, replaces: Iterable[str] = ()) -> dict[str, Any]:
+    """What `current_run.json` says of a run that starts afresh, or from the checkpoint `parent`."""
+    content = None if parent is None else read(parent)
+    origin = None
+    if content is not None:
+        generation, step = place(parent, content)
+        origin = {"run_id": _run_of(content), "generation": generation, "step": step}
+    return {"run_id": uuid.uuid4().hex, "parent": origin, "replaces": list(replaces)}
+
+
+def begin_run(output_dir: str | Path, parent: Path | None = None) -> dict[str, Any]:
+    """A new run writes in `output_dir` from now on; returns what its manifests say of it."""
+    history = History(output_dir)
+    unmarked = [path for path in history.paths if history.manifests[path] is None and path != parent]
+    run = new_run(parent, [path.name for path in unmarked])
+    write_run(output_dir, run)
+    return run
+
+
+def write_run(output_dir: str | Path, run: Mapping[str, Any]) -> None:
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    _write(Path(output_dir, RUN), Path(output_dir, f"{RUN}.new"), run)
+
+
+# (6) ---------------------------------------------------------------------------------------------------------------
+
+
 def rotate(output_dir: str | Path, limit: int | None, keep: Iterable[str | Path | None] = ()) -> list[Path]:
     """Delete the oldest complete checkpoints until `limit` are left; returns what was deleted.
 
-    Never the newest, never one of `keep` (the best), never a folder that was not committed or is an earlier run's.
-    A deletion that was interrupted is finished.
+    Never the newest, never one of `keep` (the best), never a link, a folder that was not committed or one of another
+    run. A deletion that was interrupted is finished. What cannot be deleted is a warning: the save itself went well.
     """
     if not limit or limit < 0:
         return []
+    history = History(output_dir)
     kept = {Path(path).resolve() for path in keep if path is not None}
-    complete = [path for path in checkpoints_in(output_dir) if not why_passed_over(path)]
+    paths = [path for path in history.paths if not path.is_symlink()]
+    complete = [path for path in paths if not history.why_passed_over(path)]
     may_go = [path for path in complete[:-1] if path.resolve() not in kept]
-    deleted = may_go[: max(len(complete) - limit, 0)]
-    for path in deleted:
-        os.replace(path / MANIFEST, path / DELETED)
-    for path in checkpoints_in(output_dir):
-        if (path / DELETED).is_file():
-            withdraw(path)
-            path.rmdir()
+    chosen, deleted = may_go[: max(len(complete) - limit, 0)], []
+    for path in paths:
+        try:
+            if path in chosen:
+                os.replace(path / MANIFEST, path / DELETED)
+            if (path / DELETED).is_file():
+                _empty(path)
+                path.rmdir()
+                deleted.append(path)
+        except OSError as error:
+            logger.warning(f"{path} is more than save_total_limit={limit} allows, and cannot be deleted: {error}")
     return deleted

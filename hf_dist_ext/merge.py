@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 NOT_PROCESSOR = {
     manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
-    "metrics.json", "run.json", "plan.json", "towers.json", manifest.EARLIER, trainable_checkpoint.FROZEN,
+    "metrics.json", "run.json", "plan.json", "towers.json", manifest.RUN, trainable_checkpoint.FROZEN,
 }  # fmt: skip
 PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order

@@ -1,9 +1,11 @@
 """Which checkpoint a run continues from, and whether it holds all that continuing needs.
 
-(1) the newest complete one, or the one that was named: sizes by every rank, hashes shared by the ranks
+(1) rank 0 decides, once per start: the newest complete one, or the one that was named. The others wait until they see
+    that very checkpoint; then all share the comparing of hashes
 (2) strict: optimizer, schedule, scaler, this rank's random state and the loss's parameters must be there
 (3) weights only, when that is asked for: from any form a checkpoint has, before anything is wrapped
-(4) a run that starts afresh among checkpoints leaves them aside, for itself and for those that continue it
+(4) a run that starts afresh among checkpoints, or from another one than the newest, leaves the others aside, for
+    itself and for those that continue it
 
 Trainer goes on without most of (2) and says nothing; here it is an error on every rank. Without DistTrainingArguments
 everything is Trainer's.
@@ -11,17 +13,18 @@ everything is Trainer's.
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer, set_seed
 from transformers.utils import logging
 
-from . import deepspeed_checkpoint, distributed, manifest, tensor_parallel, trainable_checkpoint, trusted
+from . import agreed, deepspeed_checkpoint, distributed, manifest, tensor_parallel, trainable_checkpoint, trusted
 from .checkpointing import LOSS_OPTIMIZER, LOSS_WEIGHTS, load_loss
 from .errors import UsageError
 from .modeling import check_weights, load_weights
@@ -39,21 +42,106 @@ SHARDED_BY_FSDP = "pytorch_model_fsdp_0"  # what accelerate calls it
 
 
 def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
-    """What `train(resume_from_checkpoint=...)` means: the path of a complete checkpoint, or None."""
-    args, output_dir, passed_over = trainer.args, Path(trainer.args.output_dir), {}
+    """What `train(resume_from_checkpoint=...)` means on rank 0: the path of a complete checkpoint, or None."""
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    _check_shared(args)
+    asked = agreed.together(lambda: asked)[0]
     if args.resume_weights_only and asked in (None, False):
         raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
-    while True:
-        folder = checkpoint_to_resume(asked, output_dir, passed_over)
-        if folder is None:
-            return None
-        broken = _altered(trainer, folder)
+    passed_over: dict[Path, str] = {}
+    while (folder := _decided(args, lambda: checkpoint_to_resume(asked, output_dir, passed_over))) is not None:
+        broken = _altered(args, folder)
         if not broken:
             break
         if asked is not True:
-            hint = another(folder, manifest.checkpoints_in(output_dir))
+            hint = another(folder, output_dir)
             raise UsageError(f"{folder} is incomplete: {', '.join(broken)}. {hint}")
         passed_over[folder] = ", ".join(broken)
+    path = None if folder is None else _continue(trainer, folder, passed_over)
+    _begin_or_continue_run(trainer, folder, asked)  # (4): nothing is written down before everything was looked at
+    return path
+
+
+def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
+    """The folder that `decide` names on rank 0, where this rank sees it."""
+    output_dir = Path(args.output_dir)
+
+    def on_first_rank() -> str | None:
+        folder = decide() if args.process_index == 0 else None
+        if folder is None:
+            return None
+        # machines may see the output folder under different paths
+        return str(folder.relative_to(output_dir) if folder.is_relative_to(output_dir) else folder.absolute())
+
+    name = agreed.together(on_first_rank)[0]
+    if name is not None:
+        wait_to_see(args, output_dir / name)
+    return None if name is None else output_dir / name
+
+
+def wait_to_see(args: Any, folder: Path) -> None:
+    """Returns when all machines see this folder as rank 0 does, down to its manifest; UsageError when they do not."""
+    wanted = agreed.together(lambda: _identity(folder, args) if args.process_index == 0 else None)[0]
+
+    def look() -> str:
+        try:
+            found, broken = _identity(folder, args), ""
+            if (folder / manifest.MANIFEST).is_file():
+                broken = manifest.why_incomplete(folder)
+        except (UsageError, OSError) as error:  # half of it may be there already
+            return str(error)
+        return broken if found == wanted else f"{found[0]} instead of {wanted[0]}"
+
+    if words := agreed.unseen(look):
+        raise UsageError(
+            f"rank 0 goes on from {folder}, which other machines do not see as rank 0 does: {words}. Give an "
+            "output_dir that all machines share."
+        )
+
+
+def _identity(folder: Path, args: Any) -> tuple[str, str]:
+    """What a folder holds, in words and as a digest."""
+    if not folder.is_dir():
+        return f"no folder {folder.name}", ""
+    content = manifest.read(folder)
+    if content is None:
+        sizes = [(name, (folder / name).stat().st_size) for name in manifest.files_in(folder)]
+        return f"{len(sizes)} files without a {manifest.MANIFEST}", manifest.digest(sizes)
+    known = [f"{name} {content[name]}" for name in ("step", "generation", "run_id") if name in content]
+    if args.save_on_each_node:  # each machine's manifest names its own files
+        return f"a {manifest.MANIFEST} of {', '.join(known)}", ""
+    return f"a {manifest.MANIFEST} of {', '.join([*known, 'checksum ' + content['checksum'][:8]])}", content[
+        "checksum"
+    ]
+
+
+def _check_shared(args: Any) -> None:
+    """Found before training, not when the first checkpoint lacks what another machine wrote."""
+    if distributed.processes_here() >= args.world_size or args.save_on_each_node:
+        return
+
+    def write() -> str | None:
+        if args.process_index:
+            return None
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        probe = Path(args.output_dir, f".seen-by-all-{uuid.uuid4().hex}")
+        probe.touch()
+        return probe.name
+
+    probe = Path(args.output_dir, agreed.together(write)[0])
+    words = agreed.unseen(lambda: "" if probe.is_file() else f"no {probe.name}")
+    if args.process_index == 0:
+        probe.unlink()
+    if words:
+        raise UsageError(
+            f"output_dir={args.output_dir} is not one folder for all machines. Rank 0 wrote a file there, and others "
+            f"see: {words}. Give a folder that all machines share."
+        )
+
+
+def _continue(trainer: DistTrainer, folder: Path, passed_over: Mapping[Path, str]) -> str | None:
+    """The checks of what is resumed; its path, or None when its weights are all that is taken, and are taken now."""
+    args = trainer.args
     trusted.check_metadata(folder, args.trust_checkpoint)
     if trainer.is_world_process_zero():
         for path, reason in passed_over.items():
@@ -82,29 +170,29 @@ def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
     return str(folder)
 
 
-def _altered(trainer: DistTrainer, folder: Path) -> list[str]:
+def _altered(args: Any, folder: Path) -> list[str]:
     """What the hashes say, found by all ranks together; empty without a manifest."""
-    args, content = trainer.args, manifest.read(folder)
-    if content is None or not args.verify_checkpoint_hashes:
-        return []
     share = slice(args.process_index, None, args.world_size)
-    return _everyones(trainer, manifest.problems(folder, content, share=share))
+    if args.save_on_each_node:  # each machine has files of its own
+        here = distributed.processes_here()
+        share = slice(args.process_index % here, None, here)
+
+    def look() -> list[str]:
+        content = manifest.read(folder) if args.verify_checkpoint_hashes else None
+        return [] if content is None else manifest.problems(folder, content, share=share)
+
+    return _everyones(look)
 
 
-def _everyones(trainer: DistTrainer, words: list[str]) -> list[str]:
+def _everyones(look: Callable[[], list[str]]) -> list[str]:
     """The words of all ranks, each once, in order: what makes one rank stop must stop all."""
-    if trainer.args.world_size == 1:
-        return words
-    shares: list[Any] = [None] * trainer.args.world_size
-    dist.all_gather_object(shares, words)
-    return list(dict.fromkeys(word for share in shares for word in share))
+    return list(dict.fromkeys(word for words in agreed.together(look) for word in words))
 
 
 # ---- (2) ----
 
 
 def _check_complete(trainer: DistTrainer, folder: Path) -> None:
-    missing = missing_from_checkpoint(folder)
     needed = []
     if getattr(trainer.accelerator, "scaler", None) is not None:
         needed.append("scaler.pt")
@@ -113,8 +201,13 @@ def _check_complete(trainer: DistTrainer, folder: Path) -> None:
     world_size = saved_world_size(folder)
     if (world_size, saved_tensor_parallel_size(folder)) == (trainer.args.world_size, distributed.ranks_per_rows()):
         needed.append(f"rng_state_{trainer.args.process_index}.pth" if world_size > 1 else "rng_state.pth")
-    missing += [f"{name} is missing" for name in needed if not (folder / name).is_file()]
-    if missing := _everyones(trainer, missing):
+
+    def look() -> list[str]:
+        return missing_from_checkpoint(folder) + [
+            f"{name} is missing" for name in needed if not (folder / name).is_file()
+        ]
+
+    if missing := _everyones(look):
         raise UsageError(
             f"{folder} can not be continued: {', '.join(missing)}. With resume_weights_only its weights are taken and "
             "everything else starts anew."
@@ -221,19 +314,33 @@ def _load_whole(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path
 # ---- (4) ----
 
 
-def leave_others_aside(trainer: DistTrainer, folder: str | None) -> None:
-    """What else lies in output_dir when a run begins there; `folder` is what it resumes, None when it starts afresh.
+def _begin_or_continue_run(trainer: DistTrainer, folder: Path | None, asked: bool | str | None) -> None:
+    """Which run the checkpoints of this start are of; `folder` is what it resumes, None when it starts afresh.
 
     Without this, a run that is stopped before its first save would be continued from the run that it replaced.
     """
     args, output_dir = trainer.args, Path(trainer.args.output_dir)
-    if not args.should_save or args.resume_weights_only or trainer.hp_search_backend is not None:
-        return  # weights only: the next attempt shall take them from there too
-    is_here = folder is not None and Path(folder).resolve().parent == output_dir.resolve()
-    if is_here and not manifest.is_of_earlier_run(folder):
+
+    def decide() -> tuple[dict[str, Any], bool]:
+        if args.process_index or trainer.hp_search_backend is not None:  # a search has a folder for each trial
+            return manifest.new_run(), False
+        history = manifest.History(output_dir)
+        is_here = folder is not None and folder.resolve().parent == output_dir.resolve()
+        whole = [path for path in history.paths if not history.why_passed_over(path)]
+        is_newest = asked is True or (is_here and whole[-1:] == [output_dir / folder.name])
+        if is_here and is_newest and history.run["run_id"] and not args.resume_weights_only:
+            return history.run, False
+        return manifest.begin_run(output_dir, folder), True
+
+    trainer._run, is_new = agreed.together(decide)[0]
+    if is_new and args.should_save and args.process_index:  # save_on_each_node
+        manifest.write_run(output_dir, trainer._run)
+    if not is_new or not trainer.is_world_process_zero():
         return
-    if others := manifest.set_aside(output_dir, but=folder):
+    history = manifest.History(output_dir)
+    others = [path.name for path in history.paths if history.is_of_earlier_run(path)]
+    if others:
         logger.warning(
-            f"{output_dir} holds {', '.join(path.name for path in others)} of an earlier run. This one does not "
-            f"resume or delete them ({manifest.EARLIER} lists them); a save of the same step takes their place."
+            f"{output_dir} holds {', '.join(others)} of an earlier run. This one does not resume or delete them "
+            f"({manifest.RUN} says which run it is); a save of the same step takes their place."
         )

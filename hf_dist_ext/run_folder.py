@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from hf_dist_ext.errors import UsageError
 OF_THE_LOSS = ("loss.safetensors", "loss_optimizer.pt")  # its own parameters, beside the model's
 
 # (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def decides_here() -> bool:
+    """Whether this process looks into the folder for all: the launcher, a process alone, rank 0. What it decides the
+    other ranks are told (resume.py), who may not see the folder as it does."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def missing_from_checkpoint(folder: Path) -> list[str]:
@@ -60,46 +67,60 @@ def checkpoint_to_resume(
     if asked is None or asked is False:
         return None
     passed_over = {} if passed_over is None else passed_over
-    earlier = manifest.checkpoints_in(output_dir)
     if asked is not True:
-        return _named(Path(asked), earlier)
-    if not earlier:
+        return _named(Path(asked), output_dir)
+    history = _history(output_dir)
+    if not history.paths:
         raise UsageError(  # begins as Trainer's, as the next one: programs look for these words and start afresh
             f"No valid checkpoint found in output directory ({output_dir}): it holds no checkpoint-N folder. "
             "Remove resume_from_checkpoint to start afresh, or give the checkpoint's path."
         )
-    for checkpoint in reversed(earlier):
+    for checkpoint in reversed(history.paths):
         if checkpoint in passed_over:
             continue
-        if not (reason := manifest.why_passed_over(checkpoint)):
+        if not (reason := history.why_passed_over(checkpoint)):
             return checkpoint
         passed_over[checkpoint] = reason
     # What was not committed may still be whole: the stock Trainer's. It is for the user to say so, as it is for those
     # of an earlier run.
-    whole = [path for path in earlier if not missing_from_checkpoint(path) and _may_be_meant(path)]
+    whole = [path for path in history.paths if not missing_from_checkpoint(path) and _may_be_meant(history, path)]
     hint = f"Give --resume_from_checkpoint {whole[-1]} to use that one as it is." if whole else "Start afresh."
     reasons = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over.items())
     raise UsageError(f"{output_dir} holds no complete checkpoint ({reasons}). {hint}")
 
 
-def _may_be_meant(checkpoint: Path) -> bool:
-    is_marked = (checkpoint / manifest.MANIFEST).is_file()
-    return not is_marked or (manifest.is_of_earlier_run(checkpoint) and not manifest.why_incomplete(checkpoint))
+def _history(output_dir: Path) -> manifest.History:
+    """UsageError where only an earlier version knew which checkpoints are of a run that was replaced."""
+    history, record = manifest.History(output_dir), output_dir / "earlier_checkpoints.json"
+    if not history.run["run_id"] and record.is_file():
+        raise UsageError(
+            f"{record} is of an earlier version of hf_dist_ext. It lists checkpoints of a run that was replaced, and "
+            "is not read any more. Give the path of the checkpoint to resume."
+        )
+    return history
 
 
-def _named(checkpoint: Path, earlier: list[Path]) -> Path:
+def _may_be_meant(history: manifest.History, checkpoint: Path) -> bool:
+    if history.manifests[checkpoint] is None:
+        return not manifest.is_unfinished(checkpoint)
+    return history.is_of_earlier_run(checkpoint) and not manifest.why_incomplete(checkpoint)
+
+
+def _named(checkpoint: Path, output_dir: Path) -> Path:
     if not checkpoint.is_dir():
+        earlier = manifest.checkpoints_in(output_dir)
         hint = f"Newest in output_dir: {earlier[-1]}" if earlier else "Give the path of a checkpoint-N folder."
         raise UsageError(f"Can't find a valid checkpoint at {checkpoint}: no such folder. {hint}")
-    is_marked = (checkpoint / manifest.MANIFEST).is_file()
-    if broken := manifest.why_incomplete(checkpoint) if is_marked else ", ".join(missing_from_checkpoint(checkpoint)):
-        raise UsageError(f"{checkpoint} is incomplete: {broken}. {another(checkpoint, earlier)}")
+    is_ours = any((checkpoint / name).is_file() for name in (manifest.MANIFEST, manifest.UNFINISHED))
+    if broken := manifest.why_incomplete(checkpoint) if is_ours else ", ".join(missing_from_checkpoint(checkpoint)):
+        raise UsageError(f"{checkpoint} is incomplete: {broken}. {another(checkpoint, output_dir)}")
     return checkpoint
 
 
-def another(checkpoint: Path, earlier: list[Path]) -> str:
+def another(checkpoint: Path, output_dir: Path) -> str:
     """What to do instead of resuming a checkpoint that is not whole."""
-    whole = [path for path in earlier if path != checkpoint and not manifest.why_passed_over(path)]
+    history = manifest.History(output_dir)
+    whole = [path for path in history.paths if path != checkpoint and not history.why_passed_over(path)]
     return f"Newest that is complete: {whole[-1]}" if whole else "Remove resume_from_checkpoint to start afresh."
 
 
@@ -109,10 +130,12 @@ def resume_or_start(training: dict[str, Any]) -> bool | None:
     A job that was killed during its first save has left torn folders: it starts afresh over them. So does one that
     was killed before it, over the checkpoints of the run that it replaces.
     """
-    earlier = manifest.checkpoints_in(Path(training["output_dir"]))
-    if not all(missing_from_checkpoint(path) or manifest.is_of_earlier_run(path) for path in earlier):
-        return True
-    if earlier:
+    history = _history(Path(training["output_dir"]))
+    for path in history.paths:
+        is_torn = manifest.is_unfinished(path) or missing_from_checkpoint(path)
+        if not is_torn and not history.is_of_earlier_run(path):
+            return True
+    if history.paths:
         training["overwrite_output_dir"] = True
     return None
 
@@ -142,7 +165,7 @@ def check_output_dir(training: dict[str, Any]) -> None:
     if not found or continues or training.get("overwrite_output_dir"):
         return
     elsewhere = ", and the checkpoint to resume is not in it" if resumed else ""
-    has_checkpoints = manifest.checkpoints_in(folder) or any(folder.glob("stage_*"))
+    has_checkpoints = any(folder.glob("checkpoint-*")) or any(folder.glob("stage_*"))
     resume = "" if resumed or not has_checkpoints else "--resume_from_checkpoint to continue it, "
     raise UsageError(
         f"output_dir={folder} holds another run ({found[0]}){elsewhere}. Give {resume}--overwrite_output_dir to "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext import manifest
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run_folder import checkpoint_to_resume, resume_or_start
+from hf_dist_ext.run_folder import checkpoint_to_resume, decides_here, resume_or_start
 
 if TYPE_CHECKING:
     from hf_dist_ext.config import Run
@@ -96,7 +96,7 @@ def is_finished(stage: Run) -> bool:
 
 def _resume(run: Run, stages: list[Run]) -> None:
     asked = run.training.get("resume_from_checkpoint")
-    if asked is None or asked is False:
+    if asked is None or asked is False or not decides_here():
         return
     output_dir = Path(run.training["output_dir"])
     if asked == "auto":
@@ -121,8 +121,7 @@ def _resume(run: Run, stages: list[Run]) -> None:
         unfinished = [stage for stage in stages if not stage.is_done]
         if unfinished:
             folder = Path(unfinished[0].training["output_dir"])
-            its_own = (path for path in manifest.checkpoints_in(folder) if not manifest.is_of_earlier_run(path))
-            has_some = unfinished[0] is stages[0] or any(its_own)
+            has_some = unfinished[0] is stages[0] or resume_or_start({"output_dir": str(folder)})
             if has_some and checkpoint_to_resume(True, folder):
                 unfinished[0].training["resume_from_checkpoint"] = True
         return

@@ -8,7 +8,8 @@ in a folder and the next one starts as a run from that folder would; resuming ta
 (3) after a stage all ranks gather the whole weights, the first one writes them, adapters merged: into the stage's
     folder, those of the last stage into output_dir. Weights of another precision than most stand in a file of their
     own, bit for bit
-(4) the mark: a manifest in the stage's folder, written last, with the stage's report and what has trained so far
+(4) the mark: a manifest in the stage's folder, written when the weights are on the disk, with the stage's report and
+    what has trained so far
 
 The marks of a stage that starts, and of those after it, are withdrawn, and the checkpoints of those after it are left
 aside: they belong to another attempt.
@@ -25,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from . import manifest, tensor_parallel
+from . import agreed, lease, manifest, resume, tensor_parallel
 from .adapters import merged_weights, name_without_adapters
 from .config import Run
 from .errors import UsageError
@@ -34,18 +35,24 @@ from .tasks import Parts, build_parts, make_arguments
 from .trainer import DistTrainer
 
 OTHER_PRECISION = "other_precision.safetensors"
+RESUME = "resume_from_checkpoint"
 
 TrainOnce = Callable[[Run, Any, Parts], tuple[DistTrainer, dict[str, Any]]]
 
 
 def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
     """Train what is not finished; every stage's report, in order. `train_once` trains parts and reports."""
-    todo = [stage for stage in run.stages if not stage.is_done]
     for stage in run.stages:  # (1)
         with _naming(stage):
-            make_arguments(stage)
+            args = make_arguments(stage)
+    decided = agreed.together(lambda: [(stage.is_done, stage.training.get(RESUME)) for stage in run.stages])[0]
+    for stage, (is_done, asked) in zip(run.stages, decided, strict=True):  # as rank 0 has found the folders
+        stage.is_done, stage.training[RESUME] = is_done, asked
+    todo = [stage for stage in run.stages if not stage.is_done]
     for index, stage in enumerate(run.stages):
         if stage in todo:
+            if index:
+                resume.wait_to_see(args, Path(run.stages[index - 1].training["output_dir"]))
             _start_from(stage, run.stages[index - 1] if index else None)
             args = make_arguments(stage)
             parts = build_parts(stage, args)
@@ -59,10 +66,15 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
                 for other in run.stages[index:]:
                     Path(other.training["output_dir"], manifest.MANIFEST).unlink(missing_ok=True)
                 for other in run.stages[index + 1 :]:
-                    manifest.set_aside(other.training["output_dir"])
+                    if manifest.checkpoints_in(other.training["output_dir"]):
+                        manifest.begin_run(other.training["output_dir"])
             _train(run, stage, args, parts, train_once)
             del parts
             gc.collect()
+    return agreed.together(lambda: args.process_index == 0 and _reports(run))[0]
+
+
+def _reports(run: Run) -> list[dict[str, Any]]:
     return [manifest.read(stage.training["output_dir"])["stage"] for stage in run.stages]
 
 
@@ -72,8 +84,9 @@ def _train(run: Run, stage: Run, args: Any, parts: Parts, train_once: TrainOnce)
     folder = Path(run.training["output_dir"] if is_last else args.output_dir)
     facts = {"stage": {"name": stage.name} | _in_short(report) | report} | write_model(trainer, folder)  # (3)
     if args.should_save:
-        files = [] if is_last else _own_files(folder)
-        manifest.commit(args.output_dir, manifest.record(folder, files), facts)  # (4)
+        files = manifest.record(folder, _own_files(folder))  # on the disk from here on
+        manifest.sync_folder(folder)
+        manifest.commit(args.output_dir, {} if is_last else files, facts)  # (4)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
 
@@ -176,9 +189,9 @@ def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
 
 
 def _own_files(folder: Path) -> list[str]:
-    """The model's files of a stage's folder: neither checkpoints nor logs, which change or go."""
-    found = (name for name in manifest.files_in(folder))
-    return [name for name in found if not name.startswith(("checkpoint-", "runs/")) and name != "metrics.jsonl"]
+    """The model's files of a stage's folder or the run's: neither checkpoints nor logs, which change or go."""
+    others = ("checkpoint-", "stage_", "runs/", "metrics.jsonl", manifest.RUN, lease.NAME)
+    return [name for name in manifest.files_in(folder) if not name.startswith(others)]
 
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
-from hf_dist_ext import async_save, commit, manifest
+from hf_dist_ext import agreed, async_save, commit, manifest
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
@@ -214,6 +214,6 @@ def test_deepspeed_is_refused_with_the_reason(tmp_path, monkeypatch):
 
 
 def test_ranks_that_are_alone_get_their_own_error():
-    assert async_save.together(lambda: 3) == [3] and commit.SPARE > 1
+    assert agreed.together(lambda: 3) == [3] and commit.SPARE > 1
     with pytest.raises(KeyError):
-        async_save.together(lambda: {}["missing"])
+        agreed.together(lambda: {}["missing"])

@@ -4,7 +4,10 @@ import importlib.util
 import itertools
 import json
 import logging
+import os
+import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,89 @@ def test_an_earlier_runs_checkpoint_that_is_named_is_continued_from_then_on(whol
     resumed = make(copied)
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(weights(resumed), whole[1])
+
+
+def test_a_run_that_went_back_goes_on_from_there_also_before_its_first_save(whole, copied, caplog):
+    make(copied, max_steps=3, save_strategy="no").train(resume_from_checkpoint=str(copied / "checkpoint-2"))
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-2", "it was stopped before its first save"
+    with caplog.at_level(logging.WARNING):
+        make(copied, max_steps=5, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert any("checkpoint-4 is passed over: the run went back" in record.message for record in caplog.records)
+    left = sorted(path.name for path in copied.glob("checkpoint-*"))
+    assert left == ["checkpoint-5", "checkpoint-6"], "step 4 took the place of what it left there, step 6 is kept"
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-5"
+    content, first = manifest.read(copied / "checkpoint-5"), manifest.read(whole[0] / "checkpoint-2")
+    assert content["generation"] == 5 and [first["run_id"], first["generation"]] != [content["run_id"], 1]
+    assert content["parent"] == {"run_id": first["run_id"], "generation": 1, "step": 2} and first["parent"] is None
+    resumed = make(copied)
+    resumed.train(resume_from_checkpoint=str(copied / "checkpoint-6"))
+    assert torch.equal(weights(resumed), whole[1]), "the abandoned one can be named"
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_wrong_changes_neither_what_is_resumed_nor_what_is_deleted(tmp_path, monkeypatch, hours):
+    right = time.time
+    make(tmp_path, max_steps=4, save_total_limit=1).train()
+    monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
+    make(tmp_path, max_steps=5, save_total_limit=1, save_steps=5).train(resume_from_checkpoint=True)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
+    os.utime(tmp_path / "checkpoint-5", (right() - 3600 * hours,) * 2)
+    monkeypatch.setattr(time, "time", right)
+    make(tmp_path, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_checkpoints_of_an_earlier_version_are_continued_and_rotated(whole, copied):
+    for step in (2, 4, 6):
+        content = manifest.read(copied / f"checkpoint-{step}")
+        known = {name: value for name, value in content.items() if name not in ("run_id", "generation", "parent")}
+        manifest.commit(copied / f"checkpoint-{step}", known.pop("files"), known | {"saved_at": 100.0 - step})
+    (copied / manifest.RUN).unlink()
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
+    make(copied, max_steps=8, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in copied.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    shutil.copytree(whole[0] / "checkpoint-4", copied / "checkpoint-4")
+    for path in (copied / manifest.RUN, copied / "checkpoint-4" / "manifest.json"):
+        path.unlink()
+    shutil.rmtree(copied / "checkpoint-8")
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
+    (copied / "earlier_checkpoints.json").write_text('{"checkpoint-6": 94.0}')
+    with pytest.raises(UsageError, match="earlier version .* Give the path of the checkpoint"):
+        make(copied).train(resume_from_checkpoint=True)
+    make(copied, max_steps=7).train(resume_from_checkpoint=str(copied / "checkpoint-6"))
+
+
+def test_a_linked_checkpoint_is_left_alone(whole, tmp_path):
+    (tmp_path / "run").mkdir()
+    kept = tmp_path / "kept" / "checkpoint-2"
+    shutil.copytree(whole[0] / "checkpoint-2", kept)
+    (tmp_path / "run" / "checkpoint-2").symlink_to(kept)
+    resumed = make(tmp_path / "run", save_total_limit=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    assert (tmp_path / "run" / "checkpoint-2").is_symlink() and not manifest.why_incomplete(kept, hashes=True)
+    assert torch.equal(weights(resumed), whole[1])
+    make(tmp_path / "run", max_steps=2).train()  # its first save has the link's name
+    assert not (tmp_path / "run" / "checkpoint-2").is_symlink() and not manifest.why_incomplete(kept, hashes=True)
+
+
+def test_an_error_while_an_older_checkpoint_is_deleted_does_not_end_training(whole, tmp_path, monkeypatch, caplog):
+    rmdir = Path.rmdir
+
+    def busy(path):
+        if path.name == "checkpoint-2":
+            raise OSError(16, "Device or resource busy", str(path))
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    trainer = make(tmp_path, save_total_limit=1)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert torch.equal(weights(trainer), whole[1])
+    said = [record.message for record in caplog.records if "cannot be deleted" in record.message]
+    assert said and all("checkpoint-2" in line and "busy" in line for line in said)
+    left = {path.name: manifest.why_incomplete(path) for path in tmp_path.glob("checkpoint-*")}
+    assert set(left) == {"checkpoint-2", "checkpoint-6"} and left["checkpoint-2"] and not left["checkpoint-6"]
 
 
 def test_weights_only_are_taken_again_by_the_next_attempt(copied):

@@ -100,6 +100,10 @@ def test_a_run_goes_on_in_the_stage_where_it_stopped(plan):
     (Path(finish_again.training["output_dir"]) / "model.safetensors").write_text("weights")
     manifest.commit(finish_again.training["output_dir"], {}, {})
     assert resumes(plan(*resume)) == [None, None], "the second stage has no checkpoint yet: it starts"
+    torn = Path("out/stage_1_tune/checkpoint-2")
+    save(plan().stages[1], 2)
+    (torn / manifest.MANIFEST).rename(torn / manifest.UNFINISHED)
+    assert resumes(plan(*resume)) == resumes(plan(*auto)) == [None, None], "its first save did not end: it starts"
     save(plan().stages[1], 3)
     assert resumes(plan(*resume)) == resumes(plan(*auto)) == [None, True]
     assert resumes(plan("--resume_from_checkpoint", "out/stage_1_tune/checkpoint-3")) == [

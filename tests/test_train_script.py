@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from hf_dist_ext import manifest
 from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.run_folder import missing_from_checkpoint
 from hf_dist_ext.search import embed, load
+from tests.distributed.forked import Run
 from tests.launching import environment
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
@@ -148,6 +152,30 @@ def test_a_run_is_resumed_from_its_newest_checkpoint(main, run_file, tmp_path):
     shutil.rmtree(tmp_path / "out" / "checkpoint-3")
     main(["--config", run_file(), "--resume_from_checkpoint", "true"])
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole
+
+
+@pytest.mark.parametrize("moment", ["record", "commit"])
+def test_a_kill_in_the_first_save_is_followed_by_a_start_that_trains(main, run_file, tmp_path, moment):
+    """While the files are hashed, and when only the manifest is missing."""
+
+    def killed(say) -> str:
+        setattr(manifest, moment, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+        main(["--config", run_file()])
+        return "not killed"
+
+    assert not Run("single", tmp_path / "killed", killed).wait()
+    torn = tmp_path / "out" / "checkpoint-2"
+    assert not missing_from_checkpoint(torn) and not (torn / manifest.MANIFEST).exists()
+    command = ["--config", run_file(), "--resume_from_checkpoint"]
+    with pytest.raises(SystemExit):
+        main([*command, "true"])
+    main([*command, "auto"])
+    for step in (2, 3):
+        assert not manifest.why_incomplete(tmp_path / "out" / f"checkpoint-{step}", hashes=True)
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["num_chunks"] == 13
+    main([*command, "auto", "--max_steps", "4"])
+    lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "loss" in line][-4:] == [1, 2, 3, 4]
 
 
 def test_a_stream_is_trained_on(main, run_file, tmp_path):

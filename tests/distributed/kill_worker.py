@@ -8,6 +8,9 @@ uninterrupted one.
     killed and soon after the others, as a launcher does
 (3) the run is started again with resume_from_checkpoint=True and ends; its weights are compared
 
+With `--clock` a run is killed several times before it ends, and the clock, and the times of the files that were
+written, go an hour back or forth between its starts; each must begin at the newest step that was committed.
+
 `--stock` runs transformers' own classes instead, a mode that ends in `+frozen` freezes a layer; in one that ends in
 `+async` files are written, slowly, while training goes on, and a save ends with its commit.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import shutil
 import time
@@ -25,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_dist_ext import async_save, manifest, trainable_checkpoint
 from hf_dist_ext.distributed import sharded_on_cpu
@@ -34,10 +38,13 @@ from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import HSDP, MODES, ZERO, Run
 
 STEPS, SAVE_EVERY = 10, 2
+KILLS_OF_A_RUN, HOUR = 4, 3600.0  # with --clock
 
 
-def train(report, folder: Path, options: argparse.Namespace, resume: bool = False) -> str:
-    """One process of a run; returns a hash of all weights it ends with."""
+def train(report, folder: Path, options: argparse.Namespace, resume: bool = False, clock: float = 0.0) -> str:
+    """One process of a run; returns a hash of all weights it ends with. `clock`: how far its clock is off."""
+    right = time.time
+    time.time = lambda: right() + clock
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -71,7 +78,12 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         make, commit = async_save.make, manifest.commit
         async_save.make = lambda *arguments: (time.sleep(0.1), make(*arguments))
         manifest.commit = lambda *arguments: (commit(*arguments), report("end"))
-    trainer = Reporting(LlamaForCausalLM(config), args, train_dataset=rows)
+
+    class Began(TrainerCallback):
+        def on_train_begin(self, args, state, control, **others):
+            report(f"from {state.global_step}")
+
+    trainer = Reporting(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[Began()])
     trainer.train(resume_from_checkpoint=resume)
     digest = hashlib.sha256()
     for parameter in trainer.model.parameters():
@@ -113,6 +125,7 @@ def killed_and_resumed(
     run.wait()
     folders = sorted(folder.glob("checkpoint-*"))
     found = {
+        "kills": 1,
         "moment": round(moment / seconds, 2),
         "committed": [path.name for path in folders if not manifest.why_incomplete(path)],
         "not_committed": [path.name for path in folders if manifest.why_incomplete(path)],
@@ -126,6 +139,42 @@ def killed_and_resumed(
     return found | {"digest": digest}
 
 
+def killed_at_other_times(
+    mode: str, folder: Path, options: argparse.Namespace, seconds: float, draw: random.Random, kills: int
+) -> dict:
+    """The starts of one run that is killed so often, each with another clock, and how its last start ends."""
+    starts, clock, newest = [], 0.0, 0
+    for number in range(kills + 1):
+        clock = draw.choice([hour for hour in (-HOUR, 0.0, HOUR) if hour != clock])
+        began = time.time()
+        job = partial(train, folder=folder, options=options, resume=newest > 0, clock=clock)
+        run, saves, ends, digest = Run(mode, folder, job), draw.randint(1, 2), 0, ""
+        start = {"clock": clock, "newest": newest}
+        for line in run.lines:
+            if line.startswith("from "):
+                start["from"] = int(line[5:])
+            ends += line == "end\n"
+            saves -= line == "begin\n"
+            digest = line.strip()
+            if number < kills and saves == 0 and line == "begin\n":
+                time.sleep(max(draw.uniform(-0.1, 1.2) * seconds, 0.0))
+                run.kill(run.pids)
+        is_well = run.wait()
+        if number == kills or is_well:
+            start |= {"digest": digest} if is_well else {"error": run.logs[0].read_text()[-3000:]}
+        complete = [path for path in folder.glob("checkpoint-*") if not manifest.why_incomplete(path)]
+        committed = max(map(manifest.step_of, complete), default=0)
+        newest = max(committed, start.get("from", 0) + SAVE_EVERY * ends)  # also when rotation has deleted it
+        start["complete"] = len(complete)
+        starts.append(start)
+        for path in folder.rglob("*"):
+            if path.exists() and path.stat().st_mtime >= began:
+                os.utime(path, (began + clock, path.stat().st_mtime + clock))
+        if is_well:
+            break
+    return {"kills": len(starts) - 1, "starts": starts, "digest": starts[-1].get("digest")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
@@ -134,6 +183,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--clock", action="store_true")
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
     found = {}
@@ -144,15 +194,17 @@ def main() -> None:
             import deepspeed  # noqa: F401, once, before the forks
         with TemporaryDirectory() as folder:
             digest, seconds = uninterrupted(mode, Path(folder, "whole"), options)
-            kills = []
-            for number in range(options.kills):
-                run = Path(folder, f"run{number}")
-                kills.append(killed_and_resumed(mode, run, options, seconds, draw))
+            kills: list[dict] = []
+            while (left := options.kills - sum(kill["kills"] for kill in kills)) > 0:
+                run = Path(folder, f"run{len(kills)}")
+                if options.clock:
+                    most = min(left, KILLS_OF_A_RUN)
+                    kills.append(killed_at_other_times(mode, run, options, seconds, draw, most))
+                else:
+                    kills.append(killed_and_resumed(mode, run, options, seconds, draw))
                 shutil.rmtree(run, ignore_errors=True)
         right = sum(kill.get("digest") == digest for kill in kills)
-        print(
-            f"{mode}{', stock' if options.stock else ''}: {right} of {options.kills} resumed bit for bit", flush=True
-        )
+        print(f"{mode}{', stock' if options.stock else ''}: {right} of {len(kills)} resumed bit for bit", flush=True)
         found[mode] = {"digest": digest, "seconds_per_save": seconds, "kills": kills}
     Path(options.output).write_text(json.dumps(found, indent=1))
 

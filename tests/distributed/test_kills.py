@@ -36,6 +36,26 @@ def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
     assert found["fsdp-sharded+async"]["digest"] == found["fsdp-sharded"]["digest"]
 
 
+def check_clocks(found: dict, number: int) -> None:
+    for runs in found.values():
+        assert sum(run["kills"] for run in runs["kills"]) == number
+        for run in runs["kills"]:
+            assert run["digest"] == runs["digest"], run
+            assert all(start["from"] == start["newest"] for start in run["starts"] if "from" in start), run
+            assert all(start["complete"] for start in run["starts"] if start["newest"]), run
+        assert any(start["newest"] for run in runs["kills"] for start in run["starts"]), "nothing was resumed"
+
+
+def test_a_run_that_is_killed_while_clocks_are_wrong_goes_on_from_its_newest_checkpoint(tmp_path):
+    check_clocks(kills(tmp_path, ["single"], 4, "--clock"), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_all_kills_while_clocks_are_wrong_are_resumed_bit_for_bit(tmp_path, mode):
+    check_clocks(kills(tmp_path, [mode], 20, "--clock"), 20)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode, number", FULL_COUNTS.items())
 @pytest.mark.parametrize("suffix", ["", "+frozen", "+async"], ids=["full", "frozen", "async"])
