@@ -7,8 +7,8 @@
 (2) features are appended to shards, safetensors files with `keys` (n, 2) int64 and `features` (n, ...). A shard's name
     is random, so that several jobs can fill one folder at once, and it appears when the shard is complete, so that
     neither a kill nor a full disk leaves half of one
-(3) every process reads the index of all shards and maps the features it needs; the key that stands beside a feature
-    must be the one that was asked for
+(3) every process reads the keys of all shards into one sorted table, 24 bytes per row, and maps the features it needs;
+    the key that stands beside a feature must be the one that was asked for
 
 The folder is for one frozen part with one set of weights: `part_digest` names it.
 """
@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,6 +33,7 @@ from .column_layout import TOKEN_AXIS_KEYS
 from .errors import UsageError
 
 SHARD_BYTES = 64 * 2**20
+NEW_ROWS = 1 << 16  # that wait at least until they are sorted in
 Key = tuple[int, int]
 
 
@@ -89,7 +91,11 @@ class FeatureStore:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.places: dict[Key, tuple[Path, int]] = {}
+        self.shards: list[Path] = []
+        # Of all known rows, sorted: the halves of the key, and (number of the shard, row of the shard).
+        self.high, self.low = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self.places = np.empty((0, 2), dtype=np.int32)
+        self._new: dict[Key, tuple[int, int]] = {}  # of this process, until they are sorted in
         self._pending: list[tuple[Key, torch.Tensor]] = []
         self._open: dict[Path, Any] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,48 +105,80 @@ class FeatureStore:
         return {**self.__dict__, "_open": {}}  # file handles do not travel to data loader processes
 
     def __contains__(self, key: Key) -> bool:
-        return key in self.places
+        return self._place(key) is not None
 
     def __len__(self) -> int:
-        return len(self.places)
+        self._sort_in([])
+        return len(self.high)
 
     def load(self) -> None:
         """Read the keys of shards that are not known yet. Of a row that several shards hold, the one whose name comes
         first counts, on every process and in every later run."""
-        known = {path for path, _ in self.places.values()}
+        known, found = set(self.shards), {}
         for path in sorted(self.folder.glob("features-*.safetensors")):
             if path in known:
                 continue
             try:
-                with safe_open(path, "pt") as shard:
-                    keys = shard.get_tensor("keys").tolist()
+                with safe_open(path, "np") as shard:
+                    found[path] = shard.get_tensor("keys")
             except SafetensorError as error:
                 raise UsageError(f"{path} is no complete shard of features ({error}). Delete it.") from error
-            for i, key in enumerate(keys):
-                self.places[tuple(key)] = min(self.places.get(tuple(key), (path, i)), (path, i))
+        self.shards += found
+        self._sort_in([*found.values()])
+
+    def _sort_in(self, of_shards: list[np.ndarray]) -> None:
+        """The keys (n, 2) of the last shards, and this process's new ones, into the table."""
+        if not of_shards and not self._new:
+            return
+        new = np.array([(*key, *place) for key, place in self._new.items()], dtype=np.int64).reshape(-1, 4)
+        self._new = {}
+        keys = [np.stack([self.high, self.low], axis=1), new[:, :2]]
+        places = [self.places, new[:, 2:].astype(np.int32)]
+        for number, of_shard in enumerate(of_shards, len(self.shards) - len(of_shards)):
+            rows = np.arange(len(of_shard), dtype=np.int32)
+            keys.append(of_shard)
+            places.append(np.stack([np.full_like(rows, number), rows], axis=1))
+        keys, places = np.concatenate(keys), np.concatenate(places)
+        of_name = np.argsort(np.argsort([path.name for path in self.shards]))  # a shard's place by name
+        order = np.lexsort((places[:, 1], of_name[places[:, 0]], keys[:, 1], keys[:, 0]))
+        keys, places = keys[order], places[order]
+        is_first = np.ones(len(keys), dtype=bool)
+        is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+        self.high, self.low = (np.ascontiguousarray(half) for half in keys[is_first].T)
+        self.places = places[is_first]
+
+    def _place(self, key: Key) -> tuple[int, int] | None:
+        """Number of the shard, row of the shard."""
+        if key in self._new:
+            return self._new[key]
+        for i in range(*(int(np.searchsorted(self.high, key[0], side)) for side in ("left", "right"))):
+            if self.low[i] == key[1]:
+                return tuple(self.places[i].tolist())
+        return None
 
     def get(self, keys: Sequence[Key]) -> torch.Tensor:
         """(n, ...) features in the order of the keys, which must all be there."""
         rows = []
         for key in keys:
-            path, i = self.places[key]
+            shard, i = self._place(key)
+            path = self.shards[shard]
             if path not in self._open:
                 self._open[path] = safe_open(path, "pt")
-            shard = self._open[path]
-            stored = shard.get_slice("keys")
+            found = self._open[path]
+            stored = found.get_slice("keys")
             if i >= stored.get_shape()[0] or tuple(stored[i].tolist()) != key:
                 raise UsageError(
                     f"{path} no longer holds the row it held when this run began: another program replaced it. Delete "
                     f"{self.folder} and start again; its features are computed anew."
                 )
-            rows.append(shard.get_slice("features")[i])
+            rows.append(found.get_slice("features")[i])
         return torch.stack(rows)
 
     def add(self, keys: Sequence[Key], features: torch.Tensor) -> None:
         """Features (n, ...) of new keys; written when a shard is full, or by `flush`."""
         waiting = {key for key, _ in self._pending}
         for key, row in zip(keys, features.cpu(), strict=True):
-            if key not in self.places and key not in waiting:
+            if key not in self and key not in waiting:
                 self._pending.append((key, row.clone()))
                 waiting.add(key)
         if self._pending and len(self._pending) * self._pending[0][1].nbytes >= SHARD_BYTES:
@@ -171,5 +209,8 @@ class FeatureStore:
                 f"frozen_feature_cache: {path} can not be written ({error}). {len(self)} rows are kept for the "
                 "next run; make room, or give another folder."
             ) from error
-        self.places.update({key: (path, i) for i, (key, _) in enumerate(self._pending)})
+        self.shards.append(path)
+        self._new |= {key: (len(self.shards) - 1, i) for i, (key, _) in enumerate(self._pending)}
+        if len(self._new) > NEW_ROWS + len(self.high) // 4:
+            self._sort_in([])
         self._pending = []

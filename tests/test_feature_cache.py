@@ -6,8 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hf_dist_ext import feature_cache, feature_store
 from hf_dist_ext.data import ContrastiveCollator
@@ -142,6 +144,30 @@ def test_a_shard_that_was_replaced_by_another_is_never_read_as_the_old_one(tmp_p
     os.replace(next((tmp_path / "other").glob("features-*")), shard)
     with pytest.raises(UsageError, match="features-.* no longer holds"):
         store.get([(3, 4)])
+
+
+def test_the_sorted_table_of_keys_answers_as_a_dictionary_would(tmp_path, monkeypatch):
+    """Keys that share their first half, rows that several shards hold, and rows of this process that wait."""
+    monkeypatch.setattr(feature_store, "NEW_ROWS", 5)
+    draw, value_of = np.random.default_rng(0), {}
+    stores = [FeatureStore(tmp_path) for _ in range(3)]
+    for turn in range(12):
+        writer = stores[turn % 3]
+        keys = [tuple(key) for key in draw.integers(-3, 4, size=(int(draw.integers(1, 9)), 2)).tolist()]
+        for key in keys:
+            value_of.setdefault(key, torch.tensor([float(len(value_of))] * 2))
+        writer.add(keys, torch.stack([value_of[key] for key in keys]))
+        writer.flush()
+        assert all(key in writer for key in keys) and torch.equal(writer.get(keys[:1])[0], value_of[keys[0]])
+    reader = FeatureStore(tmp_path)
+    for store in (*stores, reader):
+        store.load()
+        assert len(store) == len(value_of) and (9, 9) not in store and (-3, 9) not in store
+        assert torch.equal(store.get([*value_of]), torch.stack([*value_of.values()]))
+        own = [(store.shards[shard], row) for shard, row in map(store._place, value_of)]
+        assert own == [(reader.shards[shard], row) for shard, row in map(reader._place, value_of)]
+    assert sum(len(load_file(path)["keys"]) for path in tmp_path.glob("*.safetensors")) > len(value_of)
+    assert len(FeatureStore(tmp_path / "empty")) == 0 and (1, 2) not in FeatureStore(tmp_path / "empty")
 
 
 def test_random_pictures_are_refused(tmp_path):
