@@ -55,6 +55,7 @@ GRADIENT_TOLERANCE = 1e-9
 LENGTHS = {"query": 6, "positive": 20, "negative": 12, "other": 9}  # words of the longest text
 VALUES = 5  # numbers per row of a column that holds no text
 TEMPERATURE = 0.1
+ADAM_EPSILON = 1e-4  # with 1e-8, what is zero but for rounding takes a step too, and so rounding grows
 EVALUATION_BATCH = 4  # per process
 
 
@@ -280,7 +281,7 @@ def train(say, draw: Draw, folder: Path, name: str, accumulation: int, batch: in
     args = DistTrainingArguments(
         output_dir=str(folder / name), learning_rate=0.05 if draw.optimizer == "sgd" else 1e-3, report_to=[],
         lr_scheduler_type="constant", logging_strategy="no", disable_tqdm=True, use_cpu=True, seed=draw.seed,
-        per_device_eval_batch_size=EVALUATION_BATCH, **arguments | draw.chunk | more,
+        per_device_eval_batch_size=EVALUATION_BATCH, adam_epsilon=ADAM_EPSILON, **arguments | draw.chunk | more,
     )  # fmt: skip
     trainer = Recording(
         model,
@@ -356,7 +357,8 @@ class Naive:
         self.model, self.loss = make_model(draw)
         self.parameters = [*self.model.parameters(), *self.loss.parameters()]
         rate = 0.05 if draw.optimizer == "sgd" else 1e-3
-        kind = torch.optim.SGD if draw.optimizer == "sgd" else partial(torch.optim.AdamW, weight_decay=0.0)
+        kind = partial(torch.optim.AdamW, weight_decay=0.0, eps=ADAM_EPSILON)
+        kind = torch.optim.SGD if draw.optimizer == "sgd" else kind
         self.optimizer = kind(self.parameters, lr=rate)
 
     def encode(self, column: str, texts: list[str]) -> torch.Tensor:
