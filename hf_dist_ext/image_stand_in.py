@@ -23,6 +23,10 @@ from torch import nn
 
 from .freezing import module_groups
 
+# What an encoder records and no model goes on from. A gradient through these would make the backward pass modules in
+# another order than rows with images do, and ZeRO-3 compares orders.
+ENCODER_OUTPUTS = {"last_hidden_state", "hidden_states", "attentions"}
+
 
 class ImageStandIn:
     """Installs itself on a bare model with groups `vision` and `language`; `blank` are one blank picture's features as
@@ -70,6 +74,8 @@ class ImageStandIn:
             output = self.model.get_image_features(**blank)
         finally:
             self._is_standing_in = False
+        if isinstance(output, Mapping) and "pooler_output" in output:  # what the projector made of the picture
+            output = {key: value for key, value in output.items() if key not in ENCODER_OUTPUTS}
         terms = [tensor.sum() for tensor in _tensors(output) if tensor.requires_grad]
         parameters = dict(self.model.named_parameters())
         terms += [parameters[name].sum() for name in self.bare if parameters[name].requires_grad]  # (3)

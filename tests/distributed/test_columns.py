@@ -195,7 +195,8 @@ def stepped_under_zero(say, folder: Path, kind: str, processor=None) -> str:
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
 @pytest.mark.parametrize("kind, mode", [
-    ("on the first rank only", "zero1"), ("on the first rank only", "zero2"),
+    ("on the first rank only", "zero1"), pytest.param("on the first rank only", "zero2", marks=pytest.mark.slow),
+    ("in one row of the first rank", "zero3"),
 ])  # fmt: skip
 def test_so_it_does_under_zero(kind, mode, tmp_path):
     processor = BlankPictures() if mode == "zero3" else None
