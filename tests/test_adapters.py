@@ -228,6 +228,7 @@ def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy):
     more = {"lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}
+    more |= {"pooling": "cls", "projection_dim": 8}
     path = run_file(output_dir=str(tmp_path / "two"), batch_size=4, **more)
     launch("python", 1, SCRIPT, "--config", path, "--accelerate_config", strategy, "--num_processes", 2)
     main(run_file(output_dir=str(tmp_path / "alone"), **more))
@@ -235,6 +236,11 @@ def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy
     assert two.keys() == alone.keys() and any(value.abs().sum() > 0 for name, value in alone.items() if "B" in name)
     for name, value in alone.items():
         torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    loaded = [EmbeddingModel.from_pretrained(tmp_path / name) for name in ("two", "alone")]
+    assert loaded[0].pooling == loaded[1].pooling == "cls"
+    merged = [embeddings(model, tiny_tokenizer()) for model in loaded]
+    torch.testing.assert_close(*merged, rtol=1e-3, atol=1e-3)
+    cli.main(["merge", str(tmp_path / "two"), "--output", str(tmp_path / "merged")])
 
 
 @pytest.mark.slow
