@@ -27,8 +27,7 @@ from .model_folder import write_model_folder
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-    from .modeling import EmbeddingModel
+    from transformers import PreTrainedModel
 
 WEIGHTS = "adapter_model.safetensors"
 PEFT, BACKBONE = "base_model.model.", "backbone."  # in front of names: what peft adds, and EmbeddingModel
@@ -80,11 +79,13 @@ def base_of(folder: Path) -> tuple[str, str | None]:
     return config["base_model_name_or_path"], config.get("revision")
 
 
-def with_adapters(model: EmbeddingModel, folder: Path) -> PeftModel:
-    """The model with the adapters of `folder`, as `write` or peft has written it, not merged."""
+def with_adapters(model: PreTrainedModel, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> PeftModel:
+    """The model with the adapters of `folder`, as `write` or peft has written it, not merged. `weights`: those of a
+    folder that holds them in another form."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    config, weights = PeftConfig.from_pretrained(folder), load_file(folder / WEIGHTS)
+    config = PeftConfig.from_pretrained(folder)
+    weights = load_file(folder / WEIGHTS) if weights is None else weights
     if (folder / "modules.json").is_file():
         config.target_modules = {BACKBONE + name for name in config.target_modules}
         weights = {PEFT + BACKBONE + name.removeprefix(PEFT): value for name, value in weights.items()}

@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers import Trainer
 
-from . import adapter_folder, commit, manifest, trainable_checkpoint
+from . import adapter_folder, commit, manifest, trainable_checkpoint, trusted
 from .deepspeed_step import is_zero3
 from .errors import UsageError
 from .model_folder import read_model_folder, resolve_folder
@@ -131,13 +131,28 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
     if has_adapters:
         from peft import PeftConfig, PeftModel, get_peft_model
 
-        if not is_partial and isinstance(model, EmbeddingModel):
+        shards = None if is_partial else _sharded_adapters(checkpoint, trust)
+        if isinstance(model, EmbeddingModel) and not is_partial:
             _take_projection(model, checkpoint, folder)
-            return adapter_folder.with_adapters(model, checkpoint), folder
+        if shards is not None or (isinstance(model, EmbeddingModel) and not is_partial):
+            return adapter_folder.with_adapters(model, checkpoint, shards), folder
         if not is_partial:
             return PeftModel.from_pretrained(model, checkpoint), folder
         model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
     return _with_trained(model, checkpoint, trust), folder
+
+
+def _sharded_adapters(checkpoint: Path, trust: bool) -> dict[str, torch.Tensor] | None:
+    """Adapters that FSDP saved in shards, under peft's names."""
+    from .resume import SHARDED_BY_FSDP
+
+    folder = checkpoint / SHARDED_BY_FSDP
+    if not folder.is_dir():
+        return None
+    entries = trusted.read_entries(folder, trust)
+    found = {name: torch.empty(tuple(one.size), dtype=one.properties.dtype) for name, one in entries.items()}
+    trusted.load(found, folder, trust)
+    return {name.removeprefix("model."): value for name, value in found.items()}
 
 
 def _take_projection(model: EmbeddingModel, checkpoint: Path, base: Path) -> None:

@@ -8,18 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import cli
 from hf_dist_ext.adapters import add_adapters, merged_weights
+from hf_dist_ext.collator import ContrastiveCollator
 from hf_dist_ext.config import RunConfig
 from hf_dist_ext.digits import build_processor
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.image_text_task import build_model
+from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.search import embed, load
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
+from tests.distributed.forked import Run
 from tests.launching import environment, launch
 from tests.test_stages import CONFIG, SCRIPT, main, weights, write_config
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
@@ -159,6 +165,40 @@ def test_the_folder_of_a_vision_language_model_with_adapters_loads_as_printed_an
     merged, before = weights(tmp_path / "merged"), weights(tmp_path / "base")
     assert {name for name in merged if not torch.equal(merged[name], before[name])}
     assert all("self_attn" in name for name in merged if not torch.equal(merged[name], before[name]))
+
+
+@pytest.mark.parametrize("mode", ["fsdp-sharded", "fsdp-full"])
+def test_folder_and_checkpoint_of_sharded_adapters_are_merged_into_the_model_at_the_end(run_file, tmp_path, mode):
+    run_file()
+    texts = ["parse a date", "read file", "sort numbers by key", "list of lines"] * 4
+
+    def train(say) -> str:
+        torch.set_num_threads(1)
+        base = EmbeddingModel.from_pretrained(tmp_path / "base", pooling="cls")
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=2, save_steps=2, learning_rate=1e-2, report_to=[],
+            per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True, gradient_cache_chunk_size=2,
+        )  # fmt: skip
+        trainer = DistTrainer(
+            add_adapters(base, RunConfig(use_lora=True, lora_r=4)), args, loss=InfoNCELoss(),
+            train_dataset=Dataset.from_dict({"query": texts, "positive": texts[::-1]}),
+            data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"]),
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_model()
+        trainer.accelerator.wait_for_everyone()
+        return str(trainer.is_fsdp_enabled)
+
+    assert Run(mode, tmp_path / "log", train).result() == "True"
+    expected = EmbeddingModel.from_pretrained(tmp_path / "run")
+    base = EmbeddingModel.from_pretrained(tmp_path / "base").state_dict()
+    assert expected.pooling == "cls"
+    assert any(not torch.equal(base[name], value) for name, value in expected.state_dict().items())
+    for name in ("", "checkpoint-2"):
+        cli.main(["merge", str(tmp_path / "run" / name), "--output", str(tmp_path / f"merged{name}")])
+        merged = EmbeddingModel.from_pretrained(tmp_path / f"merged{name}")
+        assert merged.pooling == "cls"
+        assert all(torch.equal(merged.state_dict()[k], v) for k, v in expected.state_dict().items())
 
 
 def test_adapters_on_another_base_are_refused_instead_of_left_out(run_file, tmp_path):
