@@ -47,6 +47,7 @@ def changed(before: dict, after: dict) -> set[str]:
 
 
 LANGUAGE, PROJECTOR = {"language"}, {"projector"}
+ON_DISK: list[str] = []  # by the run of `digits`: what was fsynced, and what got its name, in this order
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,25 @@ def digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     listed = json.loads(CONFIG.read_text())["stages"]
     listed = [stage | {"num_train_epochs": EPOCHS[stage["name"]]} for stage in listed]
-    main(write_config(folder, stages=listed, save_strategy="no"))
+    fsync, replace = os.fsync, os.replace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: (ON_DISK.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+        patch.setattr(os, "replace", lambda *paths: (replace(*paths), ON_DISK.append(str(paths[1]))))
+        main(write_config(folder, stages=listed, save_strategy="no"))
     return folder / "out", json.loads((folder / "out" / "metrics.json").read_text())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_the_weights_of_every_stage_are_on_the_disk_before_its_mark(digits):
+    out, report = digits
+    names = [f"stage_{index}_{stage['name']}" for index, stage in enumerate(report["stages"])]
+    for name in names:
+        folder = out if name == names[-1] else out / name
+        mark = ON_DISK.index(str(out / name / manifest.MANIFEST))
+        files = [path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name == "config.json"]
+        assert len(files) >= 2
+        for path in [*files, folder]:
+            assert str(path) in ON_DISK[:mark], (name, path.name)
 
 
 def test_a_projector_alone_shows_pictures_to_a_frozen_language_model(digits):
