@@ -98,6 +98,8 @@ class CheckpointHooks(Trainer):
 
     def _finalize_training(self, *arguments: Any):
         async_save.collect(self, wait=True)
+        if self._has_own_arguments and self.args.load_best_model_at_end:
+            self.state.best_model_checkpoint = resume.best_checkpoint(self)
         # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
         with commit.put_off(self) if self._has_own_arguments else nullcontext():
             return super()._finalize_training(*arguments)

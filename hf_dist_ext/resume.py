@@ -79,6 +79,13 @@ def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
     return None if name is None else output_dir / name
 
 
+def best_checkpoint(trainer: DistTrainer) -> str | None:
+    """The best checkpoint as rank 0 knows it: Trainer lets every rank look whether its folder is there."""
+    best = trainer.state.best_model_checkpoint
+    folder = _decided(trainer.args, lambda: None if best is None else Path(best))
+    return None if folder is None else str(folder)
+
+
 def wait_to_see(args: Any, folder: Path) -> None:
     """Returns when all machines see this folder as rank 0 does, down to its manifest; UsageError when they do not."""
     wanted = agreed.together(lambda: _identity(folder, args) if args.process_index == 0 else None)[0]

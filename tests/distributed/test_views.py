@@ -3,6 +3,7 @@ comes late on the other, as on network file systems with caches, or never. And e
 
 import errno
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -11,15 +12,18 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from hf_dist_ext import agreed, manifest, trainable_checkpoint
+from hf_dist_ext import agreed, manifest, resume, trainable_checkpoint
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import Run
+from tests.launching import ROOT
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 LIMIT_SECONDS = 90  # for processes that hang; none should
 
@@ -89,13 +93,13 @@ def train(folder: Path, **options) -> DistTrainer:
         attention_dropout=0.1,
     )  # fmt: skip
     rows = [{"input_ids": (ids := torch.randint(1, 60, (8,))), "labels": ids} for _ in range(12)]
-    resume = options.pop("resume", None)
+    resumed = options.pop("resume", None)
     args = DistTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=2, report_to=[], disable_tqdm=True, use_cpu=True, seed=5,
         learning_rate=1e-2, lr_scheduler_type="constant", logging_strategy="no",
         **{"max_steps": 4, "save_steps": 2} | options,
     )  # fmt: skip
-    trainer = DistTrainer(LlamaForCausalLM(config), args, train_dataset=rows)
+    trainer = DistTrainer(LlamaForCausalLM(config), args, train_dataset=rows, eval_dataset=rows)
     trainer.began_at = None
 
     class Began(TrainerCallback):
@@ -103,7 +107,10 @@ def train(folder: Path, **options) -> DistTrainer:
             trainer.began_at = state.global_step
 
     trainer.add_callback(Began())
-    trainer.train(resume_from_checkpoint=resume)
+    if args.load_best_model_at_end:
+        losses = iter((1.0, 2.0, 3.0))
+        trainer.evaluate = lambda *a, **k: {"eval_loss": next(losses)}
+    trainer.train(resume_from_checkpoint=resumed)
     return trainer
 
 
@@ -186,14 +193,31 @@ def test_machines_wait_until_they_see_the_checkpoint_that_the_first_one_resumes(
 
 
 def test_a_machine_that_never_sees_it_ends_all_with_what_it_sees(views):
-    for resume in (True, str(views[0] / "checkpoint-4")):
+    for asked in (True, str(views[0] / "checkpoint-4")):
         with Mirror(views, delay=0.1, hidden="checkpoint-"):
-            found = machines(views, partial(train, max_steps=6, resume=resume), seconds=1.5)
+            found = machines(views, partial(train, max_steps=6, resume=asked), seconds=1.5)
         for one in found:
             assert one["error"].startswith("UsageError: rank 0 goes on from"), found
             assert "rank 1 on " in one["error"] and "checkpoint-4, which other machines do not see" in one["error"]
             assert "run_id another" in one["error"] and "step 4, generation 2" in one["error"], found
     assert not (views[0] / "checkpoint-6").exists()
+
+
+def test_all_machines_load_the_best_checkpoint_also_when_one_sees_it_late(whole, tmp_path):
+    views, waits = [tmp_path / "first", tmp_path / "second"], tmp_path / "the second waits for the best checkpoint"
+
+    def job(folder: Path) -> DistTrainer:
+        best = resume.best_checkpoint
+        resume.best_checkpoint = lambda trainer: (waits.touch(), time.sleep(1.0), best(trainer))[2]
+        options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+        return train(folder, metric_for_best_model="eval_loss", **options)
+
+    with Mirror(views, delay=0.1, hidden="model.safetensors", hidden_until=waits):
+        found = machines(views, job)
+    assert "digest" in found[0], found
+    best = LlamaForCausalLM.from_pretrained(views[0] / "checkpoint-2")
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in best.parameters())).hexdigest()
+    assert [one.get("digest") for one in found] == [digest] * 2, found
 
 
 def test_what_is_resumed_is_what_the_first_rank_was_asked(whole, views):
@@ -203,6 +227,43 @@ def test_what_is_resumed_is_what_the_first_rank_was_asked(whole, views):
     with Mirror(views, delay=0.1):
         found = machines(views, job)
     assert [one["digest"] for one in found] == [whole[1]] * 2
+
+
+def staged(folder: Path, run_file: Path) -> SimpleNamespace:
+    spec = importlib.util.spec_from_file_location("train_hf", ROOT / "scripts" / "train_hf.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.main(["--config", str(run_file), "--output_dir", str(folder), "--resume_from_checkpoint", "auto"])
+    return SimpleNamespace(model=torch.nn.Identity(), began_at=None)
+
+
+@pytest.mark.slow
+def test_a_staged_run_goes_on_where_the_first_machine_sees_that_it_stopped(tmp_path):
+    """It ended in its second stage; the other machine sees nothing of it yet, and would begin with the first."""
+    rows = [{"query": f"{WORDS[i % 9]} {i}", "positive": f"{WORDS[i % 7]} read {i}"} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    fields = {
+        "model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer"), "disable_tqdm": True,
+        "dataset_name": str(tmp_path / "rows.jsonl"), "batch_size": 4, "report_to": "none", "use_cpu": True,
+        "save_steps": 2, "gradient_cache_chunk_size": 2, "max_steps": 3, "learning_rate": 1e-3,
+        "stages": [{"name": "one"}, {"name": "two"}],
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(fields))
+    job, views = partial(staged, run_file=tmp_path / "run.json"), [tmp_path / "first", tmp_path / "second"]
+    machines([tmp_path / "whole"] * 2, job)
+    first = tmp_path / "whole" / "stage_0_one"
+    weights = [(path / "model.safetensors").read_bytes() for path in (first, tmp_path / "whole")]
+    assert weights[0] != weights[1]
+    shutil.copytree(tmp_path / "whole", views[0])
+    for name in ("model.safetensors", "stage_1_two/manifest.json", "stage_1_two/checkpoint-3/manifest.json"):
+        (views[0] / name).unlink()
+    with Mirror(views, delay=1.0):
+        machines(views, job)
+    assert (views[0] / "model.safetensors").read_bytes() == weights[1]
+    lines = map(json.loads, (views[0] / "stage_1_two" / "metrics.jsonl").read_text().splitlines())
+    assert max(line["step"] for line in lines) == 3
+    assert manifest.read(views[0] / "stage_1_two" / "checkpoint-3")["generation"] == 2
 
 
 # ---- what is written ----
