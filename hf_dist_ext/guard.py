@@ -23,6 +23,7 @@ from .errors import RunError
 
 logger = logging.getLogger(__name__)
 
+LIMIT = 20  # "auto"
 SHOWN_ROWS = 8
 SHOWN_CHARACTERS = 60
 

@@ -27,7 +27,7 @@ from . import deepspeed_step, distributed, lease
 from .bad_rows import Tally, guard_rows, in_short, listing, name_of
 from .errors import RunError, UsageError
 from .failures import Watchdog, phase, set_collective_timeout
-from .guard import NonFiniteGuard, bad_ranks, check_weights, describe_rows
+from .guard import LIMIT, NonFiniteGuard, bad_ranks, check_weights, describe_rows
 from .preemption import StopSignals, remove_mark, write_mark
 
 logger = logging.get_logger(__name__)
@@ -46,10 +46,14 @@ class SafeTrainer(Trainer):
     """
 
     was_preempted = False
+    loss: Any = None  # DistTrainer's, over embeddings
+    freeze_plan: Any = None  # what trains, when fields say so
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         limit = getattr(self.args, "max_nonfinite_steps", None)
+        if limit == "auto":
+            limit = LIMIT if self.loss is not None or self.freeze_plan is not None else None
         self.guard = None if limit is None else NonFiniteGuard(limit)
         self._stop = StopSignals() if getattr(self.args, "preemptible", False) else None
         self._loss_of_update: torch.Tensor | None = None

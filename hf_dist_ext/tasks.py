@@ -23,6 +23,7 @@ from .config import Run
 from .distributed import launched_tensor_parallel_size
 from .errors import UsageError
 from .fields import show
+from .guard import LIMIT
 from .trainer import DistTrainer
 from .training_args import DistTrainingArguments
 
@@ -78,6 +79,8 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     if importlib.util.find_spec("tensorboard"):
         training.setdefault("report_to", ["tensorboard"])
     training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    if training.get("max_nonfinite_steps", "auto") == "auto":
+        training["max_nonfinite_steps"] = LIMIT
     training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))
     if run.run.use_lora and run.run.model_config is not None and not run.name:
         training.setdefault("save_full_model", True)  # the base of the adapters is nowhere else

@@ -69,7 +69,6 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     """
 
     args: DistTrainingArguments
-    freeze_plan: Any = None  # what trains, when fields say so
     _watches_items = True  # loss_scale, in the first step
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None

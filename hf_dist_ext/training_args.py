@@ -26,7 +26,8 @@ class DistTrainingArguments(TrainingArguments):
     * `bf16`/`fp16` follow the mixed precision of the accelerate YAML when neither is set, so that code which asks the
       arguments agrees with what runs.
 
-    * an update whose loss or gradient norm is not finite is skipped (`max_nonfinite_steps=None`: as the parent).
+    * with a loss over embeddings or frozen parts, an update whose loss or gradient norm is not finite is skipped
+      (`max_nonfinite_steps=None`: as the parent).
 
     No default of the parent is changed.
     """
@@ -123,11 +124,12 @@ class DistTrainingArguments(TrainingArguments):
             "which needs no collective for them. 'auto' replicates up to a quarter of a device's memory."
         },
     )
-    max_nonfinite_steps: int | None = field(
-        default=20,
+    max_nonfinite_steps: int | str | None = field(
+        default="auto",
         metadata={
             "help": "A step whose loss or gradient norm is not finite is skipped on all ranks; this many in a row end "
-            "the run. Null: such steps train, as in Trainer."
+            "the run. Null: such steps train, as in Trainer. 'auto': 20 in a run file, with a loss over embeddings "
+            "and with frozen parts, else null."
         },
     )
     max_bad_rows: int | None = field(
@@ -319,6 +321,9 @@ class DistTrainingArguments(TrainingArguments):
         keep = self.gradient_cache_keep_graph
         if keep != "auto" and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
             raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more, or 'auto'.")
+        steps = self.max_nonfinite_steps
+        if steps not in ("auto", None) and not _is_positive_int(steps):
+            raise UsageError(f"max_nonfinite_steps={steps!r}: it is a positive number of steps, 'auto' or null.")
         memory = self.gradient_cache_memory_gib
         if memory is not None and not memory > 0:
             raise UsageError(f"gradient_cache_memory_gib={memory!r}: it is a positive number of GiB, or null.")

@@ -40,6 +40,7 @@ def rows(bad: dict[int, float], count: int = 24) -> list[dict]:
 def train(folder, model=None, data=None, **more) -> DistTrainer:
     torch.manual_seed(0)
     options = dict(per_device_train_batch_size=4, max_steps=6, logging_steps=1, learning_rate=0.1, weight_decay=0.5)
+    options["max_nonfinite_steps"] = 20  # a run with the model's own loss, which has no limit by itself
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, train_sampling_strategy="sequential",
         **{"save_strategy": "no", **options, **more},

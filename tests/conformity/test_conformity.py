@@ -7,6 +7,7 @@ tests/trainer, or some of its test files (separated as in PATH); each is run twi
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -142,3 +143,32 @@ class Doubled(torch.nn.Module):
 
     def forward(self, x):
         return {"loss": (self.weight * x * 2).sum()}
+
+
+class Diverging(torch.nn.Module):
+    """Its first update makes the loss infinite, its second NaN."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+    def forward(self, x):
+        return {"loss": self.layers(x).pow(4).mean()}
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_without_our_fields_losses_that_are_not_finite_train_and_are_logged_as_by_trainer(tmp_path, is_filtered):
+    found = {}
+    for trainer_class, arguments in ((Trainer, TrainingArguments), (DistTrainer, DistTrainingArguments)):
+        torch.manual_seed(0)
+        args = arguments(
+            output_dir=str(tmp_path / trainer_class.__name__), learning_rate=1e9, logging_steps=5, max_steps=25,
+            logging_nan_inf_filter=is_filtered, save_steps=25, use_cpu=True, report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"x": torch.full((4,), float(i + 1))} for i in range(16)]
+        trainer = trainer_class(Diverging(), args, train_dataset=rows)
+        trainer.train()
+        losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        assert len(losses) == 5 and any(not math.isfinite(float(loss)) for loss in losses) != is_filtered
+        found[trainer_class.__name__] = str(losses), [p.tolist() for p in trainer.model.parameters()]
+    assert str(found["Trainer"]) == str(found["DistTrainer"])
