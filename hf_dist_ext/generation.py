@@ -7,6 +7,7 @@ model is whatever the run has wrapped. Letters: B rows, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,8 @@ class GeneratingTrainer(DistTrainer):
         if self.max_new_tokens is None:
             return loss, None, None
         prompt = self._prepare_inputs(prompt)
-        with self.compute_loss_context_manager():
+        served = nullcontext() if self.image_stand_in is None else self.image_stand_in.generating(prompt)
+        with self.compute_loss_context_manager(), served:
             tokens = self.accelerator.unwrap_model(model).generate(
                 **prompt,
                 max_new_tokens=self.max_new_tokens,

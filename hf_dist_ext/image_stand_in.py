@@ -9,13 +9,14 @@ no gradient at all. So
     adds 0 times the result to its input embeddings: collectives and gradients take their usual place and order
 (3) a projector's bare parameters (a newline embedding) join in the same way
 
-With gradients off it happens only where a forward is a collective. Generation is served at its first step; later steps
-run the language model alone on every rank.
+With gradients off it happens only where a forward is a collective. Generation is served at its first step, or before
+it (`generating`); later steps run the language model alone on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class ImageStandIn:
         language = model.get_submodule(groups["language"].roots[0])
         self.bare = [root for root in groups["projector"].roots if root in dict(model.named_parameters())]
         self.before: Callable[[], None] = lambda: None  # called before the blank picture goes through
-        self._has_run = self._is_standing_in = False
+        self._has_run = self._is_standing_in = self._is_encoded_before = False
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             vision.register_forward_pre_hook(self._note),  # (1)
@@ -65,15 +66,10 @@ class ImageStandIn:
         had_images, self._has_run = self._has_run, False
         embeds, cache = kwargs.get("inputs_embeds"), kwargs.get("past_key_values")
         is_later_step = cache is not None and cache.get_seq_length() > 0
-        if had_images or embeds is None or is_later_step or not (torch.is_grad_enabled() or self.is_collective()):
+        is_served = had_images or self._is_encoded_before or embeds is None or is_later_step
+        if is_served or not (torch.is_grad_enabled() or self.is_collective()):
             return None
-        self._is_standing_in = True
-        try:
-            blank = {key: self._placed(value, embeds.device) for key, value in self.blank.items()}
-            self.before()
-            output = self.model.get_image_features(**blank)
-        finally:
-            self._is_standing_in = False
+        output = self._encode_blank(embeds.device)
         if isinstance(output, Mapping) and "pooler_output" in output:  # what the projector made of the picture
             output = {key: value for key, value in output.items() if key not in ENCODER_OUTPUTS}
         terms = [tensor.sum() for tensor in _tensors(output) if tensor.requires_grad]
@@ -83,6 +79,30 @@ class ImageStandIn:
             return None
         zero = 0.0 * torch.stack([term.float() for term in terms]).sum()
         return args, {**kwargs, "inputs_embeds": embeds + zero.to(embeds.dtype)}
+
+    def _encode_blank(self, device: torch.device) -> Any:
+        self._is_standing_in = True
+        try:
+            self.before()
+            return self.model.get_image_features(**{k: self._placed(value, device) for k, value in self.blank.items()})
+        finally:
+            self._is_standing_in = False
+
+    @contextmanager
+    def generating(self, prompt: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Around `generate`. transformers 5.23 encodes a prompt's images before the first forward, so where forwards
+        are collectives a prompt without images has its blank picture encoded there as well."""
+        encodes_before = getattr(self.model, "_supports_mm_encoder_outputs", lambda: False)()
+        if not (encodes_before and self.is_collective()):
+            yield
+            return
+        if not any(key in prompt for key in self.blank):
+            self._encode_blank(prompt["input_ids"].device)
+        self._is_encoded_before = True
+        try:
+            yield
+        finally:
+            self._is_encoded_before = False
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
