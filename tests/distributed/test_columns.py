@@ -23,7 +23,7 @@ from hf_dist_ext.metrics import retrieval_metrics
 from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
-from tests.distributed.forked import MODES, Run
+from tests.distributed.forked import MODES, Run, gather_everything
 from tests.parity.exactness_worker import BATCH, BERT, GradientRecorder, _with_norms_in_its_own_precision, naive_loss
 from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISION, BlankPictures
 
@@ -177,6 +177,7 @@ def stepped_under_zero(say, folder: Path, kind: str, processor=None) -> str:
         model, args, data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=list(range(2 * BATCH)),
         loss=InfoNCELoss(temperature=0.1), processing_class=processor,
     )  # fmt: skip
+    gather_everything(trainer)
     trainer.train()
     before = {name: p.detach().clone() for name, p in wanted.named_parameters()}
     optimizer = torch.optim.SGD([p for p in wanted.parameters() if p.requires_grad], lr=rate)

@@ -15,7 +15,7 @@ from hf_dist_ext import deepspeed_install
 from hf_dist_ext.distributed import rank
 from hf_dist_ext.generation import GeneratingTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
-from tests.distributed.forked import Run
+from tests.distributed.forked import Run, gather_everything
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava
 
 LIMIT = 200  # seconds; ends a process that waits for others
@@ -52,9 +52,11 @@ def evaluated(say, folder: Path, use_cpu: bool) -> str:
         eval_strategy="steps", eval_steps=1,
     )  # fmt: skip
     trainer = GeneratingTrainer(
-        model, args, train_dataset=rows, eval_dataset=rows, data_collator=collate, eval_collator=eval_batch, max_new_tokens=NEW_TOKENS,
-        processing_class=BlankPictures(), compute_metrics=lambda found: seen.append(found.predictions) or {},
+        model, args, train_dataset=rows, eval_dataset=rows, data_collator=collate, eval_collator=eval_batch,
+        max_new_tokens=NEW_TOKENS, processing_class=BlankPictures(),
+        compute_metrics=lambda found: seen.append(found.predictions) or {},
     )  # fmt: skip
+    gather_everything(trainer)
     trainer.train()
     found = [[token for token in tokens if token >= 0] for tokens in seen[0].tolist()]
     return json.dumps({"wanted": wanted, "found": found, "rank": rank()})
