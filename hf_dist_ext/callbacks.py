@@ -47,12 +47,6 @@ class StepMeter:
         for name, value in step.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
 
-    def snapshot(self) -> dict[str, Any]:
-        return self.__dict__ | {"_metrics": dict(self._metrics)}
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        self.__dict__.update(snapshot)
-
     def exclude(self, seconds: float) -> None:
         """Time since the last read that was not spent on training steps."""
         self._started += seconds

@@ -1,16 +1,18 @@
 """`gradient_cache_chunk_size="auto"`: tokens per chunk from what the first steps really used, not from a formula.
 
-(1) the first step runs small chunks; around every replay the peak of what autograd holds is measured
-(2) from the second step on (the optimizer's state exists by then) memory that is free, less a margin of 5 %, divided
-    by the bytes per token measured, gives the tokens per chunk; the least of all ranks counts
-(3) with graphs to keep, a chunk gets a quarter of the budget and kept graphs the rest
-(4) a batch with longer rows than any measured is measured again: attention may cost more per token there
-(5) a rank that runs out of memory all the same in the first steps of a size says so to the others at the next of two
-    agreements, before embeddings are gathered and before gradients are reduced; all halve the chunk and run the step
-    again
+(1) the first two steps run chunks of 8 and of 16 rows. Of every chunk with a graph the peak is measured, beyond what
+    was allocated when the step began
+(2) a straight line through the two sizes: its intercept is what a step holds whatever the chunk (gradients, weights
+    that were gathered or cast, the embeddings of the batch), its slope the bytes per token
+(3) the chunk at which the line meets the memory that is free (from the second update on, when the optimizer's state
+    exists), less a margin of 5 %, is approached by doubling, and every step on the way is measured: the line is never
+    extended to more than twice what was seen. Of the ranks' sizes the smallest counts
+(4) with graphs to keep, a chunk gets a quarter of what the intercept and the loss leave, and kept graphs the rest
+(5) longer rows than any measured get fewer tokens, as if bytes per token grew with the width (as attention's do), and
+    are measured in their turn
 
-The gradient is the full batch's for every chunk size, so the measuring step is a training step like any other. On a
-CPU the budget is a number of bytes that the user gives, and the peak is that of tensors saved for backward.
+The gradient is the full batch's for every chunk size, so a step that measures trains like any other. On a CPU the
+budget is a number of bytes that the user gives, and the peak is that of tensors saved for backward.
 """
 
 from __future__ import annotations
@@ -18,34 +20,49 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import torch.utils.checkpoint
 
 from .chunking import Chunk, ChunkedBatch, ChunkLimits
-from .gradient_cache import CachedStep, Phase
+from .gradient_cache import Phase
 
 logger = logging.getLogger(__name__)
 
-MEASURING_ROWS = 8
+MEASURING_ROWS = (8, 16)  # of the first two steps
+GROWTH = 2
 MARGIN = 0.05
-GUARDED_STEPS = 3  # steps in which a new chunk size must show that it fits
 CHUNK_SHARE_WITH_KEPT_GRAPHS = 0.25
-
-
-class _OutOfMemoryElsewhere(Exception):
-    pass
+CAN_DIFFER = 0.75  # two sizes: the smaller has at most this share of the larger one's tokens
+ALIKE = 0.9  # of the width
+LASTING = 1 / 64  # of a peak: a chunk that leaves more than that behind has made gradients, and its own peak is hidden
 
 
 @dataclass
 class Measured:
-    """What is known of this model on this device; zero before the first measurement. Stored in the checkpoint."""
+    """What is known of this model on this device. Stored in the checkpoint."""
 
-    bytes_per_token: float = 0.0  # peak of a chunk's forward and backward / its tokens, padding included
-    width: int = 0  # the widest chunk measured
-    available: int = 0  # bytes for activations; 0 while measuring
+    bytes_per_token: float = 0.0  # of a chunk's forward and backward, padding included
+    intercept: float = 0.0  # bytes that a step holds beside, whatever the chunk
+    loss_bytes: int = 0  # held while the loss is computed
+    graphs_at_once: int = 1  # without kept ones: models with several towers end a step with a chunk of each
+    width: int = 0  # the longest row measured
+    available: int = 0  # bytes that a step may take
+    tokens: int = 0  # per chunk; 0 until it is settled
     device: str = ""
+
+
+@dataclass
+class _Point:
+    tokens: int
+    width: int
+    peak: int
+    lasting: int  # bytes that stayed
+
+
+def _by_size(point: _Point) -> tuple[int, int]:
+    return point.tokens, point.peak
 
 
 class ChunkBudget:
@@ -53,10 +70,10 @@ class ChunkBudget:
 
     Args:
         device: where the model runs.
-        budget_bytes: memory for activations; None asks an accelerator what is free. A CPU needs a number.
-        agree: a number of this rank -> the least of all ranks.
-        weights: tensors that a forward saves but does not make.
-        fixed: the chunk limits are given and only the number of kept graphs is looked for; None: both, or the first.
+        budget_bytes: memory that a step may take; None asks an accelerator what is free. A CPU needs a number.
+        weights: tensors that a forward saves but does not make, asked for when a step is measured: wrapping a model
+            replaces its parameters.
+        finds_size: False where the chunk limits are given and only the number of kept graphs is looked for.
         keeps_graphs: decide how many graphs are kept.
     """
 
@@ -64,127 +81,104 @@ class ChunkBudget:
         self,
         device: torch.device,
         budget_bytes: int | None,
-        agree: Callable[[int], int],
-        weights: Iterable[torch.Tensor] = (),
-        fixed: ChunkLimits | None = None,
+        weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+        finds_size: bool = True,
         keeps_graphs: bool = False,
     ):
         assert budget_bytes is not None or device.type != "cpu"
-        self.device, self.budget_bytes, self.agree, self.weights = device, budget_bytes, agree, list(weights)
-        self.fixed, self.keeps_graphs = fixed, keeps_graphs
+        self.device, self.budget_bytes, self.weights = device, budget_bytes, weights
+        self.finds_size, self.keeps_graphs = finds_size, keeps_graphs
         self.measured = Measured()
         # Set where no chunk has a graph (a frozen backbone): bytes per token of a forward, for a CPU, whose memory is
         # known by what graphs save; an accelerator is measured.
         self.forward_bytes: float | None = None
-        self._tokens_inside = self._width_inside = 0
-        self._found: list[tuple[int, int]] = []  # tokens and peak bytes of every chunk measured
-        self._widest = 0
-        self._measuring_rows = MEASURING_ROWS
-        self._steps_to_guard, self._asks_left, self.is_guarding = GUARDED_STEPS, 0, False
+        self.num_measured_steps = 0
+        self._points: list[list[_Point]] = []  # of the last two steps
+        self.proposed = 0
+        self._agreed = self._limit = self._largest = self._longest = 0
+        self._found: list[_Point] = []  # of the step that is measured
+        self._peak: Peak | None = None
+        self._tokens = self._graphs = self._width = self._before = self._largest_now = 0
+        self._is_over = self._is_in_loss = False
 
     @property
     def is_measuring(self) -> bool:
-        return not self.measured.available
+        return not self.measured.tokens
 
-    def limits(self, longest_row: int, given: ChunkLimits, may_settle: bool = True) -> ChunkLimits:
-        """Limits for a batch whose longest row (of any rank) has the given tokens; a few rows while measuring.
+    # ---- sizes ----
 
-        `given` says what the user bounds beside tokens: the width multiple and the image patches. `may_settle` is
-        False as long as the optimizer has not allocated its state.
-        """
-        if longest_row > self.measured.width:
-            self.measured.available, self._steps_to_guard, self._found = 0, GUARDED_STEPS, []
-        elif self.is_measuring and may_settle:
+    def propose(self, may_settle: bool) -> None:
+        """Sets `proposed`, this rank's tokens per chunk; 0 while rows are counted. To be called before the first
+        micro-batch of an update, when there are no gradients. `may_settle`: the optimizer's state exists."""
+        if self.is_measuring and may_settle and self.num_measured_steps >= len(MEASURING_ROWS):
             self._settle()
-        if self.fixed is not None:
-            return self.fixed
-        if self.is_measuring:
-            return replace(given, max_rows=self._measuring_rows, max_tokens=None)
-        return replace(given, max_rows=None, max_tokens=max(self.tokens, longest_row))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per chunk."""
-        share = CHUNK_SHARE_WITH_KEPT_GRAPHS if self.keeps_graphs else 1
-        return max(1, int(self.measured.available * share / self.measured.bytes_per_token))
-
-    def keep_graph(self, costliest_chunk: int) -> int:
-        """Graphs that fit beside one running chunk, each counted as the costliest (in tokens)."""
-        if self.is_measuring or not self.keeps_graphs:
-            return 0
-        of_a_chunk = self.measured.bytes_per_token * costliest_chunk
-        return max(0, int(self.measured.available / of_a_chunk) - 1)
+        else:
+            self.proposed = self.measured.tokens
 
     def _settle(self) -> None:
-        available = self.budget_bytes
-        if available is None:
-            gradients = sum(weight.numel() * weight.element_size() for weight in self.weights if weight.requires_grad)
-            available = int((free_bytes(self.device) - gradients) * (1 - MARGIN))
-        self.measured.available = max(1, self.agree(available))
-        self.measured.device = _name(self.device)
+        known = self.measured
+        known.available = self.budget_bytes or int(free_bytes(self.device) * (1 - MARGIN))
+        known.device = _name(self.device)
+        reserved = known.intercept + (known.loss_bytes if self.keeps_graphs else 0)
+        share = CHUNK_SHARE_WITH_KEPT_GRAPHS if self.keeps_graphs else 1
+        tokens = max(1, int((known.available - reserved) * share / (known.bytes_per_token * known.graphs_at_once)))
+        is_whole_batch = self._limit and self._largest <= self._limit / GROWTH
+        self.proposed = min(tokens, GROWTH * self._largest)
+        if not self.finds_size or is_whole_batch or self.proposed == tokens:
+            known.tokens = self.proposed = tokens
 
-    # ---- out of memory ----
+    def limits(self, longest_row: int, tokens: int, given: ChunkLimits, share: float = 1.0) -> ChunkLimits:
+        """Limits for a batch whose longest row (of any rank) has so many tokens.
 
-    def run(self, attempt: Callable[[], CachedStep], reset: Callable[[], None], can_retry: bool) -> CachedStep:
-        """`attempt()`, again with half the chunk as long as memory runs out on any rank; `reset` undoes an attempt.
-
-        `attempt` has to use the functions of `guarded`. The error is raised where a rank can not tell the others:
-        without `can_retry` (FSDP, whose forwards are collectives; a later micro-batch, whose gradients are already
-        mixed), after the guarded steps, and in the chunk that reduces.
+        Args:
+            tokens: the least that any rank proposes.
+            given: what the user bounds; without a size to find, all of it.
+            share: of the size found, after a lack of memory.
         """
-        self.is_guarding = can_retry and self._steps_to_guard > 0
-        while True:
-            self._asks_left = 2
-            try:
-                step = attempt()
-                break
-            except torch.OutOfMemoryError:
-                if not (self.is_guarding and self._asks_left and self._can_halve):
-                    raise
-                self.agree(-1)  # the others hear it at their next agreement
-            except _OutOfMemoryElsewhere:
-                assert self._can_halve
-            self._halve()
-            reset()
-        self._steps_to_guard -= 1
-        self.is_guarding = False
-        return step
+        known = self.measured
+        if 0 < tokens < self.proposed and tokens <= self._agreed:
+            known.tokens = self.proposed  # another rank has less room: this one need not look further
+        self._agreed = tokens
+        self._longest = longest_row
+        if self.num_measured_steps >= len(MEASURING_ROWS) and longest_row > known.width:
+            known.tokens, self._points = 0, []  # (5)
+            tokens = int(tokens * known.width / longest_row)
+        if not self.finds_size:
+            return given if self.num_measured_steps else halved(given)
+        if not tokens:
+            rows = MEASURING_ROWS[min(self.num_measured_steps, len(MEASURING_ROWS) - 1)]
+            return replace(given, max_rows=max(1, int(rows * share)), max_tokens=None)
+        self._limit = max(int(tokens * share), longest_row)
+        return replace(given, max_rows=None, max_tokens=self._limit)
 
-    def guarded(self, score: Callable, sync: Callable) -> dict[str, Callable]:
-        """The same functions for `cached_step` with `replays_last`. Before the score gathers embeddings, and before
-        the forward that arms the reduction, all ranks agree that none has run out of memory."""
+    def reserve(self, loss_bytes: int) -> None:
+        """The loss takes so much at least."""
+        self.measured.loss_bytes = max(self.measured.loss_bytes, loss_bytes)
 
-        def asking_score(embeddings: object) -> object:
-            self._agree_to_go_on()
-            return score(embeddings)
-
-        def asking_sync(phase: Phase) -> object:
-            if phase.is_last:
-                self._agree_to_go_on()
-            return sync(phase)
-
-        return {"score": asking_score, "sync": asking_sync}
-
-    def _agree_to_go_on(self) -> None:
-        if self.agree(0) < 0:
-            raise _OutOfMemoryElsewhere
-        self._asks_left -= 1
-
-    @property
-    def _can_halve(self) -> bool:
-        return self._measuring_rows > 1 if self.is_measuring else self.fixed is None or self.keeps_graphs
-
-    def _halve(self) -> None:
-        if self.is_measuring:
-            self._measuring_rows //= 2
-        else:
-            self.measured.available = max(1, self.measured.available // 2)
-        found = f"{self._measuring_rows} rows" if self.is_measuring else f"{self.measured.available / 2**30:.2f} GiB"
-        logger.warning(f"gradient cache: out of memory on some rank; all try again with {found} for a chunk.")
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).empty_cache()
+    def keep_graph(self, costliest_chunk: int) -> int:
+        """Graphs that fit beside one running chunk and the loss, each counted as the costliest (in tokens)."""
+        if self.is_measuring or not self.keeps_graphs:
+            return 0
+        known = self.measured
+        of_a_chunk = known.bytes_per_token * costliest_chunk
+        left = known.available - known.intercept - known.loss_bytes - of_a_chunk
+        return max(0, int(left / of_a_chunk))
 
     # ---- measuring ----
+
+    @contextmanager
+    def measured_step(self) -> Iterator[None]:
+        """Around a step that is run with the functions below."""
+        self._tokens = self._graphs = self._width = self._largest_now = 0
+        self._is_over = self._is_in_loss = False
+        self._found = []
+        with peak_bytes(self.device, self.weights()) as self._peak:
+            yield
+        self._points = [*self._points[-1:], self._found]
+        self.num_measured_steps += 1
+        self._largest = self._largest_now
+        self.measured.width = max(self.measured.width, self._longest)
+        self._fit()
 
     def encode(self, encode: Callable[[Chunk], torch.Tensor]) -> Callable[[Chunk], torch.Tensor]:
         """The same function, noting the tokens of what is encoded with a graph (or at all, where none has one)."""
@@ -192,50 +186,98 @@ class ChunkBudget:
         def noting(chunk: Chunk, **more: object) -> torch.Tensor:
             if torch.is_grad_enabled() or self.forward_bytes is not None:
                 width = chunk.width or 1
-                self._tokens_inside += chunk.num_rows * width
-                self._width_inside = max(self._width_inside, width)
+                self._tokens += chunk.num_rows * width
+                self._graphs += 1
+                self._width = max(self._width, width)
+                self._largest_now = max(self._largest_now, chunk.num_rows * width)
             return encode(chunk, **more)
 
         return noting
 
+    def backward(self, backward: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """The same function: graphs alive at once go through one backward."""
+
+        def noting(loss: torch.Tensor) -> None:
+            self._is_over = True
+            backward(loss)
+
+        return noting
+
+    def score(self, score: Callable) -> Callable:
+        """The same function; what is held from here to the next chunk is the loss's."""
+
+        def noting(embeddings: object) -> object:
+            self._peak.restart()
+            self._is_in_loss = True
+            return score(embeddings)
+
+        return noting
+
     def sync(self, sync: Callable[[Phase], object]) -> Callable[[Phase], object]:
-        """The same context, measuring the peak of every phase that has a graph."""
+        """The same context, measuring the peak from a graph's forward to its backward."""
 
         @contextmanager
         def measuring(phase: Phase) -> Iterator[None]:
-            if not phase.with_graph and self.forward_bytes is None:
+            if self._is_in_loss:
+                self.reserve(self._peak())
+                self._is_in_loss = False
+            is_forward = self.forward_bytes is not None
+            if phase.with_graph == is_forward:
                 with sync(phase):
                     yield
                 return
-            self._tokens_inside = self._width_inside = 0
-            with sync(phase), peak_bytes(self.device, self.weights) as peak:
+            if not self._tokens:
+                self._before = self._peak.restart()
+            with sync(phase):
                 yield
-            if self._tokens_inside:
-                is_estimated = self.forward_bytes is not None and self.device.type == "cpu"
-                held = int(self._tokens_inside * self.forward_bytes) if is_estimated else peak()
-                self._found.append((self._tokens_inside, held))
-                self._widest = max(self._widest, self._width_inside)
+            if self._is_over or is_forward:
+                self._add_point(is_forward)
 
         return measuring
 
-    def step_ended(self) -> None:
-        """Take over what the step measured; all ranks agree on the costliest, and so on when to settle."""
-        most_tokens = max((tokens for tokens, _ in self._found), default=1)
-        # What a chunk holds per row rather than per token weighs too much in small ones.
-        worst = max((peak / tokens for tokens, peak in self._found if 2 * tokens >= most_tokens), default=0)
-        scale = 1024  # thousandths of a byte survive the agreement on integers
-        self.measured.bytes_per_token = max(1, -self.agree(-int(worst * scale))) / scale
-        self.measured.width = -self.agree(-self._widest)
+    def _add_point(self, is_forward: bool) -> None:
+        peak, now = self._peak(), self._peak.now()
+        if is_forward and self.device.type == "cpu":
+            peak = int(self._tokens * self.forward_bytes)
+        if self._tokens:
+            self._found.append(_Point(self._tokens, self._width, peak, now - self._before))
+            self.measured.graphs_at_once = max(self.measured.graphs_at_once, self._graphs)
+        self._tokens = self._graphs = self._width = 0
+        self._is_over = False
+
+    def _fit(self) -> None:
+        """(2), through the costliest chunk and a clearly smaller one of like width."""
+        known, found = self.measured, [point for of_step in self._points for point in of_step]
+        # In the replay that makes the gradients, the peak holds only some of them.
+        found = [point for point in found if point.lasting <= LASTING * point.peak] or found
+        if not found:
+            return
+        most = max(found, key=_by_size)
+        smaller = [point for point in found if point.tokens <= CAN_DIFFER * most.tokens]
+        alike = [point for point in smaller if point.width >= ALIKE * most.width]
+        if other := max(alike or ([] if known.bytes_per_token else smaller), key=_by_size, default=None):
+            known.bytes_per_token = max(1.0, (most.peak - other.peak) / (most.tokens - other.tokens))
+            known.intercept = most.peak - known.bytes_per_token * most.tokens
+        else:
+            known.bytes_per_token = (most.peak - known.intercept) / most.tokens
+        if known.intercept < 0 or known.bytes_per_token < 1:
+            known.intercept, known.bytes_per_token = 0.0, max(1.0, most.peak / most.tokens)
 
     def state(self) -> dict:
         return asdict(self.measured)
 
     def resume(self, state: dict) -> bool:
         """Take a checkpoint's measurement, unless it was made on another kind of device."""
-        if state.get("device") != _name(self.device):
+        if state.get("device") != _name(self.device) or set(state) != {field.name for field in fields(Measured)}:
             return False
-        self.measured = Measured(**state)
+        self.measured, self.num_measured_steps = Measured(**state), len(MEASURING_ROWS)
         return True
+
+
+def halved(limits: ChunkLimits) -> ChunkLimits:
+    """Half of the rows, tokens and patches, at least one of each."""
+    sizes = {name: getattr(limits, name) for name in ("max_rows", "max_tokens", "max_patches")}
+    return replace(limits, **{name: max(1, size // 2) for name, size in sizes.items() if size is not None})
 
 
 def longest_row(batch: ChunkedBatch) -> int:
@@ -269,19 +311,45 @@ def free_bytes(device: torch.device) -> int:
     return free + module.memory_reserved(device) - module.memory_allocated(device)
 
 
+class Peak:
+    """Bytes held since a beginning: `peak()` the most since the last `restart()`, `now()` at this moment."""
+
+    def __init__(self, allocated: Callable[[], int], most: Callable[[], int], restart: Callable[[], None]):
+        self._allocated, self._most, self._restart = allocated, most, restart
+        self._restart()
+        self._start = allocated()
+
+    def __call__(self) -> int:
+        return self._most() - self._start
+
+    def now(self) -> int:
+        return self._allocated() - self._start
+
+    def restart(self) -> int:
+        """Gives `now()`."""
+        self._restart()
+        return self.now()
+
+
 @contextmanager
-def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iterator[Callable[[], int]]:
-    """Gives a function that says how many bytes were held at most since entering: allocated on an accelerator; on a
-    CPU saved for backward, recomputed activations of checkpointing included, `known` not."""
+def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iterator[Peak]:
+    """Says how many bytes were held at most since entering: allocated on an accelerator; on a CPU saved for backward,
+    recomputed activations of checkpointing included, `known` not."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        module.reset_peak_memory_stats(device)
-        before = module.memory_allocated(device)
-        yield lambda: module.max_memory_allocated(device) - before
+        yield Peak(
+            lambda: module.memory_allocated(device),
+            lambda: module.max_memory_allocated(device),
+            lambda: module.reset_peak_memory_stats(device),
+        )
         return
     of_known = {_storage(tensor) for tensor in known}
     held: dict[int, int] = {}  # storage -> how often it is saved
     now = most = 0
+
+    def restart() -> None:
+        nonlocal most
+        most = now
 
     class Saved:
         def __init__(self, tensor: torch.Tensor):
@@ -320,7 +388,7 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
     torch.utils.checkpoint._recomputation_hook = Counting
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: getattr(saved, "tensor", saved)):
-            yield lambda: most
+            yield Peak(lambda: now, lambda: most, restart)
     finally:
         torch.utils.checkpoint._recomputation_hook = hook
 

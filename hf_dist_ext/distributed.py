@@ -283,31 +283,6 @@ class Reduction:
         self.is_hsdp = self.is_fsdp and any(len(names) > 1 for names in copies)
         self.fsdp_mode = choose_fsdp_mode(model) if self.is_fsdp and fsdp_mode == "auto" else fsdp_mode
 
-    @property
-    def has_collectives_in_chunks(self) -> bool:
-        """Whether a chunk that is neither the first nor the last waits for other ranks."""
-        return (self.is_fsdp and (self.fsdp_mode == "memory" or self.is_hsdp)) or ranks_per_rows() > 1
-
-    def forget_failed_chunk(self) -> None:
-        """Behind an error inside of a forward or backward, on this rank alone: FSDP2 is idle again, and what it has
-        gathered stays. Its own `reset_iter_state` would shard the weights again, which the other ranks have whole."""
-        if not self.is_fsdp:
-            return
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
-        root = _fsdp_root(self.model)._get_fsdp_state()  # torch 2.13 has no public way
-        root._state_ctx.iter_forward_root = None
-        root._state_ctx.post_backward_final_callback_queued = False
-        root._comm_ctx.post_forward_order.clear()
-        for state in root._state_ctx.all_states:
-            state._modules_to_run_forward.clear()
-            state._training_state = TrainingState.IDLE
-            # torch 2.11 has one group or None under the older name. Remove when the minimum is 2.13.
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
-                group._training_state = TrainingState.IDLE
-                group._post_forward_indices.clear()
-
     def __call__(self, phase: Phase) -> AbstractContextManager:
         completes = self.completes = phase.is_last and self.is_sync_step()
         if self.is_fsdp:

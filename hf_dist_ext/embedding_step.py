@@ -6,8 +6,8 @@
 (3) `_score`: `distributed` gathers embeddings; a rank's loss counts by its rows
 (4) `_backward`: the division by gradient accumulation and the fp16 scale enter here, that is once
 
-No maths lives here. `DistTrainer` sets what these methods read: `loss`, `_budget`, `_retry`, `_reduction`,
-`_takes_column`, `_may_widen`, `_update`.
+No maths lives here. `DistTrainer` sets what these methods read: `loss`, `_budget`, `_sizes`, `_reduction`,
+`_takes_column`, `_may_widen`, `_proven`, `_update`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.utils import logging
 
-from . import deepspeed_step, distributed
+from . import deepspeed_step, distributed, policy
 from .chunk_budget import ChunkBudget, costliest_chunk, longest_row, widened
 from .chunking import Chunk, ChunkedBatch, ChunkLimits, lay_out
 from .epoch_order import StandIn
@@ -32,11 +35,37 @@ from .errors import UsageError
 from .frozen_columns import batch_of_pooled, forward_bytes_per_token, frozen_columns, has_frozen_backbone
 from .gradient_cache import CachedStep, RandomState, cached_step, encode_without_graph
 from .image_stand_in import ImageStandIn
-from .out_of_memory import MemoryRetry
+from .out_of_memory import (
+    ALL_GRAPHS,
+    PLACES,
+    FittingSizes,
+    empty_cache,
+    is_lack_of_memory,
+    place_out_of_memory,
+)
 
 logger = logging.get_logger(__name__)
 
 Batch = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class Layout(NamedTuple):
+    """How one batch is cut, as all ranks agree."""
+
+    chunked: ChunkedBatch
+    wide: ChunkedBatch | None  # larger chunks for the pass without a graph
+    counts: dict[str, list[int]]  # rows per column and rank
+    num_kept: int  # graphs
+    is_larger: bool = False  # than every step that was tried out, on some rank
+
+    def left_to_shrink(self) -> dict[str, Any]:
+        """For `Sizes.smaller`."""
+        chunks = self.chunked.chunks()
+        return {
+            "has_wider": self.wide is not None,
+            "num_kept": min(self.num_kept, len(chunks) - 1),
+            "can_halve": any(chunk.num_rows > 1 for chunk in chunks),
+        }
 
 
 class EmbeddingSteps(Trainer):
@@ -44,7 +73,11 @@ class EmbeddingSteps(Trainer):
 
     loss: Callable | None
     _budget: ChunkBudget | None
-    _retry: MemoryRetry | None
+    _sizes: FittingSizes | None
+    _inputs: list  # earlier micro-batches of this update
+    _before_update: RandomState
+    _layout: Layout | None = None  # of the micro-batch that runs
+    _proven: list[int]  # the largest `_demand` that was tried out
     _reduction: distributed.Reduction
     _takes_column: bool
     _may_widen: bool
@@ -53,71 +86,140 @@ class EmbeddingSteps(Trainer):
     _own_loss: torch.Tensor
 
     def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
-        found: list[Any] = []
-        budget, start = self._budget, RandomState(self.args.device)
-        if self._retry is not None and not self._inputs:
-            self._retry.update_begins(start)
-        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        encodes_once = self.args.uses_gradient_cache and has_frozen_backbone(bare)
-        frozen = frozen_columns(bare, batch)
-        if budget is not None and encodes_once:
-            budget.forward_bytes = forward_bytes_per_token(bare.config)
+        """One micro-batch. Where memory runs out on one process, the update so far is dropped, and its micro-batches
+        are run again in smaller chunks from the random state before it."""
+        if not self._inputs:
+            self._before_update = RandomState(self.args.device)
+        earlier: list[Any] = []
+        while True:
+            try:
+                for inputs in earlier:
+                    self._attempt(model, *split_ids(self._prepare_inputs(inputs)))
+                return self._attempt(model, batch, ids), self._layout.chunked, self._layout.counts
+            except Exception as error:
+                if self._sizes is None or self._layout is None or not is_lack_of_memory(error):
+                    raise
+                if not self._heals_in_place(model):
+                    raise self._sizes.end_run(self._step_number, **self._layout.left_to_shrink()) from error
+            # Behind the except block: the error holds the tensors of every frame it passed.
+            self._sizes.shrink(self._sizes.place, self._step_number, [0], **self._layout.left_to_shrink())
+            for parameter in chain(model.parameters(), self._loss_parameters()):
+                parameter.grad = None
+            self._before_update.restore()
+            empty_cache(self.args.device)
+            earlier = [*self._inputs]  # as the data loader gave them
 
-        def attempt() -> CachedStep:
-            chunked, wide, counts = self._cut(batch)
-            found[:] = chunked, counts
-            is_measured = budget is not None and budget.is_measuring
-            encode, sync = functools.partial(self._encode, model), self._reduction
+    def _attempt(self, model: nn.Module, batch: Batch, ids: Any) -> CachedStep:
+        bare, budget = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), self._budget
+        frozen = frozen_columns(bare, batch)
+        layout = self._layout = self._fitting_layout(model, batch)
+        chunked, wide, counts, num_kept, _ = layout
+        encode = plain_encode = functools.partial(self._encode, model)
+        sync, backward = self._reduction, self._backward
+        is_measured = budget is not None and budget.is_measuring and not self._inputs
+
+        def score(embeddings: dict[str, torch.Tensor]):
             if is_measured:
-                encode, sync = budget.encode(encode), budget.sync(sync)
+                budget.reserve(self._loss_bytes(layout, next(iter(embeddings.values())).shape[1]))
+            return self._score(embeddings, ids, counts)
+
+        if is_measured:
+            encode, score, backward = budget.encode(encode), budget.score(score), budget.backward(backward)
+            sync = budget.sync(sync)
+        if self._sizes is not None:
+            score, sync = self._sizes.score(score), self._sizes.sync(sync)
+        score, sync = self._clock.score(score), self._clock.sync(sync)
+        with budget.measured_step() if is_measured else nullcontext():
             to_train = chunked
-            if encodes_once:
-                pooled = encode_without_graph(
-                    wide or chunked, functools.partial(encode, stops_at_pooled=True), self._clock.sync(sync)
-                )
-                to_train, wide = batch_of_pooled(pooled), None
-                encode, sync = functools.partial(self._encode, model), self._reduction
-            kept = self._num_kept_graphs(chunked)
-            deepspeed_step.check_chunks(self, kept, len(to_train.chunks()))
-            options = {"score": lambda embeddings: self._score(embeddings, ids, counts), "sync": sync}
-            if self._retry is not None:
-                options |= self._retry.watched(**options)
-            if budget is not None and budget.is_guarding:
-                options |= budget.guarded(**options) | {"replays_last": True}
-            options["score"], options["sync"] = self._clock.score(options["score"]), self._clock.sync(options["sync"])
+            if self._encodes_once(bare):
+                pooled = encode_without_graph(wide or chunked, functools.partial(encode, stops_at_pooled=True), sync)
+                to_train, wide, encode = batch_of_pooled(pooled), None, plain_encode
+            deepspeed_step.check_chunks(self, num_kept, len(to_train.chunks()))
             step = cached_step(
                 to_train,
                 encode,
-                backward=self._backward,
+                score,
+                backward=backward,
+                sync=sync,
                 loss_parameters=self._loss_parameters(),
-                keep_graph=kept,
+                keep_graph=num_kept,
                 backward_together=not self.forwards_are_collective,
                 last_reaches_all=self.image_stand_in is None and not deepspeed_step.is_zero3(self),
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
-                **options,
             )
-            if is_measured:
-                budget.step_ended()
-            return replace(step, num_chunks=len(chunked.chunks()))
-
-        def reset() -> None:
-            model.zero_grad()
-            start.restore()
-
-        def run() -> CachedStep:
-            if budget is None:
-                return attempt()
-            is_first = all(p.grad is None for p in model.parameters())
-            return budget.run(attempt, reset, can_retry=is_first and not self.forwards_are_collective)
-
-        def finish(chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
-            encode, score = functools.partial(self._encode, model), lambda rows: self._score(rows, ids, counts)
-            self._retry.finish(chunked, counts, encode, score, self._reduction)
-
-        step = run() if self._retry is None else self._retry.run(run, found, finish)
         self._may_widen = not step.drew_randomness
-        return step, *found
+        return replace(step, num_chunks=len(chunked.chunks()))
+
+    @property
+    def _step_number(self) -> int:
+        return self.state.global_step + 1
+
+    def _encodes_once(self, bare: nn.Module) -> bool:
+        return self.args.uses_gradient_cache and has_frozen_backbone(bare)
+
+    def _heals_in_place(self, model: nn.Module) -> bool:
+        """Whether no wrapper holds a state that an error in the middle of a forward or backward leaves behind."""
+        is_wrapped = self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(model, DistributedDataParallel)
+        return distributed.world_size() == 1 and not is_wrapped
+
+    # ---- sizes, agreed by all ranks before the first forward ----
+
+    def _fitting_layout(self, model: nn.Module, batch: Batch) -> Layout:
+        """How the batch is cut. Under DDP, a step that needs more than any before is tried out on every rank."""
+        while True:
+            layout = self._cut(batch)
+            # With torch_compile the wrapper is another class, and what is compiled holds other tensors.
+            if self._sizes is None or self._inputs or not isinstance(model, DistributedDataParallel):
+                return layout
+            if distributed.world_size() == 1 or self.is_deepspeed_enabled or not layout.is_larger:
+                return layout
+            place = self._place_out_of_memory(model.module, layout)
+            left = layout.left_to_shrink()
+            answer = [PLACES.index(place) if place else -1, left["can_halve"], left["num_kept"]]
+            everyone = distributed.exchange(answer, self.args.device)
+            failed = [rank for rank, (number, *_) in enumerate(everyone) if number >= 0]
+            if not failed:
+                if self.state.global_step > self._initial_global_step:  # the optimizer's state exists
+                    self._proven = [max(pair) for pair in zip(self._proven, self._demand(layout), strict=True)]
+                return layout
+            left |= {"can_halve": any(row[1] for row in everyone), "num_kept": max(row[2] for row in everyone)}
+            self._sizes.shrink(PLACES[everyone[failed[0]][0]], self._step_number, failed, **left)
+
+    def _place_out_of_memory(self, bare: nn.Module, layout: Layout) -> str | None:
+        state, encodes_once = RandomState(self.args.device), self._encodes_once(bare)
+        more = {"stops_at_pooled": True} if encodes_once else {}
+        place = place_out_of_memory(
+            functools.partial(self._encode, bare, **more),
+            layout.chunked,
+            layout.wide,
+            layout.left_to_shrink()["num_kept"],
+            functools.partial(self._loss_bytes, layout),
+            has_graph=not encodes_once,
+        )
+        for parameter in bare.parameters():
+            parameter.grad = None
+        state.restore()
+        empty_cache(self.args.device)
+        return place
+
+    def _loss_bytes(self, layout: Layout, dimensions: int) -> int:
+        own = layout.chunked.row_counts()
+        is_gathered = getattr(self.loss, "cross_device_negatives", True)
+        everyone = {name: sum(rows) for name, rows in layout.counts.items()} if is_gathered else own
+        anchors, *_ = own.values()
+        _, *candidates = everyone.values()
+        halvings = getattr(self.loss, "tile_halvings", 0)
+        return policy.loss_stage_bytes(
+            sum(own.values()), sum(everyone.values()), anchors, sum(candidates), dimensions, halvings
+        )
+
+    @staticmethod
+    def _demand(layout: Layout) -> list[int]:
+        """What makes a step take more memory than another one."""
+        wide = layout.wide or layout.chunked
+        rows = sum(map(sum, layout.counts.values()))
+        return [costliest_chunk(layout.chunked), costliest_chunk(wide), layout.num_kept, rows]
 
     @property
     def forwards_are_collective(self) -> bool:
@@ -134,52 +236,75 @@ class EmbeddingSteps(Trainer):
             args.gradient_cache_width_multiple,
             args.gradient_cache_chunk_patches,
         )
-        return limits if self._retry is None else self._retry.limits(limits)
+        return limits if self._sizes is None else self._sizes.now.limits(limits)
 
     def _make_budget(self) -> ChunkBudget | None:
-        args, limits = self.args, self._limits()
+        args = self.args
         finds_size, keeps = args.gradient_cache_chunk_size == "auto", args.gradient_cache_keep_graph == "auto"
         if not args.uses_gradient_cache or not (finds_size or keeps):
             return None
         gib = args.gradient_cache_memory_gib or (1.0 if args.device.type == "cpu" else None)
-        return ChunkBudget(
+        budget = ChunkBudget(
             args.device,
             None if gib is None else int(gib * 2**30),
-            agree=lambda number: min(row[0] for row in distributed.exchange([number], args.device)),
-            weights=self.model.parameters(),
-            fixed=None if finds_size else limits,
+            weights=lambda: self.model.parameters(),
+            finds_size=finds_size,
             keeps_graphs=keeps,
         )
+        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if self._encodes_once(bare):
+            budget.forward_bytes = forward_bytes_per_token(bare.config)
+        return budget
 
-    def _cut(self, batch: Batch) -> tuple[ChunkedBatch, ChunkedBatch | None, dict[str, list[int]]]:
-        """Chunks of this rank's batch, wider ones for the pass without a graph, every rank's rows per column."""
-        chunked = self._lay_out(batch)
-        if self._budget is not None:
-            was_measuring = self._budget.is_measuring
-            longest = -self._budget.agree(-longest_row(chunked))
-            chunked = ChunkedBatch(
-                chunked.tables, self._budget.limits(longest, self._limits(), self.state.global_step > 0)
-            )
-            if was_measuring and not self._budget.is_measuring:
+    def _cut(self, batch: Batch) -> Layout:
+        """This rank's batch in chunks; every number that decides what a step does is the same on all ranks."""
+        args, budget, chunked = self.args, self._budget, self._lay_out(batch)
+        if budget is not None:
+            was_measuring = budget.is_measuring
+            if torch.is_grad_enabled() and not self._inputs:
+                budget.propose(may_settle=self.state.global_step > 0)
+            everyone = distributed.exchange([longest_row(chunked), budget.proposed], args.device)
+            longest, tokens = max(row[0] for row in everyone), min(row[1] for row in everyone)
+            limits = budget.limits(longest, tokens, self._limits(), self._sizes.now.share)
+            chunked = ChunkedBatch(chunked.tables, limits)
+            if was_measuring and not budget.is_measuring:
                 self._log_budget()
-        factor = _widening(self.model.config) if self._may_widen and hasattr(self.model, "config") else 1
-        wide = widened(chunked, factor) if factor > 1 and self.args.uses_gradient_cache else None
-        rows = chunked.row_counts()
+        factor = self._widening()
+        wide = widened(chunked, factor) if factor > 1 and self._may_widen else None
+        rows, plans = chunked.row_counts(), [chunked, wide] if factor > 1 else [chunked]
         if isinstance(batch, StandIn):
             rows = dict.fromkeys(rows, 0)
-        plans = [chunked] if wide is None else [chunked, wide]
         # With a stand-in every forward runs the vision layers.
         by_vision = self.image_stand_in is None
-        needed = [plan.num_chunks(by_vision) for plan in plans]
-        everyone = distributed.exchange([*rows.values(), *chain(*needed)], self.args.device)
-        everyone = distributed.one_of_each(everyone)
+        needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
+        layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
+        everyone = distributed.exchange(
+            [self._may_widen, layout.num_kept, self._needs_more(layout), *rows.values(), *chain(*needed)], args.device
+        )
+        may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
+        self._may_widen = all(may_widen)
         # Every rank runs as many as the one that needs most.
         if self.forwards_are_collective:
-            most = [max(numbers) for numbers in zip(*(row[len(rows) :] for row in everyone), strict=True)]
+            most = [max(numbers) for numbers in zip(*(row[3 + len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
-                plan.agree(most[: len(own)], by_vision)
+                if plan is chunked or self._may_widen:
+                    plan.agree(most[: len(own)], by_vision)
                 most = most[len(own) :]
-        return chunked, wide, {name: [row[i] for row in everyone] for i, name in enumerate(rows)}
+        counts = {name: [row[3 + i] for row in distributed.one_of_each(everyone)] for i, name in enumerate(rows)}
+        return Layout(chunked, wide if self._may_widen else None, counts, min(num_kept), any(is_larger))
+
+    def _needs_more(self, layout: Layout) -> bool:
+        return any(now > before for now, before in zip(self._demand(layout), self._proven, strict=True))
+
+    def _widening(self) -> int:
+        """How many times larger the chunks of the pass without a graph are."""
+        if not self.args.uses_gradient_cache or self._sizes is not None and not self._sizes.now.widens:
+            return 1
+        bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if self._budget is not None and self._budget.forward_bytes is not None:
+            return 1  # the size was found for this very pass
+        num_layers = getattr(getattr(bare, "config", None), "num_hidden_layers", None)
+        return policy.widening(num_layers, is_checkpointed(bare))
 
     def _lay_out(self, batch: Batch) -> ChunkedBatch:
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -198,19 +323,19 @@ class EmbeddingSteps(Trainer):
 
     def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
         if not self.args.uses_gradient_cache:
-            return len(chunked.chunks())
-        if self.args.gradient_cache_keep_graph != "auto":
-            return self.args.gradient_cache_keep_graph
-        kept = self._budget.keep_graph(costliest_chunk(chunked))
-        # Every rank keeps the graphs of the same chunks.
-        return self._budget.agree(kept) if self.forwards_are_collective else kept
+            return ALL_GRAPHS
+        kept = self.args.gradient_cache_keep_graph
+        if kept == "auto":
+            kept = self._budget.keep_graph(costliest_chunk(chunked))
+        return min(kept, self._sizes.now.max_kept_graphs)
 
     def _log_budget(self) -> None:
         budget = self._budget
-        size = f"{budget.tokens} tokens per chunk, " if budget.fixed is None else ""
+        size = f"{budget.measured.tokens} tokens per chunk, " if budget.finds_size else ""
         logger.info(
-            f"gradient cache: {size}from {budget.measured.bytes_per_token:.0f} bytes per token measured and "
-            f"{budget.measured.available / 2**30:.2f} GiB for activations."
+            f"gradient cache: {size}from {budget.measured.bytes_per_token:.0f} bytes per token measured; of the "
+            f"{budget.measured.available / 2**30:.2f} GiB for a step {budget.measured.intercept / 2**30:.2f} GiB are "
+            "taken by what does not depend on the chunk."
         )
 
     def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> torch.Tensor:
@@ -248,8 +373,6 @@ class EmbeddingSteps(Trainer):
 
     def _backward(self, loss: torch.Tensor) -> None:
         loss = self._reduction.reaching_all(loss / self.current_gradient_accumulation_steps)
-        if self._retry is not None:
-            self._retry.backward_begins()
         if self.is_deepspeed_enabled:
             self._update.backward(deepspeed_step.poisoned(loss, self._own_loss), self._reduction.completes)
         else:
@@ -262,9 +385,11 @@ def _configs_by_column(model: nn.Module) -> dict[str, Any]:
     return {column: getattr(towers[tower], "config", None) for column, tower in columns.items()}
 
 
-def _widening(config: Any) -> int:
-    """How many times larger the chunks without a graph may be: they hold two layers' activations, not all of them."""
-    return min(8, max(1, (getattr(config, "num_hidden_layers", None) or 1) // 2))
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether layers give up their activations and are run again: by transformers or by FSDP."""
+    return any(
+        getattr(m, "gradient_checkpointing", False) or isinstance(m, CheckpointWrapper) for m in model.modules()
+    )
 
 
 def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], Any]:

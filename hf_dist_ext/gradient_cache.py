@@ -108,7 +108,6 @@ def cached_step(
     backward_together: bool = True,
     last_reaches_all: bool = True,
     wide: ChunkedBatch | None = None,
-    replays_last: bool = False,
     is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
@@ -127,8 +126,6 @@ def cached_step(
             False: of one chunk, and no two replayed graphs are alive at once (ZeRO-3).
         wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
-        replays_last: never keep the graph of the chunk that completes the gradients, so that nothing in (1) or (2) is
-            that chunk's; for steps that may have to be run again.
         is_frozen: chunks whose rows train nothing (their column's tower is frozen): encoded once, and not in (3).
 
     Raises:
@@ -142,7 +139,7 @@ def cached_step(
         _refuse_nothing_trains()
     final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
     trained = [*(i for i in trained if i not in final), *final]
-    keep_all = (keep_graph >= len(trained) or len(trained) == 1) and not replays_last
+    keep_all = keep_graph >= len(trained) or len(trained) == 1
     kept = set(trained) if keep_all else set([i for i in trained if i not in final][:keep_graph])
 
     # (1)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import policy
 from .errors import UsageError
 from .tiled_infonce import Direction, Plan, tiled_infonce
 
@@ -51,9 +52,10 @@ class InfoNCELoss(nn.Module):
     cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
     normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros stays
         zeros and gets no gradient: it has no direction to turn.
-    rows_per_tile, candidates_per_tile: memory is rows_per_tile x candidates, of which candidates_per_tile at a time
-        should fit the cache. None = 512 and 512 on a CPU (fastest or within 2 % of it at 2,048 to 16,384 rows of width
-        128 to 768), else 1024 rows and whole columns (few kernel launches; a choice, not a measurement).
+    rows_per_tile, candidates_per_tile: memory is at most 4 buffers of rows_per_tile x candidates, of which
+        candidates_per_tile at a time should fit the cache. None = 512 and 512 on a CPU (fastest or within 2 % of it at
+        2,048 to 16,384 rows of width 128 to 768), else 1024 rows and whole columns (few kernel launches; a choice, not
+        a measurement); fewer rows where the buffers would take more than policy.LOSS_TILE_BYTES.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class InfoNCELoss(nn.Module):
         self.cross_device_negatives = cross_device_negatives
         self.normalize = normalize
         self.rows_per_tile = rows_per_tile
+        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         self.candidates_per_tile = candidates_per_tile
         self.fixed_temperature = None if learnable_temperature else temperature
         # One element, not zero dimensions: FSDP cannot shard a 0-D parameter.
@@ -136,6 +139,9 @@ class InfoNCELoss(nn.Module):
         dtype = functools.reduce(torch.promote_types, (e.dtype for e in embeddings), torch.float32)
         on_cpu = rows.device.type == "cpu"
         inverse_temperature = self._inverse_temperature(dtype, rows.device)
+        num_candidates = max(sum(embeddings[i].shape[0] for i in direction.candidates) for direction in directions)
+        most_rows = 512 if on_cpu else policy.LOSS_TILE_ROWS
+        fitting_rows = self.rows_per_tile or policy.loss_tile_rows(num_candidates, most_rows, dtype.itemsize)
         plan = Plan(
             directions=directions,
             prefixes=self.matryoshka or [(rows.shape[1], 1.0)],
@@ -143,7 +149,7 @@ class InfoNCELoss(nn.Module):
             row_offset=row_offset,
             margin=self.false_negative_margin,
             normalize=self.normalize,
-            rows_per_tile=self.rows_per_tile or (512 if on_cpu else 1024),
+            rows_per_tile=max(1, fitting_rows >> self.tile_halvings),
             candidates_per_tile=self.candidates_per_tile or (512 if on_cpu else None),
         )
         loss, metrics = tiled_infonce(plan, inverse_temperature, embeddings)  # (3)

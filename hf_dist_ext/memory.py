@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, astuple, dataclass, field
 
+from hf_dist_ext import policy
 from hf_dist_ext.knobs import kept_by_hook
 from hf_dist_ext.strategies import GIB, Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.tape import TEMPORARY_VALUES, Parameter
@@ -25,8 +26,6 @@ from hf_dist_ext.workload import Cast, Column, Work, Workload
 CONTEXT_BYTES = 0.75 * GIB
 COMMUNICATOR_BYTES = 0.4 * GIB
 FRAGMENTATION = 0.03
-EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
-TILE_ROWS = 1024  # of the loss (losses.py)
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int 
             rows * (cost.temporary_checkpointed if settings.is_checkpointed else cost.temporary),
         )
         if cut:  # the pass without a graph takes wider chunks
-            wide = min(rows * work.widening, column.rows) * cost.largest * TEMPORARY_VALUES
+            wide = min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
             found.temporary = max(found.temporary, wide - found.saved)
         before = of_tower.get(column.tower, Held())
         if not cut:
@@ -339,7 +338,7 @@ def _hold_features(of_tower: dict[str, Held], column: Column, cost: Work, work: 
     """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
     through the projection together, with one graph. `cost.kept` is the projection's, its input included."""
     rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows))
-    wide = min(rows * work.widening, column.rows) * cost.largest * TEMPORARY_VALUES
+    wide = min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
     before = of_tower.get("", Held())
     saved = before.saved + column.rows * cost.kept
     forward = 0.0 if work.reads_features else wide  # alone on the device before there is a graph
@@ -362,8 +361,5 @@ def _embeddings(work: Workload, world: int) -> float:
     if not work.is_embedding:
         return 0.0
     rows = sum(column.rows for column in work.columns)
-    own = rows * work.embedding_dim * 4
-    everyone = own * world
     candidates = sum(column.rows for column in work.columns[1:]) * world
-    tile = min(TILE_ROWS, work.batch) * candidates * 4 * 2
-    return EMBEDDING_COPIES * (own + everyone) + tile
+    return policy.loss_stage_bytes(rows, rows * world, work.batch, candidates, work.embedding_dim)

@@ -1,8 +1,8 @@
 """`SafeTrainer`: Trainer's hooks, wired to what keeps a run well (guard.py, preemption.py, failures.py, bad_rows.py).
 
 (1) every micro-batch's loss is added up on the device; behind the last backward of an update the ranks start to tell
-    each other their sums, whether a signal came, how many rows were bad, whether memory ran out: one small
-    all-gather, which runs while the gradient is clipped
+    each other their sums, whether a signal came, how many rows were bad: one small all-gather, which runs while the
+    gradient is clipped
 (2) before the update it is read together with the gradient norm, in one copy to the host: skip it, or stop behind it
 (3) a stop is one checkpoint after the step, and then the end of `train()`; an evaluation is left for it
 (4) no checkpoint is written from weights that are not finite
@@ -61,7 +61,7 @@ class SafeTrainer(Trainer):
         self._inputs: list = []  # of the update, for its report
         self._stop_at_step: int | None = None
         self._tally: Tally | None = None
-        self._retry: Any = None  # out_of_memory.MemoryRetry, with a gradient cache
+        self._sizes: Any = None  # out_of_memory.FittingSizes, with a gradient cache
         self._bad_rows = 0  # of all ranks in this epoch
         self._bad_row_numbers: set[int] = set()
         self._bad_rows_before: list[int] = []  # of this rank's loader workers before this epoch
@@ -78,7 +78,14 @@ class SafeTrainer(Trainer):
         self._answers, self._loss_of_update, self._inputs = None, None, []
         with self._running():
             try:
+                if self._sizes is not None:
+                    self._sizes.begin()
                 return super().train(*arguments, **options)
+            except RuntimeError as error:
+                is_cause = self._sizes is None or isinstance(error, RunError)
+                if is_cause or (cause := self._sizes.error_of_peer()) is None:
+                    raise
+                raise cause from error
             except _LeaveEvaluation:  # the one before the first step: there is nothing to save
                 self.was_preempted = self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
@@ -147,7 +154,7 @@ class SafeTrainer(Trainer):
     def _backward_done(self, loss: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Call with every micro-batch's loss; gives it back."""
         may_replace = bool(getattr(self.args, "max_bad_rows", 0))
-        if self.guard is None and self._stop is None and self._retry is None and not may_replace:
+        if self.guard is None and self._stop is None and self._sizes is None and not may_replace:
             return loss
         own = loss.detach().float()
         self._loss_of_update = own if self._loss_of_update is None else self._loss_of_update + own
@@ -155,8 +162,7 @@ class SafeTrainer(Trainer):
         if self.accelerator.sync_gradients:
             has_signal = self._stop is not None and self._stop.received is not None
             num_bad_rows = self._new_bad_rows() if may_replace and self._tally else 0
-            has_failed = self._retry is not None and self._retry.has_failed
-            rest = own.new_tensor([float(has_signal), float(num_bad_rows), float(has_failed)])
+            rest = own.new_tensor([float(has_signal), float(num_bad_rows)])
             message = torch.cat([self._loss_of_update.reshape(1), rest])
             self._answers, self._loss_of_update = distributed.exchange_later(message), None
         return loss
@@ -170,32 +176,21 @@ class SafeTrainer(Trainer):
             grad_norm = deepspeed_step.norm_of_update(self, grad_norm)
         if hasattr(grad_norm, "full_tensor"):  # of FSDP2: a collective, once; logging it would be another
             grad_norm = grad_norm.full_tensor()
-        if self._answers is not None and self._must_redo(grad_norm):
-            return self._redo(model)
+        if self._answers is not None:
+            self._act_on_answers(grad_norm)
         return grad_norm
 
-    def _redo(self, model: nn.Module) -> Any:
-        """The micro-batches of this update again, in the smaller chunks that all ranks have now."""
-        batches, self._inputs = self._inputs, []
-        for i, inputs in enumerate(batches):
-            self.accelerator.gradient_state._set_sync_gradients(i == len(batches) - 1)
-            self._tr_loss += self.training_step(model, inputs)
-        return self._get_grad_norm(model, self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None)
-
-    def _must_redo(self, grad_norm: Any) -> bool:
+    def _act_on_answers(self, grad_norm: Any) -> None:
         """Before an update: what all ranks have to say about it."""
-        answers, self._answers = self._answers(), None  # (W, 4)
+        answers, self._answers = self._answers(), None  # (W, 3)
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm).detach().to(answers)
         *numbers, norm = torch.cat([answers.flatten(), norm.reshape(1)]).tolist()  # the one copy to the host
-        losses, signals, bad_rows, failed = (numbers[i::4] for i in range(4))
+        losses, signals, bad_rows = (numbers[i::3] for i in range(3))
         step = self.state.global_step + 1
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < self.state.max_steps:
             self._stop_at_step = step
             logger.warning(f"rank {signals.index(1.0)} was asked to stop; all leave behind step {step}.")
-        if any(failed):
-            self._retry.go_back([rank for rank, has_failed in enumerate(failed) if has_failed], step)
-            return True
         self._count_bad_rows(int(sum(distributed.one_of_each(bad_rows))))
         if self._bad_rows > (self.args.max_bad_rows or 0):
             raise RunError(
@@ -214,7 +209,6 @@ class SafeTrainer(Trainer):
             rows = "; ".join(distributed.texts_of(rows, bad_ranks(losses)))
             self.guard.report(step, losses, norm, rows, has_scaler)
         self._inputs = []
-        return False
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.guard is not None and self.guard.total and "loss" in logs:

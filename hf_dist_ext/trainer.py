@@ -46,7 +46,7 @@ from .errors import UsageError
 from .freezing import module_groups
 from .image_stand_in import ImageStandIn
 from .layer_classes import repeated_layer_classes
-from .out_of_memory import MemoryRetry
+from .out_of_memory import FittingSizes
 from .safety import SafeTrainer
 from .sampling import no_duplicates_sampler
 from .scaling import Scaling
@@ -118,9 +118,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self._reduction: distributed.Reduction | None = None
         self._loss_gradients_are_used = True
         self._may_widen = True
-        # DeepSpeed's engine has taken its step by the time an update could be redone.
-        can_redo = self.args.uses_gradient_cache and not self.is_deepspeed_enabled
-        self._retry = MemoryRetry(self) if can_redo else None
+        self._proven = [0, 0, 0, 0]
+        self._sizes = FittingSizes(self.args, loss) if self.args.uses_gradient_cache else None
         self._budget = self._make_budget()
         setup_checks.check_setup(self)
 
@@ -315,7 +314,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch, ids = split_ids(self._prepare_inputs(inputs))
-        chunked, wide, counts = self._cut(batch)
+        chunked, wide, counts, *_ = self._cut(batch)
         chunked = wide or chunked  # no graph is held here either
         chunks = chunked.chunks()
         embeddings = chunked.to_columns([self._encode(model, chunk).float() for chunk in chunks], chunks)

@@ -36,7 +36,7 @@ class DistTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. "
-            "'auto' finds it in the first step. Null: no cache unless gradient_cache_chunk_tokens is set."
+            "'auto' finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens is set."
         },
     )
     gradient_cache_chunk_tokens: int | None = field(
@@ -67,8 +67,8 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_memory_gib: float | None = field(
         default=None,
         metadata={
-            "help": "Memory for activations that 'auto' may plan with. Null: what an accelerator has free less 5 %, "
-            "1 GiB on a CPU."
+            "help": "Memory that 'auto' plans a step with, beside weights and optimizer state: gradients, gathered "
+            "weights, activations. Null: what an accelerator has free less 5 %, 1 GiB on a CPU (activations only)."
         },
     )
     gradient_cache_width_multiple: int = field(

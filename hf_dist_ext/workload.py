@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hf_dist_ext import policy
 from hf_dist_ext.architectures import TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.knobs import Knobs, knobs_of
 from hf_dist_ext.tape import Lora, Parameter, Recipe, Tape
@@ -116,10 +117,9 @@ class Workload:
             return sum(part.products for part in parts if part.backward or not depth(["vision"], part.name))
         return sum(part.products for part in parts)
 
-    @property
-    def widening(self) -> int:
-        """How many times wider the chunks of the pass without a graph are (trainer.py)."""
-        return min(8, max(1, (self.config.get("num_hidden_layers") or 1) // 2))
+    def widening(self, is_checkpointed: bool) -> int:
+        """How many times wider the chunks of the pass without a graph are."""
+        return policy.widening(self.config.get("num_hidden_layers"), is_checkpointed)
 
     def rows_of_chunk(self, length: int, chunk_rows: int | None = None) -> int:
         """(2) Rows per chunk for rows of a length, never more than a column has."""

@@ -10,10 +10,10 @@ CORE = (
     "frozen_mode image_stand_in"
 ).split()
 BEFORE_RANKS = (
-    "errors fields short_names task_fields config config_docs stage_plan manifest run_folder presets preset_notes "
-    "deepspeed_install memory planner launch cli preemption lease failures shape_config tape architectures "
-    "text_architectures tower_architectures vision_language who_trains workload knobs strategies traffic "
-    "plan_reasons plan_report devices auto_choice trackers"
+    "errors policy fields short_names task_fields config config_docs stage_plan manifest run_folder presets "
+    "preset_notes deepspeed_install memory planner launch cli preemption lease failures shape_config tape "
+    "architectures text_architectures tower_architectures vision_language who_trains workload knobs strategies "
+    "traffic plan_reasons plan_report devices auto_choice trackers"
 ).split()
 
 BLOCKED_IMPORT = """
@@ -38,7 +38,7 @@ def import_with_blocked(blocked: list[str], group: list[str]) -> None:
 
 
 def test_the_core_needs_torch_only():
-    import_with_blocked(["transformers", "accelerate", "datasets", "peft", "evaluate"], [*CORE, "errors"])
+    import_with_blocked(["transformers", "accelerate", "datasets", "peft", "evaluate"], [*CORE, "errors", "policy"])
 
 
 def test_what_runs_before_ranks_exist_needs_no_torch():

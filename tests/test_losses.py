@@ -4,6 +4,7 @@ import json
 import math
 import runpy
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss, LossOutput
 
@@ -429,6 +431,52 @@ def test_no_tensor_is_as_large_as_the_logits():
         loss(columns, ids=ids).loss.backward()
     assert columns["query"].grad.abs().max() > 0
     assert 64 * rows <= largest.numel < rows * rows // 32
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors made inside that live at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage())
+        return result
+
+    def add(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        self.known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self.drop, key, size)
+
+    def drop(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_what_the_loss_holds_is_what_the_planner_counts(monkeypatch, symmetric):
+    """Many candidates, in whole columns as on a GPU: a tile has fewer rows, and no more than its share of bytes."""
+    rows, width = 3000, 16
+    monkeypatch.setattr(policy, "LOSS_TILE_BYTES", 2**22)
+    columns = make_columns(rows=rows, width=width, negatives=(rows,), dtype=torch.float32)
+    ids = {name: torch.arange(rows) % 1500 for name in columns}
+    loss = InfoNCELoss(TEMPERATURE, symmetric=symmetric, false_negative_margin=0.1, candidates_per_tile=10**9)
+    assert policy.loss_tile_rows(2 * rows) == 43 and policy.loss_tile_rows(10**7) == 1
+    assert policy.loss_tile_rows(100) == policy.LOSS_TILE_ROWS
+    with LiveBytes() as live:
+        loss(columns, ids=ids).loss.backward()
+    assert columns["query"].grad.abs().max() > 0
+    counted = policy.loss_stage_bytes(3 * rows, 3 * rows, rows, 2 * rows, width)
+    assert 2**21 < live.most <= counted, (live.most, counted)
 
 
 def test_the_learnable_temperature_is_held_as_documented_and_can_come_back():

@@ -9,7 +9,9 @@ import time
 from tests.launching import ROOT
 
 
-def fail(how: str) -> None:
+def fail(how: str, trainer) -> None:
+    if how == "memory" and not os.path.exists(os.path.join(trainer.args.output_dir, "smaller_chunks.json")):
+        trainer.loss.register_forward_pre_hook(no_memory)
     if how == "raise":
         raise OSError("the data server went away")
     if how == "exit":
@@ -20,6 +22,12 @@ def fail(how: str) -> None:
         time.sleep(1000)
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def no_memory(*_):
+    import torch
+
+    raise torch.OutOfMemoryError("not enough memory")
 
 
 def main() -> None:
@@ -34,13 +42,15 @@ def main() -> None:
         class Failing(TrainerCallback):
             def on_step_begin(self, args, state, control, **others):
                 if state.global_step == 2:
-                    fail(os.environ["HF_TEST_FAIL"])
+                    fail(os.environ["HF_TEST_FAIL"], self.trainer)
 
         make_trainer = Parts.make_trainer
 
         def with_failure(self, args):
             trainer = make_trainer(self, args)
-            trainer.add_callback(Failing())
+            failing = Failing()
+            failing.trainer = trainer
+            trainer.add_callback(failing)
             return trainer
 
         Parts.make_trainer = with_failure

@@ -1,11 +1,9 @@
-r"""Two runs beside each other: one in which rank 1 runs out of memory in later steps, and one in which not; inside of
-a layer, forward and backward. Under FSDP its neighbours are gathered one by one.
+r"""Runs of two processes of which rank 1 runs out of memory at one place of step 3, beside runs in which nothing does.
 
-    accelerate launch --config_file configs/accelerate/multi_gpu_fsdp.yaml tests/distributed/memory_worker.py \
-        --output found.json
+    python tests/distributed/memory_worker.py --mode ddp --output found.json
 
-With `--mode memory` (FSDP gathers per chunk) the run that runs out can not go on and ends; with `--resume` as well, it
-goes on from its checkpoint with the chunks that the error named.
+The processes are forked, talk over gloo, and have no launcher that would end one because of the other. A model of six
+layers with a config: chunks without a graph are wider than those with one, and FSDP has several units.
 """
 
 from __future__ import annotations
@@ -13,103 +11,175 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import time
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from hf_dist_ext.distributed import rank
+from hf_dist_ext.chunk_budget import ChunkBudget
+from hf_dist_ext.distributed import leave_together, rank
 from hf_dist_ext.errors import RunError
-from tests.launching import leave_together
-from tests.test_out_of_memory import losses, weights
+from hf_dist_ext.out_of_memory import FILE, LAST, REPLAY
+from tests.distributed.forked import MODES, Run
+from tests.test_chunk_budget import Formula
+from tests.test_out_of_memory import six_layers, weights
 from tests.test_trainer import Tiny, trainer
 
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden):
-        return hidden + torch.tanh(self.linear(hidden))
+PLACES = ("pass 1", "before the gather", "after the gather", "backward of the loss", "replay", "reducing backward")
+LIMIT_SECONDS = 30
+OPTIONS = dict(num_rows=128, max_steps=4, learning_rate=0.01, gradient_cache_chunk_size=2, save_steps=1)
 
 
-def model() -> nn.Module:
-    torch.manual_seed(1)
-    return Tiny(nn.Sequential(*[Layer() for _ in range(4)]))
+class Lack:
+    """Raises on rank 1 in step 3 at a place; `first step`: whenever a graph has more than one row."""
 
+    def __init__(self, of, place: str, folder: Path):
+        self.of, self.place, self.folder = of, place, folder
+        layer, loss = of.model.middle[3], of.loss
+        layer.register_forward_hook(self.after_layer)
+        loss.register_forward_pre_hook(lambda *_: self.fail_if("before the gather"))
+        loss.register_forward_hook(self.after_loss)
 
-class ShortOfMemory:
-    """A layer of rank 1 that holds no more rows than `fits` says, by step and whether a graph is made; `backward` at
-    the first backward of this step."""
+    @property
+    def is_now(self) -> bool:
+        return rank() == 1 and self.of.state.global_step == 2
 
-    def __init__(self, of, fits: dict[tuple[int, bool], int], backward: int | None = None):
-        self.of, self.fits, self.backward = of, fits, backward
+    def fail(self, *_: object) -> None:
+        (self.folder / "raised").write_text(str(time.monotonic()))
+        raise torch.OutOfMemoryError("not enough memory")
 
-    def __call__(self, layer, inputs, output):
-        step = self.of.state.global_step
-        if rank() == 1 and len(output) > self.fits.get((step, torch.is_grad_enabled()), 8):
-            raise torch.OutOfMemoryError("not enough memory")
-        if rank() == 1 and step == self.backward and output.requires_grad:
-            self.backward = None
+    def fail_if(self, place: str) -> None:
+        if self.is_now and self.place == place:
+            self.fail()
+
+    def after_layer(self, layer, inputs, output) -> None:
+        if self.place == "first step" and rank() == 1 and torch.is_grad_enabled() and len(output) > 1:
+            self.fail()
+        if not torch.is_grad_enabled():
+            self.fail_if("pass 1")
+        elif self.of._sizes.place == REPLAY:
+            self.fail_if("replay")
+        elif self.of._sizes.place == LAST and self.is_now and self.place == "reducing backward":
             output.register_hook(self.fail)
 
-    def fail(self, gradient):
-        raise torch.OutOfMemoryError("not enough memory for a gradient")
+    def after_loss(self, loss, inputs, output) -> None:
+        self.fail_if("after the gather")
+        if self.is_now and self.place == "backward of the loss":
+            output.loss.register_hook(self.fail)
 
 
-def compare(output: Path) -> None:
-    options = dict(num_rows=128, max_steps=6, gradient_accumulation_steps=2, learning_rate=0.01)
-    whole = trainer(output.parent / "whole", model(), gradient_cache_chunk_size=8, **options)
-    start = weights(whole)
-    whole.train()
-    short = trainer(output.parent / "short", model(), gradient_cache_chunk_size=8, **options)
-    hook = ShortOfMemory(short, {(2, False): 2, (3, True): 1}, backward=1)
-    short.model.middle[1].register_forward_hook(hook)
-    short.train()
-    found = {
-        "moved": (weights(whole) - start).abs().max().item(),
-        "difference": (weights(whole) - weights(short)).abs().max().item(),
-        "losses": [losses(whole), losses(short)],
-        "share": short._retry.share,
-        "skipped": short.guard.total,
-        "units": sum(isinstance(module, FSDPModule) for module in short.model.modules()),
-    }
+def train(say, folder: Path, place: str = "", resumes: bool = False, mode: str = "auto") -> str:
+    made = trainer(folder, six_layers(), gradient_cache_fsdp=mode, save_strategy="steps", **OPTIONS)
+    if place:
+        Lack(made, place, folder)
+    try:
+        made.train(resume_from_checkpoint=resumes)
+    except RunError as error:
+        (folder / f"error{rank()}").write_text(str(error))
+        print(error, flush=True)
+        os._exit(1)  # as a script would; nothing waits for the other
+    found = weights(made)
     if rank() == 0:
-        output.write_text(json.dumps(found))
+        torch.save(found, folder / "weights.pt")
+    say(str(made._sizes.now))
+    leave_together()
+    return str(made._sizes.now)
 
 
-def end(output: Path, resume: bool) -> None:
-    """A run that ends in step 3, or one that goes on from there and is compared."""
-    options = dict(num_rows=128, max_steps=6, learning_rate=0.01, gradient_cache_fsdp="memory")
-    saving = dict(save_strategy="steps", save_steps=1)
-    if not resume:
-        short = trainer(output.parent / "short", model(), gradient_cache_chunk_size=8, **options, **saving)
-        short.model.middle[1].register_forward_hook(ShortOfMemory(short, {(2, False): 4}))
-        try:
-            short.train()
-        except RunError as error:
-            print(f"error: {error}", flush=True)
-            os._exit(1)  # as a script would; this process does not wait for the other
-    whole = trainer(output.parent / "whole", model(), gradient_cache_chunk_size=8, **options)
-    whole.train()
-    short = trainer(output.parent / "short", model(), gradient_cache_chunk_size=4, **options)
-    short.train(resume_from_checkpoint=True)
-    found = {"difference": (weights(whole) - weights(short)).abs().max().item(), "step": short.state.global_step}
-    if rank() == 0:
-        output.write_text(json.dumps(found))
+class Told(Tiny):
+    """Tells a `Formula` what runs."""
+
+    def forward(self, input_ids, attention_mask):
+        if torch.is_grad_enabled():
+            self.of_formula[0].chunk(input_ids.numel())
+        return super().forward(input_ids, attention_mask)
+
+
+def fill_memory(say, folder: Path) -> str:
+    """A run with chunks of an automatic size on a device whose memory is a formula: what it takes, what was free."""
+    options = dict(gradient_cache_chunk_size="auto", max_steps=12, per_device_train_batch_size=256, num_rows=1024)
+    made = trainer(folder, Told(six_layers().middle), learning_rate=1e-3, **options)
+    device = Formula(made.model, total=2_000_000, fixed=100_000, per_token=700, of_loss=50_000)
+    made.model.of_formula = [device]
+    plain = torch.get_device_module
+    torch.get_device_module = lambda of=None: device if of == torch.device("cuda") else plain(of)
+    made._budget = ChunkBudget(torch.device("cuda"), None)
+    free = []
+
+    def limits(*arguments, limits=made._budget.limits):
+        device.state = device.bytes_of(t for s in made.optimizer.state.values() for t in s.values())
+        if not made._budget.is_measuring:
+            free.append((device.total - device.memory_allocated()) * 0.95)
+        return limits(*arguments)
+
+    made._budget.limits = limits
+    made.train()
+    tokens, of_model = made._budget.measured.tokens, device.bytes_of(made.model.parameters())
+    used = device.fixed + device.per_token * tokens + of_model
+    found = {"used": used, "free": free[0], "weights": of_model, "state": device.state, "steps": len(free)}
+    torch.get_device_module = plain
+    leave_together()
+    return json.dumps(found)
+
+
+def statuses(run: Run) -> list[int]:
+    """Exit codes of all processes; -9 of one that is there after the limit, and ended."""
+    left, found, deadline = set(run.pids), {}, time.monotonic() + 2 * LIMIT_SECONDS
+    while left:
+        for pid in list(left):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                left.discard(pid)
+                found[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return [found[pid] for pid in run.pids]
+
+
+def lacks(mode: str, kind: str, folder: Path, expected: torch.Tensor, place: str, resumes: bool) -> dict:
+    folder.mkdir()
+    run = Run(mode, folder / "short", partial(train, folder=folder, place=place, mode=kind))
+    found = {"codes": statuses(run), "seconds": time.monotonic() - float((folder / "raised").read_text())}
+    logs = [log.read_text() for log in run.logs]
+    found["errors"] = [path.read_text() for path in sorted(folder.glob("error*"))]
+    found["stored"] = json.loads((folder / FILE).read_text())["sizes"]
+    found["logs"] = [] if len(found["errors"]) == 2 or found["codes"] == [0, 0] else [log[-3000:] for log in logs]
+    if resumes:
+        found["sizes"] = Run(mode, folder / "resumed", partial(train, folder=folder, resumes=True, mode=kind)).result()
+    if resumes or found["codes"] == [0, 0]:
+        found["difference"] = (torch.load(folder / "weights.pt") - expected).abs().max().item()
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--mode", choices=["speed", "memory"], default="speed")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--kind", choices=["speed", "memory"], default="speed", help="of FSDP")
+    parser.add_argument("--places", nargs="+", default=PLACES)
+    parser.add_argument("--fill_memory", action="store_true")
+    parser.add_argument("--output", required=True)
     options = parser.parse_args()
-    compare(options.output) if options.mode == "speed" else end(options.output, options.resume)
+    with TemporaryDirectory() as folder:
+        if options.fill_memory:
+            found = Run(options.mode, Path(folder, "log"), partial(fill_memory, folder=Path(folder, "out"))).result()
+            Path(options.output).write_text(found)
+            return
+        whole = Path(folder, "whole")
+        whole.mkdir()
+        Run(options.mode, whole / "log", partial(train, folder=whole, mode=options.kind)).result()
+        expected, found = torch.load(whole / "weights.pt"), {}
+        for number, place in enumerate(options.places):
+            resumes = number % 3 == 0 and place != "first step"
+            short = Path(folder, f"short{number}")
+            found[place] = lacks(options.mode, options.kind, short, expected, place, resumes)
+            print(place, found[place], flush=True)
+    Path(options.output).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     main()
-    leave_together()

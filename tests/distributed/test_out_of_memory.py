@@ -1,0 +1,54 @@
+"""Memory that runs out on one of two processes: all end with the cause, and a resume goes on with smaller chunks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.memory_worker import LIMIT_SECONDS, PLACES
+from tests.launching import ROOT, environment
+
+WORKER = Path(__file__).with_name("memory_worker.py")
+
+
+def worker(folder: Path, mode: str, *options: str) -> dict:
+    output = folder / "found.json"
+    command = [sys.executable, str(WORKER), "--mode", mode, "--output", str(output), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize(
+    "mode, options",
+    [("ddp", ()), ("fsdp-full", ()), pytest.param("fsdp-full", ("--kind", "memory"), marks=pytest.mark.slow)],
+)
+def test_all_ranks_end_with_the_cause_wherever_one_runs_out_of_memory(tmp_path, mode, options):
+    found = worker(tmp_path, mode, *options)
+    assert set(found) == set(PLACES)
+    for place, run in found.items():
+        assert run["codes"] == [1, 1] and run["seconds"] < LIMIT_SECONDS, (place, run)
+        assert len(run["errors"]) == 2 and len(set(run["errors"])) == 1, (place, run)
+        assert "step 3: rank 1 ran out of memory in" in run["errors"][0], (place, run)
+        assert "--resume_from_checkpoint auto" in run["errors"][0], (place, run)
+    assert found["pass 1"]["stored"]["widens"] is False
+    assert found["after the gather"]["stored"]["tile_halvings"] == 1
+    assert found["reducing backward"]["stored"]["chunk_halvings"] == 1
+    for place in ("pass 1", "backward of the loss"):
+        assert found[place]["sizes"] and found[place]["difference"] < 1e-6, found[place]
+
+
+def test_ranks_whose_forwards_are_their_own_find_a_size_that_fits_all_of_them(tmp_path):
+    run = worker(tmp_path, "ddp", "--places", "first step")["first step"]
+    assert run["codes"] == [0, 0] and run["stored"]["chunk_halvings"] == 1, run
+    assert run["difference"] < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["single", "fsdp-full"])
+def test_an_automatic_chunk_takes_what_the_device_has_left(tmp_path, mode):
+    found = worker(tmp_path, mode, "--fill_memory")
+    assert 0.85 * found["free"] < found["used"] <= found["free"], found
+    assert found["weights"] == (3328 if mode == "single" else 1664), "of a model that two processes share, half"
+    assert found["state"] >= 2 * found["weights"] and found["steps"] >= 3
