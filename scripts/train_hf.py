@@ -60,7 +60,7 @@ def train(run: Run) -> None:
         trainer, report = train_once(run, args, build_parts(run, args))
         final_model.save(trainer)  # (4)
         if not trainer.saves_complete_model:
-            to_load = ["load it:  hf-dist merge {folder} --output DIR writes the complete model"]
+            to_load = ["merge it: hf-dist merge {folder} --output {folder}-merged      # the complete model"]
     if is_main:
         output_dir = Path(run.training["output_dir"])
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """LoRA from the run file: what trains, what stays, what a folder holds, on one process and FSDP ranks."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -224,13 +225,14 @@ def test_adapters_of_a_model_that_is_in_no_folder_end_merged(run_file, tmp_path)
     assert EmbeddingModel.from_pretrained(tmp_path / "out").backbone.config.num_hidden_layers == 2
 
 
-def test_adapters_beside_a_trained_projection_are_searched_without_a_merged_folder(run_file, tmp_path):
+def test_adapters_beside_a_trained_projection_are_searched_without_a_merged_folder(run_file, tmp_path, capsys):
     main(run_file(trainable_modules=["projection"], projection_dim=8, max_steps=2))
     with pytest.raises(UsageError, match="hf-dist merge"):
         EmbeddingModel.from_pretrained(tmp_path / "out")
-    cli.main(["merge", str(tmp_path / "out"), "--output", str(tmp_path / "merged")])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("merge it:")]
+    cli.main(shlex.split(line.removeprefix("merge it:"), comments=True)[1:])
     loaded, tokenizer = load(str(tmp_path / "out"))
-    expected = EmbeddingModel.from_pretrained(tmp_path / "merged")
+    expected = EmbeddingModel.from_pretrained(tmp_path / "out-merged")
     assert cosine(embeddings(loaded, tokenizer), embeddings(expected, tokenizer)) > 1 - 1e-6
 
 
