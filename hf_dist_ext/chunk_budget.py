@@ -99,7 +99,7 @@ class ChunkBudget:
         self._found: list[_Point] = []  # of the step that is measured
         self._peak: Peak | None = None
         self._tokens = self._graphs = self._width = self._before = self._largest_now = 0
-        self._is_over = self._is_in_loss = False
+        self._is_over = self._is_in_loss = self._has_warned = False
 
     @property
     def is_measuring(self) -> bool:
@@ -149,6 +149,14 @@ class ChunkBudget:
             rows = MEASURING_ROWS[min(self.num_measured_steps, len(MEASURING_ROWS) - 1)]
             return replace(given, max_rows=max(1, int(rows * share)), max_tokens=None)
         self._limit = max(int(tokens * share), longest_row)
+        if known.tokens and int(tokens * share) < longest_row and not self._has_warned:
+            self._has_warned = True
+            needed = known.intercept + known.bytes_per_token * known.graphs_at_once * longest_row
+            logger.warning(
+                f"gradient cache: a row of {longest_row} tokens takes about {needed / 2**30:.2g} GiB in a step, more "
+                f"than the {known.available / 2**30:.2g} GiB there are for it. A chunk is one row, and memory will be "
+                "exceeded. Lower max_length, or raise gradient_cache_memory_gib where it is given."
+            )
         return replace(given, max_rows=None, max_tokens=self._limit)
 
     def reserve(self, loss_bytes: int) -> None:

@@ -73,6 +73,17 @@ def test_kept_graphs_stay_inside_the_budget():
     assert 0.5 * budget_bytes < peak() <= budget_bytes
 
 
+def test_a_budget_below_one_row_is_said_to_be_exceeded(tmp_path, caplog):
+    options = dict(gradient_cache_chunk_size="auto", max_steps=6)
+    trainer(tmp_path / "enough", gradient_cache_memory_gib=1e-3, **options).train()
+    assert "will be exceeded" not in caplog.text
+    small = trainer(tmp_path / "small", gradient_cache_memory_gib=1e-8, **options)
+    small.train()
+    said = [line for line in caplog.messages if "will be exceeded" in line]
+    assert len(said) == 1 and "a row of 8 tokens" in said[0] and "gradient_cache_memory_gib" in said[0]
+    assert small.meter.most_chunks >= 16  # of 8 rows in two columns
+
+
 def test_longer_rows_get_fewer_tokens_and_are_measured():
     model, data = Encoder(), batch()
     budget = ChunkBudget(CPU, 100_000, weights=model.parameters)
