@@ -19,6 +19,7 @@ import difflib
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -435,7 +436,7 @@ def _is_on(text: str) -> bool:
 @contextlib.contextmanager
 def exit_on_usage_error() -> Iterator[None]:
     """UsageError -> `error: ...` on stderr from one rank and exit code 2 (RunError: 1); HF_DIST_DEBUG=1 shows the
-    traceback."""
+    traceback. Ctrl-C ends with exit code 130 and without one."""
     try:
         yield
     except (UsageError, RunError) as error:
@@ -448,3 +449,5 @@ def exit_on_usage_error() -> Iterator[None]:
             time.sleep(4)
         print(f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dist_ext import deepspeed_install, lease, trackers
 from hf_dist_ext.config import Run
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.preemption import REQUEUE, SIGNALS, forward_to_children
+from hf_dist_ext.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
 from hf_dist_ext.presets import find_preset, is_shipped, load_preset
 from hf_dist_ext.run_folder import check_output_dir
 
@@ -270,16 +270,19 @@ def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) 
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     arguments = launch_command_parser().parse_args([*words, script, *argv])
-    arguments.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # torchrun's, less SIGTERM: it would kill 30 s later
-    for number in SIGNALS:
+    arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun's, less those after which it would kill 30 s later
+    for number in filter(is_free, SIGNALS):
         signal.signal(number, forward_to_children)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode == REQUEUE:
-            _say(f"asked to stop; exit code {REQUEUE}. The same command with --resume_from_checkpoint auto goes on")
-            return REQUEUE
+        if failure.exitcode in (REQUEUE, INTERRUPTED):
+            _say(
+                f"asked to stop; exit code {failure.exitcode}. The same command with --resume_from_checkpoint auto "
+                "goes on"
+            )
+            return failure.exitcode
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         if code != 2:
             how = f"exit code {code}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
@@ -292,8 +295,6 @@ def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) 
     except SignalException as error:
         _say(f"{signal.Signals(error.sigval).name}: all processes were stopped")
         return 128 + int(error.sigval)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except ValueError as error:
         raise UsageError(f"accelerate refuses {plan.path}: {error}") from None
     return 0

@@ -1,4 +1,5 @@
-"""A run that is asked to leave: SIGTERM or SIGUSR1, one whole step, one checkpoint, exit code 75 ("requeue me").
+"""A run that is asked to leave by SIGTERM, SIGUSR1 or Ctrl-C: one whole step, one checkpoint, and an exit code. It is
+75 ("requeue me"), but 130 after Ctrl-C: nobody shall start that run again. A second Ctrl-C ends at once.
 
 (1) a signal sets a flag on the process that got it; one process is enough, whichever it is
 (2) the processes tell each other once per step (safety.py), and all stop behind the same one
@@ -11,6 +12,7 @@ The module imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -21,8 +23,19 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 REQUEUE = 75  # EX_TEMPFAIL: try again later
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+INTERRUPTED = 128 + signal.SIGINT
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 MARK = "preempted.json"  # in output_dir, for those who started accelerate themselves: it hides exit codes
+
+
+def exit_code(name: str | None) -> int:
+    """Of a process that leaves because of the signal `name`; None is another process's signal."""
+    return INTERRUPTED if name == "SIGINT" else REQUEUE
+
+
+def is_free(number: int) -> bool:
+    """Whether nobody else says what a signal does: a handler of the user's, or a shell whose jobs ignore it."""
+    return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopSignals:
@@ -43,23 +56,26 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 found = signal.getsignal(number)
-                if found == signal.SIG_DFL or isinstance(getattr(found, "__self__", None), StopSignals):
+                if is_free(number) or isinstance(getattr(found, "__self__", None), StopSignals):
                     self._previous[number] = signal.signal(number, self._handle)
         self._siblings = _siblings()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        leaves = isinstance(error, SystemExit) and error.code == REQUEUE
+        leaves = isinstance(error, SystemExit) and error.code in (REQUEUE, INTERRUPTED)
         for number, handler in self._previous.items():
             # A signal that comes while the process ends must not turn its exit code into that of a death.
             signal.signal(number, signal.SIG_IGN if leaves else handler)
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # the second one ends the process
         if not self.finishes_steps:
-            sys.exit(REQUEUE)  # (3)
+            sys.exit(exit_code(name))  # (3)
         if self.received is None:
-            self.received = signal.Signals(number).name
+            self.received = name
             if number == signal.SIGTERM and self._siblings:
                 threading.Thread(target=self._leave_when_a_sibling_is_gone, daemon=True).start()
 
@@ -95,9 +111,10 @@ def forward_to_children(number: int, frame: FrameType | None) -> None:
 
     children = psutil.Process().children()
     for child in children:
-        child.send_signal(number)
+        with contextlib.suppress(psutil.Error, ProcessLookupError):  # it has just ended; the launcher will see that
+            child.send_signal(number)
     if not children:
-        sys.exit(REQUEUE)
+        sys.exit(exit_code(signal.Signals(number).name))
 
 
 def write_mark(output_dir: str, step: int, name: str) -> None:

@@ -71,6 +71,11 @@ class SafeTrainer(Trainer):
         if hasattr(self.args, "step_timeout"):
             set_collective_timeout(self.args.ddp_timeout)
 
+    @property
+    def stop_signal(self) -> str | None:
+        """The name of the signal that asked this process to leave, if one did."""
+        return None if self._stop is None else self._stop.received
+
     # ---- the run ----
 
     def train(self, *arguments: Any, **options: Any) -> TrainOutput:
@@ -106,7 +111,7 @@ class SafeTrainer(Trainer):
             phase.leave_step("preparing to train")
             yield
             phase.leave_step("after training")
-            if self.was_preempted and self.is_world_process_zero():
+            if self.was_preempted and self.is_world_process_zero() and self.stop_signal != "SIGINT":
                 write_mark(self.args.output_dir, self.state.global_step, self._stop.received or "on another rank")
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:

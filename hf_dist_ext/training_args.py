@@ -149,8 +149,9 @@ class DistTrainingArguments(TrainingArguments):
     preemptible: bool = field(
         default=False,
         metadata={
-            "help": "SIGTERM and SIGUSR1 finish the step, write a checkpoint and end train() with was_preempted true. "
-            "scripts/train_hf.py has it on unless given, and then exits with code 75."
+            "help": "SIGTERM, SIGUSR1 and Ctrl-C finish the step, write a checkpoint and end train() with "
+            "was_preempted true. scripts/train_hf.py has it on unless given, and then exits with code 75 (after "
+            "Ctrl-C 130)."
         },
     )
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = field(

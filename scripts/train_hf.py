@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from hf_dist_ext.config import Run, exit_on_usage_error, load_run
 from hf_dist_ext.failures import first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
-from hf_dist_ext.preemption import REQUEUE, StopSignals
+from hf_dist_ext.preemption import StopSignals, exit_code
 
 if TYPE_CHECKING:
     from hf_dist_ext.tasks import Parts
@@ -81,7 +81,7 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[Dis
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.was_preempted:
         trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
-        sys.exit(REQUEUE)
+        sys.exit(exit_code(trainer.stop_signal))
     after = trainer.evaluate() if parts.eval_dataset is not None else {}
     evaluations = [line for line in trainer.state.log_history if f"eval_{parts.metrics[0]}" in line]
     before = next((line for line in evaluations if line["step"] == 0), {})

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import TrainerCallback
@@ -13,7 +14,7 @@ from transformers import TrainerCallback
 from hf_dist_ext import manifest
 from hf_dist_ext.config import load_run
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.preemption import MARK, REQUEUE, StopSignals
+from hf_dist_ext.preemption import MARK, REQUEUE, StopSignals, exit_code, forward_to_children
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.launching import ROOT, environment
@@ -52,7 +53,7 @@ def weights(of: DistTrainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in of.model.parameters()])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_ends_train_behind_the_step_and_the_resumed_run_is_the_whole_one(tmp_path, number):
     whole = trainer(tmp_path / "whole")
     whole.train()
@@ -61,7 +62,10 @@ def test_a_signal_ends_train_behind_the_step_and_the_resumed_run_is_the_whole_on
     stopped.train()
     assert stopped.was_preempted and stopped.control.should_training_stop and stopped.state.global_step == 3
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
-    assert (tmp_path / "run" / MARK).is_file() and signal.getsignal(number) == signal.SIG_DFL
+    is_interrupted = number == signal.SIGINT
+    assert (tmp_path / "run" / MARK).is_file() != is_interrupted, "nobody starts an interrupted run again"
+    assert signal.getsignal(number) == (signal.default_int_handler if is_interrupted else signal.SIG_DFL)
+    assert exit_code(stopped.stop_signal) == (130 if is_interrupted else REQUEUE)
     resumed = trainer(tmp_path / "run")
     resumed.train(resume_from_checkpoint=True)
     assert not torch.equal(weights(stopped), weights(whole))
@@ -110,11 +114,39 @@ def test_a_handler_of_the_users_own_stays(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_process_with_nothing_to_finish_leaves_at_once_with_the_code():
-    code = "import os, signal\nfrom hf_dist_ext.preemption import StopSignals\n"
-    code += "with StopSignals():\n    os.kill(os.getpid(), signal.SIGUSR1)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=ROOT)
-    assert done.returncode == REQUEUE
+@pytest.mark.parametrize(("name", "code"), [("SIGUSR1", REQUEUE), ("SIGTERM", REQUEUE), ("SIGINT", 130)])
+def test_a_process_with_nothing_to_finish_leaves_at_once_with_the_code(name, code):
+    script = "import os, signal\nfrom hf_dist_ext.preemption import StopSignals\n"
+    script += f"with StopSignals():\n    os.kill(os.getpid(), signal.{name})"
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, capture_output=True)
+    assert done.returncode == code and not done.stderr
+
+
+def test_a_second_ctrl_c_ends_a_process_that_is_finishing_its_step():
+    script = "import os, signal\nfrom hf_dist_ext.preemption import StopSignals\n"
+    script += "with StopSignals() as stop:\n    stop.finishes_steps = True\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    script += "    print(stop.received, flush=True)\n    os.kill(os.getpid(), signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"SIGINT\n", b"")
+
+
+def test_an_interrupt_that_a_shell_has_its_jobs_ignore_stays_ignored():
+    script = "import signal\nfrom hf_dist_ext.preemption import StopSignals\n"
+    script += "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    script += "with StopSignals():\n    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN"
+    subprocess.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, check=True)
+
+
+def test_a_child_that_has_just_ended_does_not_end_its_launcher(monkeypatch):
+    """The launcher's list of children is older than the signal that it sends to them."""
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    listed = [psutil.Process(child.pid) for child in children]
+    gone = children[0]
+    gone.kill()
+    gone.wait()
+    monkeypatch.setattr(psutil.Process, "children", lambda self: listed)
+    forward_to_children(signal.SIGTERM, None)
+    assert children[1].wait(10) == -signal.SIGTERM
 
 
 def test_a_signal_while_the_process_ends_does_not_change_its_code():

@@ -133,6 +133,19 @@ def test_signals_apart_end_in_one_checkpoint_and_code_75_and_auto_goes_on(run_fi
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, last_step + 1))
 
 
+def test_ctrl_c_on_the_launcher_is_a_checkpoint_and_a_few_lines(run_file):
+    with Running(run_file) as running:
+        running.wait_for_steps()
+        running.process.send_signal(signal.SIGINT)
+        code, text = running.end()
+    assert code == 130 and "Traceback" not in text and "KeyboardInterrupt" not in text, text
+    said = text[text.index("was asked to stop") :].splitlines()
+    assert len(said) < 8 and "exit code 130. The same command with --resume_from_checkpoint auto goes on" in text, text
+    (checkpoint,) = checkpoints(run_file)
+    assert not missing_from_checkpoint(checkpoint)
+    assert not (run_file.parent / "out" / LEASE).exists() and not (run_file.parent / "out" / MARK).exists()
+
+
 @pytest.mark.slow
 def test_the_slurm_script_requeues_itself_and_goes_on(run_file, tmp_path):
     """bash and a scontrol that writes down what it is asked; the cluster itself was not tried."""
