@@ -86,6 +86,7 @@ def as_trained(folder: Path, column: str, texts: list[str], **options) -> torch.
         return model(**features).embeddings
 
 
+SHORT = {"max_steps": 1, "save_strategy": "no", "eval_holdout": ...}
 TEXTS = ["parse a date from text read file into list of lines", "sort the numbers by key", "date"]
 
 
@@ -95,7 +96,7 @@ def test_fine_tuning_keeps_the_prompt_names_of_the_folder(main, run_file, tmp_pa
     own = {"query": "search : ", "passage": "file : ", "STS": "key : "}
     base = EmbeddingModel.from_config(model_config("bert"), prompts=own)
     base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
-    start = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(tmp_path / "base")}
+    start = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(tmp_path / "base")} | SHORT
     main(["--config", run_file(**start, prompts=given)])
     served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert {"query", "passage", "STS"} <= served.prompts.keys() and served.prompts["STS"] == "key : "
@@ -114,7 +115,7 @@ def test_fine_tuning_keeps_the_prompt_names_of_the_folder(main, run_file, tmp_pa
 
 @pytest.mark.parametrize("lengths", [{"query": 5, "positive": 9}, {"query": 9, "positive": 5}, {"query": 5}])
 def test_texts_are_served_at_the_length_at_which_their_column_was_trained(main, run_file, tmp_path, capsys, lengths):
-    main(["--config", run_file(max_length=lengths, prompts=...)])
+    main(["--config", run_file(max_length=lengths, prompts=..., **SHORT)])
     out = tmp_path / "out"
     served = SentenceTransformer(str(out), device="cpu")
     queries, documents = (as_trained(out, column, TEXTS, max_length=lengths) for column in ("query", "positive"))
@@ -126,14 +127,14 @@ def test_texts_are_served_at_the_length_at_which_their_column_was_trained(main, 
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lengths:")]
     assert len(said) == 1 and "query" in said[0] and "cut all at the longest" in said[0]
 
-    more = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(out), "tokenizer_name": ...}
+    more = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(out), "tokenizer_name": ...} | SHORT
     main(["--config", run_file(**more, prompts=..., output_dir=str(tmp_path / "again"))])
     assert EmbeddingModel.from_pretrained(tmp_path / "again").lengths == EmbeddingModel.from_pretrained(out).lengths
 
 
 def test_what_is_printed_of_a_plain_backbone_is_what_runs(main, run_file, tmp_path, caplog):
     EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path / "plain")
-    start = {"model_config": ..., "model_name_or_path": str(tmp_path / "plain"), "save_strategy": "no", "max_steps": 1}
+    start = {"model_config": ..., "model_name_or_path": str(tmp_path / "plain")} | SHORT
     with caplog.at_level("INFO", logger="hf_dist_ext"):
         main(["--config", run_file(**start, pooling="last", projection_dim=16)])
         main(["--config", run_file(**start, projection_dim=..., output_dir=str(tmp_path / "other"))])
