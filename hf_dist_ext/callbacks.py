@@ -75,11 +75,17 @@ class StepMeter:
             "padding_share": round(1 - real / computed, 4) if computed else 0.0,
         }
         report.update({name: value / distributed.world_size() for name, value in zip(names, values, strict=True)})
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            report["peak_memory_gib"] = round(module.max_memory_allocated(device) / 2**30, 3)
+        peak = peak_memory(device)
+        if peak is not None:
+            report["peak_memory_gib"] = round(peak / 2**30, 3)
         self._reset()
         return report
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes allocated at most so far; None for a device that does not count its peak (the CPU, Apple's)."""
+    count = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if count is None else count(device)
 
 
 class MetricsFile(TrainerCallback):

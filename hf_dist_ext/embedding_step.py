@@ -350,7 +350,8 @@ class EmbeddingSteps(Trainer):
                 f"({chunk.num_rows}, D) or an output with the field `embeddings`, got {found}. "
                 "Wrap the backbone in hf_dist_ext.EmbeddingModel."
             )
-        return embeddings
+        # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
+        return embeddings.clone() if self.args.torch_compile else embeddings
 
     def _score(self, embeddings: dict[str, torch.Tensor], ids: Any, counts: dict[str, list[int]]):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (epoch_order.py) is scored as if

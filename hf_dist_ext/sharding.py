@@ -77,6 +77,15 @@ def options(args: Any, plugin: Any) -> dict[str, Any]:
     return found
 
 
+def check_version(plugin: Any) -> None:
+    if plugin.fsdp_version != 2:
+        raise UsageError(
+            f"the accelerate configuration asks for FSDP version {plugin.fsdp_version}, and a loss over embeddings, "
+            "trainable_modules and frozen_modules are exact with version 2 only. Set fsdp_version: 2 in the YAML "
+            "(the launcher's own default is 1), or use multi_gpu_fsdp."
+        )
+
+
 def without_pinning(plugin: Any) -> None:
     """Offloading pins its memory for a device to read from; where there is none, torch raises."""
     from torch.distributed.fsdp import CPUOffloadPolicy

@@ -1,7 +1,7 @@
 """Where a step's time goes, in every logged line, and a profiler's trace of a few steps.
 
 (1) every part of a step is measured where it runs: on a CPU by the clock, on an accelerator by events in its stream,
-    which are read when a line is logged, so that measuring waits for nothing
+    which are added up once they have passed, so that measuring waits for nothing before a line is logged
 (2) a line holds the mean seconds per optimizer step of this process since the line before
 (3) `profile_steps`: torch's profiler over so many steps, after two that warm up, one file per process
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -34,7 +34,8 @@ class StepClock(TrainerCallback):
     def __init__(self, device: torch.device):
         self.device = device
         self._steps = 0
-        self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self._sums: dict[str, float] = defaultdict(float)
+        self._spans: deque[tuple[str, Any, Any]] = deque()  # whose end the device may not have reached
         self._optimizer_began: Any = None
 
     @contextmanager
@@ -43,7 +44,7 @@ class StepClock(TrainerCallback):
         try:
             yield
         finally:
-            self._spans[name].append((began, self._now()))
+            self._spans.append((name, began, self._now()))
 
     def sync(self, sync: Callable[[Phase], AbstractContextManager]) -> Callable[[Phase], AbstractContextManager]:
         """The same context, measured."""
@@ -69,20 +70,29 @@ class StepClock(TrainerCallback):
         self._optimizer_began = self._now()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._spans["optimizer"].append((self._optimizer_began, self._now()))
+        self._spans.append(("optimizer", self._optimizer_began, self._now()))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._steps += 1
+        self._add_up(waits=False)  # a run that logs nothing keeps no more than the device has queued
 
     def read(self) -> dict[str, float]:
         """(2), and starts anew."""
         if not self._steps:
             return {}
-        sums = {name: sum(self._seconds(*span) for span in self._spans[name]) for name in PARTS}
-        found = {f"seconds_{name}": round(total / self._steps, 5) for name, total in sums.items()}
-        self._spans.clear()
+        self._add_up(waits=True)
+        found = {f"seconds_{name}": round(self._sums[name] / self._steps, 5) for name in PARTS}
+        self._sums.clear()
         self._steps = 0
         return found
+
+    def _add_up(self, waits: bool) -> None:
+        while self._spans and (waits or self._has_passed(self._spans[0][2])):
+            name, began, ended = self._spans.popleft()
+            self._sums[name] += self._seconds(began, ended)
+
+    def _has_passed(self, time: Any) -> bool:
+        return self.device.type == "cpu" or time.query()
 
     def _now(self) -> Any:
         if self.device.type == "cpu":

@@ -133,6 +133,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             gather = partial(tensor_parallel.gather_for_metrics, self.accelerator)
             self.accelerator.gather_for_metrics = gather
             self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        if self.is_fsdp_enabled and (self.loss is not None or self.freeze_plan is not None):
+            sharding.check_version(self.accelerator.state.fsdp_plugin)
         if self.is_fsdp_enabled and self.model is not None:
             sharding.without_pinning(self.accelerator.state.fsdp_plugin)
             _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)

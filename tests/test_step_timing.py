@@ -1,5 +1,6 @@
 """The parts of a step add up to it, and the profiler writes its steps."""
 
+import itertools
 import json
 import time
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_dist_ext.callbacks import peak_memory
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.step_timing import PARTS
+from hf_dist_ext.step_timing import PARTS, StepClock
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
 from tests.parity.exactness_worker import BERT, Case, collate
@@ -52,6 +54,41 @@ def test_the_parts_of_a_step_add_up_to_it(tmp_path):
     step = (wall.ends[-1] - wall.ends[-3]) / 2
     assert 0.5 * step < sum(seconds.values()) <= 1.02 * step
     assert seconds["data"] >= 0.9 * SLOW_LOADING
+
+
+def test_a_run_that_logs_nothing_keeps_no_times(tmp_path):
+    trainer, _ = trained(tmp_path, gradient_cache_chunk_size=2, logging_strategy="no")
+    assert not trainer._clock._spans
+    assert {f"seconds_{name}" for name in PARTS} == trainer._clock.read().keys()
+
+
+def test_on_an_accelerator_only_what_the_device_has_not_reached_is_kept():
+    class Event:
+        def __init__(self, number: int):
+            self.number = number
+
+        def query(self) -> bool:
+            return self.number <= reached
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later) -> float:
+            return 1000.0 * (later.number - self.number)
+
+    clock, numbers = StepClock(torch.device("cuda")), itertools.count()
+    clock._now = lambda: Event(next(numbers))
+    for step in range(50):
+        reached = 2 * step - 3  # the device is two parts behind
+        with clock.part("encode"):
+            pass
+        clock.on_step_end(None, None, None)
+        assert len(clock._spans) <= 3
+    assert clock.read()["seconds_encode"] == 1.0 and not clock._spans  # 50 parts of a second in 50 steps
+
+
+def test_a_device_that_counts_no_peak_has_none():
+    assert peak_memory(torch.device("mps")) is None and peak_memory(torch.device("cpu")) is None
 
 
 def test_without_a_cache_nothing_is_encoded_without_a_graph(tmp_path):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
+from hf_dist_ext.distributed import rank
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.losses import InfoNCELoss
+from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.trainer import DistTrainer
+from hf_dist_ext.training_args import DistTrainingArguments
 from tests.distributed.forked import Run
 from tests.parity import exactness_worker
 from tests.parity.exactness_worker import Case
@@ -80,3 +89,55 @@ def test_the_backward_that_reduces_is_of_a_full_size_chunk(mode, keep, tmp_path)
     *others, last = update["tokens"]
     assert len(others) == 5 and max(others) > 2 * min(others)
     assert last > 0.6 * max(others) and last > min(others)
+
+
+def of_version_1(say, folder: Path) -> str:
+    signal.alarm(LIMIT)
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
+    args = DistTrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # as with an accelerator
+    try:
+        DistTrainer(EmbeddingModel.from_config(exactness_worker.BERT), args, loss=InfoNCELoss())
+    except UsageError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_fsdp_version_1_is_refused_on_accelerators_too(tmp_path):
+    said = Run("ddp", tmp_path / "run", partial(of_version_1, folder=tmp_path / "run")).result()
+    assert "FSDP version 1" in said and "Set fsdp_version: 2" in said
+
+
+def with_learned_temperature(say, folder: Path) -> str:
+    """Clipped steps of sharded weights and of a temperature that is whole on every rank."""
+    signal.alarm(LIMIT)
+    case = Case("cuda")
+    args = DistTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=exactness_worker.BATCH, gradient_cache_chunk_size=4,
+        max_steps=2, learning_rate=0.01, max_grad_norm=0.01, logging_steps=1, save_strategy="no", report_to=[],
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = DistTrainer(
+        EmbeddingModel.from_config(exactness_worker.BERT), args, loss=InfoNCELoss(learnable_temperature=True),
+        data_collator=lambda rows: exactness_worker.collate(case, rows, rank()), train_dataset=list(range(24)),
+    )  # fmt: skip
+    trainer.train()
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    temperatures = [line["temperature"] for line in trainer.state.log_history if "temperature" in line]
+    return json.dumps({"norms": norms, "temperatures": temperatures})
+
+
+@pytest.mark.parametrize("mode", [
+    "fsdp-sharded",
+    pytest.param("fsdp-sharded+cuda", marks=[
+        pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    ]),
+])  # fmt: skip
+def test_a_learned_temperature_is_clipped_and_steps_beside_sharded_weights(mode, tmp_path, monkeypatch):
+    if not mode.endswith("cuda"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = json.loads(
+        Run(mode, tmp_path / "run", partial(with_learned_temperature, folder=tmp_path / "run")).result()
+    )
+    assert len(found["norms"]) == 2 and all(norm > 0.01 for norm in found["norms"])
+    assert found["temperatures"][0] != found["temperatures"][1]
