@@ -201,13 +201,15 @@ def core() -> dict[str, list[dict[str, Any]]]:
     }  # fmt: skip
 
 
-def whole() -> dict[str, list[dict[str, Any]]]:
+def whole(stops: tuple[int, ...]) -> dict[str, list[dict[str, Any]]]:
     options = [{}, {"gradient_accumulation_steps": 2}, {"dataloader_num_workers": 2}]
     everything = [(sampler, some) for sampler in SAMPLERS for some in options]
     default = [(sampler, {}) for sampler in SAMPLERS]
 
     def cases(pairs: list, *resumed_by: str) -> list[dict[str, Any]]:
-        return [{"sampler": sampler, "options": some, "resumed_by": resumed_by} for sampler, some in pairs]
+        return [
+            {"sampler": sampler, "options": some, "resumed_by": resumed_by, "stops": stops} for sampler, some in pairs
+        ]
 
     return {
         "single": cases(everything, "single", "ddp", "fsdp-sharded"),
@@ -242,9 +244,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--modes", nargs="+", help="that save; all")
+    parser.add_argument("--modes", nargs="+", help="that save, and no short batches; all")
+    parser.add_argument("--stops", type=int, nargs="+", default=STOPS, help="of --whole: steps to resume at")
     options = parser.parse_args()
-    plan = whole() if options.whole else core()
+    plan = whole(options.stops) if options.whole else core()
     if any(mode.startswith("zero") for mode in options.modes or plan):
         import deepspeed  # noqa: F401, once, before the forks
     found: dict[str, Any] = {"resumed": [], "short": {}}
