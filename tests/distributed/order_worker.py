@@ -98,6 +98,8 @@ def train(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     names = {"sequential": "sequential", "by length": "group_by_length"}
     micro_batch = WINDOW // options.get("gradient_accumulation_steps", 1)
     options = {"per_device_train_batch_size": micro_batch // job["size"]} | options
+    if job["mode"].startswith("zero3"):  # every forward is followed by its backward there
+        options = {"gradient_cache_chunk_size": 4} | options
     args = DistTrainingArguments(
         output_dir=str(folder / job["name"]), num_train_epochs=EPOCHS, report_to=[], disable_tqdm=True,
         use_cpu=not job["mode"].startswith("zero"), seed=5, learning_rate=1e-3, save_strategy="no", logging_steps=1,
