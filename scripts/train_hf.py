@@ -8,7 +8,7 @@
 (1) read the run, and hand it over to accelerate's launcher when it asks for several processes
 (2) the task builds data, processor, model and loss; they make a trainer, one per stage where there are stages
 (3) evaluate, train, evaluate
-(4) save the model, metrics.json and a line that says how to load it
+(4) save the model, metrics.json and a README.md; a line says how to load it
 
 A mistake in the run file ends it with one message from one process and exit code 2; HF_DIST_DEBUG=1 shows where.
 """
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
-    from hf_dist_ext import final_model
+    from hf_dist_ext import final_model, model_card
     from hf_dist_ext.distributed import leave_together
     from hf_dist_ext.stages import run_stages, summary
     from hf_dist_ext.tasks import build_parts, hints, make_arguments
@@ -65,6 +65,7 @@ def train(run: Run) -> None:
         output_dir = Path(run.training["output_dir"])
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
+        model_card.write(output_dir, run, report, to_load)
         print_end(report, to_load, output_dir)
     leave_together()  # else gloo aborts some exits, and a launcher restarts them
 
