@@ -6,7 +6,8 @@
     own, as collectives of two threads in one group would meet the wrong ones
 (3) one save at most is in flight: the next one, the end of training and a preemption wait for it
 (4) its error is raised behind the next step, or where it is waited for; pushes are made there too
-(5) a run that fails otherwise waits as well, but not for other processes that may be gone
+(5) a save whose copy does not fit into the memory that is free is made at once
+(6) a run that fails otherwise waits as well, but not for other processes that may be gone
 
 torch's `dcp.async_save` is a stager and a thread per call; two calls of it (weights, optimizer) would break (2), so
 its stager is used with a thread of ours.
@@ -30,7 +31,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers.utils import logging
 
-from .distributed import launches_deepspeed
+from . import agreed, host_memory
+from .distributed import launches_deepspeed, processes_here
 from .errors import RunError, UsageError
 from .failures import phase
 
@@ -49,6 +51,24 @@ def check(args: Any) -> None:
             "save_async=true does not work with DeepSpeed, whose engine writes its files itself. Turn it off, or "
             "use DDP or FSDP."
         )
+
+
+def fits(trainer: DistTrainer, needed: int) -> bool:
+    """Whether every machine has the memory for its copy of a checkpoint of so many bytes; the run is told once where
+    one has not. Every rank calls it."""
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if plugin is not None and "SHARDED" in str(plugin.state_dict_type):  # every machine copies its part
+        needed = needed * processes_here() // trainer.args.world_size
+    available = min(agreed.together(host_memory.available_bytes))
+    if available < needed and not trainer._has_said_sync:
+        trainer._has_said_sync = True
+        if trainer.is_world_process_zero():
+            logger.warning(
+                f"save_async=true would copy {needed / 2**30:.2f} GiB into the CPU's memory, of which "
+                f"{available / 2**30:.2f} GiB are free: training waits while this checkpoint is written. Saves that "
+                "fit are asynchronous."
+            )
+    return available >= needed
 
 
 # ---- (1) ----
@@ -180,7 +200,7 @@ def ended(trainer: DistTrainer) -> Iterator[None]:
     """Around a run: no save is in flight when it is left."""
     try:
         yield
-    except BaseException:  # (5)
+    except BaseException:  # (6)
         saving, trainer._saving = trainer._saving, None
         if saving is not None:
             saving.wait(None if trainer.args.world_size == 1 else PEERS_SECONDS)

@@ -49,6 +49,7 @@ class CheckpointHooks(Trainer):
     _run: Mapping[str, Any] | None = None  # which run its checkpoints are of (manifest.py)
     _saving: async_save.Saving | None = None  # a save in flight
     _saving_group: Any = None  # what it talks over
+    _has_said_sync = False  # that the memory has no room for the copy of one
     _frozen_digests: dict[str, str] | None = None  # of the weights that checkpoints leave out
     _split: tensor_parallel.SplitModel | None = None  # a model under tensor parallelism
 

@@ -51,11 +51,12 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_di
 def committed(trainer: DistTrainer, trial: Any) -> Iterator[None]:
     """Around Trainer's own `_save_checkpoint`. With `save_async`, (3) and (4) happen while training goes on."""
     async_save.collect(trainer, wait=True)
-    args, is_async = trainer.args, trainer.args.save_async
+    args = trainer.args
     output_dir = Path(trainer._get_output_dir(trial=trial))
     folder = output_dir / f"checkpoint-{trainer.state.global_step}"
     agreed.together(lease.check)
-    check_free_space(trainer, output_dir, folder)  # (1)
+    needed = check_free_space(trainer, output_dir, folder)  # (1)
+    is_async = args.save_async and async_save.fits(trainer, needed)
     with _full_disk_in_words(output_dir, folder):
         generation = agreed.together(lambda: _begin(args, output_dir, folder))[0]
     with contextlib.ExitStack() as entered:  # (2)
@@ -100,12 +101,13 @@ def put_off(trainer: DistTrainer) -> Iterator[list]:
 # ---- (1) ----
 
 
-def check_free_space(trainer: DistTrainer, output_dir: Path, folder: Path) -> None:
-    """UsageError on every rank when the next checkpoint can not fit: the older ones stay as they are."""
+def check_free_space(trainer: DistTrainer, output_dir: Path, folder: Path) -> int:
+    """The bytes of the next checkpoint; UsageError on every rank when they can not fit: the older ones stay as they
+    are."""
 
-    def look() -> None:
+    def look() -> int:
         if not trainer.is_world_process_zero():
-            return
+            return 0
         output_dir.mkdir(parents=True, exist_ok=True)
         needed, free = int(SPARE * expected_bytes(trainer, output_dir)), shutil.disk_usage(output_dir).free
         if not folder.is_symlink():  # which is emptied first
@@ -115,8 +117,9 @@ def check_free_space(trainer: DistTrainer, output_dir: Path, folder: Path) -> No
                 f"{folder.name} needs about {_size(needed)} and the disk of {output_dir} has {_size(free)} free; "
                 f"nothing was written. {newest(output_dir)} Free space or lower save_total_limit."
             )
+        return needed
 
-    agreed.together(look)
+    return agreed.together(look)[0]
 
 
 def _begin(args: Any, output_dir: Path, folder: Path) -> int:
