@@ -41,6 +41,8 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    # fcntl's locks, fork and POSIX signals are used throughout: Linux, macOS, and Windows through WSL.
+    classifiers=["Operating System :: POSIX", "Programming Language :: Python :: 3"],
     python_requires=">=3.10",
     install_requires=REQUIRED,
     extras_require={

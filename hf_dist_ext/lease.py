@@ -1,6 +1,6 @@
 """One run per output_dir: a lock that the system drops with its holder.
 
-(1) a run takes a folder by locking its file `run.lease`, exclusively for a moment, which fails while any process of
+(1) a run takes a folder by locking its file `_run.lease`, exclusively for a moment, which fails while any process of
     another run holds it; then it keeps a shared lock. What the file says (host, pid, since when) only informs
 (2) a launcher takes the lock before any rank exists, and names its token in the environment; rank 0 shares the lock by
     this token, so that the lock lives on when only the launcher is killed. Whoever owns it last removes the file
@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from hf_dist_ext.errors import RunError, UsageError
 
-NAME = "run.lease"
+NAME = "_run.lease"  # what begins with "_" Trainer never pushes to the hub
 TOKEN = "HF_DIST_LEASE"  # environment: the launcher's token
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 120

@@ -35,8 +35,8 @@ ALLOWED = {
     "torch": {"Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
-    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},  # Python 3.13
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},  # Python 3.13
 }
 
 
