@@ -36,7 +36,7 @@ from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
 from hf_dist_ext.trainer import DistTrainer
 from hf_dist_ext.training_args import DistTrainingArguments
-from tests.distributed.forked import MODES, THREE, ZERO, Run
+from tests.distributed.forked import HSDP, MODES, THREE, ZERO, Run
 from tests.launching import leave_together
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
@@ -127,7 +127,7 @@ def process(say, folder: Path, jobs: list[dict[str, Any]]) -> str:
 
 def run(folder: Path, mode: str, jobs: list[dict[str, Any]]) -> list[list[dict]]:
     """What every process of each job found."""
-    size = (MODES | THREE | ZERO)[mode][0]
+    size = (MODES | THREE | ZERO | HSDP)[mode][0]
     jobs = [job | {"mode": mode, "size": size} for job in jobs]
     Run(mode, folder / mode, partial(process, folder=folder, jobs=jobs)).result()
     files = [[folder / f"{job['name']}.{number}.json" for number in range(size)] for job in jobs]
@@ -227,8 +227,10 @@ def short_batches(folder: Path, rows: int, modes: list[str], **options: Any) -> 
     """What three epochs of `rows` rows in global batches of 12 logged, and the rows of their micro-batches."""
     found = {}
     for mode in modes:
-        size = (MODES | THREE | ZERO)[mode][0]
+        size = (MODES | THREE | ZERO | HSDP)[mode][0]
         batch = {"per_device_train_batch_size": 12 // size // options.get("gradient_accumulation_steps", 1)}
+        if mode in HSDP:
+            batch |= {"sharding": "HYBRID_SHARD", "sharding_group_size": 2}
         job = {"name": f"short-{mode}-{rows}", "dataset": pairs(rows), "options": batch | options, "resume": None}
         (ranks,) = run(folder, mode, [job])
         found[mode] = {"logs": ranks[0]["logs"], "rows": together(ranks), "by process": [r["seen"] for r in ranks]}
@@ -265,7 +267,7 @@ def main() -> None:
             modes = ["single", "ddp", "ddp-3", "fsdp-sharded"]
             found["short"]["26 rows"] = short_batches(Path(name), 26, modes)
         if options.whole and options.modes is None:
-            modes = ["single", *(mode for mode in MODES | ZERO | THREE if mode != "single")]
+            modes = ["single", *(mode for mode in MODES | ZERO | THREE | HSDP if mode != "single")]
             found["short"]["30 rows"] = short_batches(Path(name), 30, modes)
             found["short"]["14 rows"] = short_batches(Path(name), 14, modes)
             more = {"gradient_accumulation_steps": 2, "gradient_cache_chunk_size": 2}
