@@ -331,26 +331,6 @@ def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(whole, tmp_
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_no_token_reaches_a_file(tmp_path, monkeypatch):
-    def upload(self, **given):
-        assert given["token"] == "hf_SECRET"
-        return type("Done", (), {"done": lambda self: True, "result": lambda self: None})()
-
-    monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: type("Hub", (), {"upload_folder": upload})())
-    trainer = make(tmp_path, hub_token="hf_SECRET")
-    trainer.args.push_to_hub, trainer.hub_model_id, trainer.push_in_progress = True, "someone/model", None
-    trainer.train()
-    trainer.args.push_to_hub = False
-    trainer.save_model()
-    assert trainer.args.hub_token == "hf_SECRET"
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len([path for path in files if path.name == "training_args.bin"]) == 4
-    assert not [path for path in files if b"hf_SECRET" in path.read_bytes()]
-    assert torch.load(tmp_path / "training_args.bin", weights_only=False).hub_token is None
-    assert "hub_token" not in json.dumps(manifest.read(tmp_path / "checkpoint-2"))
-
-
 def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
     path = ROOT / "scripts" / "benchmark_checkpoints.py"
     spec = importlib.util.spec_from_file_location("benchmark_checkpoints", path)
