@@ -7,6 +7,8 @@
 (4) loader workers count in shared memory, as they are other processes; the trainer adds up all ranks once per step.
     A checkpoint holds the count of its epoch with the rows' numbers: a loader reads ahead, so that a resumed run meets
     some of them again
+(5) a row whose storage does not answer is no bad row: it is read again, and a storage that stays silent ends the run
+    with an error of its own (storage.py)
 
 A stream that fails while it is iterated, before its row reaches the collator, cannot go on: that is always an error.
 """
@@ -21,7 +23,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from .errors import UsageError
+from .errors import RunError, StorageError, UsageError
+from .storage import with_retries
+from .stream_order import DealtRows
 
 LISTED = 64  # row numbers kept per loader worker, at least
 TRIES = 100  # following rows that are asked for one replacement
@@ -56,7 +60,7 @@ class Tally:
 
 
 class GuardedRows(torch.utils.data.Dataset):
-    """A map-style dataset whose rows come as (number, row, or the error that reading it raised)."""
+    """A map-style dataset whose rows come as (number, row or the error that reading it raised)."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
@@ -69,19 +73,22 @@ class GuardedRows(torch.utils.data.Dataset):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, index: int) -> tuple[int, Any]:
+    def __getitem__(self, index: Any) -> tuple[int, Any]:
+        number = getattr(index, "number", index)  # of a row of a stream, which is its own index
         try:
-            return index, self.dataset[index]
+            return number, with_retries(lambda: self.dataset[index], f"row {number}")  # (5)
+        except StorageError:
+            raise
         except Exception as error:
-            return index, _Unreadable(error)
+            return number, _Unreadable(error)
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[int, Any]]:
-        try:
-            if hasattr(self.dataset, "__getitems__"):
+    def __getitems__(self, indices: list) -> list[tuple[int, Any]]:
+        if hasattr(self.dataset, "__getitems__"):
+            try:
                 return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
-            return [(index, self.dataset[index]) for index in indices]
-        except Exception:
-            return [self[index] for index in indices]
+            except Exception:
+                pass  # one of them; which, is found out below
+        return [self[index] for index in indices]
 
 
 class _Unreadable(Exception):
@@ -89,20 +96,26 @@ class _Unreadable(Exception):
 
 
 class GuardedCollator:
-    """(1) to (3). `rows` is None for a stream, whose rows come plainly; `can_replace` is whether (3) holds."""
+    """(1) to (3). `rows` is None for a stream; `can_replace` is whether (3) holds; `is_numbered`: rows come as from
+    `GuardedRows`, not plainly."""
 
-    def __init__(self, collate: Callable, rows: GuardedRows | None, name: str, tally: Tally, can_replace: bool):
+    def __init__(
+        self, collate: Callable, rows: GuardedRows | None, name: str, tally: Tally, can_replace: bool,
+        is_numbered: bool = True,
+    ):  # fmt: skip
         self.collate, self.rows, self.name = collate, rows, name
-        self.tally, self.can_replace = tally, can_replace
+        self.tally, self.can_replace, self.is_numbered = tally, can_replace, is_numbered
         self.num_seen, self.last_good = 0, None
 
     def __call__(self, batch: list) -> Any:
-        if self.rows is None:
+        if not self.is_numbered:
             batch = list(enumerate(batch, self.num_seen))
             self.num_seen += len(batch)
         if not any(isinstance(row, _Unreadable) for _, row in batch):
             try:
                 return self._collated(batch)
+            except StorageError:
+                raise
             except Exception as error:
                 if not any(map(self._why_bad, batch)):
                     raise  # of the batch, not of a row
@@ -110,7 +123,10 @@ class GuardedCollator:
         return self._collated(self._replaced(batch))
 
     def _collated(self, batch: list[tuple[int, Any]]) -> Any:
-        collated = self.collate([row for _, row in batch])
+        rows = [row for _, row in batch]
+        collated = with_retries(
+            lambda: self.collate(rows), f"a batch of {self.name}"
+        )  # (5): pictures of conversations
         self.last_good = batch[-1]
         if self.rows is not None and hasattr(collated, "get") and isinstance(collated.get("ids"), dict):
             collated["ids"]["row"] = torch.tensor([number for number, _ in batch])  # for reports; no loss reads it
@@ -122,6 +138,8 @@ class GuardedCollator:
             return row.args[0]
         try:
             self.collate([row])
+        except StorageError:
+            raise
         except Exception as error:
             return error
         return None
@@ -134,10 +152,7 @@ class GuardedCollator:
                 continue
             number, row = batch[position]
             if not self.can_replace:
-                raise UsageError(
-                    f"{self._in_words(number, row, reason)}, on rank {os.environ.get('RANK', '0')} cannot be used: "
-                    f"{type(reason).__name__}: {reason} Mend or remove the row, or let max_bad_rows replace some."
-                ) from reason
+                raise UsageError(self._in_words(number, row, reason)) from reason
             self.tally.add(number)
             batch[position] = self._replacement(number, {number for number, _ in good}, good)
             good.append(batch[position])
@@ -155,12 +170,19 @@ class GuardedCollator:
         raise UsageError(f"{self.name}: row {number} cannot be used, and none of the {TRIES} rows after it can.")
 
     def _in_words(self, number: int, row: Any, reason: Exception) -> str:
+        rank, remedy = os.environ.get("RANK", "0"), "Mend or remove the row, or let max_bad_rows replace some."
+        row_number, is_ours = original_row(self.rows, number), isinstance(reason, UsageError | RunError)
+        if is_ours and re.search(rf"\brow {row_number}\b", str(reason)):  # it names the row, and better
+            return f"{reason} (Found on rank {rank}. {remedy})"
+        what = str(reason) if is_ours else f"{type(reason).__name__}: {reason}"
+        where = f"{self.name}, row {row_number} (counted from 0)"
+        if self.rows is None and self.is_numbered:
+            where += " of the epoch's order"
+        elif self.rows is None:
+            where += f" of those that loader worker {getattr(get_worker_info(), 'id', 0)} read"
         column = self._bad_column(number, row, reason)
-        where = f"{self.name}, row {original_row(self.rows, number)} (counted from 0)"
-        if self.rows is None:
-            worker = getattr(get_worker_info(), "id", 0)
-            where = f"{self.name}, row {number} (counted from 0) of those that loader worker {worker} read"
-        return where if column is None else f'{where}, column "{column}"'
+        where = where if column is None else f'{where}, column "{column}"'
+        return f"{where}, on rank {rank} cannot be used: {what} {remedy}"
 
     def _bad_column(self, number: int, row: Any, reason: Exception) -> str | None:
         names = list(row) if isinstance(row, dict) else list(getattr(self.rows, "column_names", None) or ())
@@ -180,10 +202,12 @@ def guard_rows(loader: DataLoader, name: str, max_bad_rows: int | None) -> Tally
     can_replace = bool(max_bad_rows)
     loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
     tally, rows = Tally(loader.num_workers, max(LISTED, 1 + (max_bad_rows or 0))), None
-    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+    is_numbered = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if is_numbered:
         rows = GuardedRows(loader.dataset)
         object.__setattr__(loader, "dataset", rows)  # DataLoader guards the name, but for its batches, which stay
-    loader.collate_fn = GuardedCollator(loader.collate_fn, rows, name, tally, can_replace)
+        rows = None if isinstance(rows.dataset, DealtRows) else rows
+    loader.collate_fn = GuardedCollator(loader.collate_fn, rows, name, tally, can_replace, is_numbered)
     return tally
 
 
@@ -198,12 +222,13 @@ def original_row(rows: Any, number: int) -> int:
     return number if indices is None else indices.column(0)[number].as_py()
 
 
-def in_short(error: UsageError) -> UsageError:
+def in_short(error: UsageError | RunError) -> UsageError | RunError:
     """An error of a loader worker without the worker's traceback around it."""
-    if not str(error).startswith("Caught UsageError"):
+    kind = type(error)
+    if not str(error).startswith(f"Caught {kind.__name__}"):
         return error
-    *_, last = re.split(r"^[\w.]*UsageError: ", str(error), flags=re.MULTILINE)
-    return UsageError(last.strip())
+    *_, last = re.split(rf"^[\w.]*{kind.__name__}: ", str(error), flags=re.MULTILINE)
+    return kind(last.strip())
 
 
 def listing(tally: Tally, rows: Any, shown: int = 20) -> str:

@@ -294,20 +294,29 @@ class ChunkedBatch:
         return self._orders
 
     def _table_chunks(self, index: int) -> Iterator[Chunk]:
-        table, order, multiple = self.tables[index], self.orders[index], self.limits.width_multiple
-        for start, stop, is_idle, has_vision in table.runs():
+        own, multiple = self.tables[index], self.limits.width_multiple
+        source = index if own.num_rows else self._like(own)
+        table, order = self.tables[source], self.orders[source]
+        for start, stop, is_idle, has_vision in own.runs():
+            if source != index:
+                start, stop = table.num_rows - 1, table.num_rows
             window = table.window(start, stop, multiple)
             place = order.sorted_rows.index(start) if is_idle else start
             gather = partial(table.gather, order, place, place + stop - start, window, multiple, has_vision)
             width = window[1] - window[0]
-            yield Chunk(gather, table.device, width, table.column, index, start, stop, is_idle, has_vision)
+            yield Chunk(gather, table.device, width, own.column, index, start, stop, is_idle, has_vision)
+
+    def _like(self, empty: Table) -> int:
+        """A table whose last row runs idle where other processes have hard negatives and this one has none."""
+        keys = empty.features.keys()
+        return next(i for i, table in enumerate(self.tables) if table.num_rows and table.features.keys() == keys)
 
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""
         columns: dict[str, torch.Tensor] = dict.fromkeys(self.row_counts())  # tables hold them by kind
         for index, (table, order) in enumerate(zip(self.tables, self.orders, strict=True)):
             parts = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
-            ordered = torch.cat(parts)  # (R, D) as chunks hold them
+            ordered = torch.cat([outputs[0][:0], *parts])  # (R, D) as chunks hold them; R may be 0
             rows = torch.empty_like(ordered).index_copy_(0, order.order, ordered)
             columns.update(zip(table.columns, rows.split(table.row_counts), strict=True))
         return columns
@@ -319,7 +328,9 @@ class ChunkedBatch:
             for table, order in zip(self.tables, self.orders, strict=True)
         ]
         return [
-            torch.zeros_like(sorted_rows[c.table][:1]) if c.is_idle else sorted_rows[c.table][c.start : c.stop]
+            sorted_rows[c.table].new_zeros(1, sorted_rows[c.table].shape[1])
+            if c.is_idle
+            else sorted_rows[c.table][c.start : c.stop]
             for c in chunks
         ]
 
@@ -327,7 +338,7 @@ class ChunkedBatch:
         """(real tokens, tokens computed with padding) of this rank's batch; from host data, no synchronisation."""
         computed = 0
         for table in self.tables:
-            for start, stop, _, _ in table.runs():
+            for start, stop, _, _ in table.runs() if table.num_rows else ():
                 left, right = table.window(start, stop, self.limits.width_multiple)
                 computed += (stop - start) * (right - left)
         return sum(table.real_tokens for table in self.tables), computed

@@ -105,15 +105,15 @@ class ContrastiveCollator:
         return batch
 
     def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
-        if values and all(isinstance(value, str) for value in values):
+        if not values:  # no row of this batch has a negative; rows of other processes may
+            return {name: value[:0] for name, value in self.text_features(column, [""]).items()}
+        if all(isinstance(value, str) for value in values):
             return self.text_features(column, values)
         for value in values:
             if value is None or isinstance(value, (str, int, float, list, dict)):
                 raise UsageError(
                     f'Column "{column}" holds {value!r}, which is not text. Remove the row or map a column.'
                 )
-        if not values:
-            raise UsageError(f'No row of this batch has a text in column "{column}". Remove these rows or the column.')
         if self.processor is None:
             raise UsageError(f'Column "{column}" holds images, but the model has no image processor.')
         image_processor = getattr(self.processor, "image_processor", self.processor)

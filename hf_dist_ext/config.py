@@ -435,7 +435,7 @@ def _is_on(text: str) -> bool:
 
 @contextlib.contextmanager
 def exit_on_usage_error() -> Iterator[None]:
-    """UsageError -> `error: ...` on stderr from one rank and exit code 2 (RunError: 1); HF_DIST_DEBUG=1 shows the
+    """UsageError or RunError -> `error: ...` on stderr from one rank and its exit code; HF_DIST_DEBUG=1 shows the
     traceback. Ctrl-C ends with exit code 130 and without one."""
     try:
         yield
@@ -448,6 +448,6 @@ def exit_on_usage_error() -> Iterator[None]:
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(4)
         print(f"error: {error}" if rank == "0" else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

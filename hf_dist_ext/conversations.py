@@ -11,27 +11,33 @@ Two forms of a row:
 
 (1) open: JSON and JSONL are read here, since rows of LLaVA's files differ in types that Arrow keeps apart; the rest is
     opened by data.py
-(2) rows are numbered, and read once without their pictures: who speaks, as many marks as pictures, files that exist
+(2) rows are numbered, and read once without their pictures, by one process of each node: who speaks, as many marks as
+    pictures, files that exist
 (3) the collator reads them again, with pictures
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import Dataset, IterableDataset
 
 from . import data, digits
 from .collator import as_list
 from .config import RunConfig
 from .errors import UsageError
+from .image_files import find_image
+from .storage import with_retries
 
 COLUMNS = ("image", "conversations", "prompt", "answer")
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -49,9 +55,9 @@ class Example:
     where: str  # for errors
 
 
-def load_conversations(run: RunConfig) -> tuple[data.AnyDataset, data.AnyDataset | None]:
+def load_conversations(run: RunConfig, max_bad_rows: int = 0) -> tuple[data.AnyDataset, data.AnyDataset | None]:
     """The run's training and evaluation rows; UsageError for what is not there or does not fit together."""
-    return data.load_datasets(run, open_rows, check_rows)
+    return data.load_datasets(run, open_rows, check_rows, max_bad_rows)
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------
@@ -63,9 +69,26 @@ def open_rows(name: str, run: RunConfig) -> Mapping[str, data.AnyDataset]:
     path = Path(name).expanduser()
     if path.suffix in (".json", ".jsonl") and path.is_file() and not run.streaming:
         names = run.columns or {}
-        kept = {names.get(column, column) for column in COLUMNS}
-        return {"train": Dataset.from_list([_uniform(row, kept, names) for row in _json_rows(path)])}
+        return {"train": _kept(path, {names.get(column, column) for column in COLUMNS}, names)}
     return data.open_splits(name, run)
+
+
+def _kept(path: Path, kept: set[str], names: Mapping[str, Any]) -> Dataset:
+    """The rows of a file, kept in `datasets`' cache: one process parses it, the others and later runs read Arrow."""
+    found = path.stat()
+    facts = [str(path.resolve()), found.st_size, found.st_mtime_ns, sorted(kept), sorted(map(repr, names.items()))]
+    key = hashlib.blake2b(repr([*facts, datasets.__version__]).encode(), digest_size=16).hexdigest()
+    folder = Path(datasets.config.HF_DATASETS_CACHE, "hf_dist_ext", key)
+    if not folder.is_dir():
+        rows = Dataset.from_list([_uniform(row, kept, names) for row in _json_rows(path)])
+        made = Path(f"{folder}.{os.getpid()}")
+        made.parent.mkdir(parents=True, exist_ok=True)
+        rows.save_to_disk(str(made))
+        try:
+            made.rename(folder)
+        except OSError:  # another machine was faster
+            shutil.rmtree(made)
+    return datasets.load_from_disk(str(folder))
 
 
 def _json_rows(path: Path) -> list[dict[str, Any]]:
@@ -99,20 +122,19 @@ def _text(value: Any) -> str | None:
 # (2) ---------------------------------------------------------------------------------------------------------------
 
 
-def check_rows(dataset: data.AnyDataset, run: RunConfig, name: str) -> data.AnyDataset:
+def check_rows(dataset: data.AnyDataset, run: RunConfig, check: data.RowCheck) -> data.AnyDataset:
     """The columns that are read, with numbered rows; every row of a dataset that is not a stream is checked."""
     available = data.columns_of(dataset)
-    reader = ConversationReader(run, available, name)
+    reader = ConversationReader(run, available, check.name)
     dataset = dataset.select_columns(list(reader.columns.values()))
-    if isinstance(dataset, IterableDataset):
-        return dataset.map(lambda row, number: {**row, ROW: number}, with_indices=True)
+    if isinstance(dataset, IterableDataset):  # whose readers each would count from 0
+        return dataset
     if not len(dataset):
-        raise UsageError(f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.')
+        raise UsageError(f'Dataset "{check.name}" is empty: there is no row in it. Check the file or the split.')
     texts = dataset.select_columns([column for key, column in reader.columns.items() if key != "image"])
     pictures = _pictures(dataset, reader.columns.get("image"))
-    for number, (row, images) in enumerate(zip(texts, pictures, strict=True)):
-        reader.check({**row, ROW: number}, images)
-    return dataset.add_column(ROW, list(range(len(dataset))))
+    check.rows(zip(texts, pictures, strict=True), lambda row: reader.check(*row))
+    return dataset.add_column(ROW, np.arange(len(dataset)))
 
 
 def _pictures(dataset: Dataset, column: str | None) -> Iterator[list[str | None]]:
@@ -158,76 +180,78 @@ class ConversationReader:
         """A row with its pictures opened."""
         stored = as_list(row.get(self.columns.get("image", "")))
         images = [one for one in stored if one is not None and one != ""]
-        messages = self.messages(row, len(images))
-        return Example([self._open(one, row) for one in images], messages, self._where(row))
+        try:
+            messages = self.messages(row, len(images))
+            return Example([self._open(one) for one in images], messages, self._where(row))
+        except UsageError as error:
+            raise UsageError(f"{self._where(row)}: {error}") from error
 
     def check(self, row: Mapping[str, Any], images: list[str | None]) -> None:
         """What can be known without opening a picture."""
         self.messages(row, len(images))
         for file in images:
             if file is not None:
-                self._path(file, row)
+                find_image(file, self.folder)
 
     def messages(self, row: Mapping[str, Any], num_images: int) -> list[Message]:
         if "conversations" in self.columns:
-            turns = [self._turn(turn, row) for turn in row[self.columns["conversations"]] or []]
+            turns = [self._turn(turn) for turn in row[self.columns["conversations"]] or []]
         else:
             prompt, answer = (row.get(self.columns.get(key, "")) or "" for key in ("prompt", "answer"))
             prompt = self.prompt + prompt
             if MARK not in prompt:
                 prompt = MARK * num_images + prompt
             turns = [("user", prompt), ("assistant", answer)]
-        self._check_turns(turns, row)
+        self._check_turns(turns)
         marks = sum(text.count(MARK) for _, text in turns)
         if marks != num_images:
             raise UsageError(
-                f"{self._where(row)} has {num_images} image(s) but {marks} mark(s) {MARK} in its text. "
+                f"it has {num_images} image(s) but {marks} mark(s) {MARK} in its text. "
                 f"Put one {MARK} where each image belongs, and none elsewhere."
             )
         return [{"role": role, "content": _content(text)} for role, text in turns]
 
-    def _turn(self, turn: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
+    def _turn(self, turn: Mapping[str, Any]) -> tuple[str, str]:
         said_by, text = turn.get("from") or turn.get("role"), turn.get("value") or turn.get("content")
         if said_by not in ROLES or not isinstance(text, str):
             raise UsageError(
-                f'{self._where(row)}: {json.dumps(dict(turn))[:80]} is no turn. It takes {{"from": "human", "gpt" or '
+                f'{json.dumps(dict(turn))[:80]} is no turn. It takes {{"from": "human", "gpt" or '
                 '"system", "value": text}.'
             )
         return ROLES[said_by], text
 
-    def _check_turns(self, turns: list[tuple[str, str]], row: Mapping[str, Any]) -> None:
+    def _check_turns(self, turns: list[tuple[str, str]]) -> None:
         roles = [role for role, _ in turns if role != "system"]
         if not roles or roles != ["user", "assistant"] * (len(roles) // 2):
             raise UsageError(
-                f"{self._where(row)}: the speakers are {', '.join(role for role, _ in turns) or 'none'}; "
+                f"the speakers are {', '.join(role for role, _ in turns) or 'none'}; "
                 "human and gpt must take turns, human first and gpt last."
             )
         for role, text in turns:
             if role == "assistant" and (not text.strip() or MARK in text):
                 found = f"holds {MARK}" if text.strip() else "is empty"
-                raise UsageError(f"{self._where(row)}: an answer {found}. Remove the row.")
+                raise UsageError(f"an answer {found}. Remove the row.")
 
-    def _path(self, file: str, row: Mapping[str, Any]) -> str:
-        path = os.path.join(self.folder or "", os.path.expanduser(file))
-        if not os.path.isfile(path):
-            hint = "Check image_folder." if self.folder else "Set image_folder to the folder that the names start in."
-            raise UsageError(f"{self._where(row)}: there is no image file {path}. {hint}")
-        return path
-
-    def _open(self, image: Any, row: Mapping[str, Any]) -> Any:
-        from PIL import Image, UnidentifiedImageError
+    def _open(self, image: Any) -> Any:
+        from PIL import UnidentifiedImageError
 
         if not isinstance(image, str):
             return image.convert("RGB")
-        path = self._path(image, row)
+        path = find_image(image, self.folder)
         try:
-            with Image.open(path) as opened:
-                return opened.convert("RGB")
+            return with_retries(lambda: _opened(path), path)
         except (UnidentifiedImageError, OSError) as error:
-            raise UsageError(f"{self._where(row)}: {path} cannot be read as an image: {error}.") from error
+            raise UsageError(f"{path} cannot be read as an image: {error}.") from error
 
     def _where(self, row: Mapping[str, Any]) -> str:
-        return f"{self.name}, row {row.get(ROW, '?')} (counted from 0)"
+        return f"{self.name}, row {row[ROW]} (counted from 0)" if ROW in row else self.name
+
+
+def _opened(path: str) -> Any:
+    from PIL import Image
+
+    with Image.open(path) as opened:
+        return opened.convert("RGB")
 
 
 def _content(text: str) -> list[dict[str, str]]:

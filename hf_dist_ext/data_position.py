@@ -19,12 +19,15 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import seed_worker
 from transformers.utils import logging
 
 from . import distributed, epoch_order, manifest, stream_order
@@ -131,6 +134,7 @@ class PositionHooks(Trainer):
     _place: stream_order.Place | None = None  # of a stream in one order; that of the last batch that was used
     _order: EpochBatches | None = None  # of the present epoch; None of a stream
     _begun: dict[str, Any] = {}  # what a checkpoint tells of the epoch in which it was written, until it is read
+    _dealer: stream_order.Dealer | None = None  # of the loader that was made last
     _resumed_from: str | None = None  # until the random states are those of this checkpoint
 
     @property
@@ -142,7 +146,7 @@ class PositionHooks(Trainer):
     def reads_in_one_order(self) -> bool:
         config = self.accelerator.dataloader_config
         return (
-            getattr(self.args, "stream_order", None) == "one"
+            hasattr(self.args, "allow_changed_data")
             and stream_order.is_stream(self.train_dataset)
             and not config.dispatch_batches
             and not config.split_batches
@@ -192,7 +196,7 @@ class PositionHooks(Trainer):
             "per_device_train_batch_size": self._train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
         }
-        if isinstance(self.train_dataset, IterableDataset):  # else workers change nothing
+        if isinstance(self.train_dataset, IterableDataset) and self._place is None:  # else workers change nothing
             now["dataloader_num_workers"] = args.dataloader_num_workers
         before = {"data_parallel_size": content["world_size"]} | content  # older manifests
         changed = [name for name in now if before.get(name, now[name]) != now[name]]
@@ -204,12 +208,7 @@ class PositionHooks(Trainer):
             self._place = stream_order.load(folder)
             self._resumed_from = folder if content["world_size"] == args.world_size else None
             if content["data_fingerprint"] != data_fingerprint(self.train_dataset):  # allow_changed_data
-                self._place = replace(self._place, state=None)
-            elif self.is_world_process_zero() and self._place.rows and self._place.state is None:
-                logger.warning(
-                    f"the stream has a shuffle buffer, whose rows no state holds: the {self._place.rows} rows of "
-                    f"epoch {self._place.epoch} that were used are read again, and dropped."
-                )
+                self._place = replace(self._place, states=None)
         elif not is_unchanged:
             self.position = self._resumed = replace(found, is_regular=False)
             self._resumed_step = content["step"]
@@ -231,7 +230,7 @@ class PositionHooks(Trainer):
         if by_epoch:
             raise UsageError(
                 f"{by_epoch[0]}='epoch' with a stream: its epochs follow each other inside of a batch. Set it to "
-                "'steps', or stream_order to 'shards'."
+                "'steps'."
             )
         if self.args.world_size == 1:
             return
@@ -251,34 +250,54 @@ class PositionHooks(Trainer):
     def _check_reading(self, content: dict[str, Any], changed: list[str], folder: str) -> None:
         was_one = content.get("stream_order") == "one"
         if was_one != self.reads_in_one_order:
-            how = "in one order" if was_one else "by shards or dispatched"
+            how = "in one order" if was_one else "through accelerate's dispatch_batches or split_batches"
             raise UsageError(
                 f"{folder} read its stream {how}, which this run would not: its place is not one of this order. Set "
-                f"stream_order='{'one' if was_one else 'shards'}' and accelerator_config as they were."
+                "accelerator_config as it was."
             )
         if changed and not was_one:
             raise UsageError(
                 f"{folder} can not be continued with another {changed[0]}: which process and loader worker reads a "
-                "row of the stream depends on it. Set it as it was; stream_order='one' can be changed at any time."
+                "row of the stream depends on it. Set it as it was; without dispatch_batches and split_batches in "
+                "accelerator_config it can be changed at any time."
             )
 
-    @contextmanager
-    def _in_one_order(self) -> Iterator[stream_order.OneOrder]:
-        given, config = self.train_dataset, self.accelerator.dataloader_config
-        dispatch = config.dispatch_batches
-        start = self._place or stream_order.Place()
-        self.train_dataset = stream_order.OneOrder(
-            given, self.rows_per_micro_batch, start, self.args.allow_changed_data, self.is_world_process_zero()
+    def _in_one_order(self) -> Any:
+        """The loader of this rank's rows; accelerate's part is to move its batches to the device."""
+        args, shares = self.args, self.rows_per_micro_batch // self._train_batch_size
+        self._dealer = stream_order.Dealer(
+            self.train_dataset,
+            self._train_batch_size,
+            stream_order.Ranks(args.process_index, args.world_size, shares),
+            self._place or stream_order.Place(),
+            args.dataloader_num_workers,
+            args.dataloader_multiprocessing_context,
+            args.allow_changed_data,
+            args.device,
         )
-        config.dispatch_batches = False
-        try:
-            yield self.train_dataset
-        finally:
-            self.train_dataset, config.dispatch_batches = given, dispatch
+        loader = stream_order.loader(
+            self._dealer,
+            self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        )
+        return prepare_data_loader(
+            loader,
+            self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.accelerator.device_placement,
+            rng_types=list(self.accelerator.rng_types or ()),
+            non_blocking=self.accelerator.non_blocking,
+        )
 
     def _used(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch, place in batches:
-            self._place = stream_order.read(place)
+        for batch in batches:
+            self._place = self._dealer.places.popleft()
             yield batch
 
     # ---- the order ----
@@ -290,12 +309,7 @@ class PositionHooks(Trainer):
             if hasattr(self.args, "allow_changed_data"):
                 self._own_order(loader)
             return loader
-        with self._in_one_order() as rows:
-            loader = super().get_train_dataloader()
-        if self._place is not None:  # inside of train()
-            inner = getattr(loader, "base_dataloader", loader)
-            inner.collate_fn = stream_order.WithPlace(inner.collate_fn, rows)
-        return loader
+        return self._in_one_order()
 
     def _own_order(self, loader: Any) -> None:
         begun, args = self._resumed, self.args

@@ -37,7 +37,7 @@ LOSS_OPTIONS = (
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.run
     distributed_config = _distributed_config(run)
-    train_dataset, eval_dataset = load_datasets(config)
+    train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
     columns = column_names(config, train_dataset)
     pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
     if image_pairs.has_towers(config):

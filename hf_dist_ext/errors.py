@@ -1,14 +1,24 @@
 """The errors a user is meant to read: what was given or what happened, why it cannot be, what to do.
 
 `UsageError` is a `ValueError`, so library users catch it as such; `scripts/train_hf.py` and `hf-dist` print it as one
-message from one rank, without a traceback, and exit with code 2. `RunError` is printed alike, with exit code 1. The
-module imports nothing, so every group of files may raise them.
+message from one rank, without a traceback, and exit with their `exit_code`. The module imports nothing, so every group
+of files may raise them.
 """
 
 
 class UsageError(ValueError):
     """Bad input (a configuration, a dataset, a model, a checkpoint); the message ends with the remedy."""
 
+    exit_code = 2
+
 
 class RunError(RuntimeError):
     """A run that cannot go on, as all its ranks agree: what happened, at which step, and what to do."""
+
+    exit_code = 1
+
+
+class StorageError(RunError):
+    """Files that could not be read for a while: the same command may be started again later."""
+
+    exit_code = 74  # EX_IOERR

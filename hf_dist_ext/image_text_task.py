@@ -28,7 +28,7 @@ from .training_args import DistTrainingArguments
 
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.run
-    train_dataset, eval_dataset = load_conversations(config)
+    train_dataset, eval_dataset = load_conversations(config, args.max_bad_rows or 0)
     processor = load_processor(config)
     model = build_model(config, processor)
     columns = [*columns_of(train_dataset), *(columns_of(eval_dataset) if eval_dataset is not None else ())]

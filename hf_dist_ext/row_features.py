@@ -40,7 +40,7 @@ class ChunkOrder:
         laid = [order[row] for row in self.sorted_rows]
         self._places = [places[row] for row in laid]
         self._is_as_laid = laid == list(range(len(laid)))
-        numbers = torch.tensor([laid, [own for _, own in self._places]])
+        numbers = torch.tensor([laid, [own for _, own in self._places]], dtype=torch.long)  # also of no row
         # Without waiting: a copy that waits costs as much as the one to the host.
         self.order, self._own = numbers.to(device, non_blocking=True)  # (R,) each
 

@@ -142,7 +142,7 @@ class SafeTrainer(Trainer):
         phase.enter("loading its batches", step=self.state.global_step + 1)
         try:
             found = super().get_batch_samples(*arguments, **options)
-        except UsageError as error:
+        except (UsageError, RunError) as error:
             raise in_short(error) from error
         phase.enter("forward and backward")
         return found

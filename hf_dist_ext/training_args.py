@@ -258,14 +258,6 @@ class DistTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Resume though the seed of the order or the training rows are not those of the checkpoint."},
     )
-    stream_order: Literal["one", "shards"] = field(
-        default="one",
-        metadata={
-            "help": "How several processes and loader workers read a stream. 'one': each reads all of it and keeps "
-            "its own batches; a resume with another batch, number of processes or workers repeats and skips no row. "
-            "'shards': they share its shards, as in Trainer; a resume needs the same of each, and reads again."
-        },
-    )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={
@@ -275,8 +267,6 @@ class DistTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        if self.stream_order not in ("one", "shards"):
-            raise UsageError(f"stream_order={self.stream_order!r}: choose 'one' or 'shards'.")
         if launches_deepspeed():
             deepspeed_install.check()
             deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))

@@ -124,11 +124,11 @@ def test_a_bad_row_of_a_stream_is_replaced_by_the_last_good_one():
     collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
     stream = list(pairs({9: None}))
     guarded, tally = [], Tally(0)
-    one = GuardedCollator(collate, None, "the stream", tally, can_replace=True)
+    one = GuardedCollator(collate, None, "the stream", tally, can_replace=True, is_numbered=False)
     guarded = [one(stream[:8]), one(stream[8:16])]
     assert tally.rows() == [9] and tally.count() == 1
     assert guarded[1]["ids"]["positive"][1] == collate([stream[7]])["ids"]["positive"][0]
-    strict = GuardedCollator(collate, None, "the stream", tally, can_replace=False)
+    strict = GuardedCollator(collate, None, "the stream", tally, can_replace=False, is_numbered=False)
     strict(stream[:8])
     with pytest.raises(UsageError, match='row 9 .* of those that loader worker 0 read, column "positive"'):
         strict(stream[8:16])

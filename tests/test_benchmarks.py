@@ -105,3 +105,10 @@ def test_a_preset_that_needs_a_gpu_says_so_in_one_line():
     command = [sys.executable, str(ROOT / "scripts" / "benchmark_gradient_cache.py"), "--preset", "gpu"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
     assert done.returncode == 2 and "no CUDA device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_streams_workers_are_compared_side_by_side(tmp_path):
+    sizes = ("--shards", 2, "--rows", 8, "--side", 32, "--batch", 4, "--batches", 2, "--turns", 1)
+    output = run("benchmark_streams.py", "--workers", 0, 1, *sizes, "--folder", tmp_path)
+    lines = [line.split("|")[1:4] for line in output.splitlines() if line.startswith("| ")]
+    assert [int(workers) for workers, *_ in lines[1:]] == [0, 1] and all(float(ratio) > 0 for *_, ratio in lines[1:])

@@ -187,23 +187,33 @@ def test_an_empty_dataset_is_refused(tmp_path):
     assert "could not be loaded" in refusal(tmp_path / "broken.jsonl")
 
 
-def test_a_row_without_text_is_named(tmp_path):
-    rows = [dict(row) for row in ROWS]
-    rows[7]["positive"] = None
-    assert 'row 7 (counted from 0), column "positive" is empty or null' in refusal(write(tmp_path / "a.jsonl", rows))
-    rows[7]["positive"] = ""
-    assert "row 7" in refusal(write(tmp_path / "b.parquet", rows))
-    message = refusal(write(tmp_path / "c.jsonl"), columns={"query": "query", "positive": "other"})
-    assert 'column "other"' in message and "holds int64" in message and "row 0" in message
-    negatives = [{**row, "negative": ["x", "y"] if i != 5 else []} for i, row in enumerate(ROWS)]
-    assert 'row 5 (counted from 0), column "negative"' in refusal(write(tmp_path / "d.parquet", negatives))
-    negatives[5]["negative"] = None
-    assert 'row 5 (counted from 0), column "negative"' in refusal(write(tmp_path / "e.parquet", negatives))
+def test_a_row_may_have_no_negative(tmp_path, tokenizer):
+    negatives = [{**row, "negative": ["x", "y"] if i != 5 else [[], None][i % 2]} for i, row in enumerate(ROWS)]
+    train, _ = load(write(tmp_path / "a.parquet", negatives))
+    assert len(train) == len(ROWS)
     fixed = datasets.Features({key: datasets.Value("string") for key in ("query", "positive")})
     fixed["negative"] = datasets.List(datasets.Value("string"), length=2)
     rows = {"query": ["a", "b"], "positive": ["c", "d"], "negative": [["x", None], [None, ""]]}
     datasets.Dataset.from_dict(rows, features=fixed).save_to_disk(str(tmp_path / "fixed"))
-    assert 'row 1 (counted from 0), column "negative"' in refusal(tmp_path / "fixed")
+    train, _ = load(tmp_path / "fixed")
+    collator = ContrastiveCollator(tokenizer, column_names(RunConfig(), train))
+    batch, alone = collator([train[0], train[1]]), collator([train[1]])
+    assert len(batch["negative"]["input_ids"]) == 1 and len(alone["negative"]["input_ids"]) == 0
+    assert alone["negative"].keys() == alone["positive"].keys() and len(alone["ids"]["negative"]) == 0
+
+
+def test_a_row_without_text_is_named(tmp_path):
+    rows = [dict(row) for row in ROWS]
+    rows[7]["positive"] = None
+    assert 'row 7 (counted from 0), column "positive": every row needs a positive' in refusal(
+        write(tmp_path / "a.jsonl", rows)
+    )
+    rows[7]["positive"] = ""
+    assert "row 7" in refusal(write(tmp_path / "b.parquet", rows))
+    message = refusal(write(tmp_path / "c.jsonl"), columns={"query": "query", "positive": "other"})
+    assert 'column "other"' in message and "holds int64" in message and "row 0" in message
+    negatives = [{**row, "negative": []} for row in ROWS]
+    assert 'column "negative": no row has a negative' in refusal(write(tmp_path / "d.parquet", negatives))
     groups = [{**row, "group": i if i != 2 else None} for i, row in enumerate(ROWS)]
     assert 'row 2 (counted from 0): id_column "group"' in refusal(
         write(tmp_path / "f.jsonl", groups), id_column="group"
@@ -327,7 +337,5 @@ def test_bad_rows_and_options_are_refused_by_the_collator(tokenizer):
         collate(tokenizer, [{"query": "a", "positive": None}])
     with pytest.raises(UsageError, match="not text"):
         collate(tokenizer, [{"query": 3, "positive": "a"}])
-    with pytest.raises(UsageError, match="No row of this batch"):
-        collate(tokenizer, [{"query": "a", "positive": "b", "negative": []}])
     with pytest.raises(UsageError, match='no column "positive"'):
         ContrastiveCollator(tokenizer, ["query", "positive"])([{"query": "a"}])

@@ -1,7 +1,9 @@
 """A stream is one order of rows: a resumed run takes it up where it was left, whatever changed."""
 
+import itertools
 import json
 import logging
+from dataclasses import replace
 
 import datasets
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from hf_dist_ext import manifest, stream_order
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.stream_order import OneOrder, Place
+from hf_dist_ext.stream_order import Dealer, Place, Ranks
 from tests.test_data_position import run, table
 
 ROWS, STEPS = 12, 8  # of 4 rows: more than two epochs
@@ -87,29 +89,76 @@ def test_loader_workers_do_not_change_the_order(whole, kind):
     assert goes_on((folder, order), kind, 4)
 
 
-def test_rows_that_were_used_are_not_read_again(tmp_path):
-    read = []
+def logged_stream(log, shards=8, rows=10, features=None) -> datasets.IterableDataset:
+    """A generator that writes down every row that is read, in whichever process."""
 
-    def rows(shards):
+    def generate(shards):
         for shard in shards:
-            for i in range(10):
-                read.append(10 * shard + i)
-                yield {"x": [float(10 * shard + i)]}
+            for i in range(rows):
+                with open(log, "a") as file:
+                    file.write(f"{rows * shard + i}\n")
+                yield {"x": [float(rows * shard + i)]}
+
+    return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": list(range(shards))})
+
+
+def read_rows(log) -> list[int]:
+    return [int(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["plain", "shuffled"])
+def test_rows_that_were_used_are_not_read_again(tmp_path, monkeypatch, kind, workers):
+    monkeypatch.setattr(stream_order, "ROUND_ROWS", 16)  # two of each reader
 
     def stream():
-        return datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": list(range(8))})
+        made = logged_stream(tmp_path / "log", rows=100)
+        return made.shuffle(seed=3, buffer_size=16) if kind == "shuffled" else made
 
-    order = run(tmp_path, stream(), max_steps=19, save_steps=14).seen
-    read.clear()
-    after = run(tmp_path, stream(), resume=14, max_steps=19, per_device_train_batch_size=2)
-    assert after.seen == order[56:66]
-    assert read[0] == 50 and len(read) < 20  # from the beginning of its shard on, which a generator can not skip
+    options = {"max_steps": 100, "dataloader_num_workers": workers}
+    order = run(tmp_path, stream(), save_steps=90, **options).seen
+    (tmp_path / "log").unlink()
+    after = run(tmp_path, stream(), resume=90, **options | {"per_device_train_batch_size": 2})
+    assert after.seen == order[360:380]
+    # 45 rows of each reader were used. A generator cannot skip: it begins at its shard's first row. Ahead: what was
+    # used, and two blocks of each reader for each process that reads ahead.
+    read = read_rows(tmp_path / "log")
+    assert len(set(read)) == len(read) and all(row % 100 < 60 for row in read)
 
 
-def test_a_shuffle_buffer_is_filled_by_reading_again_and_that_is_said(whole, caplog):
+def test_a_shard_that_was_read_is_not_opened_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_order, "ROUND_ROWS", 8)
+    monkeypatch.setattr(stream_order, "MAX_READERS", 2)
+    order = run(tmp_path, logged_stream(tmp_path / "log"), max_steps=19, save_steps=14).seen
+    (tmp_path / "log").unlink()
+    after = run(tmp_path, logged_stream(tmp_path / "log"), resume=14, max_steps=19, per_device_train_batch_size=2)
+    assert after.seen == order[56:66] and sorted(order) == sorted(set(order))
+    # Reader 0 has the shards 0, 2, 4, 6; 28 of its rows were used, all of 0 and 2.
+    assert {row // 10 for row in read_rows(tmp_path / "log")} <= {4, 5, 6, 7}
+
+
+def test_a_shuffle_buffer_mixes_shards_and_rows_and_resumes_without_reading_again(whole, caplog):
     with caplog.at_level(logging.WARNING):
         assert goes_on(whole("shuffled"), "shuffled", 5)
-    assert "the 8 rows of epoch 1 that were used are read again" in caplog.text
+    assert "read again" not in caplog.text
+    order = whole("shuffled")[1]
+    assert order[:ROWS] != order[ROWS : 2 * ROWS], "every epoch has an order of its own"
+    assert order[:ROWS] != whole("plain")[1][:ROWS]
+
+
+def dealt(stream, window=4, start=None, number=lambda dealt: int(dealt.row["x"][0])):
+    """(place, rows) of every batch, of one process."""
+    dealer = Dealer(stream, window, Ranks(0, 1, 1), start or Place())
+    for batch in dealer:
+        yield dealer.places.popleft(), [number(row) for row in batch]
+
+
+def test_a_reader_that_is_through_drops_out_until_the_epoch_ends():
+    """3 shards of 6, 3 and 1 rows."""
+    parts = [table(n, shift=10 * i).to_iterable_dataset() for i, n in enumerate((6, 3, 1))]
+    found = dealt(datasets.concatenate_datasets(parts), window=10)
+    assert next(found)[1] == [0, 10, 20, 1, 11, 2, 12, 3, 4, 5]
+    assert sorted(next(found)[1]) == [0, 1, 2, 3, 4, 5, 10, 11, 12, 20]
 
 
 def test_a_resumed_run_draws_what_the_whole_run_drew(tmp_path):
@@ -132,7 +181,7 @@ def test_the_place_is_a_committed_file_of_plain_json(whole):
     content = manifest.read(folder)
     assert stream_order.FILE in content["files"] and content["position"]["rows"] == 8
     place = json.loads((folder / stream_order.FILE).read_text())
-    assert place["epoch"] == 1 and place["rows"] == 8 and place["state"] is not None
+    assert place["epoch"] == 1 and place["rows"] == 8 and set(place["states"]) == set("01234")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +189,7 @@ def test_the_place_is_a_committed_file_of_plain_json(whole):
     [
         (lambda: table(ROWS).to_iterable_dataset(num_shards=4), "other columns or shards"),
         (lambda: plain().shuffle(seed=4, buffer_size=7), "shuffled with another seed"),
-        (lambda: table(ROWS, shift=1).to_iterable_dataset(num_shards=5), "is not the one of the checkpoint"),
+        (lambda: table(ROWS, shift=1).to_iterable_dataset(num_shards=5), "are not those of the checkpoint"),
     ],
 )
 def test_another_stream_is_refused_unless_it_is_meant(whole, stream, words):
@@ -149,29 +198,30 @@ def test_another_stream_is_refused_unless_it_is_meant(whole, stream, words):
     assert run(whole("plain")[0], stream(), resume=2, max_steps=STEPS, allow_changed_data=True).seen
 
 
-def test_a_state_that_leads_elsewhere_is_not_believed(caplog):
-    rows = list(plain())
-    wrong = plain()
-    list(zip(wrong, range(4), strict=False))
-    start = Place(rows=10, state=wrong.state_dict(), following=stream_order.digest(rows[10]))
+def test_a_state_that_leads_elsewhere_is_not_believed(caplog, monkeypatch):
+    monkeypatch.setattr(stream_order, "ROUND_ROWS", 5)
+    rounds = [*itertools.islice(dealt(plain()), 3)]
+    place, following = rounds[1][0], rounds[2][1]
+    assert place.rows == 8 and place.round == 1
+    wrong = replace(place, states={reader: None for reader in place.states})
     with caplog.at_level(logging.WARNING):
-        assert next(iter(OneOrder(plain(), 4, start))) == rows[10]
-    assert "the first 10 rows of epoch 0 are read again" in caplog.text
+        assert next(dealt(plain(), start=wrong))[1] == following
+    assert "the first 8 rows of epoch 0 are read again" in caplog.text
 
 
-def test_shards_are_shared_as_trainer_does_and_then_nothing_may_change(tmp_path):
+def test_what_accelerate_dispatches_is_read_as_trainer_does_and_then_nothing_may_change(tmp_path):
     def stream():
         return table(16).to_iterable_dataset(num_shards=4)
 
-    options = {"max_steps": 8, "stream_order": "shards", "dataloader_num_workers": 2}
+    options = {"max_steps": 8, "accelerator_config": {"dispatch_batches": True}}
     order = run(tmp_path, stream(), **options).seen
     assert sorted(order[:16]) == sorted(order[16:]) == list(range(16))
     assert run(tmp_path, stream(), resume=6, **options).seen == order[24:]  # of the second epoch
-    for name, value in {"dataloader_num_workers": 0, "per_device_train_batch_size": 2}.items():
+    for name, value in {"dataloader_num_workers": 2, "per_device_train_batch_size": 2}.items():
         with pytest.raises(UsageError, match=f"another {name}: which process and loader worker"):
             run(tmp_path, stream(), resume=3, **options | {name: value})
-    with pytest.raises(UsageError, match="by shards or dispatched"):
-        run(tmp_path, stream(), resume=3, **options | {"stream_order": "one"})
+    with pytest.raises(UsageError, match="through accelerate's dispatch_batches"):
+        run(tmp_path, stream(), resume=3, max_steps=8)
 
 
 def test_a_finished_run_takes_no_further_step(whole):
@@ -192,8 +242,6 @@ def test_what_can_not_be_is_said(tmp_path):
         run(tmp_path, plain().filter(lambda row: False), max_steps=2)
     with pytest.raises(UsageError, match="save_strategy='epoch' with a stream"):
         run(tmp_path, plain(), max_steps=2, save_strategy="epoch")
-    with pytest.raises(UsageError, match="stream_order='any': choose"):
-        run(tmp_path, plain(), max_steps=2, stream_order="any")
 
 
 def test_a_digest_is_the_content_of_a_row():

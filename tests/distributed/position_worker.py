@@ -17,28 +17,18 @@ from tests.launching import leave_together
 from tests.test_data_position import Model, table
 
 
-def stream(kind: str):
-    """30 rows in 4 shards: no batch of the tests divides them."""
-    rows = table(30).to_iterable_dataset(num_shards=4)
-    return rows if kind == "plain" else rows.shuffle(seed=3 if kind == "shuffled" else None, buffer_size=7)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--resume")
-    parser.add_argument("--stream", choices=["plain", "shuffled", "unseeded"])
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()
     model = Model()
     args = DistTrainingArguments(
-        output_dir=options.folder, num_train_epochs=2, per_device_train_batch_size=options.batch,
-        max_steps=10 if options.stream else -1, dataloader_num_workers=options.workers,
+        output_dir=options.folder, num_train_epochs=2, per_device_train_batch_size=4,
         save_strategy="steps", save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, logging_strategy="no",
     )  # fmt: skip
-    trainer = DistTrainer(model, args, train_dataset=stream(options.stream) if options.stream else table(32))
+    trainer = DistTrainer(model, args, train_dataset=table(32))
     trainer.train(resume_from_checkpoint=options.resume)
     facts = {"seen": model.seen, "accumulation": args.gradient_accumulation_steps, "step": trainer.state.global_step}
     Path(f"{options.output}_{rank()}.json").write_text(json.dumps(facts))
