@@ -132,7 +132,8 @@ class CheckpointHooks(Trainer):
         if self._put_off is not None:
             self._put_off.append(lambda: self._push_from_checkpoint(checkpoint_folder))
             return
-        is_free = self.args.hub_always_push or self.push_in_progress is None or self.push_in_progress.is_done()
+        before = getattr(self, "push_in_progress", None)
+        is_free = self.args.hub_always_push or before is None or before.is_done()
         if self._has_own_arguments and self.is_world_process_zero() and self.args.hub_strategy != "end" and is_free:
             hub.copy_model(Path(checkpoint_folder), Path(self.args.output_dir))
         with checkpointing.without_secrets(self.args, self._as_given):
