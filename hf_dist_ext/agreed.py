@@ -96,7 +96,9 @@ def ends_together(what: str, seconds: float) -> Iterator[None]:
     if distributed.world_size() == 1:
         yield
         return
-    news = _News(f"hf_dist_ended/{next(_uses)}", what)
+    # A launcher that restarts its processes keeps the store, and with it what the processes before have counted there.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    news = _News(f"hf_dist_ended/{start}/{next(_uses)}", what)
     try:
         yield
     except BaseException as error:
