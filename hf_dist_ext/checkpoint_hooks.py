@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,10 @@ class CheckpointHooks(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with checkpointing.without_secrets(self.args, self._as_given):
-            super()._save(output_dir, state_dict)
-        if self._keeps_adapters_alone:
-            merge.complete_adapters(self, Path(output_dir or self.args.output_dir))
+            if not self._keeps_adapters_alone:
+                return super()._save(output_dir, state_dict)
+            agreed.together(partial(super()._save, output_dir, state_dict))
+        merge.complete_adapters(self, Path(output_dir or self.args.output_dir))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with checkpointing.loss_state_apart(self, save_to=output_dir):
@@ -145,10 +147,11 @@ class CheckpointHooks(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         is_sharded = self._has_own_arguments and trainable_checkpoint.is_sharded(self)
         if self._saves_trainable_only and (_internal_call or not self.saves_complete_model):
-            checkpointing.save_description(self, folder)
             if _internal_call:
+                checkpointing.save_description(self, folder)
                 trainable_checkpoint.save_weights(self, folder)
             else:
+                agreed.together(lambda: checkpointing.save_description(self, folder))
                 agreed.together(lambda: trainable_checkpoint.save_weights(self, folder, may_shard=False))
                 commit.commit_model(self, folder, [trainable_checkpoint.WEIGHTS, trainable_checkpoint.FROZEN])
         elif is_sharded and _internal_call:  # the weights follow in their own format

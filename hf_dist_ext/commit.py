@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import os
 import platform
 import re
 import shutil
@@ -156,8 +157,9 @@ def _full_disk_in_words(output_dir: Path, folder: Path) -> Iterator[None]:
 
 
 def is_full_disk(error: Exception, folder: Path) -> bool:
-    # torch.save and safetensors wrap what the system said, each in its own way
-    is_said = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    # torch.save and safetensors wrap what the system said, each in its own way; of another rank's error only words come
+    found = (errno.ENOSPC, errno.EDQUOT)
+    is_said = getattr(error, "errno", None) in found or any(os.strerror(number) in str(error) for number in found)
     return is_said or shutil.disk_usage(folder).free < 1 << 16
 
 

@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 from transformers import Trainer
 
-from . import adapter_folder, commit, manifest, trainable_checkpoint, trusted
+from . import adapter_folder, agreed, commit, manifest, trainable_checkpoint, trusted
 from .deepspeed_step import is_zero3
 from .errors import UsageError
 from .model_folder import read_model_folder, resolve_folder
@@ -294,10 +294,15 @@ def complete_adapters(trainer: DistTrainer, folder: Path) -> None:
         if name.startswith(start)
     }
     projection = dict(trainable_checkpoint.gathered(parts, trainer.args.should_save))
-    if trainer.args.should_save:
+
+    def write() -> None:
+        if not trainer.args.should_save:
+            return
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         base, dtype = commit.base_model(trainer), commit.dtype_of_base(model.get_base_model())
         adapter_folder.write(model, folder, base, dtype, projection, tokenizer)
+
+    agreed.together(write)
 
 
 def _without_adapters(model: Any, before: torch.Tensor | None) -> nn.Module:

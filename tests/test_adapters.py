@@ -1,6 +1,8 @@
 """LoRA from the run file: what trains, what stays, what a folder holds, on one process and FSDP ranks."""
 
+import errno
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -14,12 +16,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from hf_dist_ext import cli
+from hf_dist_ext import cli, final_model
 from hf_dist_ext.adapters import add_adapters, merged_weights
 from hf_dist_ext.collator import ContrastiveCollator
 from hf_dist_ext.config import RunConfig
 from hf_dist_ext.digits import build_processor
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.image_text_task import build_model
 from hf_dist_ext.losses import InfoNCELoss
 from hf_dist_ext.modeling import EmbeddingModel
@@ -200,6 +202,47 @@ def test_folder_and_checkpoint_of_sharded_adapters_are_merged_into_the_model_at_
         merged = EmbeddingModel.from_pretrained(tmp_path / f"merged{name}")
         assert merged.pooling == "cls"
         assert all(torch.equal(merged.state_dict()[k], v) for k, v in expected.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("mode", "writer", "adapts"),
+    [
+        ("ddp", "transformers.Trainer._save", True),
+        ("fsdp-sharded", "transformers.Trainer._save", True),
+        ("ddp", "hf_dist_ext.adapter_folder.write", True),
+        ("ddp", "hf_dist_ext.checkpointing.save_description", False),
+    ],
+)
+def test_a_full_disk_at_the_end_is_met_by_all_processes(run_file, tmp_path, monkeypatch, mode, writer, adapts):
+    """Whatever file it cuts short, and though one process alone writes."""
+    run_file()
+
+    def fails(*arguments, **options):
+        if os.environ["RANK"] == "0":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def train(say) -> str:
+        torch.set_num_threads(1)
+        base = EmbeddingModel.from_pretrained(tmp_path / "base", pooling="cls", projection_dim=8)
+        texts = {"query": ["parse a date", "read file"] * 4, "positive": ["sort numbers by key", "lines"] * 4}
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+            per_device_train_batch_size=4, disable_tqdm=True, gradient_cache_chunk_size=2, ddp_timeout=20,
+            trainable_modules=None if adapts else ["projection"],
+        )  # fmt: skip
+        trainer = DistTrainer(
+            add_adapters(base, RunConfig(use_lora=True, lora_r=4)) if adapts else base, args, loss=InfoNCELoss(),
+            train_dataset=Dataset.from_dict(texts),
+            data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"]),
+        )  # fmt: skip
+        trainer.train()
+        monkeypatch.setattr(writer, fails)
+        with pytest.raises(RunError, match="is full") as found:
+            final_model.save(trainer)
+        trainer.accelerator.wait_for_everyone()
+        return str(found.value)
+
+    assert "the trained model was" in Run(mode, tmp_path / "log", train).result()
 
 
 def test_adapters_on_another_base_are_refused_instead_of_left_out(run_file, tmp_path):
