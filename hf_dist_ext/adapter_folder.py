@@ -47,10 +47,19 @@ def can_be_written(model: Any) -> bool:
 
 
 def write(
-    model: PeftModel, folder: Path, base: str, dtype: str, projection: dict[str, torch.Tensor], tokenizer: Any
+    model: PeftModel,
+    state_dict: dict[str, torch.Tensor] | None,
+    folder: Path,
+    base: str,
+    dtype: str,
+    projection: dict[str, torch.Tensor],
+    tokenizer: Any,
 ) -> None:
-    """Turn peft's folder of an `EmbeddingModel` into the one above. `base`, `dtype`: the folder or hub id of the base,
-    and its precision in training; `projection`: its whole weights, empty for none."""
+    """Turn peft's folder of an `EmbeddingModel` into the one above. `state_dict`: whole weights of the model, None for
+    its own; `base`, `dtype`: the folder or hub id of the base, and its precision in training; `projection`: its whole
+    weights, empty for none."""
+    from peft import get_peft_model_state_dict
+
     bare, config = model.get_base_model(), json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     # The names of the modules themselves: a pattern may be written for the names before.
     config["target_modules"] = sorted(name.removeprefix(BACKBONE) for name in model.base_model.targeted_module_names)
@@ -60,8 +69,8 @@ def write(
     config["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     inner = PEFT + BACKBONE
-    weights = load_file(folder / WEIGHTS)
-    weights = {PEFT + name.removeprefix(inner): value for name, value in weights.items()}
+    weights = get_peft_model_state_dict(model, state_dict)  # peft's file may not be written yet (async_save.py)
+    weights = {PEFT + name.removeprefix(inner): value.contiguous() for name, value in weights.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     contents = bare.description(projection, tokenizer)
     contents.has_adapters, contents.dtype = True, dtype

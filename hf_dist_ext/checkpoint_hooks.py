@@ -112,7 +112,7 @@ class CheckpointHooks(Trainer):
             if not self._keeps_adapters_alone:
                 return super()._save(output_dir, state_dict)
             agreed.together(partial(super()._save, output_dir, state_dict))
-        merge.complete_adapters(self, Path(output_dir or self.args.output_dir))
+        merge.complete_adapters(self, Path(output_dir or self.args.output_dir), state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with checkpointing.loss_state_apart(self, save_to=output_dir):

@@ -157,7 +157,7 @@ def _full_disk_in_words(output_dir: Path, folder: Path) -> Iterator[None]:
 
 
 def is_full_disk(error: Exception, folder: Path) -> bool:
-    # torch.save and safetensors wrap what the system said, each in its own way; of another rank's error only words come
+    # torch.save and safetensors wrap what the system said, each in its own way; another rank's error is words
     found = (errno.ENOSPC, errno.EDQUOT)
     is_said = getattr(error, "errno", None) in found or any(os.strerror(number) in str(error) for number in found)
     return is_said or shutil.disk_usage(folder).free < 1 << 16

@@ -284,8 +284,9 @@ def save_adapters(trainer: DistTrainer, folder: Path) -> None:
     commit.commit_model(trainer, folder, [adapter_folder.CONFIG, adapter_folder.WEIGHTS])
 
 
-def complete_adapters(trainer: DistTrainer, folder: Path) -> None:
-    """What adapter_folder.py writes into peft's folder. Every rank calls it."""
+def complete_adapters(trainer: DistTrainer, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
+    """What adapter_folder.py writes into peft's folder, of the weights that `Trainer._save` was given. Every rank
+    calls it."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     start = f"{adapter_folder.PEFT}projection."
     parts = {
@@ -300,7 +301,7 @@ def complete_adapters(trainer: DistTrainer, folder: Path) -> None:
             return
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         base, dtype = commit.base_model(trainer), commit.dtype_of_base(model.get_base_model())
-        adapter_folder.write(model, folder, base, dtype, projection, tokenizer)
+        adapter_folder.write(model, state_dict, folder, base, dtype, projection, tokenizer)
 
     agreed.together(write)
 

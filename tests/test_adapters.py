@@ -86,6 +86,14 @@ def test_adapters_train_with_a_gradient_cache_and_resume_bit_for_bit(run_file, t
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
+def test_checkpoints_of_adapters_are_the_same_when_they_are_written_while_training_goes_on(run_file, tmp_path):
+    main(run_file())
+    main(run_file(save_async=True, output_dir=str(tmp_path / "async")))
+    for name in ("checkpoint-2", "checkpoint-4", ""):
+        expected, found = adapters(tmp_path / "out" / name), adapters(tmp_path / "async" / name)
+        assert expected.keys() == found.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 def embeddings(model, tokenizer, role: str = "query") -> torch.Tensor:
     texts = ["parse a date from text read file into list of lines", "sort the numbers", "key"]
     return embed(model, tokenizer, texts, role)
