@@ -8,9 +8,9 @@
 (4) which checkpoint is newer: `generation`, one more than the greatest in the output folder when it was saved. No
     clock is asked. Manifests of earlier versions have none: they come before all others, in the order of their steps
 (5) which run a checkpoint is of: `run_id`. A start afresh, and one from another checkpoint than the newest (a branch),
-    begins a new run; its `parent` is the checkpoint it began from. `current_run.json` names the run that writes in the
-    output folder, so that a run which is stopped before its first save is known too. Checkpoints of other runs are
-    not resumed or rotated by themselves
+    begins a new run; its `parent` is the checkpoint it began from. Where a run begins among checkpoints of others,
+    `current_run.json` names it, so that a run which is stopped before its first save is known too. Checkpoints of
+    other runs are not resumed or rotated by themselves
 (6) rotation counts and deletes complete checkpoints of the current run only; folders that were not committed, and
     links, are never touched
 
@@ -307,7 +307,8 @@ def begin_run(output_dir: str | Path, parent: Path | None = None) -> dict[str, A
     history = History(output_dir)
     unmarked = [path for path in history.paths if history.manifests[path] is None and path != parent]
     run = new_run(parent, [path.name for path in unmarked])
-    write_run(output_dir, run)
+    if history.paths or Path(output_dir, RUN).exists():  # else its own checkpoints will say all of it
+        write_run(output_dir, run)
     return run
 
 

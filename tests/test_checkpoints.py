@@ -155,7 +155,6 @@ def test_checkpoints_of_an_earlier_version_are_continued_and_rotated(whole, copi
         content = manifest.read(copied / f"checkpoint-{step}")
         known = {name: value for name, value in content.items() if name not in ("run_id", "generation", "parent")}
         manifest.commit(copied / f"checkpoint-{step}", known.pop("files"), known | {"saved_at": 100.0 - step})
-    (copied / manifest.RUN).unlink()
     assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
     make(copied, max_steps=8, save_total_limit=2).train(resume_from_checkpoint=True)
     assert sorted(path.name for path in copied.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
