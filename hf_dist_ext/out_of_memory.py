@@ -153,8 +153,11 @@ class FittingSizes:
             raise RunError(f"step {step}: rank {named} ran out of memory in {place}{_nothing_left(place)}")
         self._take(smaller)
         if distributed.rank() == 0:
-            self._store(smaller)
             logger.warning(f"{self.cause}. The step is run again with {smaller}, which stays so from here on.")
+            try:
+                self._store(smaller)
+            except OSError as error:  # the other ranks go on
+                logger.warning(f"{self.path} could not be written ({error}): the next start tries larger sizes again.")
 
     def end_run(self, step: int, **of_step: Any) -> RunError:
         """After a lack of memory that only this rank knows of: the error to raise, which the others find stored."""

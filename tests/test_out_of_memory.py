@@ -1,6 +1,8 @@
 """Memory that runs out in a step of one process: smaller sizes, the same weights and losses as if it had not."""
 
+import errno
 import json
+import os
 import weakref
 from types import SimpleNamespace
 
@@ -124,6 +126,20 @@ def test_kept_graphs_shrink_before_chunks_do(tmp_path):
     assert max(kept) >= 6 and 1 <= kept[-1] <= 3
     assert short._sizes.now.chunk_halvings == 0 and short._sizes.now.max_kept_graphs == kept[-1]
     assert torch.allclose(weights(short), weights(whole), atol=1e-6)
+
+
+def test_a_step_is_run_again_also_where_the_sizes_can_not_be_stored(tmp_path, monkeypatch):
+    short = trainer(tmp_path, gradient_cache_chunk_size=4)
+    said = []
+    monkeypatch.setattr("hf_dist_ext.out_of_memory.logger.warning", said.append)
+    monkeypatch.setattr(short._sizes, "_store", full_disk)
+    calls = short_of_memory(short, 1, 2)
+    short.train()
+    assert max(calls[-2:]) == 2 and len(said) == 2 and "No space left" in said[1] and FILE in said[1]
+
+
+def full_disk(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_fits_in_no_chunk_ends_the_run(tmp_path):
