@@ -100,3 +100,22 @@ def test_a_folder_that_can_not_be_written_is_said_and_costs_time_only(stores, ca
         row_ids.logger.warning = warning
     assert np.array_equal(found, computed(data, ["query"]))
     assert "can not be kept in" in said[0] and "HF_DATASETS_CACHE" in said[0]
+
+
+ROLE = {"role": "user", "content": "how do i parse a date"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (None, [[3, 1, 4], [3, 1], []]),  # token ids
+        (None, [[ROLE], [ROLE, ROLE]]),  # messages
+        (None, [ROLE, ROLE | {"role": "system"}]),
+        (datasets.Array2D((2, 2), "int32"), [[[1, 2], [3, 4]], [[1, 2], [3, 5]]]),
+    ],
+)
+def test_columns_that_hold_no_texts_are_numbered_by_what_they_hold(kind, others):
+    values = [*others, others[0]]
+    features = None if kind is None else datasets.Features({"query": kind})
+    found = shared_ids(datasets.Dataset.from_dict({"query": values}, features=features), ["query"])
+    assert found.ravel().tolist() == [1] + [0] * (len(others) - 1) + [1]
