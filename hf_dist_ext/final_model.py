@@ -55,7 +55,7 @@ def _is_written(trainer: DistTrainer, folder: Path) -> bool:
                 raise
             for path, changed in _files(folder).items():
                 if before.get(path) != changed:
-                    path.unlink()
+                    path.unlink(missing_ok=True)
             return False
 
     return all(together(attempt))
@@ -63,8 +63,12 @@ def _is_written(trainer: DistTrainer, folder: Path) -> bool:
 
 def _files(folder: Path) -> dict[Path, int]:
     """Every file below, but those of checkpoints, and when it was written."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {path: path.stat().st_mtime_ns for path in found if not path.relative_to(folder).match("checkpoint-*/**")}
+    found = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may be removing it
+            if path.is_file() and not path.relative_to(folder).match("checkpoint-*/**"):
+                found[path] = path.stat().st_mtime_ns
+    return found
 
 
 def _folder_with_room(trainer: DistTrainer, base: str | Path) -> Path | None:

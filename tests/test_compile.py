@@ -55,8 +55,8 @@ def test_a_compiled_model_gives_the_same_gradients_and_stops_compiling(compiled_
 def test_attention_kernels_agree(attention, monkeypatch):
     original, built = exactness_worker.build_model, []
 
-    def build(kind: str, config=None):
-        built.append(original(kind, config))
+    def build(kind: str, *options):
+        built.append(original(kind, *options))
         built[-1].backbone.set_attn_implementation(attention)
         return built[-1]
 

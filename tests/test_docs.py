@@ -126,9 +126,17 @@ def messages(source: str) -> list[str]:
             return words(node.left) + words(node.right)
         return "…"
 
-    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    nodes = list(ast.walk(ast.parse(source)))
+    raised = [node.exc for node in nodes if isinstance(node, ast.Raise)]
     calls = [call for call in raised if isinstance(call, ast.Call) and call.args]
-    return [words(call.args[0]) for call in calls if getattr(call.func, "id", "") in MESSAGES]
+    given = [call.args[0] for call in calls if getattr(call.func, "id", "") in MESSAGES]
+    # words that a function of the same file puts together, and those that a RowCheck raises behind the row's number
+    makers = {getattr(node.func, "attr", "") for node in given if isinstance(node, ast.Call)}
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in makers]
+    given += [node.value for made in functions for node in ast.walk(made) if isinstance(node, ast.Return)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1]
+    given += [call.args[1] for call in calls if getattr(call.func, "attr", "") == "add"]
+    return [words(node) for node in given if node is not None]
 
 
 def test_the_readme_shows_cases_of_the_exactness_table():

@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
+from hf_dist_ext import embedding_step
 from hf_dist_ext.distributed import rank
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.losses import InfoNCELoss
@@ -61,6 +62,7 @@ def measured(say, case: Case) -> str:
         return original(*arguments, callbacks=[*callbacks, watch], **options)
 
     exactness_worker.DistTrainer = watched
+    embedding_step.place_out_of_memory = lambda *arguments, **options: None  # forwards that try out what fits
     exactness_worker.BERT["num_hidden_layers"] = 1
     error = exactness_worker.measure(case)
     return json.dumps({"error": error, "updates": watch.updates})

@@ -346,7 +346,8 @@ def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows:
     arguments = dict(gradient_cache_chunk_size=4, max_grad_norm=0, max_steps=case.steps) | case.arguments | more
     with tempfile.TemporaryDirectory() as folder:
         args = DistTrainingArguments(
-            output_dir=folder, per_device_train_batch_size=case.batch, optim="sgd", learning_rate=LEARNING_RATE,
+            output_dir=folder, save_on_each_node=True,
+            per_device_train_batch_size=case.batch, optim="sgd", learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True, logging_strategy="no",
             train_sampling_strategy="sequential", use_cpu=True, seed=7, **arguments,
         )  # fmt: skip
