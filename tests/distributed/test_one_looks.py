@@ -1,0 +1,35 @@
+"""What is looked at before training, once per machine: the first process looks at the files, the others rely on it."""
+
+import json
+from functools import partial
+
+import torch.distributed as dist
+from accelerate import PartialState
+from PIL import Image
+
+from hf_dist_ext import image_files
+from hf_dist_ext.config import RunConfig
+from hf_dist_ext.data import load_datasets
+from tests.distributed.forked import Run
+
+
+def load(say, folder) -> str:
+    PartialState(cpu=True)
+    looked, is_file = [], image_files._is_file
+    image_files._is_file = lambda path: looked.append(str(path)) or is_file(path)
+    fields = {"dataset_name": str(folder / "rows.jsonl"), "image_columns": ["positive"], "image_folder": str(folder)}
+    train, _ = load_datasets(RunConfig(**fields))
+    everyone = [None, None]
+    dist.all_gather_object(everyone, (len(looked), len(set(looked)), train[5]["positive"].size, len(train)))
+    return json.dumps(everyone)
+
+
+def test_the_files_of_pictures_are_looked_at_by_one_process_of_a_machine(tmp_path):
+    for i in range(6):
+        Image.new("RGB", (2, 3 + i)).save(tmp_path / f"{i}.png")
+    rows = [json.dumps({"query": f"q{i}", "positive": f"{i}.png"}) for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    first, second = json.loads(Run("ddp", tmp_path / "run.log", partial(load, folder=tmp_path)).result())
+    assert first == [6, 6, [2, 8], 6]
+    assert second[2:] == [[2, 8], 6]
+    assert second[0] <= 1  # the row that was opened above
