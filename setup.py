@@ -19,9 +19,11 @@ REQUIRED = [
     "accelerate>=1.14",
     "datasets>=4.0",
     "evaluate>=0.4.6",
+    "filelock>=3.12",
     "huggingface_hub>=1.31",
     "numpy>=1.26",
     "peft>=0.20",
+    "psutil>=5.9",
     "pyarrow>=20",
     "pyyaml>=6.0.1",
     "rich>=13",
@@ -29,8 +31,8 @@ REQUIRED = [
     "tokenizers>=0.23.1",
 ]
 TEST = [
-    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-xdist>=3.8", "scikit-learn>=1.4",
-    "sentence-transformers>=6.2", "tensorboard>=2.16.2",
+    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-timeout>=2.3.1", "pytest-xdist>=3.8",
+    "scikit-learn>=1.4", "sentence-transformers>=6.2", "tensorboard>=2.16.2",
 ]  # fmt: skip
 TRACKING = ["tensorboard>=2.16.2", "wandb>=0.19"]
 
@@ -49,7 +51,7 @@ setup(
         "test": TEST,
         "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
         "dev": [*TEST, "ruff>=0.12"],
-        "deepspeed": ["deepspeed>=0.19.1"],  # 0.19.0 and older lost gradients with ZeRO-1/2 and CPU offload
+        "deepspeed": ["deepspeed>=0.19.8"],  # older ones apply updates that are not finite
         "tracking": TRACKING,
     },
     # The presets live in configs/accelerate, where a user looks for them; a wheel carries them inside the package.

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,8 @@ class Run:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of a test that is captured
+            if rank:
+                os.close(writer)  # rank 0 alone speaks: what it says ends with it
             try:
                 if world_size > 1:
                     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -89,9 +92,13 @@ class Run:
 
     def result(self) -> str:
         """The last line; AssertionError with the log when a process failed."""
-        *_, line = ["", *self.lines]
-        assert self.wait(), "\n".join(log.read_text()[-3000:] for log in self.logs)
-        return line.strip()
+        said = [""]
+        reader = threading.Thread(target=lambda: said.extend(self.lines))
+        reader.start()  # a process that dies is seen while another one waits for it and says nothing
+        is_well = self.wait()
+        reader.join()
+        assert is_well, "\n".join(log.read_text()[-3000:] for log in self.logs)
+        return said[-1].strip()
 
     def kill(self, pids) -> None:
         for pid in pids:
