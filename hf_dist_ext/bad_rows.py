@@ -124,9 +124,7 @@ class GuardedCollator:
 
     def _collated(self, batch: list[tuple[int, Any]]) -> Any:
         rows = [row for _, row in batch]
-        collated = with_retries(
-            lambda: self.collate(rows), f"a batch of {self.name}"
-        )  # (5): pictures of conversations
+        collated = with_retries(lambda: self.collate(rows), f"a batch of {self.name}")  # (5): opens pictures
         self.last_good = batch[-1]
         if self.rows is not None and hasattr(collated, "get") and isinstance(collated.get("ids"), dict):
             collated["ids"]["row"] = torch.tensor([number for number, _ in batch])  # for reports; no loss reads it

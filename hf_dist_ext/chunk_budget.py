@@ -144,7 +144,7 @@ class ChunkBudget:
             known.tokens, self._points = 0, []  # (5)
             tokens = int(tokens * known.width / longest_row)
         if not self.finds_size:
-            return given if self.num_measured_steps else halved(given)
+            return given if self.num_measured_steps else given.scaled(0.5)
         if not tokens:
             rows = MEASURING_ROWS[min(self.num_measured_steps, len(MEASURING_ROWS) - 1)]
             return replace(given, max_rows=max(1, int(rows * share)), max_tokens=None)
@@ -282,12 +282,6 @@ class ChunkBudget:
         return True
 
 
-def halved(limits: ChunkLimits) -> ChunkLimits:
-    """Half of the rows, tokens and patches, at least one of each."""
-    sizes = {name: getattr(limits, name) for name in ("max_rows", "max_tokens", "max_patches")}
-    return replace(limits, **{name: max(1, size // 2) for name, size in sizes.items() if size is not None})
-
-
 def longest_row(batch: ChunkedBatch) -> int:
     """Real tokens of the longest row."""
     return max(last - first for table in batch.tables for first, last in table.extents)
@@ -302,14 +296,7 @@ def costliest_chunk(batch: ChunkedBatch) -> int:
 
 def widened(batch: ChunkedBatch, factor: int) -> ChunkedBatch:
     """The same rows in chunks of `factor` times the rows and tokens."""
-    limits = batch.limits
-    wider = replace(
-        limits,
-        max_rows=None if limits.max_rows is None else limits.max_rows * factor,
-        max_tokens=None if limits.max_tokens is None else limits.max_tokens * factor,
-        max_patches=None if limits.max_patches is None else limits.max_patches * factor,
-    )
-    return ChunkedBatch([replace(table, bounds=[]) for table in batch.tables], wider)
+    return ChunkedBatch([replace(table, bounds=[]) for table in batch.tables], batch.limits.scaled(factor))
 
 
 def free_bytes(device: torch.device) -> int:

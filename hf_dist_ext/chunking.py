@@ -16,7 +16,7 @@ D embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -45,6 +45,11 @@ class ChunkLimits:
     @property
     def is_bounded(self) -> bool:
         return not (self.max_rows is None and self.max_tokens is None and self.max_patches is None)
+
+    def scaled(self, factor: float) -> ChunkLimits:
+        """So many times the rows, tokens and patches, rounded down, at least one of each."""
+        sizes = {name: getattr(self, name) for name in ("max_rows", "max_tokens", "max_patches")}
+        return replace(self, **{name: max(1, int(n * factor)) for name, n in sizes.items() if n is not None})
 
 
 @dataclass
@@ -309,7 +314,14 @@ class ChunkedBatch:
     def _like(self, empty: Table) -> int:
         """A table whose last row runs idle where other processes have hard negatives and this one has none."""
         keys = empty.features.keys()
-        return next(i for i, table in enumerate(self.tables) if table.num_rows and table.features.keys() == keys)
+        alike = [i for i, table in enumerate(self.tables) if table.num_rows and table.features.keys() == keys]
+        if not alike:
+            raise UsageError(
+                f"columns {empty.columns}: another process has rows here and this one has none, nor rows of another "
+                f"column with the features {', '.join(keys)}, so they can not run the same forwards, which sharded "
+                "models need. Give every row of a batch a negative, or use DDP."
+            )
+        return alike[0]
 
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""

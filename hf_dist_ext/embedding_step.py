@@ -236,7 +236,7 @@ class EmbeddingSteps(Trainer):
             args.gradient_cache_width_multiple,
             args.gradient_cache_chunk_patches,
         )
-        return limits if self._sizes is None else self._sizes.now.limits(limits)
+        return limits if self._sizes is None else limits.scaled(self._sizes.now.share)
 
     def _make_budget(self) -> ChunkBudget | None:
         args = self.args

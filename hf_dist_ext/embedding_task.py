@@ -18,7 +18,7 @@ from .config import Run, RunConfig
 from .data import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
 from .errors import UsageError
 from .losses import InfoNCELoss
-from .model_folder import resolve_folder
+from .model_folder import DOCUMENT_NAMES, resolve_folder
 from .modeling import EmbeddingModel, lengths_by_role
 from .tasks import Parts
 from .towers import TowerModel
@@ -26,7 +26,6 @@ from .training_args import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
 METRICS = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
 LOSS_OPTIONS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",

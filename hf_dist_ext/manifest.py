@@ -129,8 +129,6 @@ def digest(content: Any) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    if os.name == "nt":
-        return  # a folder can not be opened there
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

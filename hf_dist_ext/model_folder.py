@@ -50,6 +50,7 @@ READABLE_CHAINS = (
     ["Transformer", "Pooling", "Dense", "Normalize"],
 )
 ADAPTERS = "adapter_config.json"
+DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
 IDENTITY = "torch.nn.modules.linear.Identity"
 HUB_IGNORE = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.bin", "*.safetensors"]
 
@@ -206,7 +207,8 @@ def matryoshka_keys(dims: list[int] | None) -> dict[str, object]:
 def _with_document_prompt(prompts: Mapping[str, str]) -> dict[str, str]:
     # Our documents' column is named "positive". encode_document of sentence-transformers 6.2 says that it looks for
     # "passage" and "corpus" too, but finds its own empty "document" first.
-    names = [name for name in ("document", "positive", "passage", "corpus") if name in prompts]
+    document, *others = DOCUMENT_NAMES
+    names = [name for name in (document, "positive", *others) if name in prompts]
     return {**prompts, "document": prompts[names[0]]} if names else dict(prompts)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from . import distributed, policy
-from .chunking import Chunk, ChunkedBatch, ChunkLimits
+from .chunking import Chunk, ChunkedBatch
 from .errors import RunError
 from .gradient_cache import Phase
 
@@ -57,10 +57,6 @@ class Sizes:
     @property
     def share(self) -> float:
         return 0.5**self.chunk_halvings
-
-    def limits(self, given: ChunkLimits) -> ChunkLimits:
-        sizes = {name: getattr(given, name) for name in ("max_rows", "max_tokens", "max_patches")}
-        return replace(given, **{name: max(1, int(n * self.share)) for name, n in sizes.items() if n is not None})
 
     def smaller(self, place: str, has_wider: bool, num_kept: int, has_tiles: bool, can_halve: bool) -> Sizes | None:
         """The next sizes after a lack of memory in a place; None: nothing that would help is left."""

@@ -14,6 +14,7 @@ import torch
 
 from hf_dist_ext.code_search import read_functions
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.model_folder import DOCUMENT_NAMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from hf_dist_ext.modeling import EmbeddingModel
 
 ROWS_PER_BATCH = 64
-DOCUMENT_PROMPTS = ("document", "passage", "corpus", "positive")
 
 
 def main(model_dir: str, query: str, top_k: int = 5) -> None:
@@ -63,7 +63,7 @@ def load(model_dir: str) -> tuple[EmbeddingModel, PreTrainedTokenizerBase]:
 def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], role: str) -> torch.Tensor:
     """(len(texts), D) float32 on the CPU, in the order of the texts, with the model's own prompt and length for a
     "query" or "document"."""
-    names = DOCUMENT_PROMPTS if role == "document" else (role,)
+    names = (*DOCUMENT_NAMES, "positive") if role == "document" else (role,)
     prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
     length = model.lengths.get(role, model.max_length)
     limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)

@@ -164,3 +164,12 @@ def test_columns_with_different_features_do_not_share_a_chunk():
 def test_features_that_can_not_be_cut_are_named(features, words):
     with pytest.raises(UsageError, match=words):
         lay_out({"query": features}, ChunkLimits(2))
+
+
+def test_a_process_without_any_row_of_a_kind_says_what_to_do(batch):
+    other_kind = {"token_type_ids": torch.zeros(0, 25, dtype=torch.long)}
+    batch["negative"] = {name: values[:0] for name, values in batch["negative"].items()} | other_kind
+    chunked = lay_out(batch, ChunkLimits(4))
+    chunked.agree([n or 1 for n in chunked.num_chunks()])
+    with pytest.raises(UsageError, match="negative.*Give every row of a batch a negative"):
+        chunked.chunks()
