@@ -1,5 +1,6 @@
 """A distributed checkpoint is read without running what it says."""
 
+import io
 import pickle
 from pathlib import Path
 
@@ -64,6 +65,26 @@ def test_nothing_in_a_checkpoint_is_run(saved, tmp_path, where):
     assert not proof.exists()
     load(saved, trust=True)
     assert proof.exists(), "the trap works"
+
+
+class Reads:
+    """It is pickled as early releases of Python 3.11 pickle the members of enums."""
+
+    def __init__(self, *what):
+        self.what = what
+
+    def __reduce__(self):
+        return getattr, self.what
+
+
+def test_getattr_reads_members_of_torchs_enum_and_nothing_else():
+    encoding = dcp.metadata._MEM_FORMAT_ENCODING
+    member = next(iter(encoding))
+    written = pickle.dumps(Reads(encoding, member.name))
+    assert trusted.MetadataUnpickler(io.BytesIO(written)).load() is member
+    for what in ((Path, "touch"), (encoding, "__init__"), (torch.float32, "itemsize")):
+        with pytest.raises(UsageError, match="trust_checkpoint=true"):
+            trusted.MetadataUnpickler(io.BytesIO(pickle.dumps(Reads(*what)))).load()
 
 
 def test_accelerates_own_reading_is_guarded_and_left_as_it_was(saved):

@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from accelerate.state import AcceleratorState
+
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -69,6 +71,7 @@ class Run:
                     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
                     values = (str(rank), str(rank), str(world_size), str(world_size), "127.0.0.1", port)
                     os.environ.update(dict(zip(names, values, strict=True)) | environment)
+                AcceleratorState._reset_state(reset_partial_state=True)  # of a test that ran in this process before
                 say = lambda line, rank=rank: rank == 0 and os.write(writer, f"{line}\n".encode())  # noqa: E731
                 say(target(say))
                 os._exit(0)
