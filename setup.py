@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 
 # The floors are tested on Python 3.10 (constraints-floor.txt). Why they are not lower: before torch 2.11 a launcher
-# kills on SIGTERM what could have saved itself (launch.py), before 2.9 async_save.py finds no stager, and beside 2.7
+# kills on SIGTERM what could have saved itself (launch.py), before 2.9 async saves find no stager, and beside 2.7
 # transformers 5.20 is not imported. transformers 5.20 takes warmup_steps as a share of all steps and FSDP version 2
 # from a boolean, and asks itself for huggingface_hub 1.31, safetensors 0.8, tokenizers 0.23.1 and, for adapters, peft
 # 0.20. accelerate 1.14 reads every key of configs/accelerate. Tensor parallelism alone needs transformers 5.23.

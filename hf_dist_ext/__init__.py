@@ -4,24 +4,22 @@ Names are loaded on first use: `import hf_dist_ext` costs nothing, `hf_dist_ext.
 `hf_dist_ext.DistTrainer` needs transformers.
 """
 
-import importlib
+from hf_dist_ext.lazy import handed_on
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "DistTrainer": "trainer",
-    "DistTrainingArguments": "training_args",
-    "EmbeddingModel": "modeling",
-    "InfoNCELoss": "losses",
+    "DistTrainer": "training.trainer",
+    "DistTrainingArguments": "training.arguments",
+    "EmbeddingModel": "models.embedding_model",
+    "InfoNCELoss": "engine.losses",
+    "TowerModel": "models.towers",
     "UsageError": "errors",
 }
 __all__ = [*_HOMES, "__version__"]
 
 
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = handed_on(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

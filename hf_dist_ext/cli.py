@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from hf_dist_ext.config import exit_on_usage_error
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import exit_on_usage_error
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,11 +60,11 @@ def main(argv: list[str] | None = None) -> None:
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
     if arguments.schema:
-        from hf_dist_ext.config_docs import json_schema
+        from hf_dist_ext.run.help import json_schema
 
         print(json.dumps(json_schema(), indent=2))
         return
-    from hf_dist_ext.config import load_run
+    from hf_dist_ext.run.config import load_run
 
     run = load_run(["--config", arguments.explain, *overrides])
     for line in run.echo:
@@ -74,9 +74,9 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.launch import count_devices
-    from hf_dist_ext.preset_notes import NOTES, runs_here
-    from hf_dist_ext.presets import find_preset, preset_folder, presets
-    from hf_dist_ext.short_names import PRESET_SHORT_NAMES
+    from hf_dist_ext.run.preset_notes import NOTES, runs_here
+    from hf_dist_ext.run.presets import find_preset, preset_folder, presets
+    from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
 
     devices = count_devices()
     if arguments.explain:
@@ -98,10 +98,10 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
 def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from pathlib import Path
 
-    from hf_dist_ext.config import load_run
-    from hf_dist_ext.devices import hardware_of
-    from hf_dist_ext.plan_report import print_plan, to_json, write_png
-    from hf_dist_ext.planner import make_plan, run_trace
+    from hf_dist_ext.planner.choose import make_plan, run_trace
+    from hf_dist_ext.planner.devices import hardware_of
+    from hf_dist_ext.planner.report import print_plan, to_json, write_png
+    from hf_dist_ext.run.config import load_run
 
     run = load_run(["--config", arguments.config, *overrides])
     hardware = hardware_of(
@@ -118,7 +118,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
 def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:
     if arguments.top_k < 1:
         raise UsageError(f"--top_k {arguments.top_k} is not a positive number of functions.")
-    from hf_dist_ext.search import main as search
+    from hf_dist_ext.tasks.search import main as search
 
     search(arguments.model, " ".join(arguments.query), arguments.top_k)
 
@@ -126,7 +126,7 @@ def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:
 def _merge(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from pathlib import Path
 
-    from hf_dist_ext.merge import merge
+    from hf_dist_ext.checkpoints.merge import merge
 
     output = Path(arguments.output)
     merge(Path(arguments.checkpoint), output, arguments.base, arguments.trust_remote_code, arguments.trust_checkpoint)

@@ -26,15 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dist_ext import deepspeed_install, lease, trackers
-from hf_dist_ext.config import Run
+from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
-from hf_dist_ext.presets import find_preset, is_shipped, load_preset
-from hf_dist_ext.run_folder import check_output_dir
+from hf_dist_ext.run import deepspeed_install, lease, trackers
+from hf_dist_ext.run.config import Run
+from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
+from hf_dist_ext.run.presets import find_preset, is_shipped, load_preset
 
 if TYPE_CHECKING:
-    from hf_dist_ext.auto_choice import Choice
+    from hf_dist_ext.planner.auto import Choice
 
 HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
 CPU_PROCESSES = 2  # where no device says how many
@@ -145,7 +145,7 @@ class LaunchPlan:
 def _say_choice(plan: LaunchPlan, run: Run, devices: int) -> None:
     if plan.choice is None:
         return
-    from hf_dist_ext.auto_choice import store
+    from hf_dist_ext.planner.auto import store
 
     store(plan.choice, run.training["output_dir"])
     if devices or run.run.accelerate_config == "auto":
@@ -159,7 +159,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
     asked, wanted = run.run.accelerate_config or "auto", run.run.num_processes
     choice = None
     if asked == "auto":
-        from hf_dist_ext.auto_choice import choose  # it imports this module to count devices
+        from hf_dist_ext.planner.auto import choose  # it imports this module to count devices
 
         choice = choose(run, devices)
         asked = choice.preset

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
 
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE_TOKEN, TEXT_TOKENS = 5, 16

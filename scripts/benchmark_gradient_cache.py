@@ -43,15 +43,15 @@ import torch
 from benchmark_loss_stage import PeakBytes, compare, make_columns, our_stage, peak_bytes
 from torch import Tensor, nn
 
-from hf_dist_ext.chunk_budget import widened
-from hf_dist_ext.chunking import ChunkLimits, lay_out
-from hf_dist_ext.code_search import load_code_search, train_tokenizer
-from hf_dist_ext.collator import ContrastiveCollator
-from hf_dist_ext.config import exit_on_usage_error
+from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.engine.budget import widened
+from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
+from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.gradient_cache import cached_step
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run.config import exit_on_usage_error
 
 TEMPERATURE = 0.05
 COLUMNS = ["query", "positive"]

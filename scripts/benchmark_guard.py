@@ -18,10 +18,10 @@ from collections.abc import Callable
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_dist_ext.distributed import rank
-from hf_dist_ext.guard import check_weights
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.nonfinite import check_weights
+from hf_dist_ext.training.trainer import DistTrainer
 
 
 def seconds_per_step(limit: int | None, steps: int, width: int, folder: str) -> float:

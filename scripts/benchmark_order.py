@@ -26,8 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hf_dist_ext.row_ids import shared_ids
-from hf_dist_ext.sampling import NoDuplicatesSampler
+from hf_dist_ext.data.row_ids import shared_ids
+from hf_dist_ext.data.sampling import NoDuplicatesSampler
 
 COLUMNS = ("query", "positive")
 WRITTEN = 1 << 18  # rows at a time

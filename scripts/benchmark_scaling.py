@@ -31,9 +31,9 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-from hf_dist_ext.config import exit_on_usage_error
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.presets import find_preset
+from hf_dist_ext.run.config import exit_on_usage_error
+from hf_dist_ext.run.presets import find_preset
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = "single_gpu"
@@ -187,10 +187,10 @@ def work(options: argparse.Namespace) -> None:
     from transformers import TrainerCallback
     from transformers.utils import logging as transformers_logging
 
-    from hf_dist_ext.losses import InfoNCELoss
-    from hf_dist_ext.modeling import EmbeddingModel
-    from hf_dist_ext.trainer import DistTrainer
-    from hf_dist_ext.training_args import DistTrainingArguments
+    from hf_dist_ext.engine.losses import InfoNCELoss
+    from hf_dist_ext.models.embedding_model import EmbeddingModel
+    from hf_dist_ext.training.arguments import DistTrainingArguments
+    from hf_dist_ext.training.trainer import DistTrainer
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -3,10 +3,10 @@
 
     python scripts/benchmark_streams.py --workers 0 2
 
-A folder of parquet files with JPEG pictures is streamed as a training run streams it (hf_dist_ext/stream_order.py):
-read, dealt, decoded, made into a tensor. `--step` is what a step of training waits for its accelerator. The settings
-take turns, so that other programs on the machine slow down all of them; the median of each counts. The ratios are to
-the first row of the table.
+A folder of parquet files with JPEG pictures is streamed as a training run streams it
+(hf_dist_ext/data/stream_order.py): read, dealt, decoded, made into a tensor. `--step` is what a step of training waits
+for its accelerator. The settings take turns, so that other programs on the machine slow down all of them; the median
+of each counts. The ratios are to the first row of the table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from hf_dist_ext.stream_order import Dealer, Place, Ranks, loader
+from hf_dist_ext.data.stream_order import Dealer, Place, Ranks, loader
 
 
 def write_pictures(folder: Path, shards: int, rows: int, side: int) -> None:

@@ -22,15 +22,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dist_ext.config import Run, exit_on_usage_error, load_run
 from hf_dist_ext.failures import first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
-from hf_dist_ext.preemption import StopSignals, exit_code
+from hf_dist_ext.run.config import Run, exit_on_usage_error, load_run
+from hf_dist_ext.run.preemption import StopSignals, exit_code
 
 if TYPE_CHECKING:
-    from hf_dist_ext.tasks import Parts
-    from hf_dist_ext.trainer import DistTrainer
-    from hf_dist_ext.training_args import DistTrainingArguments
+    from hf_dist_ext.tasks.parts import Parts
+    from hf_dist_ext.training.arguments import DistTrainingArguments
+    from hf_dist_ext.training.trainer import DistTrainer
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,10 +42,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(run: Run) -> None:
-    from hf_dist_ext import final_model, model_card
-    from hf_dist_ext.distributed import leave_together
-    from hf_dist_ext.stages import run_stages, summary
-    from hf_dist_ext.tasks import build_parts, hints, make_arguments
+    from hf_dist_ext.strategies.collectives import leave_together
+    from hf_dist_ext.tasks.parts import build_parts, hints, make_arguments
+    from hf_dist_ext.tasks.stages import run_stages, summary
+    from hf_dist_ext.training import final_model, model_card
 
     is_main = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
@@ -72,7 +72,7 @@ def train(run: Run) -> None:
 
 def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:
     """One life of a trainer, and its report."""
-    from hf_dist_ext.freezing import num_elements
+    from hf_dist_ext.frozen.plan import num_elements
 
     trainer = parts.make_trainer(args)  # (2)
     trainer.stage = run.name or None

@@ -48,6 +48,6 @@ def launch(
 
 def leave_together() -> None:
     """At the end of a worker."""
-    from hf_dist_ext.distributed import leave_together
+    from hf_dist_ext.strategies.collectives import leave_together
 
     leave_together()

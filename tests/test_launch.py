@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hf_dist_ext import launch
-from hf_dist_ext.config import load_run
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.presets import find_preset
+from hf_dist_ext.run.config import load_run
+from hf_dist_ext.run.presets import find_preset
 
 MINIMAL = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}}
 LAUNCHER_VARIABLES = (
@@ -253,7 +253,7 @@ def test_only_the_first_process_looks_at_the_output_dir(make_run, devices, monke
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from hf_dist_ext.config import exit_on_usage_error, load_run
+from hf_dist_ext.run.config import exit_on_usage_error, load_run
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.launch import hand_over_if_needed
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 from datasets import IterableDataset
 
-from hf_dist_ext.collator import ContrastiveCollator
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.tasks import Parts
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
-from tests.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
-from tests.test_stage_plan import plan  # noqa: F401, a fixture
-from tests.test_stages import main as run_main
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.tasks.parts import Parts
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.run.test_stages import plan  # noqa: F401, a fixture
+from tests.tasks.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
+from tests.tasks.test_stages import main as run_main
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
-from tests.test_trainer import Tiny, collate, trainer
 from tests.tiny_models import model_config, tiny_tokenizer
+from tests.training.test_trainer import Tiny, collate, trainer
 
 
 def rates(of) -> list[float]:
@@ -85,7 +85,7 @@ def test_what_would_have_no_effect_is_refused(tmp_path, build, words):
 
 def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr("hf_dist_ext.trainer.clear_device_cache", lambda: calls.append(1))
+    monkeypatch.setattr("hf_dist_ext.training.trainer.clear_device_cache", lambda: calls.append(1))
     trainer(tmp_path, torch_empty_cache_steps=2, max_steps=4).train()
     assert len(calls) == 2
 

@@ -27,18 +27,18 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dist_ext import sharding
-from hf_dist_ext.distributed import sharded_on_cpu
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.strategies import fsdp
+from hf_dist_ext.strategies.collectives import sharded_on_cpu
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.launching import ROOT, environment, launch
-from tests.test_trainer import Tiny
-from tests.test_trainer import collate as pairs
 from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
+from tests.training.test_trainer import Tiny
+from tests.training.test_trainer import collate as pairs
 
 STOCK, OURS = (Trainer, TrainingArguments), (DistTrainer, DistTrainingArguments)
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=40)
@@ -76,7 +76,7 @@ def first_loss(classes: tuple, model: nn.Module, folder: Path, **options) -> flo
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr("hf_dist_ext.loss_scale.logger.warning", found.append)
+    monkeypatch.setattr("hf_dist_ext.training.loss_scale.logger.warning", found.append)
     return found
 
 
@@ -150,8 +150,8 @@ def test_a_frozen_tower_is_not_back_propagated_where_checkpointing_makes_trainer
 
 def test_fsdps_own_checkpointing_is_refused_where_names_decide_what_trains():
     with pytest.raises(UsageError, match='"use_gradient_checkpointing": true'):
-        sharding.check_names(SimpleNamespace(activation_checkpointing=True))
-    sharding.check_names(SimpleNamespace(activation_checkpointing=False))
+        fsdp.check_names(SimpleNamespace(activation_checkpointing=True))
+    fsdp.check_names(SimpleNamespace(activation_checkpointing=False))
 
 
 # ---- the gradient of a temperature ----
@@ -272,7 +272,7 @@ def two_processes(folder: Path) -> None:
     found["world_size"]["ours"] = args.world_size
 
     warnings: list[str] = []
-    logger = logging.getLogger("hf_dist_ext.loss_scale")
+    logger = logging.getLogger("hf_dist_ext.training.loss_scale")
     logger.warning = lambda text, *others: warnings.append(text)
     found["stock loss"] = first_loss(STOCK, bert(), folder)
     found["our loss"] = first_loss(OURS, bert(), folder)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
-from hf_dist_ext import manifest
-from hf_dist_ext.data import ContrastiveCollator
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.run_folder import missing_from_checkpoint
-from hf_dist_ext.search import embed, load
+from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
+from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.tasks.search import embed, load
 from tests.distributed.forked import Run
 from tests.launching import environment
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
@@ -212,9 +212,9 @@ def test_mistakes_are_one_line_and_exit_code_2(main, run_file, capsys, change, w
 
 @pytest.mark.parametrize("change", [{"report_to": "wandb"}, {"output_dir": "/dev/null/out"}])
 def test_what_can_not_work_is_found_before_anything_is_loaded(main, run_file, monkeypatch, change):
-    import hf_dist_ext.tasks
+    import hf_dist_ext.tasks.parts
 
-    monkeypatch.setattr(hf_dist_ext.tasks, "make_arguments", lambda run: pytest.fail("the run has begun"))
+    monkeypatch.setattr(hf_dist_ext.tasks.parts, "make_arguments", lambda run: pytest.fail("the run has begun"))
     for launched in ({}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):  # also under the user's own launcher
         for name, value in launched.items():
             monkeypatch.setenv(name, value)

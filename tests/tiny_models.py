@@ -16,7 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dist_ext import tensor_parallel
+from hf_dist_ext.strategies import tensor_parallel
 
 # The name of Trainer's field, and in those of models' methods. Remove when the minimum is transformers 5.23.
 CHECKPOINTING = (

@@ -32,8 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def swap() -> None:
     """(1) transformers' modules that are imported from now on get ours too: `Seq2SeqTrainer` becomes a subclass."""
-    from hf_dist_ext.trainer import DistTrainer
-    from hf_dist_ext.training_args import DistTrainingArguments
+    from hf_dist_ext.training.arguments import DistTrainingArguments
+    from hf_dist_ext.training.trainer import DistTrainer
 
     for place in PLACES:
         module = importlib.import_module(place)

@@ -19,8 +19,8 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.conformity.expected import EXPECTED
 from tests.launching import environment
 

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import BertConfig, TrainerCallback
 
-from hf_dist_ext import trainable_checkpoint
-from hf_dist_ext.distributed import launched_processes, rank
+from hf_dist_ext.checkpoints import trainable
+from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.freezing import plan_freezing
-from hf_dist_ext.losses import InfoNCELoss, LossOutput
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.nonfinite_worker import InfiniteClassifier
 from tests.distributed.trainer_worker import SMALL
 from tests.launching import leave_together
@@ -268,7 +268,7 @@ def resumed(**arguments) -> dict:
 
 def trained_equal(checkpoint: Path, ended: dict[str, torch.Tensor]) -> list[bool]:
     """What `hf-dist merge` and other modes would read, of a run with frozen parts."""
-    path = checkpoint / trainable_checkpoint.WEIGHTS
+    path = checkpoint / trainable.WEIGHTS
     stored = load_file(path) if path.is_file() else {}
     return [torch.equal(tensor.double(), ended[name]) for name, tensor in stored.items()]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from hf_dist_ext import manifest
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
-from tests.test_data_position import Model, table
+from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.data.test_position import Model, table
 
 DIES_BEFORE_STEP = 4
 

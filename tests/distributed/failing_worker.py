@@ -37,7 +37,7 @@ def main() -> None:
     if os.environ.get("RANK") == "1":
         from transformers import TrainerCallback
 
-        from hf_dist_ext.tasks import Parts
+        from hf_dist_ext.tasks.parts import Parts
 
         class Failing(TrainerCallback):
             def on_step_begin(self, args, state, control, **others):

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from hf_dist_ext.distributed import launched_processes, rank
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava

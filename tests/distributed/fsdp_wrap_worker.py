@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from hf_dist_ext.distributed import sharded_on_cpu
-from hf_dist_ext.layer_classes import repeated_layer_classes
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.towers import TowerModel
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.strategies.collectives import sharded_on_cpu
+from hf_dist_ext.strategies.layers import repeated_layer_classes
 from tests.launching import leave_together
 from tests.tiny_models import TEXT_CONFIGS, model_config, tiny_towers
 

@@ -31,10 +31,10 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_dist_ext import async_save, manifest, trainable_checkpoint
-from hf_dist_ext.distributed import sharded_on_cpu
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.checkpoints import async_save, manifest, trainable
+from hf_dist_ext.strategies.collectives import sharded_on_cpu
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import HSDP, MODES, ZERO, Run
 
 STEPS, SAVE_EVERY = 10, 2
@@ -87,7 +87,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
     trainer.train(resume_from_checkpoint=resume)
     digest = hashlib.sha256()
     for parameter in trainer.model.parameters():
-        with trainable_checkpoint.whole_under_zero(parameter):
+        with trainable.whole_under_zero(parameter):
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()

@@ -19,14 +19,14 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from hf_dist_ext.chunk_budget import ChunkBudget
-from hf_dist_ext.distributed import leave_together, rank
+from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.out_of_memory import FILE, LAST, REPLAY
+from hf_dist_ext.strategies.collectives import leave_together, rank
+from hf_dist_ext.training.out_of_memory import FILE, LAST, REPLAY
 from tests.distributed.forked import MODES, Run
-from tests.test_chunk_budget import Formula
-from tests.test_out_of_memory import six_layers, weights
-from tests.test_trainer import Tiny, trainer
+from tests.engine.test_budget import Formula
+from tests.training.test_out_of_memory import six_layers, weights
+from tests.training.test_trainer import Tiny, trainer
 
 PLACES = ("pass 1", "before the gather", "after the gather", "backward of the loss", "replay", "reducing backward")
 LIMIT_SECONDS = 30

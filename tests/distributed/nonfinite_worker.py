@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
-from hf_dist_ext.distributed import rank
+from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.losses import InfoNCELoss, LossOutput
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.trainer_worker import SMALL, contrastive_trainer, weights_of
 
 BAD_STEP = 3

@@ -29,13 +29,13 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
-from hf_dist_ext.data import ContrastiveCollator
-from hf_dist_ext.distributed import rank
-from hf_dist_ext.epoch_order import StandIn
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import HSDP, MODES, THREE, ZERO, Run
 from tests.launching import leave_together
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer

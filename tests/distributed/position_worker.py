@@ -10,11 +10,11 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_dist_ext.distributed import rank
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.data.test_position import Model, table
 from tests.launching import leave_together
-from tests.test_data_position import Model, table
 
 
 def main() -> None:

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_dist_ext import trainable_checkpoint, trusted
-from hf_dist_ext.merge import merge
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.checkpoints import safe_reading, trainable
+from hf_dist_ext.checkpoints.merge import merge
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import MODES, Run
 from tests.launching import leave_together
 
@@ -55,15 +55,15 @@ def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
         def _load_optimizer_and_scheduler(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None:
-                state, _ = trainable_checkpoint.optimizer_state(self)
-                read.update(trainable_checkpoint.gathered(state, keep=True))
+                state, _ = trainable.optimizer_state(self)
+                read.update(trainable.gathered(state, keep=True))
 
     trainer = Reading(LlamaForCausalLM(config), args, train_dataset=rows)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
     if saves_model:
         trainer.save_model()
-    weights = trainable_checkpoint.named(trainer.model.named_parameters())
-    weights = dict(trainable_checkpoint.gathered(weights, keep=True))
+    weights = trainable.named(trainer.model.named_parameters())
+    weights = dict(trainable.gathered(weights, keep=True))
     if trainer.is_world_process_zero():
         save_file(weights, folder / f"end-{mode}.safetensors")
         save_file(read, folder / "read.safetensors")
@@ -78,13 +78,13 @@ def run(mode: str, folder: Path, **options) -> dict[str, torch.Tensor]:
 
 def optimizer_saved(folder: Path) -> dict[str, torch.Tensor]:
     """The saved state, read without a run."""
-    content = torch.load(folder / trainable_checkpoint.OPTIMIZER, weights_only=True)
+    content = torch.load(folder / trainable.OPTIMIZER, weights_only=True)
     if "state" in content:
         return content["state"]
-    shards = folder / trainable_checkpoint.SHARDED_OPTIMIZER
-    entries = trusted.read_entries(shards, trust=False)
+    shards = folder / trainable.SHARDED_OPTIMIZER
+    entries = safe_reading.read_entries(shards, trust=False)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    trainable_checkpoint._stored_shards(shards, trust=False).fill(tensors)
+    trainable._stored_shards(shards, trust=False).fill(tensors)
     return tensors
 
 
@@ -128,7 +128,7 @@ def main() -> None:
             end = run(resumed, folders[saved], resume=True)
             checkpoint = folders[saved] / f"checkpoint-{SAVED}"
             theirs, read = optimizer_saved(checkpoint), load_file(folders[saved] / "read.safetensors")
-            stored = trainable_checkpoint.stored_weights(checkpoint)
+            stored = trainable.stored_weights(checkpoint)
             middle = {key: torch.empty(shape) for key, shape in stored.shapes.items()}
             stored.fill(middle)
             found["pairs"][f"{saved} -> {resumed}"] = {

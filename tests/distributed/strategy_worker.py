@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
-from hf_dist_ext import communication
-from hf_dist_ext.distributed import launched_processes, rank
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import ddp
+from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.trainer_worker import weights_of
 from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, BERT, Case, collate
@@ -162,7 +162,7 @@ def resumed_power_sgd() -> dict:
 
         class Look(TrainerCallback):
             def on_train_begin(self, args, state, control, **others):
-                hook = communication.power_sgd_state(self.trainer.model_wrapped)
+                hook = ddp.power_sgd_state(self.trainer.model_wrapped)
                 errors = {k: v.clone() for k, v in hook.error_dict.items()}
                 loaded.update(errors=errors, iteration=hook.iter, hook=hook)
 

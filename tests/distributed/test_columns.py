@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import LlavaConfig, LlavaModel
 
-from hf_dist_ext import deepspeed_install
-from hf_dist_ext.distributed import rank
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.metrics import retrieval_metrics
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run import deepspeed_install
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.metrics import retrieval_metrics
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import MODES, Run, gather_everything
 from tests.parity.exactness_worker import BATCH, BERT, GradientRecorder, _with_norms_in_its_own_precision, naive_loss
 from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISION, BlankPictures

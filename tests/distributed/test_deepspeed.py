@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from hf_dist_ext import deepspeed_install
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import deepspeed_install
 from tests.launching import launch
 
 WORKER = Path(__file__).with_name("deepspeed_worker.py")
@@ -127,7 +127,7 @@ def test_what_deepspeed_can_not_do_is_refused():
 
 @needs_deepspeed
 def test_a_shard_that_would_run_something_is_refused(tmp_path):
-    from hf_dist_ext.deepspeed_checkpoint import reading
+    from hf_dist_ext.strategies.zero_checkpoint import reading
 
     class Runs:
         def __reduce__(self):

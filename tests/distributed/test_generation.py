@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dist_ext import deepspeed_install
-from hf_dist_ext.distributed import rank
-from hf_dist_ext.generation import GeneratingTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.run import deepspeed_install
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.tasks.generation import GeneratingTrainer
+from hf_dist_ext.training.arguments import DistTrainingArguments
 from tests.distributed.forked import Run, gather_everything
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from hf_dist_ext import lease
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.run import lease
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.test_guard import Regression, rows
+from tests.training.test_nonfinite import Regression, rows
 
 
 class PauseAt(TrainerCallback):

@@ -6,11 +6,11 @@ import datasets
 import pytest
 import torch
 
-from hf_dist_ext.collator import ContrastiveCollator
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 

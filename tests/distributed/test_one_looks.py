@@ -7,9 +7,9 @@ import torch.distributed as dist
 from accelerate import PartialState
 from PIL import Image
 
-from hf_dist_ext import image_files
-from hf_dist_ext.config import RunConfig
-from hf_dist_ext.data import load_datasets
+from hf_dist_ext.data import image_files
+from hf_dist_ext.data.load import load_datasets
+from hf_dist_ext.run.config import RunConfig
 from tests.distributed.forked import Run
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.parity.exactness_worker import BERT, Case, collate, measure, rounding
 

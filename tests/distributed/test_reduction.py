@@ -16,13 +16,13 @@ from accelerate.utils import DistributedType
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
-from hf_dist_ext import embedding_step
-from hf_dist_ext.distributed import rank
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.training import step
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.parity import exactness_worker
 from tests.parity.exactness_worker import Case
@@ -62,7 +62,7 @@ def measured(say, case: Case) -> str:
         return original(*arguments, callbacks=[*callbacks, watch], **options)
 
     exactness_worker.DistTrainer = watched
-    embedding_step.place_out_of_memory = lambda *arguments, **options: None  # forwards that try out what fits
+    step.place_out_of_memory = lambda *arguments, **options: None  # forwards that try out what fits
     exactness_worker.BERT["num_hidden_layers"] = 1
     error = exactness_worker.measure(case)
     return json.dumps({"error": error, "updates": watch.updates})

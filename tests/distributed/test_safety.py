@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_dist_ext.lease import NAME as LEASE
-from hf_dist_ext.preemption import MARK, REQUEUE
-from hf_dist_ext.run_folder import missing_from_checkpoint
+from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
+from hf_dist_ext.run.lease import NAME as LEASE
+from hf_dist_ext.run.preemption import MARK, REQUEUE
 from tests.distributed.test_elastic import free_port
 from tests.launching import PRESETS, ROOT, environment, launch
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer

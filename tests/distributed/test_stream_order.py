@@ -11,12 +11,12 @@ import PIL.Image
 import pytest
 import torch
 
-from hf_dist_ext import stream_order
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.data import stream_order
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.data.test_position import Model
+from tests.data.test_stream_order import dealt
 from tests.distributed.forked import Run
-from tests.test_data_position import Model
-from tests.test_stream_order import dealt
 
 SHARDS, ROWS, BATCH, STEPS = 8, 11, 12, 10  # 88 rows an epoch, 120 in all: an epoch begins in the middle of a batch
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hf_dist_ext.modeling import EmbeddingModel
+from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.distributed import tensor_parallel_worker as worker
 from tests.launching import ROOT, launch
 from tests.tiny_models import needs_tensor_parallelism

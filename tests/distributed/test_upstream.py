@@ -39,7 +39,7 @@ def test_accelerate_still_refuses_bert_without_named_layers():
     code = """
         from transformers import BertConfig, BertModel
 
-        from hf_dist_ext.layer_classes import repeated_layer_classes
+        from hf_dist_ext.strategies.layers import repeated_layer_classes
 
         model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48))
         print(set(model._no_split_modules) == set(repeated_layer_classes(model)))

@@ -30,12 +30,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dist_ext.data import ContrastiveCollator
-from hf_dist_ext.distributed import launched_processes, rank
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
 from tests.tiny_models import WORDS, tiny_tokenizer
 

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, TrainerCallback
 
-from hf_dist_ext.distributed import launched_processes, launched_tensor_parallel_size, rank
-from hf_dist_ext.freezing import plan_freezing
-from hf_dist_ext.losses import InfoNCELoss
-from hf_dist_ext.modeling import EmbeddingModel
-from hf_dist_ext.tensor_parallel import launched_config, split
-from hf_dist_ext.towers import TowerModel
-from hf_dist_ext.trainer import DistTrainer
-from hf_dist_ext.training_args import DistTrainingArguments
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.strategies.collectives import launched_processes, launched_tensor_parallel_size, rank
+from hf_dist_ext.strategies.tensor_parallel import launched_config, split
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING
 

@@ -38,15 +38,17 @@ from transformers import AutoConfig, AutoModel, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hf_dist_ext import chunking, epoch_order, metrics  # noqa: E402
-from hf_dist_ext.collator import ContrastiveCollator  # noqa: E402
-from hf_dist_ext.distributed import launched_processes, rank  # noqa: E402
-from hf_dist_ext.epoch_order import StandIn  # noqa: E402
-from hf_dist_ext.losses import InfoNCELoss  # noqa: E402
-from hf_dist_ext.metrics import TIE_TOLERANCE  # noqa: E402
-from hf_dist_ext.modeling import EmbeddingModel  # noqa: E402
-from hf_dist_ext.trainer import DistTrainer  # noqa: E402
-from hf_dist_ext.training_args import DistTrainingArguments  # noqa: E402
+from hf_dist_ext.data import epoch_order
+from hf_dist_ext.data.collator import ContrastiveCollator  # noqa: E402
+from hf_dist_ext.data.epoch_order import StandIn  # noqa: E402
+from hf_dist_ext.engine import chunks
+from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
+from hf_dist_ext.models.embedding_model import EmbeddingModel  # noqa: E402
+from hf_dist_ext.strategies.collectives import launched_processes, rank  # noqa: E402
+from hf_dist_ext.training import metrics  # noqa: E402
+from hf_dist_ext.training.arguments import DistTrainingArguments  # noqa: E402
+from hf_dist_ext.training.metrics import TIE_TOLERANCE  # noqa: E402
+from hf_dist_ext.training.trainer import DistTrainer  # noqa: E402
 from tests.distributed.forked import Run  # noqa: E402
 from tests.tiny_models import SPECIAL, WORDS, tiny_tokenizer  # noqa: E402
 
@@ -578,7 +580,7 @@ def run_draw(draw: Draw, folder: Path) -> None:
 
 def columns_by_kind() -> None:
     """Columns whose features are of one kind stand together, so a hard negative may be taken for the positive."""
-    chunking.ChunkedBatch.row_counts = lambda batch: {
+    chunks.ChunkedBatch.row_counts = lambda batch: {
         name: rows for table in batch.tables for name, rows in zip(table.columns, table.row_counts, strict=True)
     }
 

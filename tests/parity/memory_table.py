@@ -3,7 +3,8 @@
     python tests/parity/memory_table.py            # all of it, about three minutes
     python tests/parity/memory_table.py single     # one way to run
 
-A cell is measured bytes and how far the closed form is off. `tests/test_memory.py` holds some of the cases to 10 %.
+A cell is measured bytes and how far the closed form is off. `tests/planner/test_memory.py` holds some of the cases to
+10 %.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from hf_dist_ext import memory, strategies
-from hf_dist_ext.config import load_run
-from hf_dist_ext.shape_config import read_model_config
-from hf_dist_ext.workload import workload_of
+from hf_dist_ext.planner import catalog, memory
+from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.workload import workload_of
+from hf_dist_ext.run.config import load_run
 
 WHO_TRAINS = ("trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_target_modules")
 PARTS = ("parameters", "gradients", "optimizer", "activations")
@@ -117,7 +117,7 @@ def run_of(case: dict, folder: str):
     who = {name: content.pop(name) for name in WHO_TRAINS if name in content}
     path.write_text(json.dumps(content), encoding="utf-8")
     run = load_run(["--config", str(path)])
-    run.given |= who  # applied by `build` itself, so that what is measured is independent of freezing.py
+    run.given |= who  # applied by `build` itself, so that what is measured is independent of frozen/plan.py
     return run
 
 
@@ -125,9 +125,9 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
     config = run.run
     shape = read_model_config(config.model_config, config.model_name_or_path)
     work = replace(workload_of(run, shape), mask_bytes=0)  # a CPU's dropout masks are of the values' own type
-    hardware = strategies.Hardware(world)
+    hardware = catalog.Hardware(world)
     settings = memory.Settings(is_checkpointed=work.is_checkpointed)
-    chosen = next(one for one in strategies.STRATEGIES if one.name == strategy)
+    chosen = next(one for one in catalog.STRATEGIES if one.name == strategy)
     found = memory.estimate(work, chosen, hardware, settings)
     sharded = "w" in chosen.shards
     whole = memory.model_of(work).whole
@@ -142,10 +142,10 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
 
 
 def measure(case: dict, run, folder: str) -> dict[str, float]:
-    from hf_dist_ext.losses import InfoNCELoss
-    from hf_dist_ext.modeling import EmbeddingModel
-    from hf_dist_ext.trainer import DistTrainer
-    from hf_dist_ext.training_args import DistTrainingArguments
+    from hf_dist_ext.engine.losses import InfoNCELoss
+    from hf_dist_ext.models.embedding_model import EmbeddingModel
+    from hf_dist_ext.training.arguments import DistTrainingArguments
+    from hf_dist_ext.training.trainer import DistTrainer
 
     torch.manual_seed(0)
     args = DistTrainingArguments(
@@ -230,7 +230,7 @@ def build(case: dict, run, embedding_model):
 def two_towers(config: dict):
     import transformers
 
-    from hf_dist_ext.towers import TowerModel
+    from hf_dist_ext.models.towers import TowerModel
 
     kind = config["model_type"]
     projection = {"projection_dim": config["projection_dim"]} if kind == "clip" else {}

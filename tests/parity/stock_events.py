@@ -40,7 +40,7 @@ def worker(folder: Path, what: dict[str, Any], **options: Any) -> None:
     import torch
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
-    from hf_dist_ext.distributed import sharded_on_cpu
+    from hf_dist_ext.strategies.collectives import sharded_on_cpu
     from tests.distributed.failing_worker import fail
 
     rank = os.environ.get("RANK", "0")

@@ -1,0 +1,211 @@
+"""Training goes on while a checkpoint is written (`save_async`).
+
+(1) staged: while Trainer saves, large state is copied to the CPU instead of written; what is put off is a list of
+    writes. Small files (configs, trainer state) are written at once. The copy is complete before the next step
+(2) one thread makes the writes, hashes, commits and rotates, in this order; ranks talk over a gloo group of their
+    own, as collectives of two threads in one group would meet the wrong ones
+(3) one save at most is in flight: the next one, the end of training and a preemption wait for it
+(4) its error is raised behind the next step, or where it is waited for; pushes are made there too
+(5) a save whose copy does not fit into the memory that is free is made at once
+(6) a run that fails otherwise waits as well, but not for other processes that may be gone
+
+torch's `dcp.async_save` is a stager and a thread per call; two calls of it (weights, optimizer) would break (2), so
+its stager is used with a thread of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers.utils import logging
+
+from hf_dist_ext.checkpoints import host_memory
+from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.failures import phase
+from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies.collectives import launches_deepspeed, processes_here
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+PEERS_SECONDS = 5.0  # that a failing rank waits for a save that needs the others: the launcher ends them soon
+Write = Callable[[Any], None]  # takes the process group to talk over
+
+
+def check(args: Any) -> None:
+    if args.save_async and (args.deepspeed or launches_deepspeed()):
+        raise UsageError(
+            "save_async=true does not work with DeepSpeed, whose engine writes its files itself. Turn it off, or "
+            "use DDP or FSDP."
+        )
+
+
+def fits(trainer: DistTrainer, needed: int) -> bool:
+    """Whether every machine has the memory for its copy of a checkpoint of so many bytes; the run is told once where
+    one has not. Every rank calls it."""
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if plugin is not None and "SHARDED" in str(plugin.state_dict_type):  # every machine copies its part
+        needed = needed * processes_here() // trainer.args.world_size
+    available = min(agreed.together(host_memory.available_bytes))
+    if available < needed and not trainer._has_said_sync:
+        trainer._has_said_sync = True
+        if trainer.is_world_process_zero():
+            logger.warning(
+                f"save_async=true would copy {needed / 2**30:.2f} GiB into the CPU's memory, of which "
+                f"{available / 2**30:.2f} GiB are free: training waits while this checkpoint is written. Saves that "
+                "fit are asynchronous."
+            )
+    return available >= needed
+
+
+# ---- (1) ----
+
+
+@contextlib.contextmanager
+def staged(folder: Path) -> Iterator[list[Write]]:
+    """While inside, what is saved below `folder` by torch.save, safetensors and torch's distributed checkpoints is
+    copied and put off; the list holds the writes."""
+    writes: list[Write] = []
+    torch_save, dcp_save, tensors_save = torch.save, dcp.save, safetensors.torch.save_file
+
+    def is_ours(target: Any) -> bool:
+        return isinstance(target, (str, os.PathLike)) and Path(target).is_relative_to(folder)
+
+    def later_torch(content: Any, target: Any, *arguments: Any, **options: Any) -> None:
+        if not is_ours(target) or not isinstance(content, dict):  # Trainer's arguments: small, and pickled by a rule
+            return torch_save(content, target, *arguments, **options)  # that holds for this moment
+        copy = copied(content)
+        writes.append(lambda group: torch_save(copy, target, *arguments, **options))
+
+    def later_tensors(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any = None) -> None:
+        if not is_ours(filename):
+            return tensors_save(tensors, filename, metadata)
+        copy = copied({name: tensor.detach() for name, tensor in tensors.items()})
+        writes.append(lambda group: tensors_save(copy, filename, metadata))
+
+    def later_shards(state_dict: dict[str, Any], **options: Any) -> None:
+        copy = copied(state_dict)
+        writes.append(lambda group: dcp_save(copy, **(options | {"process_group": group})))
+
+    # transformers, peft and our own modules hold the function of safetensors under names of their own
+    holders = [
+        (vars(module), name)
+        for module in list(sys.modules.values())
+        for name, value in list(getattr(module, "__dict__", {}).items())
+        if value is tensors_save
+    ]
+    try:
+        torch.save, dcp.save = later_torch, later_shards
+        for names, name in holders:
+            names[name] = later_tensors
+        yield writes
+    finally:
+        torch.save, dcp.save = torch_save, dcp_save
+        for names, name in holders:
+            names[name] = tensors_save
+
+
+def make(writes: list[Write], group: Any) -> None:
+    """All of them, also when one fails: ranks wait for each other in some. The first error is raised."""
+    error = None
+    while writes:  # each copy is freed when it is written
+        try:
+            writes.pop(0)(group)
+        except Exception as found:
+            error = error or found
+    if error is not None:
+        raise error
+
+
+def copied(state: Any) -> Any:
+    """A copy on the CPU; tensors that share memory share it in the copy, and DTensors stay shards."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        return stager.stage(state)
+    finally:
+        stager.close()
+
+
+# ---- (2) ----
+
+
+class Saving:
+    """A save in flight: `work(group)` in a thread. `pushes` are called by whoever finds it done."""
+
+    def __init__(self, name: str, work: Write, pushes: list[Callable[[], None]], group: Any):
+        self.name, self.pushes, self.error = name, pushes, None
+        self._thread = threading.Thread(target=self._run, args=(work, group), name=f"writes {name}", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Write, group: Any) -> None:
+        try:
+            work(group)
+        except BaseException as error:  # every one of them is raised in the main thread
+            self.error = error
+
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
+
+
+def begin(trainer: DistTrainer, name: str, work: Write, pushes: list[Callable[[], None]]) -> None:
+    """Every rank calls it, with the same `work` to do."""
+    assert trainer._saving is None
+    if trainer._saving_group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        timeout = timedelta(seconds=trainer.args.ddp_timeout)
+        trainer._saving_group = dist.new_group(backend="gloo", timeout=timeout)
+    trainer._saving = Saving(name, work, pushes, trainer._saving_group)
+
+
+# ---- (3), (4) ----
+
+
+def collect(trainer: DistTrainer, wait: bool = False) -> None:
+    """Raise what went wrong with the save in flight, or push it; with `wait` once it has ended."""
+    saving = trainer._saving
+    if saving is None or not (wait or saving.is_done()):
+        return
+    if not saving.is_done():
+        phase.leave_step(f"waiting until {saving.name} is written")
+    saving.wait()
+    trainer._saving = None
+    if isinstance(saving.error, UsageError | RunError):
+        raise saving.error
+    if saving.error is not None:
+        raise RunError(
+            f"{saving.name} was not written: {type(saving.error).__name__}: {saving.error}. Earlier checkpoints are "
+            "untouched: mend the cause and resume."
+        ) from saving.error
+    for push in saving.pushes:
+        push()
+
+
+@contextlib.contextmanager
+def ended(trainer: DistTrainer) -> Iterator[None]:
+    """Around a run: no save is in flight when it is left."""
+    try:
+        yield
+    except BaseException:  # (6)
+        saving, trainer._saving = trainer._saving, None
+        if saving is not None:
+            saving.wait(None if trainer.args.world_size == 1 else PEERS_SECONDS)
+            if saving.error is not None or not saving.is_done():
+                logger.error(f"{saving.name} was not written: {saving.error or 'the run ended before'}")
+        raise
+    collect(trainer, wait=True)

@@ -1,0 +1,191 @@
+"""What is written into a checkpoint, and read back.
+
+(1) the loss's own parameters and their optimizer state stand in a file of their own, `loss.safetensors` and
+    `loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model
+(2) an `EmbeddingModel` reads back the folder that others can serve; where weights are in a form of their own, what
+    describes the model stands beside them
+(3) the token of the hub never reaches a file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
+from hf_dist_ext.checkpoints.trainable import bare_optimizer
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import tensor_parallel
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+LOSS_WEIGHTS, LOSS_OPTIMIZER = OF_THE_LOSS
+BUDGET = "gradient_cache.json"
+SECRETS = ("hub_token", "push_to_hub_token")
+
+# ---- (1) the loss ----
+
+
+def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Let the optimizer train the loss's parameters, without weight decay (a temperature has no reason to shrink)."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [p for p in parameters if id(p) not in owned]
+    if missing:
+        bare_optimizer(optimizer).add_param_group({"params": missing, "weight_decay": 0.0})
+
+
+@contextlib.contextmanager
+def loss_state_apart(trainer: DistTrainer, save_to: str | None = None, load_from: str | None = None) -> Iterator[None]:
+    """While inside, the optimizer holds the model's parameters only; the loss's state is saved to or loaded from the
+    checkpoint's own files and put back on leaving."""
+    parameters = trainer._loss_parameters() if trainer.loss is not None else []
+    if not parameters or trainer.optimizer is None:
+        yield
+        return
+    optimizer = bare_optimizer(trainer.optimizer)
+    ids = {id(p) for p in parameters}
+    groups, others = [], []
+    for group in optimizer.param_groups:
+        (groups if any(id(p) in ids for p in group["params"]) else others).append(group)
+    state = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
+    optimizer.param_groups[:] = others
+    if save_to is not None and trainer.args.should_save:
+        _save_loss(trainer, parameters, groups, state, save_to)
+    try:
+        yield
+    finally:
+        if load_from is not None:
+            state = _load_loss(trainer, parameters, groups, load_from)
+        optimizer.param_groups.extend(groups)
+        optimizer.state.update(state)
+
+
+def _save_loss(trainer: DistTrainer, parameters: list, groups: list, state: dict, folder: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    save_file(
+        {k: v.detach().cpu().contiguous() for k, v in trainer.loss.state_dict().items()}, _at(folder, LOSS_WEIGHTS)
+    )
+    hyper = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    torch.save({"state": [state.get(p, {}) for p in parameters], "groups": hyper}, _at(folder, LOSS_OPTIMIZER))
+
+
+def _load_loss(trainer: DistTrainer, parameters: list, groups: list, folder: str) -> dict:
+    load_loss(trainer, folder)
+    path = _at(folder, LOSS_OPTIMIZER)
+    if not os.path.isfile(path):
+        raise UsageError(f"{folder} holds no {LOSS_OPTIMIZER}: the loss's parameters can not be resumed from it.")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    for group, hyper in zip(groups, saved["groups"], strict=True):
+        group.update(hyper)
+    step_follows = groups[0].get("capturable") or groups[0].get("fused")  # else a step counter stays on the CPU
+    states = {}
+    for parameter, state in zip(parameters, saved["state"], strict=True):
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and (key != "step" or step_follows):
+                state[key] = value.to(parameter.device)
+        if state:
+            states[parameter] = state
+    return states
+
+
+def load_loss(trainer: DistTrainer, folder: str) -> None:
+    """Load the loss's parameters from a checkpoint; nothing to do for a loss without any."""
+    if trainer.loss is None or not trainer._loss_parameters():
+        return
+    path = _at(folder, LOSS_WEIGHTS)
+    if not os.path.isfile(path):
+        raise UsageError(f"{folder} holds no {LOSS_WEIGHTS}: the loss's parameters can not be resumed from it.")
+    trainer.loss.load_state_dict(load_file(path))
+
+
+# ---- (2) the model ----
+
+
+def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
+    """Load a model whose folder has key names of its own (checkpoints/weights.py says which): Trainer's loading would
+    match nothing and say so in a warning only. False where the names agree, or FSDP reads its own format."""
+    from hf_dist_ext.checkpoints.weights import weights_in_memory_names
+    from hf_dist_ext.models.embedding_model import load_weights
+
+    if trainer._split is not None:
+        tensor_parallel.load_weights(trainer.model, folder)
+        return True
+    if trainer.is_fsdp_enabled:
+        return False
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    weights = weights_in_memory_names(model, folder)
+    if weights is None:
+        return False
+    load_weights(model, weights, source=folder)
+    return True
+
+
+def save_description(trainer: DistTrainer, folder: Path) -> None:
+    """Everything that `save_model` writes beside weights: configs, adapters' configs, processor, arguments."""
+    if not trainer.args.should_save:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    if hasattr(model, "save_description"):  # a TowerModel's own config says nothing
+        model.save_description(folder)
+    for name in ("config", "generation_config"):
+        if hasattr(part := getattr(model, name, None), "save_pretrained"):
+            part.save_pretrained(folder)
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        adapter.save_pretrained(folder if name == "default" else folder / name)
+    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    with without_secrets(trainer.args, trainer._as_given):
+        torch.save(trainer.args, folder / "training_args.bin")
+
+
+def save_budget(trainer: DistTrainer, folder: str) -> None:
+    """Keep what the automatic chunk size measured, so that a resumed run cuts the same chunks from its first step."""
+    if trainer._budget is not None and trainer.args.should_save:
+        with open(_at(folder, BUDGET), "w", encoding="utf-8") as file:
+            json.dump(trainer._budget.state(), file)
+
+
+def load_budget(trainer: DistTrainer, folder: str) -> None:
+    """Missing, or measured on another kind of device: it is measured again."""
+    if trainer._budget is not None and os.path.isfile(_at(folder, BUDGET)):
+        with open(_at(folder, BUDGET), encoding="utf-8") as file:
+            trainer._budget.resume(json.load(file))
+
+
+# ---- (3) secrets ----
+
+
+@contextlib.contextmanager
+def without_secrets(args: Any, as_given: Mapping[str, Any]) -> Iterator[None]:
+    """Trainer pickles its arguments beside the weights; meanwhile what is pickled of them holds no token. `as_given`:
+    fields that have another value for now."""
+    kind = type(args)
+
+    def reduced(given: Any) -> tuple:
+        state = vars(given) | {name: None for name in SECRETS if hasattr(given, name)} | as_given
+        return copyreg.__newobj__, (kind,), state
+
+    before = copyreg.dispatch_table.get(kind)
+    copyreg.pickle(kind, reduced)
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[kind]
+        if before is not None:
+            copyreg.pickle(kind, before)
+
+
+def _at(folder: str, name: str) -> str:
+    return os.path.join(folder, name)

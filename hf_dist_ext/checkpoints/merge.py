@@ -1,0 +1,397 @@
+"""A checkpoint -> a complete Hugging Face model folder, which `from_pretrained` alone loads.
+
+    hf-dist merge outputs/run/checkpoint-40 --output merged
+
+(1) the checkpoint is verified; its manifest says which model it is of and where the rest of the weights is
+(2) the model: the base with what was trained put into it, or what the checkpoint holds complete
+(3) adapters are merged; the weights must then differ from the base's and give the outputs they gave before
+(4) the folder: weights, configs, and every file of the processor
+(5) it is read back as a user would: the same weights, the same outputs, every processor file unchanged
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer
+
+from hf_dist_ext.checkpoints import commit, manifest, safe_reading, trainable
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import adapter_folder
+from hf_dist_ext.models.embedding_model import EmbeddingModel, load_weights
+from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
+from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_tower
+from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies.zero import is_zero3
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+# Files of a checkpoint or model folder that are not the processor's.
+NOT_PROCESSOR = {
+    manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
+    "metrics.json", "run.json", "plan.json", "towers.json", manifest.RUN, trainable.FROZEN,
+}  # fmt: skip
+PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
+TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order
+
+
+def merge(
+    checkpoint: Path, output: Path, base: str | None = None, trust_remote_code: bool = False, trust: bool = False
+) -> None:
+    """Write the complete model of a checkpoint, or of the folder that a run with frozen parts ended with.
+
+    `base`: where the frozen weights are, when not where the run had them.
+    """
+    facts = _verified(checkpoint)  # (1)
+    if output.exists() and any(output.iterdir()):
+        raise UsageError(f"--output {output} is not empty. Give a new folder.")
+    options = {"trust_remote_code": trust_remote_code}
+    model, source = _complete_model(checkpoint, facts, base, options, trust)  # (2)
+    before = _outputs(model)
+    if hasattr(model, "merge_and_unload"):
+        model = _without_adapters(model, before)  # (3)
+    model.save_pretrained(output)  # (4)
+    processor_files = _copy_processor(checkpoint, source, output)
+    _check(output, model, before, processor_files, options)  # (5)
+
+
+def whole_model(name_or_path: str) -> EmbeddingModel:
+    """The embedding model of a folder or hub id; of a checkpoint or run's folder that holds a part of it, merged in
+    memory."""
+    folder = Path(name_or_path)
+    is_part = trainable.has_trainable_weights(folder) or (folder / adapter_folder.CONFIG).is_file()
+    if not is_part or (folder / "modules.json").is_file():
+        return EmbeddingModel.from_pretrained(name_or_path)
+    facts = _verified(folder)
+    if facts["model"] != EmbeddingModel.__name__:
+        raise UsageError(f"{folder} is of a {facts['model']}, not of a text embedding model.")
+    model, _ = _complete_model(folder, facts, None, {}, False)
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def _verified(checkpoint: Path) -> dict[str, Any]:
+    if not checkpoint.is_dir():
+        raise UsageError(f"{checkpoint} does not exist. Give a checkpoint-N folder, or the output_dir of a run.")
+    facts = manifest.read(checkpoint) or _facts_of_adapters(checkpoint)
+    if facts is None:
+        raise UsageError(
+            f"{checkpoint} is no checkpoint with a {manifest.MANIFEST}: its save did not end, another program wrote "
+            "it, or it is a complete model already, which from_pretrained loads. Give a complete checkpoint, or the "
+            "output_dir of a run of adapters or of frozen parts."
+        )
+    if broken := manifest.problems(checkpoint, facts):
+        raise UsageError(f"{checkpoint} is incomplete: {', '.join(broken)}. Use another checkpoint.")
+    return facts
+
+
+def _facts_of_adapters(folder: Path) -> dict[str, Any] | None:
+    """Of a folder of adapters that peft alone has written: its class and base, in the precision of our runs."""
+    path = folder / adapter_folder.CONFIG
+    kind = (json.loads(path.read_text(encoding="utf-8")).get("auto_mapping") or {}) if path.is_file() else {}
+    if "base_model_class" not in kind or kind["base_model_class"] in (EmbeddingModel.__name__, TowerModel.__name__):
+        return None
+    base, revision = adapter_folder.base_of(folder)
+    facts = {"model": kind["base_model_class"], "base_model": base, "base_revision": revision, "dtype": "float32"}
+    return facts | {"embedding": None, "towers": None, "files": {}}
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: dict, trust: bool) -> tuple[Any, Path]:
+    """The model with the checkpoint's weights, and the folder that its processor's files may be taken from."""
+    is_partial = trainable.has_trainable_weights(checkpoint)
+    has_adapters = (checkpoint / "adapter_config.json").is_file()
+    if facts["model"] == TowerModel.__name__:
+        if not has_adapters:
+            return _complete_towers(checkpoint, facts, base, is_partial, trust)
+        raise UsageError(f"{checkpoint} has adapters on a TowerModel, which are not merged here.")
+    if not is_partial and not has_adapters and _has_whole_weights(checkpoint):
+        return _load(facts, checkpoint, options), checkpoint
+    if not is_partial and not has_adapters:
+        return _from_shards(checkpoint, facts, options, trust), checkpoint
+    base = base or facts["base_model"]
+    if base is None:
+        raise UsageError(
+            f"{checkpoint} holds only what was trained, and its model was built from a configuration: the rest is "
+            "nowhere. Give --base FOLDER, or train with save_full_model=true."
+        )
+    folder = resolve_folder(base, facts["base_revision"])
+    model = _load(facts, folder, options, is_base=True)
+    if has_adapters:
+        from peft import PeftConfig, PeftModel, get_peft_model
+
+        shards = None if is_partial else _sharded_adapters(checkpoint, trust)
+        if isinstance(model, EmbeddingModel) and not is_partial:
+            _take_projection(model, checkpoint, folder)
+        if shards is not None or (isinstance(model, EmbeddingModel) and not is_partial):
+            return adapter_folder.with_adapters(model, checkpoint, shards), folder
+        if not is_partial:
+            return PeftModel.from_pretrained(model, checkpoint), folder
+        model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
+    return _with_trained(model, checkpoint, trust), folder
+
+
+def _sharded_adapters(checkpoint: Path, trust: bool) -> dict[str, torch.Tensor] | None:
+    """Adapters that FSDP saved in shards, under peft's names."""
+    from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP
+
+    folder = checkpoint / SHARDED_BY_FSDP
+    if not folder.is_dir():
+        return None
+    entries = safe_reading.read_entries(folder, trust)
+    found = {name: torch.empty(tuple(one.size), dtype=one.properties.dtype) for name, one in entries.items()}
+    safe_reading.load(found, folder, trust)
+    return {name.removeprefix("model."): value for name, value in found.items()}
+
+
+def _take_projection(model: EmbeddingModel, checkpoint: Path, base: Path) -> None:
+    """A projection that the run began with: the folder at its end has it, a checkpoint does not."""
+    if model.projection is None:
+        return
+    found = read_model_folder(checkpoint if (checkpoint / "modules.json").is_file() else base).projection
+    if found is None:
+        raise UsageError(
+            f"{checkpoint} has no projection, which the run made and did not train: it is in the folder that the run "
+            "ends with. Give that one."
+        )
+    load_weights(model.projection, found, source=str(checkpoint))
+
+
+def _with_trained(model: Any, checkpoint: Path, trust: bool) -> Any:
+    """What was trained, into the base, whose frozen weights must be those of the run."""
+    stored = frozenset(trainable.stored_weights(checkpoint, trust).shapes)
+    names = stored & {name for name, _ in model.named_parameters()}
+    trainable.check_frozen(checkpoint, trainable.frozen_digests(model, names))
+    trainable.load_weights(model, None, checkpoint, trust)
+    return model.eval()
+
+
+def _complete_towers(
+    checkpoint: Path, facts: dict, base: str | None, is_partial: bool, trust: bool
+) -> tuple[TowerModel, Path]:
+    """A `TowerModel`: every tower whole in the checkpoint; or from its base, which may be a folder of towers, a dual
+    encoder or a tower of its own; or built from its config, for weights in shards."""
+    folders: dict[str, Path] = {}
+
+    def from_base(name: str, kind: str) -> Any:
+        known = (facts["towers"] or {}).get(name, {"base": None, "embedding": None})
+        source = base or known["base"]
+        if source is None:
+            raise UsageError(
+                f'{checkpoint} holds only what was trained, and its tower "{name}" was built from a configuration: '
+                "the rest is nowhere. Give --base FOLDER."
+            )
+        folder = folders[name] = resolve_folder(source)
+        options = {key: value for key, value in (known["embedding"] or {}).items() if value is not None}
+        if (folder / "towers.json").is_file():
+            folder = folder / name
+        elif not options:  # of a dual encoder's folder only the tower's own part
+            options = {"config": class_of_tower(kind, folder).config_class.from_pretrained(checkpoint / name)}
+        return load_tower(folder, kind, facts["dtype"], **options)
+
+    def from_config(name: str, kind: str) -> Any:
+        model_class = class_of_tower(kind, checkpoint)
+        if model_class is EmbeddingModel:
+            config = transformers.AutoConfig.from_pretrained(checkpoint / name)
+            return EmbeddingModel.from_config(config, **facts["towers"][name]["embedding"])
+        return model_class(model_class.config_class.from_pretrained(checkpoint / name))
+
+    if is_partial:
+        model = TowerModel.from_description(checkpoint, from_base)
+        return _with_trained(model, checkpoint, trust), next(iter(folders.values()))
+    if all(_has_whole_weights(path.parent) for path in checkpoint.glob("*/config.json")):
+        return TowerModel.from_pretrained(checkpoint), checkpoint
+    from hf_dist_ext.checkpoints.resume import _load_whole, _whole_weights
+
+    model = TowerModel.from_description(checkpoint, from_config)
+    _load_whole(model, _whole_weights(model, checkpoint, trust), checkpoint)
+    return model.eval(), checkpoint
+
+
+def _has_whole_weights(folder: Path) -> bool:
+    return any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def _model_class(facts: dict) -> Any:
+    found = {"EmbeddingModel": EmbeddingModel}.get(facts["model"]) or getattr(transformers, facts["model"], None)
+    if found is None:
+        raise UsageError(f"{facts['model']} is neither an EmbeddingModel nor a class of transformers.")
+    return found
+
+
+def _load(facts: dict, folder: Path, options: dict, is_base: bool = False) -> Any:
+    if is_base:  # as the run had it, to compare the frozen weights bit for bit
+        embedding = {name: value for name, value in (facts["embedding"] or {}).items() if value is not None}
+        options = options | embedding | {"dtype": facts["dtype"]}
+    return _model_class(facts).from_pretrained(folder, **({"dtype": "auto"} | options)).eval()
+
+
+def _from_shards(checkpoint: Path, facts: dict, options: dict, trust: bool) -> Any:
+    from hf_dist_ext.checkpoints.resume import _load_whole, _whole_weights
+
+    config = transformers.AutoConfig.from_pretrained(checkpoint, **options)
+    if facts["model"] == "EmbeddingModel":
+        model = EmbeddingModel.from_config(config, **facts["embedding"])
+    else:
+        model = _model_class(facts)(config)
+    _load_whole(model, _whole_weights(model, checkpoint, trust), checkpoint)
+    return model.eval()
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def has_adapters(trainer: DistTrainer) -> bool:
+    return hasattr(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), "merge_and_unload")
+
+
+def check_can_save_merged(trainer: DistTrainer) -> None:
+    """Before training: the copy that is merged would have to be whole on one process."""
+    if (trainer.is_fsdp_enabled or is_zero3(trainer)) and has_adapters(trainer):
+        raise UsageError(
+            "save_full_model=true with adapters does not work under FSDP and ZeRO-3. Turn it off; hf-dist merge makes "
+            "the complete model of what the run ends with. It is on by itself for dual encoders and for models built "
+            "from model_config, whose adapters nothing else could load: use multi_gpu_ddp for these."
+        )
+
+
+def save_merged(trainer: DistTrainer, folder: Path) -> None:
+    """The complete model at the end of a run with adapters: merged in a copy, on the process that writes."""
+    if trainer.args.should_save:
+        model = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)).eval()
+        _without_adapters(model, _outputs(model)).save_pretrained(folder)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
+
+
+def save_adapters(trainer: DistTrainer, folder: Path) -> None:
+    """The folder at the end of a run of adapters on an `EmbeddingModel`. Every rank calls it."""
+    if trainable.is_sharded(trainer):
+        trainer._save(str(folder), state_dict=trainer.whole_weights())
+    else:
+        Trainer.save_model(trainer, str(folder), _internal_call=True)  # without its push
+    commit.commit_model(trainer, folder, [adapter_folder.CONFIG, adapter_folder.WEIGHTS])
+
+
+def complete_adapters(trainer: DistTrainer, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
+    """What models/adapter_folder.py writes into peft's folder, of the weights that `Trainer._save` was given. Every
+    rank calls it."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    start = f"{adapter_folder.PEFT}projection."
+    parts = {
+        name.removeprefix(start): value
+        for name, value in trainable.named(model.named_parameters()).items()
+        if name.startswith(start)
+    }
+    projection = dict(trainable.gathered(parts, trainer.args.should_save))
+
+    def write() -> None:
+        if not trainer.args.should_save:
+            return
+        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        base, dtype = commit.base_model(trainer), commit.dtype_of_base(model.get_base_model())
+        adapter_folder.write(model, state_dict, folder, base, dtype, projection, tokenizer)
+
+    agreed.together(write)
+
+
+def _without_adapters(model: Any, before: torch.Tensor | None) -> nn.Module:
+    with model.disable_adapter():
+        of_base = _outputs(model)
+    merged = model.merge_and_unload().eval()
+    after = _outputs(merged)
+    if before is None or after is None:
+        return merged
+    if torch.equal(after, of_base):
+        raise UsageError("the adapters change nothing: the merged model would be the base model. Train them first.")
+    scale = before.abs().max().item() or 1.0
+    if (difference := (after - before).abs().max().item()) > _tolerance(merged) * scale:
+        raise UsageError(
+            f"merging changed the outputs by {difference:.1e} of {scale:.1e}: the adapters can not be merged."
+        )
+    return merged
+
+
+def _tolerance(model: nn.Module) -> float:
+    is_wide = all(p.dtype.itemsize >= 4 for p in model.parameters() if p.is_floating_point())
+    return TOLERANCE if is_wide else 0.05
+
+
+@torch.no_grad()
+def _outputs(model: Any) -> torch.Tensor | None:
+    """What the model says to a few tokens; None for one that needs more than tokens."""
+    if isinstance(model, TowerModel):
+        found = [_outputs_of_tower(tower) for tower in model.towers.values()]
+        return None if any(output is None for output in found) else torch.cat(found)
+    tokens = torch.tensor([[5, 6, 7, 8], [8, 7, 6, 5]], device=next(model.parameters()).device)
+    try:
+        output = model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return output[0].float()
+
+
+@torch.no_grad()
+def _outputs_of_tower(tower: Any) -> torch.Tensor | None:
+    size = getattr(tower.config, "image_size", None)
+    if isinstance(tower, EmbeddingModel) or tower.main_input_name != "pixel_values":
+        found = _outputs(tower)
+        return None if found is None else found.flatten()
+    if not isinstance(size, int):  # patches with masks of their own
+        return None
+    pixels = torch.linspace(-1, 1, tower.config.num_channels * size**2, dtype=tower.dtype)
+    return tower.eval()(pixel_values=pixels.view(1, -1, size, size))[0].float().flatten()
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def _copy_processor(checkpoint: Path, source: Path, output: Path) -> dict[str, Path]:
+    """name -> where it is from; the checkpoint's own files, or else those of the base."""
+    for folder in (checkpoint, source):
+        found = {p.name: p for p in folder.iterdir() if p.is_file() and _is_processors(p.name)}
+        if found:
+            break
+    for name, path in found.items():
+        shutil.copyfile(path, output / name)
+    templates = source / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, output / templates.name)
+    return found
+
+
+def _is_processors(name: str) -> bool:
+    return name.endswith(PROCESSOR_ENDINGS) and name not in NOT_PROCESSOR and not name.endswith(".index.json")
+
+
+# (5) ---------------------------------------------------------------------------------------------------------------
+
+
+def _check(output: Path, model: nn.Module, before: Any, processor_files: dict[str, Path], options: dict) -> None:
+    options = {} if isinstance(model, TowerModel) else options
+    again = type(model).from_pretrained(output, dtype="auto", **options).eval()
+    ours, theirs = model.state_dict(), again.state_dict()
+    wrong = [n for n in ours if n not in theirs or not torch.equal(ours[n].to(theirs[n].dtype), theirs[n])]
+    if wrong:
+        raise UsageError(f"{output} does not load as it was written ({len(wrong)} weights, such as {wrong[0]}).")
+    after = _outputs(again)
+    if before is not None and after is not None:
+        scale = before.abs().max().item() or 1.0
+        if not torch.allclose(before, after, atol=_tolerance(again) * scale, rtol=0):
+            raise UsageError(f"{output} gives other outputs than the checkpoint.")
+    changed = [n for n, path in processor_files.items() if (output / n).read_bytes() != path.read_bytes()]
+    if changed:
+        raise UsageError(f"{output}: {changed[0]} of the processor is not that of {processor_files[changed[0]]}.")

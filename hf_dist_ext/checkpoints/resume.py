@@ -1,0 +1,352 @@
+"""Which checkpoint a run continues from, and whether it holds all that continuing needs.
+
+(1) rank 0 decides, once per start: the newest complete one, or the one that was named. The others wait until they see
+    that very checkpoint; then all share the comparing of hashes
+(2) strict: optimizer, schedule, scaler, this rank's random state and the loss's parameters must be there
+(3) weights only, when that is asked for: from any form a checkpoint has, before anything is wrapped
+(4) a run that starts afresh among checkpoints, or from another one than the newest, leaves the others aside, for
+    itself and for those that continue it
+
+Trainer goes on without most of (2) and says nothing; here it is an error on every rank. Without DistTrainingArguments
+everything is Trainer's.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import Trainer, set_seed
+from transformers.utils import logging
+
+from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
+from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
+from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, load_loss
+from hf_dist_ext.checkpoints.weights import weights_in_memory_names
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import check_weights, load_weights
+from hf_dist_ext.strategies import agreed, collectives, tensor_parallel, zero_checkpoint
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+SHARDED_BY_FSDP = "pytorch_model_fsdp_0"  # what accelerate calls it
+
+# ---- (1) ----
+
+
+def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
+    """What `train(resume_from_checkpoint=...)` means on rank 0: the path of a complete checkpoint, or None."""
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    _check_shared(args)
+    asked = agreed.together(lambda: asked)[0]
+    if args.resume_weights_only and asked in (None, False):
+        raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
+    passed_over: dict[Path, str] = {}
+    while (folder := _decided(args, lambda: checkpoint_to_resume(asked, output_dir, passed_over))) is not None:
+        broken = _altered(args, folder)
+        if not broken:
+            break
+        if asked is not True:
+            hint = another(folder, output_dir)
+            raise UsageError(f"{folder} is incomplete: {', '.join(broken)}. {hint}")
+        passed_over[folder] = ", ".join(broken)
+    path = None if folder is None else _continue(trainer, folder, passed_over)
+    _begin_or_continue_run(trainer, folder, asked)  # (4): nothing is written down before everything was looked at
+    return path
+
+
+def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
+    """The folder that `decide` names on rank 0, where this rank sees it."""
+    output_dir = Path(args.output_dir)
+
+    def on_first_rank() -> str | None:
+        folder = decide() if args.process_index == 0 else None
+        if folder is None:
+            return None
+        # machines may see the output folder under different paths
+        return str(folder.relative_to(output_dir) if folder.is_relative_to(output_dir) else folder.absolute())
+
+    name = agreed.together(on_first_rank)[0]
+    if name is not None:
+        wait_to_see(args, output_dir / name)
+    return None if name is None else output_dir / name
+
+
+def best_checkpoint(trainer: DistTrainer) -> str | None:
+    """The best checkpoint as rank 0 knows it: Trainer lets every rank look whether its folder is there."""
+    best = trainer.state.best_model_checkpoint
+    folder = _decided(trainer.args, lambda: None if best is None else Path(best))
+    return None if folder is None else str(folder)
+
+
+def wait_to_see(args: Any, folder: Path) -> None:
+    """Returns when all machines see this folder as rank 0 does, down to its manifest; UsageError when they do not."""
+    wanted = agreed.together(lambda: _identity(folder, args) if args.process_index == 0 else None)[0]
+
+    def look() -> str:
+        try:
+            found, broken = _identity(folder, args), ""
+            if (folder / manifest.MANIFEST).is_file():
+                broken = manifest.why_incomplete(folder)
+        except (UsageError, OSError) as error:  # half of it may be there already
+            return str(error)
+        return broken if found == wanted else f"{found[0]} instead of {wanted[0]}"
+
+    if words := agreed.unseen(look):
+        raise UsageError(
+            f"rank 0 goes on from {folder}, which other machines do not see as rank 0 does: {words}. Give an "
+            "output_dir that all machines share."
+        )
+
+
+def _identity(folder: Path, args: Any) -> tuple[str, str]:
+    """What a folder holds, in words and as a digest."""
+    if not folder.is_dir():
+        return f"no folder {folder.name}", ""
+    content = manifest.read(folder)
+    if content is None:
+        sizes = [(name, (folder / name).stat().st_size) for name in manifest.files_in(folder)]
+        return f"{len(sizes)} files without a {manifest.MANIFEST}", manifest.digest(sizes)
+    known = [f"{name} {content[name]}" for name in ("step", "generation", "run_id") if name in content]
+    if args.save_on_each_node:  # each machine's manifest names its own files
+        return f"a {manifest.MANIFEST} of {', '.join(known)}", ""
+    return f"a {manifest.MANIFEST} of {', '.join([*known, 'checksum ' + content['checksum'][:8]])}", content[
+        "checksum"
+    ]
+
+
+def _check_shared(args: Any) -> None:
+    """Found before training, not when the first checkpoint lacks what another machine wrote."""
+    if collectives.processes_here() >= args.world_size or args.save_on_each_node:
+        return
+
+    def write() -> str | None:
+        if args.process_index:
+            return None
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        probe = Path(args.output_dir, f".seen-by-all-{uuid.uuid4().hex}")
+        probe.touch()
+        return probe.name
+
+    probe = Path(args.output_dir, agreed.together(write)[0])
+    words = agreed.unseen(lambda: "" if probe.is_file() else f"no {probe.name}")
+    if args.process_index == 0:
+        probe.unlink()
+    if words:
+        raise UsageError(
+            f"output_dir={args.output_dir} is not one folder for all machines. Rank 0 wrote a file there, and others "
+            f"see: {words}. Give a folder that all machines share."
+        )
+
+
+def _continue(trainer: DistTrainer, folder: Path, passed_over: Mapping[Path, str]) -> str | None:
+    """The checks of what is resumed; its path, or None when its weights are all that is taken, and are taken now."""
+    args = trainer.args
+    safe_reading.check_metadata(folder, args.trust_checkpoint)
+    if trainer.is_world_process_zero():
+        for path, reason in passed_over.items():
+            logger.warning(f"{path} is passed over: {reason}.")
+        if manifest.read(folder) is None:
+            logger.warning(
+                f"{folder} has no {manifest.MANIFEST} (the stock Trainer wrote it, or its save did not end): what is "
+                "inside its files can not be checked."
+            )
+        what = ": weights only, everything else starts anew" if args.resume_weights_only else ""
+        logger.info(f"resuming from {folder}{what}")
+    if args.resume_weights_only:
+        load_weights_only(trainer, folder)
+        return None
+    _check_complete(trainer, folder)
+    _check_split(trainer, folder)
+    if trainer.is_deepspeed_enabled:
+        zero_checkpoint.check_processes(trainer, folder)
+    if trainer._saves_trainable_only:
+        trainable.check_frozen(folder, trainer._frozen_digests)
+    elif trainable.has_trainable_weights(folder):
+        raise UsageError(
+            f"{folder} holds only what was trained, but nothing is frozen now. Give the trainable_modules or "
+            "frozen_modules it was saved with, or resume_weights_only=true."
+        )
+    return str(folder)
+
+
+def _altered(args: Any, folder: Path) -> list[str]:
+    """What the hashes say, found by all ranks together; empty without a manifest."""
+    share = slice(args.process_index, None, args.world_size)
+    if args.save_on_each_node:  # each machine has files of its own
+        here = collectives.processes_here()
+        share = slice(args.process_index % here, None, here)
+
+    def look() -> list[str]:
+        content = manifest.read(folder) if args.verify_checkpoint_hashes else None
+        return [] if content is None else manifest.problems(folder, content, share=share)
+
+    return _everyones(look)
+
+
+def _everyones(look: Callable[[], list[str]]) -> list[str]:
+    """The words of all ranks, each once, in order: what makes one rank stop must stop all."""
+    return list(dict.fromkeys(word for words in agreed.together(look) for word in words))
+
+
+# ---- (2) ----
+
+
+def _check_complete(trainer: DistTrainer, folder: Path) -> None:
+    needed = []
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        needed.append("scaler.pt")
+    if trainer.loss is not None and trainer._loss_parameters():
+        needed += [LOSS_WEIGHTS, LOSS_OPTIMIZER]
+    world_size = saved_world_size(folder)
+    if (world_size, saved_tensor_parallel_size(folder)) == (trainer.args.world_size, collectives.ranks_per_rows()):
+        needed.append(f"rng_state_{trainer.args.process_index}.pth" if world_size > 1 else "rng_state.pth")
+
+    def look() -> list[str]:
+        return missing_from_checkpoint(folder) + [
+            f"{name} is missing" for name in needed if not (folder / name).is_file()
+        ]
+
+    if missing := _everyones(look):
+        raise UsageError(
+            f"{folder} can not be continued: {', '.join(missing)}. With resume_weights_only its weights are taken and "
+            "everything else starts anew."
+        )
+
+
+def _check_split(trainer: DistTrainer, folder: Path) -> None:
+    """The optimizer's groups follow how a model is split: one for every mesh its parameters lie on."""
+    content = manifest.read(folder) or {}
+    before = content["sharding"] if content.get("tensor_parallel_size", 1) > 1 else ""
+    now = "" if trainer._split is None else trainer._split.describe()
+    if [bool(before), "fsdp" in before] != [bool(now), "fsdp" in now]:
+        raise UsageError(
+            f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. With "
+            "resume_weights_only its weights are taken and everything else starts anew."
+        )
+
+
+def _under(sharding: str) -> str:
+    return f"under tensor parallelism ({sharding})" if sharding else "without tensor parallelism"
+
+
+def saved_world_size(folder: Path) -> int:
+    """Of how many processes a checkpoint is."""
+    content = manifest.read(folder)
+    return content["world_size"] if content else max(len(list(folder.glob("rng_state_*.pth"))), 1)
+
+
+def saved_tensor_parallel_size(folder: Path) -> int:
+    return (manifest.read(folder) or {}).get("tensor_parallel_size", 1)
+
+
+def draws_anew(trainer: DistTrainer, folder: str) -> bool:
+    """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
+    rank (under tensor parallelism its group's)."""
+    args, share = trainer.args, collectives.ranks_per_rows()
+    before, share_before = saved_world_size(Path(folder)), saved_tensor_parallel_size(Path(folder))
+    if (before, share_before) == (args.world_size, share):
+        return False
+    if trainer.is_world_process_zero():
+        groups = "" if share == share_before else f" (in groups of {share_before} and of {share} with the same rows)"
+        logger.warning(
+            f"{folder} is of {before} processes, this run of {args.world_size}{groups}: random states start anew."
+        )
+    set_seed(hash((args.seed, trainer.state.global_step, collectives.data_parallel_rank())) % 2**32)
+    return True
+
+
+# ---- (3) ----
+
+
+def load_weights_only(trainer: DistTrainer, folder: Path) -> None:
+    """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
+    model, trust = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), trainer._trusts
+    if trainable.has_trainable_weights(folder):
+        stored = trainable.stored_weights(folder, trust)
+        names = frozenset(stored.shapes)
+        trainable.check_frozen(folder, trainable.frozen_digests(model, names & _parameters(model)))
+        trainable.load_weights(model, None, folder, trust)
+    elif trainer._split is not None:
+        tensor_parallel.load_weights(model, folder)
+    elif (weights := weights_in_memory_names(model, folder)) is not None:
+        load_weights(model, weights, source=str(folder))
+    elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
+        Trainer._load_from_checkpoint(trainer, str(folder), model)
+    else:
+        _load_whole(model, _whole_weights(model, folder, trust), folder)
+    load_loss(trainer, str(folder))
+
+
+def _parameters(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _whole_weights(model: nn.Module, folder: Path, trust: bool) -> dict[str, torch.Tensor]:
+    if (folder / SHARDED_BY_FSDP).is_dir():
+        state = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
+        safe_reading.load(state, folder / SHARDED_BY_FSDP, trust)
+        return state["model"]
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        weights |= load_file(path)
+    for path in [] if weights else sorted(folder.glob("pytorch_model*.bin")):
+        weights |= torch.load(path, map_location="cpu", weights_only=True)
+    if not weights:
+        raise UsageError(f"{folder} holds no weights that are known here.")
+    return weights
+
+
+def _load_whole(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ()) | set(
+        getattr(model, "_keys_to_ignore_on_save", None) or ()
+    )
+    own = model.state_dict()
+    whole = {name: own[name] for name in tied & own.keys()} | weights
+    check_weights(model, whole, source=str(folder))
+    model.load_state_dict(weights, strict=False)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+
+
+# ---- (4) ----
+
+
+def _begin_or_continue_run(trainer: DistTrainer, folder: Path | None, asked: bool | str | None) -> None:
+    """Which run the checkpoints of this start are of; `folder` is what it resumes, None when it starts afresh.
+
+    Without this, a run that is stopped before its first save would be continued from the run that it replaced.
+    """
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+
+    def decide() -> tuple[dict[str, Any], bool]:
+        if args.process_index or trainer.hp_search_backend is not None:  # a search has a folder for each trial
+            return manifest.new_run(), False
+        history = manifest.History(output_dir)
+        is_here = folder is not None and folder.resolve().parent == output_dir.resolve()
+        whole = [path for path in history.paths if not history.why_passed_over(path)]
+        is_newest = asked is True or (is_here and whole[-1:] == [output_dir / folder.name])
+        if is_here and is_newest and history.run["run_id"] and not args.resume_weights_only:
+            return history.run, False
+        return manifest.begin_run(output_dir, folder), True
+
+    trainer._run, is_new = agreed.together(decide)[0]
+    if is_new and args.should_save and args.process_index:  # save_on_each_node
+        manifest.write_run(output_dir, trainer._run)
+    if not is_new or not trainer.is_world_process_zero():
+        return
+    history = manifest.History(output_dir)
+    others = [path.name for path in history.paths if history.is_of_earlier_run(path)]
+    if others:
+        logger.warning(
+            f"{output_dir} holds {', '.join(others)} of an earlier run. This one does not resume or delete them "
+            f"({manifest.RUN} says which run it is); a save of the same step takes their place."
+        )

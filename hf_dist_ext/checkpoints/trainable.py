@@ -1,0 +1,327 @@
+"""Checkpoints of a run with frozen parts: what trains, its optimizer state, and a fingerprint of the rest.
+
+(1) what is saved: the plan's parameters, the buffers of the modules that own them, and the optimizer's state, all by
+    the parameter's name. Not by position or shard: what DDP saved is resumed by FSDP, by one process, and back
+(2) whole: `trainable.safetensors` and `trainable_optimizer.pt`, gathered tensor by tensor, written by rank 0;
+    sharded (FSDP2 with SHARDED_STATE_DICT): `trainable/` and `trainable_optimizer/`, torch's distributed format
+(3) reading: every rank takes its part of what the files hold; names, shapes and groups must be those of the run
+(4) the frozen weights are not saved: `frozen.json` has a fingerprint of each, taken before anything was wrapped or
+    trained, and a checkpoint on top of other ones is refused
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hf_dist_ext.checkpoints import safe_reading
+from hf_dist_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
+SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "trainable", "trainable_optimizer"
+FROZEN = "frozen.json"
+WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the sum over all of them
+
+# ---- (1) ----
+
+
+def named(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """By the names of the bare model, whatever wraps it or its modules."""
+    found = {}
+    for name, tensor in tensors:
+        for wrapper in WRAPPERS:
+            name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+        found[name] = tensor
+    return found
+
+
+def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Tensor]:
+    """The parameters to save, and the persistent buffers of the modules that own them, by name, sorted."""
+    # Without the buffers that are not persistent. First of all: FSDP2 has whole weights behind an evaluation and frees
+    # them here; parameters that were looked up before would be those, without memory.
+    kept = named(model.state_dict(keep_vars=True).items())
+    parameters = named(model.named_parameters())
+    owners = {name.rpartition(".")[0] for name in saved}
+    buffers = named(model.named_buffers())
+    tensors = {name: parameters[name] for name in saved}
+    tensors |= {name: b for name, b in buffers.items() if name in kept and name.rpartition(".")[0] in owners}
+    return dict(sorted(tensors.items()))
+
+
+def optimizer_state(trainer: DistTrainer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    """(`name/key` -> state of the parameter `name`; the groups with names for parameters)."""
+    optimizer = bare_optimizer(trainer.optimizer)
+    name_of = {id(parameter): name for name, parameter in named(trainer.model.named_parameters()).items()}
+    state = {}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            state[f"{name_of[id(parameter)]}/{key}"] = value
+    groups = [group | {"params": [name_of[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return dict(sorted(state.items())), groups
+
+
+def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+# ---- (2) ----
+
+
+def is_sharded(trainer: DistTrainer) -> bool:
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
+
+
+def save_weights(trainer: DistTrainer, folder: Path, may_shard: bool = True) -> None:
+    """Write what trains (and trained in earlier stages); every rank calls it."""
+    tensors = saved_tensors(trainer.model, trainer.freeze_plan.saved)
+    if may_shard and is_sharded(trainer):
+        dcp.save({name: tensor.detach() for name, tensor in tensors.items()}, checkpoint_id=folder / SHARDED_WEIGHTS)
+    else:
+        whole = {name: tensor for name, tensor in gathered(tensors, trainer.args.should_save)}
+        if trainer.args.should_save:
+            save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+    if trainer.args.should_save:
+        (folder / FROZEN).write_text(json.dumps(trainer._frozen_digests or {}, indent=1), encoding="utf-8")
+
+
+def save_optimizer(trainer: DistTrainer, folder: Path) -> None:
+    state, groups = optimizer_state(trainer)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    content = {"groups": groups, "rest": {name: value for name, value in state.items() if name not in tensors}}
+    if is_sharded(trainer):
+        _check_can_be_sharded(trainer, tensors)
+        dcp.save(tensors, checkpoint_id=folder / SHARDED_OPTIMIZER)
+    else:
+        content["state"] = dict(gathered(tensors, trainer.args.should_save))
+    if trainer.args.should_save:
+        torch.save(content, folder / OPTIMIZER)
+
+
+def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors on the CPU, one after the other (each may be a collective); yielded only where `keep`."""
+    for name, tensor in tensors.items():
+        with whole_under_zero(tensor):
+            whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            whole = whole.cpu().clone().contiguous() if keep else None
+        if keep:
+            yield name, whole
+
+
+@contextlib.contextmanager
+def whole_under_zero(tensor: torch.Tensor) -> Iterator[None]:
+    """While inside, a weight that ZeRO-3 holds in parts is whole on every rank."""
+    if not hasattr(tensor, "ds_id"):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([tensor]):
+        yield
+
+
+def _check_can_be_sharded(trainer: DistTrainer, state: Mapping[str, torch.Tensor]) -> None:
+    """A plain tensor beside a sharded parameter is this rank's own affair: the format would keep one rank's."""
+    sharded = {name for name, p in named(trainer.model.named_parameters()).items() if isinstance(p, DTensor)}
+    local = [n for n, v in state.items() if n.rpartition("/")[0] in sharded and v.dim() and not isinstance(v, DTensor)]
+    if local:
+        raise UsageError(
+            f"optim={trainer.args.optim} keeps {local[0]!r} per process, which no checkpoint of frozen parts can "
+            "hold. Use adamw_torch."
+        )
+
+
+# ---- (3) ----
+
+
+class Stored:
+    """What a checkpoint holds of one kind (weights or optimizer state): shapes by name, and a way to read."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], fill: Callable[[dict[str, torch.Tensor]], None]):
+        self.shapes, self.fill = shapes, fill
+
+
+def has_trainable_weights(folder: str | Path) -> bool:
+    return Path(folder, WEIGHTS).is_file() or Path(folder, SHARDED_WEIGHTS).is_dir()
+
+
+def stored_weights(folder: Path, trust: bool = False) -> Stored:
+    if (folder / SHARDED_WEIGHTS).is_dir():
+        return _stored_shards(folder / SHARDED_WEIGHTS, trust)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+    def fill(tensors: dict[str, torch.Tensor]) -> None:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for name, tensor in tensors.items():
+                put(tensor, file.get_tensor(name))
+
+    return Stored(shapes, fill)
+
+
+def _stored_shards(folder: Path, trust: bool) -> Stored:
+    entries = safe_reading.read_entries(folder, trust)
+
+    def fill(tensors: dict[str, torch.Tensor]) -> None:
+        safe_reading.load({name: tensor.detach() for name, tensor in tensors.items()}, folder, trust)
+
+    return Stored({name: tuple(entry.size) for name, entry in entries.items()}, fill)
+
+
+def put(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor, or this rank's part of it."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        # no rank sends: all of them read the same file
+        whole = whole.to(tensor.device, tensor.dtype)
+        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
+
+
+def load_weights(model: nn.Module, saved: frozenset[str] | None, folder: Path, trust: bool = False) -> None:
+    """All or nothing: UsageError with the difference when names or shapes are not those of the run. `saved` None: any
+    part of the model will do."""
+    if not has_trainable_weights(folder):
+        raise UsageError(
+            f"{folder} holds no {WEIGHTS}: it is of a run without frozen parts. resume_weights_only=true takes its "
+            "weights into this run."
+        )
+    stored = stored_weights(folder, trust)
+    if saved is None:
+        saved = frozenset(named(model.named_parameters())) & stored.shapes.keys()
+    tensors = saved_tensors(model, saved)
+    differences = {
+        "missing": [name for name in tensors if name not in stored.shapes],
+        "surplus": [name for name in stored.shapes if name not in tensors],
+        "of another shape": [
+            f"{name} {shape} instead of {tuple(tensors[name].shape)}"
+            for name, shape in stored.shapes.items()
+            if name in tensors and shape != tuple(tensors[name].shape)
+        ],
+    }
+    _refuse(folder, "trained weights", differences)
+    stored.fill(tensors)
+
+
+def _refuse(folder: Path, what: str, differences: Mapping[str, list[str]]) -> None:
+    words = [f"{len(names)} {kind}: {_some(names)}" for kind, names in differences.items() if names]
+    if words:
+        raise UsageError(
+            f"{folder} does not fit this run; {what} {'; '.join(words)}. Use the model and the trainable_modules or "
+            "frozen_modules it was saved with."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def load_optimizer(trainer: DistTrainer, folder: Path, trust: bool = False) -> None:
+    optimizer = bare_optimizer(trainer.optimizer)
+    content = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
+    parameters = named(trainer.model.named_parameters())
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    ours = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    theirs = [group["params"] for group in content["groups"]]
+    flat = [name for names in ours for name in names], [name for names in theirs for name in names]
+    _refuse(
+        folder,
+        "optimizer states",
+        {
+            "missing": [name for name in flat[0] if name not in flat[1]],
+            "surplus": [name for name in flat[1] if name not in flat[0]],
+            "in other groups": [n for mine, saved in zip(ours, theirs, strict=False) for n in set(mine) ^ set(saved)],
+        },
+    )
+    state = dict(content["rest"])
+    if "state" in content:
+        for entry, whole in content["state"].items():
+            state[entry] = _like(parameters[entry.rpartition("/")[0]], whole.shape, whole.dtype)
+            put(state[entry], whole)
+    else:
+        tensors = {
+            entry: _like(parameters[entry.rpartition("/")[0]], one.size, one.properties.dtype)
+            for entry, one in safe_reading.read_entries(folder / SHARDED_OPTIMIZER, trust).items()
+        }
+        _stored_shards(folder / SHARDED_OPTIMIZER, trust).fill(tensors)
+        state |= tensors
+    # torch's own form, with positions: its load_state_dict knows which values follow a parameter's device and dtype
+    position = {name: i for i, name in enumerate(flat[0])}
+    by_position: dict[int, dict[str, Any]] = {}
+    for entry, value in state.items():
+        name, _, key = entry.rpartition("/")
+        by_position.setdefault(position[name], {})[key] = value
+    groups = [
+        group | {"params": [position[n] for n in mine]} for group, mine in zip(content["groups"], ours, strict=True)
+    ]
+    optimizer.load_state_dict({"state": by_position, "param_groups": groups})
+
+
+def _like(parameter: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor of a global size, sharded as the parameter is when it has its shape."""
+    if isinstance(parameter, DTensor) and tuple(size) == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    return torch.empty(tuple(size), dtype=dtype, device="cpu" if len(size) == 0 else parameter.device)
+
+
+# ---- (4) ----
+
+
+@torch.no_grad()
+def frozen_digests(model: nn.Module, saved: frozenset[str]) -> dict[str, str]:
+    """name -> digest of every tensor that a checkpoint does not hold: shape, dtype, the sum over all elements taken as
+    integers, which sees a change of any one, and the bytes of a sample of them, which sees an exchange of many."""
+    left_out = saved_tensors(model, saved).keys()
+    digests, tied = {}, {id(p) for name, p in model.named_parameters() if name in saved}
+    for name, tensor in named(model.state_dict(keep_vars=True).items()).items():
+        if name not in left_out and id(tensor) not in tied and isinstance(tensor, torch.Tensor):
+            # split over processes already (tensor parallelism): gathered, one after the other
+            with whole_under_zero(tensor):
+                digests[name] = digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
+    return digests
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.contiguous().view(-1)
+    bits = bits.view(sizes.get(bits.element_size(), torch.uint8)) if bits.numel() else bits
+    step = max(len(bits) // SAMPLE, 1)
+    sample = bits[::step].cpu().numpy().tobytes()
+    head = f"{tuple(tensor.shape)} {tensor.dtype} {int(bits.sum(dtype=torch.int64)) if bits.numel() else 0}"
+    return hashlib.sha256(head.encode() + sample).hexdigest()[:16]
+
+
+def fingerprint(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+
+
+def check_frozen(folder: Path, digests: Mapping[str, str]) -> None:
+    """UsageError when the weights below a checkpoint are not those it was trained on."""
+    path = folder / FROZEN
+    if not path.is_file():
+        return
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    differences = {
+        "missing": [name for name in saved if name not in digests],
+        "surplus": [name for name in digests if name not in saved],
+        "with other values": [name for name in saved if name in digests and saved[name] != digests[name]],
+    }
+    _refuse(folder, "frozen weights", differences)

@@ -1,0 +1,67 @@
+"""Resuming models whose folder names weights otherwise than memory does.
+
+Trainer loads a checkpoint's file by the names of memory. transformers writes many architectures under older names
+(LLaVA's `language_model.model.*` is `model.language_model.*` in memory), and Trainer then warns about missing keys and
+goes on with the weights it has: random or base ones. Here such a folder is read the way from_pretrained reads it, and
+must be complete.
+
+The classes of the model in memory read it. So a model that came with code of its own can be resumed, and code that
+lies in a checkpoint is not run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel, load_tower
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def weights_in_memory_names(model: nn.Module, folder: str) -> dict[str, torch.Tensor] | None:
+    """The weights of a folder under the model's own names; None when the file has these names already."""
+    if isinstance(model, EmbeddingModel):
+        is_there = Path(folder, "modules.json").is_file()
+        return EmbeddingModel.from_pretrained(folder, **classes(model)).state_dict() if is_there else None
+    if isinstance(model, TowerModel):
+        if not Path(folder, "towers.json").is_file():
+            return None
+
+        def tower(name: str, kind: str) -> PreTrainedModel:
+            known = classes(model.towers[name]) if name in model.towers else {}
+            return load_tower(Path(folder, name), kind, "auto", **known)
+
+        return TowerModel.from_description(folder, tower).state_dict()
+    if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
+        return None
+    names = _names_in(Path(folder))
+    if names is None or names <= model.state_dict().keys():
+        return None
+    # float32 holds what any of the three precisions holds; loading casts back to each parameter's own.
+    return own_class(model).from_pretrained(folder, dtype=torch.float32, config=model.config).state_dict()
+
+
+def classes(model: nn.Module) -> dict[str, type]:
+    """The option of `from_pretrained` that makes another model of the classes that this one has."""
+    return {"backbone_class": own_class(model.backbone)} if isinstance(model, EmbeddingModel) else {}
+
+
+def own_class(model: nn.Module) -> type:
+    """FSDP2 makes a class of its own of the model's, with a prefix."""
+    return next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
+
+
+def _names_in(folder: Path) -> set[str] | None:
+    if (folder / INDEX).is_file():
+        return set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    if not (folder / SINGLE).is_file():
+        return None
+    with safe_open(folder / SINGLE, "pt") as file:
+        return set(file.keys())

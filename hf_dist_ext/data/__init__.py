@@ -1,0 +1,13 @@
+"""Rows, their order, and the batches made of them.
+
+`load.py` opens a dataset and checks its rows; `conversations.py` and `image_files.py` do so for pictures, and
+`code_search.py` and `digits.py` are the datasets that need no download. `epoch_order.py`, `sampling.py` and
+`stream_order.py` put rows in order, `position.py` finds the place in that order at a resume. `collator.py` and
+`image_text_collator.py` make batches. `bad_rows.py` and `storage.py` deal with rows and files that can not be read.
+"""
+
+from hf_dist_ext.lazy import handed_on
+
+_HOMES = {"ContrastiveCollator": "collator"}
+__all__ = list(_HOMES)
+__getattr__ = handed_on(__name__, _HOMES)

@@ -1,0 +1,235 @@
+"""Training rows that cannot be read or made into features: named, and up to `max_bad_rows` of them replaced.
+
+(1) a loader fetches and collates a batch as ever; only when that fails are its rows tried one by one
+(2) a bad row is an error that names dataset, row, column and rank; or
+(3) it is replaced, so that no batch is shorter: by the next row of the dataset that is good and not in the batch (of a
+    stream, which has no next row to ask for: by the last good row this worker has seen)
+(4) loader workers count in shared memory, as they are other processes; the trainer adds up all ranks once per step.
+    A checkpoint holds the count of its epoch with the rows' numbers: a loader reads ahead, so that a resumed run meets
+    some of them again
+(5) a row whose storage does not answer is no bad row: it is read again, and a storage that stays silent ends the run
+    with an error of its own (data/storage.py)
+
+A stream that fails while it is iterated, before its row reaches the collator, cannot go on: that is always an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from hf_dist_ext.data.storage import with_retries
+from hf_dist_ext.data.stream_order import DealtRows
+from hf_dist_ext.errors import RunError, StorageError, UsageError
+
+LISTED = 64  # row numbers kept per loader worker, at least
+TRIES = 100  # following rows that are asked for one replacement
+
+
+class Tally:
+    """Bad rows of this rank: one line per loader worker, [how many, numbers of the last], in shared memory."""
+
+    def __init__(self, num_workers: int, listed: int = LISTED):
+        self.listed = listed
+        self.table = torch.zeros(max(1, num_workers), 1 + listed, dtype=torch.long).share_memory_()
+
+    def add(self, row: int) -> None:
+        worker = get_worker_info()
+        line = self.table[0 if worker is None else worker.id]
+        line[1 + line[0] % self.listed] = row
+        line[0] += 1
+
+    def counts(self) -> list[int]:
+        """Of each worker."""
+        return self.table[:, 0].tolist()
+
+    def count(self) -> int:
+        return sum(self.counts())
+
+    def rows(self, since: list[int] | None = None) -> list[int]:
+        """Their numbers, as far as they are kept; `since`: those after such counts."""
+        found = set()
+        for (count, *rows), first in zip(self.table.tolist(), since or [0] * len(self.table), strict=True):
+            found |= {rows[i % self.listed] for i in range(max(first, count - self.listed), count)}
+        return sorted(found)
+
+
+class GuardedRows(torch.utils.data.Dataset):
+    """A map-style dataset whose rows come as (number, row or the error that reading it raised)."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: Any) -> tuple[int, Any]:
+        number = getattr(index, "number", index)  # of a row of a stream, which is its own index
+        try:
+            return number, with_retries(lambda: self.dataset[index], f"row {number}")  # (5)
+        except StorageError:
+            raise
+        except Exception as error:
+            return number, _Unreadable(error)
+
+    def __getitems__(self, indices: list) -> list[tuple[int, Any]]:
+        if hasattr(self.dataset, "__getitems__"):
+            try:
+                return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
+            except Exception:
+                pass  # one of them; which, is found out below
+        return [self[index] for index in indices]
+
+
+class _Unreadable(Exception):
+    pass
+
+
+class GuardedCollator:
+    """(1) to (3). `rows` is None for a stream; `can_replace` is whether (3) holds; `is_numbered`: rows come as from
+    `GuardedRows`, not plainly."""
+
+    def __init__(
+        self, collate: Callable, rows: GuardedRows | None, name: str, tally: Tally, can_replace: bool,
+        is_numbered: bool = True,
+    ):  # fmt: skip
+        self.collate, self.rows, self.name = collate, rows, name
+        self.tally, self.can_replace, self.is_numbered = tally, can_replace, is_numbered
+        self.num_seen, self.last_good = 0, None
+
+    def __call__(self, batch: list) -> Any:
+        if not self.is_numbered:
+            batch = list(enumerate(batch, self.num_seen))
+            self.num_seen += len(batch)
+        if not any(isinstance(row, _Unreadable) for _, row in batch):
+            try:
+                return self._collated(batch)
+            except StorageError:
+                raise
+            except Exception as error:
+                if not any(map(self._why_bad, batch)):
+                    raise  # of the batch, not of a row
+                del error
+        return self._collated(self._replaced(batch))
+
+    def _collated(self, batch: list[tuple[int, Any]]) -> Any:
+        rows = [row for _, row in batch]
+        collated = with_retries(lambda: self.collate(rows), f"a batch of {self.name}")  # (5): opens pictures
+        self.last_good = batch[-1]
+        if self.rows is not None and hasattr(collated, "get") and isinstance(collated.get("ids"), dict):
+            collated["ids"]["row"] = torch.tensor([number for number, _ in batch])  # for reports; no loss reads it
+        return collated
+
+    def _why_bad(self, numbered: tuple[int, Any]) -> Exception | None:
+        number, row = numbered
+        if isinstance(row, _Unreadable):
+            return row.args[0]
+        try:
+            self.collate([row])
+        except StorageError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _replaced(self, batch: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        reasons = [self._why_bad(numbered) for numbered in batch]
+        good = [numbered for numbered, reason in zip(batch, reasons, strict=True) if reason is None]
+        for position, reason in enumerate(reasons):
+            if reason is None:
+                continue
+            number, row = batch[position]
+            if not self.can_replace:
+                raise UsageError(self._in_words(number, row, reason)) from reason
+            self.tally.add(number)
+            batch[position] = self._replacement(number, {number for number, _ in good}, good)
+            good.append(batch[position])
+        return batch
+
+    def _replacement(self, number: int, taken: set[int], good: list) -> tuple[int, Any]:
+        if self.rows is None:
+            if self.last_good is None and not good:
+                raise UsageError(f"{self.name}: no row of the first batch can be used. Look at the dataset.")
+            return self.last_good or good[0]
+        for step in range(1, min(TRIES, len(self.rows))):
+            other = (number + step) % len(self.rows)
+            if other not in taken and self._why_bad(found := self.rows[other]) is None:
+                return found
+        raise UsageError(f"{self.name}: row {number} cannot be used, and none of the {TRIES} rows after it can.")
+
+    def _in_words(self, number: int, row: Any, reason: Exception) -> str:
+        rank, remedy = os.environ.get("RANK", "0"), "Mend or remove the row, or let max_bad_rows replace some."
+        row_number, is_ours = original_row(self.rows, number), isinstance(reason, UsageError | RunError)
+        if is_ours and re.search(rf"\brow {row_number}\b", str(reason)):  # it names the row, and better
+            return f"{reason} (Found on rank {rank}. {remedy})"
+        what = str(reason) if is_ours else f"{type(reason).__name__}: {reason}"
+        where = f"{self.name}, row {row_number} (counted from 0)"
+        if self.rows is None and self.is_numbered:
+            where += " of the epoch's order"
+        elif self.rows is None:
+            where += f" of those that loader worker {getattr(get_worker_info(), 'id', 0)} read"
+        column = self._bad_column(number, row, reason)
+        where = where if column is None else f'{where}, column "{column}"'
+        return f"{where}, on rank {rank} cannot be used: {what} {remedy}"
+
+    def _bad_column(self, number: int, row: Any, reason: Exception) -> str | None:
+        names = list(row) if isinstance(row, dict) else list(getattr(self.rows, "column_names", None) or ())
+        if isinstance(row, _Unreadable) and hasattr(self.rows, "select_columns"):
+            for name in names:
+                try:
+                    self.rows.select_columns([name])[number]
+                except Exception:
+                    return name
+        said = [name for name in names if re.search(rf"['\"]{re.escape(name)}['\"]", str(reason))]
+        empty = [name for name in names if isinstance(row, dict) and row[name] is None]
+        return next(iter([*said, *empty]), None)
+
+
+def guard_rows(loader: DataLoader, name: str, max_bad_rows: int | None) -> Tally:
+    """Let a loader do (1) to (4). Its sampling, sharding and workers stay what they are."""
+    can_replace = bool(max_bad_rows)
+    loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
+    tally, rows = Tally(loader.num_workers, max(LISTED, 1 + (max_bad_rows or 0))), None
+    is_numbered = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if is_numbered:
+        rows = GuardedRows(loader.dataset)
+        object.__setattr__(loader, "dataset", rows)  # DataLoader guards the name, but for its batches, which stay
+        rows = None if isinstance(rows.dataset, DealtRows) else rows
+    loader.collate_fn = GuardedCollator(loader.collate_fn, rows, name, tally, can_replace, is_numbered)
+    return tally
+
+
+def name_of(dataset: Any) -> str:
+    info = getattr(dataset, "info", None)
+    return getattr(info, "dataset_name", None) or f"the training set ({type(dataset).__name__})"
+
+
+def original_row(rows: Any, number: int) -> int:
+    """The row's number before rows were selected or shuffled (`datasets` keeps an index then)."""
+    indices = getattr(rows, "_indices", None)
+    return number if indices is None else indices.column(0)[number].as_py()
+
+
+def in_short(error: UsageError | RunError) -> UsageError | RunError:
+    """An error of a loader worker without the worker's traceback around it."""
+    kind = type(error)
+    if not str(error).startswith(f"Caught {kind.__name__}"):
+        return error
+    *_, last = re.split(rf"^[\w.]*{kind.__name__}: ", str(error), flags=re.MULTILINE)
+    return kind(last.strip())
+
+
+def listing(tally: Tally, rows: Any, shown: int = 20) -> str:
+    numbers: Iterator[int] = (original_row(rows, number) for number in tally.rows())
+    listed = [str(number) for number, _ in zip(numbers, range(shown), strict=False)]
+    return ", ".join(listed) + (", ..." if tally.count() > shown else "")

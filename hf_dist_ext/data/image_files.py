@@ -1,0 +1,115 @@
+"""Columns of image file names -> columns of pictures, which are opened when their row is read.
+
+(1) a name stays below `image_folder`: one that is absolute or climbs out of it is an error, in every task
+(2) every file of a dataset that is not a stream must exist, as data.RowCheck looks before a model is built
+(3) names become paths, paths become `datasets` images
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset
+
+from hf_dist_ext.data.load import RowCheck
+from hf_dist_ext.data.storage import with_retries
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import RunConfig
+
+
+def image_path(name: str, folder: str | None) -> str:  # (1)
+    """Where a name of the data is. Without a folder it starts in the current one, and may be absolute."""
+    if folder is None:
+        return os.path.expanduser(name)
+    root = os.path.abspath(folder)
+    # Without "..": a link inside of the folder may lead out of it, since the data cannot have made it.
+    path = os.path.normpath(os.path.join(root, name))
+    if os.path.commonpath([root, path]) != root:
+        raise UsageError(
+            f'the image file "{name}" is outside of image_folder="{folder}". Name a file inside of it, or set '
+            "image_folder to a folder that all of them are in."
+        )
+    return path
+
+
+def find_image(name: str | None, folder: str | None) -> str:
+    """The path of an image file that exists. Raises UsageError."""
+    if not name:
+        raise UsageError("the name of the image file is empty. Remove the row.")
+    path = image_path(name, folder)
+    if not with_retries(lambda: _is_file(path), path):
+        hint = "Check image_folder." if folder else "Set image_folder to the folder that the names start in."
+        raise UsageError(f"there is no image file {path}. {hint}")
+    return path
+
+
+def _is_file(path: str) -> bool:
+    """As os.path.isfile, which takes a file system that does not answer for a missing file."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+
+
+def with_images(dataset: Any, sources: dict[str, str | list[str]], run: RunConfig, check: RowCheck) -> Any:
+    """The dataset with the columns behind `run.image_columns` as pictures; `sources` as data.resolve_columns gives."""
+    if run.image_folder is not None and not os.path.isdir(run.image_folder):
+        raise UsageError(f'image_folder="{run.image_folder}" is no folder. Paths start at {Path.cwd()}.')
+    for column in run.image_columns or ():
+        if column not in sources:
+            raise UsageError(f'image_columns has "{column}", which is no column of this run: {", ".join(sources)}.')
+        source = sources[column]
+        if not isinstance(source, str):
+            raise UsageError(f'columns["{column}"] is a list; a column of images is one column of the dataset.')
+        feature = (dataset.features or {}).get(source)
+        if isinstance(feature, datasets.Image):
+            continue
+        if isinstance(feature, datasets.Value) and "string" not in feature.dtype:
+            raise UsageError(f'{check.name}, column "{source}" holds {feature.dtype}, not names of image files.')
+        if isinstance(dataset, Dataset):
+            files = dataset[source]
+            check.rows(files, lambda file: find_image(file, run.image_folder), source)  # (2)
+            join = {"column": source, "folder": run.image_folder}
+            dataset = dataset.map(_join, fn_kwargs=join, batched=True).cast_column(source, datasets.Image())  # (3)
+        else:
+            dataset = _stream_with_images(dataset, source, run.image_folder, check.name)
+    return dataset
+
+
+def _join(rows: dict[str, list], column: str, folder: str | None) -> dict[str, list]:
+    return {column: [_joined(file, folder) for file in rows[column]]}
+
+
+def _joined(file: str | None, folder: str | None) -> str:
+    """A bad row that max_bad_rows lets pass is one that cannot be read: it keeps a name that no file has."""
+    try:
+        return image_path(file or "", folder)
+    except UsageError:
+        return os.path.join(os.path.abspath(folder or ""), "outside-of-image-folder", os.path.basename(file or ""))
+
+
+def _stream_with_images(stream: Any, column: str, folder: str | None, name: str) -> Any:
+    if not stream.features:
+        stream = stream._resolve_features()
+    features = datasets.Features({**stream.features, column: datasets.Image(decode=False)})
+    # Through Arrow: after a map() over rows `datasets` would not decode.
+    joined = stream.with_format("arrow").map(
+        _join_table, batched=True, features=features, fn_kwargs={"column": column, "folder": folder, "name": name}
+    )
+    return joined.with_format(None).decode(num_threads=0)
+
+
+def _join_table(table: pa.Table, column: str, folder: str | None, name: str) -> pa.Table:
+    pictures = []
+    for file in table.column(column).to_pylist():
+        try:
+            pictures.append({"bytes": None, "path": image_path(file or "", folder)})
+        except UsageError as error:
+            raise UsageError(f'{name}, column "{column}": {error}') from None
+    found = pa.array(pictures, type=datasets.Image.pa_type)
+    return table.set_column(table.column_names.index(column), column, found)

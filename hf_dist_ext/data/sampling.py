@@ -1,0 +1,216 @@
+"""No duplicates in a batch: a permutation of the rows in which every global batch holds each id once.
+
+    ids = shared_ids(dataset, ["query", "positive"])
+    sampler = NoDuplicatesSampler(ids, window=batch_size * num_processes, seed=42)
+
+A window is a global batch: data/epoch_order.py cuts the order into them. Per epoch:
+(1) permute the rows, by seed and epoch
+(2) fill a window with rows that wait from earlier windows, then with rows of the permutation; a row with an id that
+    the window has already joins the queue of that id
+(3) when nothing that fits is left, fill up with rows that do not; `num_deferred` counts them
+
+Which rows of the permutation meet an id of their own window is found by sorting, for a block of rows at once. As long
+as no row waits, windows without such rows are left as they are; in the others only such rows are looked at one by one.
+A row joins each id's queue once at most, and of a queue at most one row fits a window: an epoch costs about O(rows).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from hf_dist_ext.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 1 << 18  # rows of the permutation that are sorted at a time
+
+
+class NoDuplicatesSampler(Sampler[int]):
+    """A seeded permutation in which each window of `window` rows shares no id, as far as that is possible.
+
+    `ids`: (rows, columns) int32 as `row_ids.shared_ids` and `row_ids.numbered` give them, 0 for what no other row
+    holds. Two rows conflict when any id of one is any id of the other (the query of one may be the positive of the
+    other). The order depends on which ids are equal, the seed and the epoch only, so every rank computes the same.
+    """
+
+    def __init__(self, ids: np.ndarray, window: int, seed: int = 0):
+        assert ids.ndim == 2 and ids.dtype == np.int32 and window > 0, (ids.shape, ids.dtype, window)
+        self.ids = np.asarray(ids)  # not as a map of a file, whose slices are slow
+        self.window = window
+        self.seed = seed
+        self.epoch = 0
+        self.num_deferred = 0  # rows of the last epoch that stand beside a row they conflict with
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.order()
+        for first in range(0, len(order), BLOCK):  # not all of them as Python's numbers at once
+            yield from order[first : first + BLOCK].tolist()
+
+    def order(self) -> np.ndarray:
+        """(rows,) of the epoch; `num_deferred` says how many stand beside a row they conflict with."""
+        dealing = _Dealing(self.ids, self.window, np.random.default_rng((self.seed, self.epoch)))
+        self.num_deferred = dealing.run()
+        if self.num_deferred:
+            logger.info(
+                "%d of %d rows share a global batch with a duplicate: too many rows have the same text or id.",
+                self.num_deferred,
+                len(self.ids),
+            )
+        return dealing.order
+
+
+class _Dealing:
+    """One epoch. `order` begins as the permutation: `taken` rows of it were read, of which `placed` were written back
+    to its beginning and the others wait."""
+
+    def __init__(self, ids: np.ndarray, window: int, draw: np.random.Generator):
+        self.ids, self.window = ids, window
+        self.order = draw.permutation(len(ids))  # (1)
+        self.placed = self.taken = 0
+        self.waiting: dict[int, deque[int]] = {}  # id -> rows that met this id in a window that was being filled
+        self.window_of_id = np.full(int(ids.max(initial=0)) + 1, -1, dtype=np.int32)  # the last one that holds the id
+        self.block_begin = self.block_end = 0
+
+    def run(self) -> int:
+        num_rows, num_deferred = len(self.order), 0
+        while self.placed < num_rows:
+            if self.block_end - self.taken < 2 * self.window and self.block_end < num_rows:
+                self._read_block(self.taken, max(BLOCK, 8 * self.window))
+            if not self.waiting and (rows := self._undisturbed()):
+                self.placed, self.taken = self.placed + rows, self.taken + rows  # they stand where they should
+                continue
+            number = self.placed // self.window
+            end = min((number + 1) * self.window, num_rows)
+            self._fill_from_queues(number, end)  # (2)
+            begin = self.taken
+            while self.placed < end and self.taken < num_rows:
+                self._fill_from_permutation(number, end, begin)
+            # (3) the permutation is at its end, and every row that waits conflicts with this window
+            while self.placed < end:
+                for row_id in list(islice(self.waiting, end - self.placed)):
+                    self._write(self._next_waiting(row_id))
+                    num_deferred += 1
+        return num_deferred
+
+    # ---- the permutation ----
+
+    def _read_block(self, begin: int, size: int) -> None:
+        """Rows `begin` .. of the permutation, with their ids, and for each the last row of the block before it that
+        shares an id with it (-1: none), all as places in the permutation."""
+        end = min(begin + size, len(self.order))
+        known = self.rows[begin - self.block_begin :] if begin < self.block_end else self.order[:0]
+        self.rows = np.concatenate([known, self.order[begin + len(known) : end]])  # the known may be overwritten there
+        self.block_begin, self.block_end = begin, end
+        self.row_ids = self.ids[self.rows]  # (block, columns)
+        flat, num_columns = self.row_ids.reshape(-1), self.row_ids.shape[1]
+        places = np.flatnonzero(flat)
+        keys = np.sort((flat[places].astype(np.int64) << 32) | places)
+        later = np.flatnonzero((keys[1:] >> 32) == (keys[:-1] >> 32)) + 1
+        before = np.full(flat.shape, -1, dtype=np.int64)
+        before[keys[later] & 0xFFFFFFFF] = (keys[later - 1] & 0xFFFFFFFF) // num_columns + begin
+        self.before = before.reshape(-1, num_columns).max(axis=1, initial=-1)
+        window_of_place = np.arange(begin, end) // self.window  # as long as no row waits
+        self.disturbing = np.flatnonzero(self.before >= window_of_place * self.window) + begin
+
+    def _undisturbed(self) -> int:
+        """Rows of whole windows, from here on, in which no row meets an id of its window."""
+        next_one = np.searchsorted(self.disturbing, self.taken)
+        if next_one < len(self.disturbing):
+            end = self.disturbing[next_one] // self.window * self.window
+        elif self.block_end == len(self.order):
+            end = self.block_end
+        else:
+            end = self.block_end // self.window * self.window
+        return int(end) - self.taken
+
+    def _fill_from_permutation(self, number: int, end: int, begin: int) -> None:
+        """With the next rows, as many as are missing; those that conflict wait. `begin`: the window's first."""
+        if self.taken == self.block_end:
+            self._read_block(begin, 2 * (self.taken - begin) + BLOCK)
+        last = min(self.taken + end - self.placed, self.block_end)
+        here = slice(self.taken - self.block_begin, last - self.block_begin)
+        rows, ids = self.rows[here], self.row_ids[here]
+        fits = (self.before[here] < begin) & (self.window_of_id[ids] != number).all(axis=1)
+        self.window_of_id[ids[fits]] = number
+        self.window_of_id[0] = -1
+        # A row that fits shares no id with a row before it, so that it disturbs none that is looked at now.
+        for i in np.flatnonzero(~fits).tolist():
+            fits[i] = self._takes(int(rows[i]), ids[i].tolist(), number)
+        rows = rows[fits]
+        self.taken = last
+        self.order[self.placed : self.placed + len(rows)] = rows
+        self.placed += len(rows)
+
+    # ---- the queues ----
+
+    def _takes(self, row: int, row_ids: list[int], number: int) -> bool:
+        """Whether a window takes the row; otherwise the row waits for the first id that forbids it."""
+        for row_id in row_ids:
+            if row_id and self.window_of_id[row_id] == number:
+                self.waiting.setdefault(row_id, deque()).append(row)
+                return False
+        for row_id in row_ids:
+            if row_id:
+                self.window_of_id[row_id] = number
+        return True
+
+    def _fill_from_queues(self, number: int, end: int) -> None:
+        """With a row of each queue, the oldest queue first, that was there when the window began."""
+        last, asked = next(reversed(self.waiting), None), set()
+        while self.waiting and self.placed < end:
+            # Only the first ones, as a rule: there may be many more queues than a window has rows.
+            queues = [row_id for row_id in islice(self.waiting, 4 * self.window + len(asked)) if row_id not in asked]
+            for row_id in queues:
+                if self.placed == end:
+                    return
+                asked.add(row_id)
+                if self.window_of_id[row_id] != number:
+                    row = self._next_waiting(row_id)
+                    if self._takes(row, self.ids[row].tolist(), number):
+                        self._write(row)
+                if row_id == last:
+                    return
+
+    def _next_waiting(self, row_id: int) -> int:
+        row = self.waiting[row_id].popleft()
+        if not self.waiting[row_id]:
+            del self.waiting[row_id]
+        return row
+
+    def _write(self, row: int) -> None:
+        self.order[self.placed] = row
+        self.placed += 1
+
+
+def no_duplicates_sampler(
+    dataset: object, columns: Sequence[str], window: int, seed: int, id_column: str | None = None
+) -> NoDuplicatesSampler:
+    """For a dataset of `data.load_datasets`: no batch holds a query, a positive or a group twice.
+
+    Negatives are left out: two rows with a common hard negative do not disturb each other.
+    """
+    from hf_dist_ext.data.row_ids import shared_ids
+
+    refuse_stream(dataset)
+    names = [*columns, *([id_column] if id_column else [])]
+    return NoDuplicatesSampler(shared_ids(dataset, names), window=window, seed=seed)
+
+
+def refuse_stream(dataset: object) -> None:
+    if not hasattr(dataset, "__len__"):
+        raise UsageError(
+            "no_duplicates_in_batch=true with streaming=true: a stream can not be reordered. Drop one of the two; "
+            "mask_false_negatives still keeps equal texts from being negatives of each other."
+        )

@@ -1,0 +1,397 @@
+"""`gradient_cache_chunk_size="auto"`: tokens per chunk from what the first steps really used, not from a formula.
+
+(1) the first two steps run chunks of 8 and of 16 rows. Of every chunk with a graph the peak is measured, beyond what
+    was allocated when the step began
+(2) a straight line through the two sizes: its intercept is what a step holds whatever the chunk (gradients, weights
+    that were gathered or cast, the embeddings of the batch), its slope the bytes per token
+(3) the chunk at which the line meets the memory that is free (from the second update on, when the optimizer's state
+    exists), less a margin of 5 %, is approached by doubling, and every step on the way is measured: the line is never
+    extended to more than twice what was seen. Of the ranks' sizes the smallest counts
+(4) with graphs to keep, a chunk gets a quarter of what the intercept and the loss leave, and kept graphs the rest
+(5) longer rows than any measured get fewer tokens, as if bytes per token grew with the width (as attention's do), and
+    are measured in their turn
+
+The gradient is the full batch's for every chunk size, so a step that measures trains like any other. On a CPU the
+budget is a number of bytes that the user gives, and the peak is that of tensors saved for backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+import torch.utils.checkpoint
+
+from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.gradient_cache import Phase
+
+logger = logging.getLogger(__name__)
+
+MEASURING_ROWS = (8, 16)  # of the first two steps
+GROWTH = 2
+MARGIN = 0.05
+CHUNK_SHARE_WITH_KEPT_GRAPHS = 0.25
+CAN_DIFFER = 0.75  # two sizes: the smaller has at most this share of the larger one's tokens
+ALIKE = 0.9  # of the width
+LASTING = 1 / 64  # of a peak: a chunk that leaves more than that behind has made gradients, and its own peak is hidden
+
+
+@dataclass
+class Measured:
+    """What is known of this model on this device. Stored in the checkpoint."""
+
+    bytes_per_token: float = 0.0  # of a chunk's forward and backward, padding included
+    intercept: float = 0.0  # bytes that a step holds beside, whatever the chunk
+    loss_bytes: int = 0  # held while the loss is computed
+    graphs_at_once: int = 1  # without kept ones: models with several towers end a step with a chunk of each
+    width: int = 0  # the longest row measured
+    available: int = 0  # bytes that a step may take
+    tokens: int = 0  # per chunk; 0 until it is settled
+    device: str = ""
+
+
+@dataclass
+class _Point:
+    tokens: int
+    width: int
+    peak: int
+    lasting: int  # bytes that stayed
+
+
+def _by_size(point: _Point) -> tuple[int, int]:
+    return point.tokens, point.peak
+
+
+class ChunkBudget:
+    """Finds the tokens per chunk, and how many graphs may be kept, during the first steps.
+
+    Args:
+        device: where the model runs.
+        budget_bytes: memory that a step may take; None asks an accelerator what is free. A CPU needs a number.
+        weights: tensors that a forward saves but does not make, asked for when a step is measured: wrapping a model
+            replaces its parameters.
+        finds_size: False where the chunk limits are given and only the number of kept graphs is looked for.
+        keeps_graphs: decide how many graphs are kept.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int | None,
+        weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+        finds_size: bool = True,
+        keeps_graphs: bool = False,
+    ):
+        assert budget_bytes is not None or device.type != "cpu"
+        self.device, self.budget_bytes, self.weights = device, budget_bytes, weights
+        self.finds_size, self.keeps_graphs = finds_size, keeps_graphs
+        self.measured = Measured()
+        # Set where no chunk has a graph (a frozen backbone): bytes per token of a forward, for a CPU, whose memory is
+        # known by what graphs save; an accelerator is measured.
+        self.forward_bytes: float | None = None
+        self.num_measured_steps = 0
+        self._points: list[list[_Point]] = []  # of the last two steps
+        self.proposed = 0
+        self._agreed = self._limit = self._largest = self._longest = 0
+        self._found: list[_Point] = []  # of the step that is measured
+        self._peak: Peak | None = None
+        self._tokens = self._graphs = self._width = self._before = self._largest_now = 0
+        self._is_over = self._is_in_loss = self._has_warned = False
+
+    @property
+    def is_measuring(self) -> bool:
+        return not self.measured.tokens
+
+    # ---- sizes ----
+
+    def propose(self, may_settle: bool) -> None:
+        """Sets `proposed`, this rank's tokens per chunk; 0 while rows are counted. To be called before the first
+        micro-batch of an update, when there are no gradients. `may_settle`: the optimizer's state exists."""
+        if self.is_measuring and may_settle and self.num_measured_steps >= len(MEASURING_ROWS):
+            self._settle()
+        else:
+            self.proposed = self.measured.tokens
+
+    def _settle(self) -> None:
+        known = self.measured
+        known.available = self.budget_bytes or int(free_bytes(self.device) * (1 - MARGIN))
+        known.device = _name(self.device)
+        reserved = known.intercept + (known.loss_bytes if self.keeps_graphs else 0)
+        share = CHUNK_SHARE_WITH_KEPT_GRAPHS if self.keeps_graphs else 1
+        tokens = max(1, int((known.available - reserved) * share / (known.bytes_per_token * known.graphs_at_once)))
+        is_whole_batch = self._limit and self._largest <= self._limit / GROWTH
+        self.proposed = min(tokens, GROWTH * self._largest)
+        if not self.finds_size or is_whole_batch or self.proposed == tokens:
+            known.tokens = self.proposed = tokens
+
+    def limits(self, longest_row: int, tokens: int, given: ChunkLimits, share: float = 1.0) -> ChunkLimits:
+        """Limits for a batch whose longest row (of any rank) has so many tokens.
+
+        Args:
+            tokens: the least that any rank proposes.
+            given: what the user bounds; without a size to find, all of it.
+            share: of the size found, after a lack of memory.
+        """
+        known = self.measured
+        if 0 < tokens < self.proposed and tokens <= self._agreed:
+            known.tokens = self.proposed  # another rank has less room: this one need not look further
+        self._agreed = tokens
+        self._longest = longest_row
+        if self.num_measured_steps >= len(MEASURING_ROWS) and longest_row > known.width:
+            known.tokens, self._points = 0, []  # (5)
+            tokens = int(tokens * known.width / longest_row)
+        if not self.finds_size:
+            return given if self.num_measured_steps else given.scaled(0.5)
+        if not tokens:
+            rows = MEASURING_ROWS[min(self.num_measured_steps, len(MEASURING_ROWS) - 1)]
+            return replace(given, max_rows=max(1, int(rows * share)), max_tokens=None)
+        self._limit = max(int(tokens * share), longest_row)
+        if known.tokens and int(tokens * share) < longest_row and not self._has_warned:
+            self._has_warned = True
+            needed = known.intercept + known.bytes_per_token * known.graphs_at_once * longest_row
+            logger.warning(
+                f"gradient cache: a row of {longest_row} tokens takes about {needed / 2**30:.2g} GiB in a step, more "
+                f"than the {known.available / 2**30:.2g} GiB there are for it. A chunk is one row, and memory will be "
+                "exceeded. Lower max_length, or raise gradient_cache_memory_gib where it is given."
+            )
+        return replace(given, max_rows=None, max_tokens=self._limit)
+
+    def reserve(self, loss_bytes: int) -> None:
+        """The loss takes so much at least."""
+        self.measured.loss_bytes = max(self.measured.loss_bytes, loss_bytes)
+
+    def keep_graph(self, costliest_chunk: int) -> int:
+        """Graphs that fit beside one running chunk and the loss, each counted as the costliest (in tokens)."""
+        if self.is_measuring or not self.keeps_graphs:
+            return 0
+        known = self.measured
+        of_a_chunk = known.bytes_per_token * costliest_chunk
+        left = known.available - known.intercept - known.loss_bytes - of_a_chunk
+        return max(0, int(left / of_a_chunk))
+
+    # ---- measuring ----
+
+    @contextmanager
+    def measured_step(self) -> Iterator[None]:
+        """Around a step that is run with the functions below."""
+        self._tokens = self._graphs = self._width = self._largest_now = 0
+        self._is_over = self._is_in_loss = False
+        self._found = []
+        with peak_bytes(self.device, self.weights()) as self._peak:
+            yield
+        self._points = [*self._points[-1:], self._found]
+        self.num_measured_steps += 1
+        self._largest = self._largest_now
+        self.measured.width = max(self.measured.width, self._longest)
+        self._fit()
+
+    def encode(self, encode: Callable[[Chunk], torch.Tensor]) -> Callable[[Chunk], torch.Tensor]:
+        """The same function, noting the tokens of what is encoded with a graph (or at all, where none has one)."""
+
+        def noting(chunk: Chunk, **more: object) -> torch.Tensor:
+            if torch.is_grad_enabled() or self.forward_bytes is not None:
+                width = chunk.width or 1
+                self._tokens += chunk.num_rows * width
+                self._graphs += 1
+                self._width = max(self._width, width)
+                self._largest_now = max(self._largest_now, chunk.num_rows * width)
+            return encode(chunk, **more)
+
+        return noting
+
+    def backward(self, backward: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """The same function: graphs alive at once go through one backward."""
+
+        def noting(loss: torch.Tensor) -> None:
+            self._is_over = True
+            backward(loss)
+
+        return noting
+
+    def score(self, score: Callable) -> Callable:
+        """The same function; what is held from here to the next chunk is the loss's."""
+
+        def noting(embeddings: object) -> object:
+            self._peak.restart()
+            self._is_in_loss = True
+            return score(embeddings)
+
+        return noting
+
+    def sync(self, sync: Callable[[Phase], object]) -> Callable[[Phase], object]:
+        """The same context, measuring the peak from a graph's forward to its backward."""
+
+        @contextmanager
+        def measuring(phase: Phase) -> Iterator[None]:
+            if self._is_in_loss:
+                self.reserve(self._peak())
+                self._is_in_loss = False
+            is_forward = self.forward_bytes is not None
+            if phase.with_graph == is_forward:
+                with sync(phase):
+                    yield
+                return
+            if not self._tokens:
+                self._before = self._peak.restart()
+            with sync(phase):
+                yield
+            if self._is_over or is_forward:
+                self._add_point(is_forward)
+
+        return measuring
+
+    def _add_point(self, is_forward: bool) -> None:
+        peak, now = self._peak(), self._peak.now()
+        if is_forward and self.device.type == "cpu":
+            peak = int(self._tokens * self.forward_bytes)
+        if self._tokens:
+            self._found.append(_Point(self._tokens, self._width, peak, now - self._before))
+            self.measured.graphs_at_once = max(self.measured.graphs_at_once, self._graphs)
+        self._tokens = self._graphs = self._width = 0
+        self._is_over = False
+
+    def _fit(self) -> None:
+        """(2), through the costliest chunk and a clearly smaller one of like width."""
+        known, found = self.measured, [point for of_step in self._points for point in of_step]
+        # In the replay that makes the gradients, the peak holds only some of them.
+        found = [point for point in found if point.lasting <= LASTING * point.peak] or found
+        if not found:
+            return
+        most = max(found, key=_by_size)
+        smaller = [point for point in found if point.tokens <= CAN_DIFFER * most.tokens]
+        alike = [point for point in smaller if point.width >= ALIKE * most.width]
+        if other := max(alike or ([] if known.bytes_per_token else smaller), key=_by_size, default=None):
+            known.bytes_per_token = max(1.0, (most.peak - other.peak) / (most.tokens - other.tokens))
+            known.intercept = most.peak - known.bytes_per_token * most.tokens
+        else:
+            known.bytes_per_token = (most.peak - known.intercept) / most.tokens
+        if known.intercept < 0 or known.bytes_per_token < 1:
+            known.intercept, known.bytes_per_token = 0.0, max(1.0, most.peak / most.tokens)
+
+    def state(self) -> dict:
+        return asdict(self.measured)
+
+    def resume(self, state: dict) -> bool:
+        """Take a checkpoint's measurement, unless it was made on another kind of device."""
+        if state.get("device") != _name(self.device) or set(state) != {field.name for field in fields(Measured)}:
+            return False
+        self.measured, self.num_measured_steps = Measured(**state), len(MEASURING_ROWS)
+        return True
+
+
+def longest_row(batch: ChunkedBatch) -> int:
+    """Real tokens of the longest row."""
+    return max(last - first for table in batch.tables for first, last in table.extents)
+
+
+def costliest_chunk(batch: ChunkedBatch) -> int:
+    """Tokens, padding included, of the chunk that has most."""
+    return max(
+        table.cost(*bounds, batch.limits) for table in batch.tables for bounds in table.bounds if len(set(bounds)) > 1
+    )
+
+
+def widened(batch: ChunkedBatch, factor: int) -> ChunkedBatch:
+    """The same rows in chunks of `factor` times the rows and tokens."""
+    return ChunkedBatch([replace(table, bounds=[]) for table in batch.tables], batch.limits.scaled(factor))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What torch may still allocate: free on the device, and reserved by torch but not in use."""
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return free + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+class Peak:
+    """Bytes held since a beginning: `peak()` the most since the last `restart()`, `now()` at this moment."""
+
+    def __init__(self, allocated: Callable[[], int], most: Callable[[], int], restart: Callable[[], None]):
+        self._allocated, self._most, self._restart = allocated, most, restart
+        self._restart()
+        self._start = allocated()
+
+    def __call__(self) -> int:
+        return self._most() - self._start
+
+    def now(self) -> int:
+        return self._allocated() - self._start
+
+    def restart(self) -> int:
+        """Gives `now()`."""
+        self._restart()
+        return self.now()
+
+
+@contextmanager
+def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iterator[Peak]:
+    """Says how many bytes were held at most since entering: allocated on an accelerator; on a CPU saved for backward,
+    recomputed activations of checkpointing included, `known` not."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        yield Peak(
+            lambda: module.memory_allocated(device),
+            lambda: module.max_memory_allocated(device),
+            lambda: module.reset_peak_memory_stats(device),
+        )
+        return
+    of_known = {_storage(tensor) for tensor in known}
+    held: dict[int, int] = {}  # storage -> how often it is saved
+    now = most = 0
+
+    def restart() -> None:
+        nonlocal most
+        most = now
+
+    class Saved:
+        def __init__(self, tensor: torch.Tensor):
+            nonlocal now, most
+            self.tensor, self.key = tensor, _storage(tensor)
+            held[self.key] = held.get(self.key, 0) + 1
+            if held[self.key] == 1:
+                now += tensor.untyped_storage().nbytes()
+                most = max(most, now)
+
+        def __del__(self):
+            nonlocal now
+            held[self.key] -= 1
+            if not held[self.key]:
+                now -= self.tensor.untyped_storage().nbytes()
+
+    def pack(tensor: torch.Tensor):
+        return tensor if _storage(tensor) in of_known else Saved(tensor)
+
+    hook = torch.utils.checkpoint._recomputation_hook
+
+    class Counting(hook):
+        """Non-reentrant checkpointing runs a layer again under hooks of its own, so ours see nothing of it (torch
+        2.13). Remove when torch calls hooks inside hooks."""
+
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            inner, counted = self.pack_hook, []
+
+            def pack_again(tensor: torch.Tensor):
+                counted.append(pack(tensor.detach()))  # with its graph, it would keep itself alive
+                return inner(tensor)
+
+            self.pack_hook = pack_again
+
+    torch.utils.checkpoint._recomputation_hook = Counting
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: getattr(saved, "tensor", saved)):
+            yield Peak(lambda: now, lambda: most, restart)
+    finally:
+        torch.utils.checkpoint._recomputation_hook = hook
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return local.untyped_storage().data_ptr()
+
+
+def _name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)

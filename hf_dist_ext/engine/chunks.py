@@ -1,0 +1,511 @@
+"""A batch of features -> chunks that fit, and embeddings or gradients back to the batch's own order.
+
+(1) `column_layout` brings to the host what must be known: every row's first and last real token, its images
+(2) rows of all columns that share a tower are laid into one table
+(3) rows are sorted, those without images first and then by length, and packed by rows, tokens and image patches;
+    ranks may ask for more chunks than packing needs
+(4) a chunk is a slice of the sorted rows, trimmed to its own longest one, with the images they own; its features are
+    gathered from the collator's tensors when it runs (`row_features`)
+(5) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
+
+Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
+that of the full batch up to float rounding. Letters: R rows of a table, L its token width, b rows of a chunk,
+D embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from hf_dist_ext.engine.columns import Column, FeatureAxes, read_columns
+from hf_dist_ext.engine.images import UnitLayout
+from hf_dist_ext.engine.rows import ChunkOrder, RowFeature, positions_of_edges, positions_of_mask
+from hf_dist_ext.errors import UsageError
+
+_REMEDY = (
+    "Give DistTrainer the model's processor (processing_class), of whose blank picture the image part is then run, or "
+    "use DDP."
+)
+
+
+@dataclass(frozen=True)
+class ChunkLimits:
+    """What bounds a chunk: rows, tokens (rows x width, padding included), image patches, or nothing (one chunk)."""
+
+    max_rows: int | None = None
+    max_tokens: int | None = None
+    width_multiple: int = 8
+    max_patches: int | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        return not (self.max_rows is None and self.max_tokens is None and self.max_patches is None)
+
+    def scaled(self, factor: float) -> ChunkLimits:
+        """So many times the rows, tokens and patches, rounded down, at least one of each."""
+        sizes = {name: getattr(self, name) for name in ("max_rows", "max_tokens", "max_patches")}
+        return replace(self, **{name: max(1, int(n * factor)) for name, n in sizes.items() if n is not None})
+
+
+@dataclass
+class Chunk:
+    """Rows that go through the model together.
+
+    `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so
+    that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
+    `has_vision`: vision layers run. `width`: tokens per row, 0 without a token axis. `features` is what the model
+    takes; it is gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
+    """
+
+    gather: Callable[[], dict[str, Any]]
+    device: torch.device
+    width: int
+    column: str | None
+    table: int
+    start: int
+    stop: int
+    is_idle: bool = False
+    has_vision: bool = False
+
+    @property
+    def features(self) -> dict[str, Any]:
+        return self.gather()
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Units:
+    """An image key of a table. Its entries stay where the collator put them; chunks gather those of their rows."""
+
+    values: list[Any]  # one tensor (or list of numbers) per column
+    places: list[tuple[int, int, int]]  # per sorted row: column's number, first entry, one past the last
+    lengths: list[int] | None  # per sorted row: real extent of axis 1
+    rounds_length: bool
+
+    def gather(self, rows: Sequence[int], multiple: int) -> Any:
+        """Entries of sorted rows, or None where they have none."""
+        runs: list[list[int]] = []
+        for column, first, last in (self.places[row] for row in rows):
+            if runs and runs[-1][0] == column and runs[-1][2] == first:
+                runs[-1][2] = last
+            elif first < last:
+                runs.append([column, first, last])
+        if not runs:
+            return None
+        if isinstance(self.values[0], list):
+            return [number for column, first, last in runs for number in self.values[column][first:last]]
+        pieces = [self.values[column][first:last] for column, first, last in runs]
+        if self.lengths is not None:
+            longest = max(self.lengths[row] for row in rows)
+            longest = -(-longest // multiple) * multiple if self.rounds_length else longest
+            pieces = [piece[:, :longest] for piece in pieces]
+        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass
+class Table:
+    """All rows that go through one tower: those without images first, and in each half the longest first (what does
+    not fit fails first). `bounds`: first row and one past the last of every chunk, equal where it is idle."""
+
+    columns: list[str]
+    places: list[int]  # of the columns in the batch
+    row_counts: list[int]
+    features: dict[str, RowFeature]
+    first_tokens: list[int]  # per column: the table's token at which its own first one stands
+    positions: Literal["mask", "edges"] | None  # what position_ids are counted from; None: the model makes its own
+    units: dict[str, Units]
+    extents: list[tuple[int, int]]  # per sorted row: first real token, one past the last
+    patches: list[tuple[int, int]]  # per sorted row: entries, patches in the longest
+    num_text_rows: int  # without images
+    order: list[int]  # sorted row i is row order[i] of the columns laid end to end
+    column: str | None
+    width: int
+    pads_left: bool
+    can_trim: bool
+    real_tokens: int
+    device: torch.device
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.row_counts)
+
+    def window(self, start: int, stop: int, multiple: int) -> tuple[int, int]:
+        """Token columns [left, right) that rows start..stop need, widened to a multiple where the table has room."""
+        first = min(first for first, _ in self.extents[start:stop])
+        return self._widened(first, max(last for _, last in self.extents[start:stop]), multiple)
+
+    def _widened(self, first: int, last: int, multiple: int) -> tuple[int, int]:
+        if not self.can_trim or self.width == 0:
+            return 0, self.width
+        width = min(self.width, -(-max(1, last - first) // multiple) * multiple)
+        if self.pads_left:
+            return max(0, last - width), last
+        return first, min(self.width, first + width)
+
+    def cost(self, start: int, stop: int, limits: ChunkLimits) -> int:
+        """Tokens the chunk computes, padding included (rows when there is no token axis)."""
+        left, right = self.window(start, stop, limits.width_multiple)
+        return (stop - start) * max(1, right - left)
+
+    def num_patches(self, start: int, stop: int) -> int:
+        """Image patches the chunk computes, padding included."""
+        entries, longest = zip(*self.patches[start:stop], strict=True)
+        return sum(entries) * max(longest)
+
+    def pack(self, limits: ChunkLimits) -> None:
+        """Without limits all rows are one chunk. Else rows with and without images never share one: text is not padded
+        to the length of images, and ranks can agree on the number of chunks of either kind."""
+        starts = [0, self.num_text_rows] if limits.is_bounded and 0 < self.num_text_rows < self.num_rows else [0]
+        stops = [*starts[1:], self.num_rows]
+        self.bounds = [bound for half in zip(starts, stops, strict=True) for bound in self._packed(*half, limits)]
+
+    def _packed(self, begin: int, end: int, limits: ChunkLimits) -> list[tuple[int, int]]:
+        """Cut greedily: a chunk closes when the next row would pass a limit. A row beyond a limit is alone."""
+        bounds, start = [], begin
+        first, last, entries, longest = self.width, 0, 0, 0  # of the open chunk
+        for row in range(begin, end):
+            (row_first, row_last), (row_entries, row_longest) = self.extents[row], self.patches[row]
+            first, last = min(first, row_first), max(last, row_last)
+            entries, longest = entries + row_entries, max(longest, row_longest)
+            left, right = self._widened(first, last, limits.width_multiple)
+            too_many_rows = limits.max_rows is not None and row - start >= limits.max_rows
+            too_many_tokens = limits.max_tokens is not None and (row + 1 - start) * (right - left) > limits.max_tokens
+            too_many_patches = limits.max_patches is not None and entries * longest > limits.max_patches
+            if row > start and (too_many_rows or too_many_tokens or too_many_patches):
+                bounds.append((start, row))
+                start, first, last, entries, longest = row, row_first, row_last, row_entries, row_longest
+        return [*bounds, (start, end)] if end > start else bounds
+
+    def has_vision(self, bound: tuple[int, int]) -> bool:
+        return bound[1] > self.num_text_rows
+
+    def split_to(self, num_chunks: int, limits: ChunkLimits, has_vision: bool | None = None) -> None:
+        """Halve the costliest chunk until there are num_chunks; past one row per chunk the rest are idle.
+
+        has_vision: count and split the chunks with (without) images only.
+        """
+        if has_vision and num_chunks and self.num_text_rows == self.num_rows:
+            raise UsageError(
+                f"columns {self.columns}: another process has rows with images here and this one has none, so they "
+                f"can not run the same forwards, which sharded models need. {_REMEDY}"
+            )
+
+        def cost(bound: tuple[int, int]) -> int:
+            return self.cost(*bound, limits) + self.num_patches(*bound)
+
+        while True:
+            own = [b for b in self.bounds if has_vision is None or self.has_vision(b) == has_vision]
+            if len(own) >= num_chunks:
+                return
+            splittable = [bound for bound in own if bound[1] - bound[0] > 1]
+            if splittable:
+                start, stop = max(splittable, key=cost)
+                middle, at = (start + stop) // 2, self.bounds.index((start, stop))
+                self.bounds[at : at + 1] = [(start, middle), (middle, stop)]
+            elif has_vision is False:
+                at = len([bound for bound in self.bounds if not self.has_vision(bound)])
+                self.bounds.insert(at, (self.num_text_rows, self.num_text_rows))
+            else:
+                self.bounds.append((self.num_rows, self.num_rows))
+
+    def runs(self) -> Iterator[tuple[int, int, bool, bool]]:
+        """(first row, one past the last, is idle, has images) of every chunk. An idle one repeats the last row of its
+        kind, which is the shortest; in a table without text rows, an idle text chunk is a row without its images."""
+        for start, stop in self.bounds:
+            has_vision = self.has_vision((start, stop))
+            if start < stop:
+                yield start, stop, False, has_vision
+            else:
+                last = stop or self.num_rows
+                yield last - 1, last, True, has_vision
+
+    def gather(
+        self, order: ChunkOrder, start: int, stop: int, window: tuple[int, int], multiple: int, has_vision: bool
+    ) -> dict[str, Any]:
+        """What the model takes for the rows at places start..stop of a chunk order."""
+        runs = order.runs(start, stop)
+        found: dict[str, Any] = {key: feature.gather(runs, *window) for key, feature in self.features.items()}
+        if self.positions == "edges":
+            found["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, self.device)
+        elif self.positions == "mask" and not has_vision:
+            # What the model gives to all rows of a batch with images; without images it would count from the edge.
+            found["position_ids"] = positions_of_mask(found["attention_mask"])
+        if has_vision:
+            images = {key: units.gather(order.sorted_rows[start:stop], multiple) for key, units in self.units.items()}
+            found |= {key: value for key, value in images.items() if value is not None}
+        return found
+
+
+class ChunkedBatch:
+    """The chunks of one batch. `num_chunks` per table may be raised with `agree` before the first use of `chunks`."""
+
+    def __init__(self, tables: list[Table], limits: ChunkLimits):
+        self.tables, self.limits = tables, limits
+        self._orders: list[ChunkOrder] | None = None  # made when the bounds are final
+        for table in tables:
+            table.pack(limits)
+
+    def row_counts(self) -> dict[str, int]:
+        """Rows per column, in the order of the batch."""
+        found = [of for t in self.tables for of in zip(t.places, t.columns, t.row_counts, strict=True)]
+        return {name: rows for _, name, rows in sorted(found)}
+
+    def num_chunks(self, by_vision: bool = False) -> list[int]:
+        """How many chunks there are. by_vision: without and with images per table, always two numbers per column (0
+        where there is no table), for ranks that must run vision layers in the same chunks."""
+        if not by_vision:
+            return [sum(len(table.bounds) for table in self.tables)]
+        seen = [[table.has_vision(bound) for bound in table.bounds] for table in self.tables]
+        numbers = [count for has in seen for count in (len(has) - sum(has), sum(has))]
+        return numbers + [0] * (2 * len(self.row_counts()) - len(numbers))
+
+    def agree(self, num_chunks: Sequence[int], by_vision: bool = False) -> None:
+        """Split further until there are at least the given numbers of chunks (what the slowest rank needs).
+
+        Raises:
+            UsageError: by_vision, and this rank has no rows of a kind that another one has.
+        """
+        assert self._orders is None, "chunks were made before the ranks agreed"
+        if not by_vision:
+            largest = max(self.tables, key=lambda table: table.num_rows)
+            largest.split_to(len(largest.bounds) + num_chunks[0] - self.num_chunks()[0], self.limits)
+            return
+        if any(num_chunks[2 * len(self.tables) :]):
+            raise UsageError(
+                f"columns {list(self.row_counts())}: another process has columns with other features (images, or "
+                f"padding on another side), so they can not run the same forwards. {_REMEDY}"
+            )
+        for table, text, images in zip(self.tables, num_chunks[::2], num_chunks[1::2], strict=False):
+            table.split_to(text, self.limits, has_vision=False)
+            table.split_to(images, self.limits, has_vision=True)
+
+    def chunks(self) -> list[Chunk]:
+        return [chunk for index in range(len(self.tables)) for chunk in self._table_chunks(index)]
+
+    @property
+    def orders(self) -> list[ChunkOrder]:
+        """Per table the order in which chunks hold its rows."""
+        if self._orders is None:
+            self._orders = [ChunkOrder(t.order, t.row_counts, t.bounds, t.device) for t in self.tables]
+        return self._orders
+
+    def _table_chunks(self, index: int) -> Iterator[Chunk]:
+        own, multiple = self.tables[index], self.limits.width_multiple
+        source = index if own.num_rows else self._like(own)
+        table, order = self.tables[source], self.orders[source]
+        for start, stop, is_idle, has_vision in own.runs():
+            if source != index:
+                start, stop = table.num_rows - 1, table.num_rows
+            window = table.window(start, stop, multiple)
+            place = order.sorted_rows.index(start) if is_idle else start
+            gather = partial(table.gather, order, place, place + stop - start, window, multiple, has_vision)
+            width = window[1] - window[0]
+            yield Chunk(gather, table.device, width, own.column, index, start, stop, is_idle, has_vision)
+
+    def _like(self, empty: Table) -> int:
+        """A table whose last row runs idle where other processes have hard negatives and this one has none."""
+        keys = empty.features.keys()
+        alike = [i for i, table in enumerate(self.tables) if table.num_rows and table.features.keys() == keys]
+        if not alike:
+            raise UsageError(
+                f"columns {empty.columns}: another process has rows here and this one has none, nor rows of another "
+                f"column with the features {', '.join(keys)}, so they can not run the same forwards, which sharded "
+                "models need. Give every row of a batch a negative, or use DDP."
+            )
+        return alike[0]
+
+    def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
+        """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""
+        columns: dict[str, torch.Tensor] = dict.fromkeys(self.row_counts())  # tables hold them by kind
+        for index, (table, order) in enumerate(zip(self.tables, self.orders, strict=True)):
+            parts = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
+            ordered = torch.cat([outputs[0][:0], *parts])  # (R, D) as chunks hold them; R may be 0
+            rows = torch.empty_like(ordered).index_copy_(0, order.order, ordered)
+            columns.update(zip(table.columns, rows.split(table.row_counts), strict=True))
+        return columns
+
+    def to_chunks(self, columns: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+        """Column -> (rows, D) -> one (b, D) per chunk; zeros for an idle chunk. The inverse of `to_columns`."""
+        sorted_rows = [
+            torch.cat([columns[name] for name in table.columns]).index_select(0, order.order)
+            for table, order in zip(self.tables, self.orders, strict=True)
+        ]
+        return [
+            sorted_rows[c.table].new_zeros(1, sorted_rows[c.table].shape[1])
+            if c.is_idle
+            else sorted_rows[c.table][c.start : c.stop]
+            for c in chunks
+        ]
+
+    def count_tokens(self) -> tuple[int, int]:
+        """(real tokens, tokens computed with padding) of this rank's batch; from host data, no synchronisation."""
+        computed = 0
+        for table in self.tables:
+            for start, stop, _, _ in table.runs() if table.num_rows else ():
+                left, right = table.window(start, stop, self.limits.width_multiple)
+                computed += (stop - start) * (right - left)
+        return sum(table.real_tokens for table in self.tables), computed
+
+
+def lay_out(
+    batch: Mapping[str, Mapping[str, Any]],
+    limits: ChunkLimits,
+    *,
+    shares_tower: bool = True,
+    pad_values: Mapping[str, int] | None = None,
+    can_trim: bool = True,
+    can_shift: bool = False,
+    sort: bool = True,
+    model_config: Any = None,
+    feature_axes: FeatureAxes | None = None,
+) -> ChunkedBatch:
+    """Lay a batch (column -> features) out as tables and pack them into chunks.
+
+    Args:
+        limits: rows, tokens and image patches per chunk.
+        shares_tower: columns go through the same tower, so their rows may share a chunk; False hands each column's
+            name to the model and never mixes columns.
+        pad_values: value for new padding per key when columns of different width are laid into one table (0 if unset).
+        can_trim: False keeps every row at the batch's width. Models that need it (SigLIP text) are known by config.
+        can_shift: the model takes `position_ids` and counts from the left edge without them (rotary decoders), so
+            padding on the left may be trimmed as well; the positions rows had are then handed along.
+        sort: False keeps the batch's order (rows are then trimmed among their neighbours), except that rows without
+            images still come before those with.
+        model_config: the transformers config of the model, or column -> config where columns have towers of their own.
+            It says how image keys belong to rows, and whether text has a fixed width.
+        feature_axes: for keys that are not known: the axis with one entry per row (int), the name of the feature that
+            counts its entries (on axis 0) per row (str), or None for a feature that every chunk takes whole.
+
+    Raises:
+        UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
+    """
+    groups: list[list[Column]] = []
+    for column in read_columns(batch, limits.max_patches is not None, model_config, feature_axes or {}):
+        same = next((g for g in groups if shares_tower and _can_mix(g[0], column, can_trim)), None)
+        if same is None:
+            groups.append([column])
+        else:
+            same.append(column)
+    tables = [
+        _make_table(
+            columns,
+            column=None if shares_tower else columns[0].name,
+            pad_values=pad_values or {},
+            can_trim=can_trim and not columns[0].has_fixed_width,
+            can_shift=can_shift,
+            sort=sort,
+        )
+        for group in groups
+        for columns in _unmixed_when_padded_left(group, can_shift)
+    ]
+    return ChunkedBatch(tables, limits)
+
+
+def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:
+    """Whether rows of both may stand in one tensor per key: same keys, layouts, dtypes and trailing shapes."""
+    is_fixed = first.has_fixed_width or not can_trim
+    if is_fixed != (other.has_fixed_width or not can_trim) or (is_fixed and first.width != other.width):
+        return False
+    return _kinds(first) == _kinds(other) and not any(layout.row_axis is None for _, layout in first.rows.values())
+
+
+def _kinds(column: Column) -> dict[str, Any]:
+    """Per key all that must be equal in two columns that share a table."""
+    kinds: dict[str, Any] = {}
+    for key, (value, layout) in column.rows.items():
+        free = (layout.row_axis, layout.token_axis)
+        kinds[key] = (layout, value.dtype, [size for axis, size in enumerate(value.shape) if axis not in free])
+    for key, (value, layout) in column.units.items():
+        shape = (value.dtype, value.shape[1:]) if isinstance(value, torch.Tensor) else None
+        kinds[key] = (shape, layout.lengths is None, layout.rounds_length)
+    return kinds
+
+
+def _unmixed_when_padded_left(columns: list[Column], can_shift: bool) -> list[list[Column]]:
+    # With absolute positions a row padded on the left must stay at its own place in its own width.
+    has_left_padding = any(first > 0 for column in columns for first, _ in column.extents)
+    if has_left_padding and not can_shift and not columns[0].counts_positions_from_mask:
+        return [[column] for column in columns]
+    return [columns]
+
+
+def _make_table(
+    columns: list[Column],
+    *,
+    column: str | None,
+    pad_values: Mapping[str, int],
+    can_trim: bool,
+    can_shift: bool,
+    sort: bool,
+) -> Table:
+    width = max(c.width for c in columns)
+    row_counts = [c.num_rows for c in columns]
+    has_left_padding = any(first > 0 for c in columns for first, _ in c.extents)
+    pads_left = has_left_padding and all(last == c.width for c in columns for _, last in c.extents)
+    counts_from_mask = all(c.counts_positions_from_mask for c in columns)
+    can_shift = pads_left and (can_shift or counts_from_mask)
+    rows: list[tuple[int, int]] = []
+    for c in columns:
+        shift = width - c.width if pads_left else 0
+        rows += [(first + shift, last + shift) for first, last in c.extents]
+    real_tokens = sum(last - first for first, last in rows)
+    if not can_shift:  # keep every row at its absolute positions: trim on the right only
+        rows = [(0, last) for _, last in rows]
+    has_vision = [has for c in columns for has in c.has_vision]
+    patches = [numbers for c in columns for numbers in c.patches]
+    order = list(range(len(rows)))
+    if sort:
+        order.sort(key=lambda i: (rows[i][0] - rows[i][1], -patches[i][0] * patches[i][1]))
+    order.sort(key=has_vision.__getitem__)
+    first_tokens = [width - c.width if pads_left else 0 for c in columns]
+    features = {
+        key: RowFeature([c.rows[key][0] for c in columns], layout, first_tokens, pad_values.get(key, 0))
+        for key, (_, layout) in columns[0].rows.items()
+    }
+    positions = None
+    if "position_ids" not in features and "attention_mask" in features:
+        positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
+    return Table(
+        columns=[c.name for c in columns],
+        places=[c.place for c in columns],
+        row_counts=row_counts,
+        features=features,
+        first_tokens=first_tokens,
+        positions=positions,
+        units={key: _make_units([c.units[key] for c in columns], row_counts, order) for key in columns[0].units},
+        extents=[rows[i] for i in order],
+        patches=[patches[i] for i in order],
+        num_text_rows=len(rows) - sum(has_vision),
+        order=order,
+        column=column,
+        width=width,
+        pads_left=can_shift,
+        can_trim=can_trim,
+        real_tokens=real_tokens,
+        device=next(iter((columns[0].rows or columns[0].units).values()))[0].device,
+    )
+
+
+def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], order: list[int]) -> Units:
+    places, lengths = [], []
+    for number, ((_, layout), num_rows) in enumerate(zip(parts, row_counts, strict=True)):
+        last = 0
+        for count in layout.counts or (1,) * num_rows:
+            places.append((number, last, last + count))
+            last += count
+        lengths += layout.lengths or ()
+    return Units(
+        values=[value for value, _ in parts],
+        places=[places[i] for i in order],
+        lengths=[lengths[i] for i in order] if lengths else None,
+        rounds_length=parts[0][1].rounds_length,
+    )

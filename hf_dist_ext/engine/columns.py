@@ -1,0 +1,237 @@
+"""What the host knows of a batch's columns before they are cut: rows, lengths, and where every feature keeps its rows.
+
+(1) every column says which small integer tensors it needs the values of; all columns' values come in one copy
+(2) every feature gets a layout: entries one per row (`RowLayout`), or several (`UnitLayout`, images)
+(3) a feature whose rows can not be told without doubt is refused: a wrong guess would train on mixed-up rows
+
+Letters: R rows, L token width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_dist_ext.engine import images
+from hf_dist_ext.engine.images import UnitLayout
+from hf_dist_ext.errors import UsageError
+
+# Axis 1 of these is the token axis; they are trimmed together. Everything else is cut along its rows only.
+TOKEN_AXIS_KEYS = frozenset(
+    "input_ids attention_mask token_type_ids mm_token_type_ids position_ids inputs_embeds labels "
+    "cross_attention_mask".split()
+)
+FeatureAxes = Mapping[str, int | str | None]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """A feature with one entry per row: on which axis, and where its tokens are. row_axis None: not cut at all."""
+
+    row_axis: int | None = 0
+    token_axis: int | None = None
+
+
+@dataclass
+class Column:
+    """One column's features with their layouts, and what the host knows of its rows."""
+
+    name: str
+    place: int  # among the batch's columns
+    num_rows: int
+    width: int
+    extents: list[tuple[int, int]]  # per row: first real token, one past the last
+    rows: dict[str, tuple[torch.Tensor, RowLayout]]
+    units: dict[str, tuple[Any, UnitLayout]]
+    has_vision: list[bool]  # per row: whether vision layers run for it
+    patches: list[tuple[int, int]]  # per row: entries, patches in the longest
+    counts_positions_from_mask: bool
+    has_fixed_width: bool
+
+
+def read_columns(
+    batch: Mapping[str, Mapping[str, Any]], needs_patches: bool, model_config: Any, feature_axes: FeatureAxes
+) -> list[Column]:
+    """Arguments as in `chunking.lay_out`.
+
+    Raises:
+        UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
+    """
+    asked: dict[tuple[str, str], torch.Tensor] = {}
+    for name, features in batch.items():
+        _check_features(name, features)
+        extents = _row_extents(features)
+        if extents is not None:
+            asked[name, "extents"] = extents
+        known = {key: value for key, value in features.items() if key not in feature_axes}
+        for key, value in images.questions(known, _config_of(name, model_config)).items():
+            asked[name, key] = value
+        for key in feature_axes.values():
+            if isinstance(features.get(key), torch.Tensor):
+                asked[name, key] = features[key]
+    answers = zip(asked, _to_host(list(asked.values())), strict=True)
+    host: dict[str, dict[str, list]] = {name: {} for name in batch}
+    for (name, key), values in answers:
+        host[name][key] = values
+    return [
+        _read_column(place, name, features, _config_of(name, model_config), host[name], feature_axes, needs_patches)
+        for place, (name, features) in enumerate(batch.items())
+    ]
+
+
+def _config_of(column: str, model_config: Any) -> Any:
+    return model_config.get(column) if isinstance(model_config, Mapping) else model_config
+
+
+def _read_column(
+    place: int,
+    name: str,
+    features: Mapping[str, Any],
+    config: Any,
+    host: dict[str, list],
+    feature_axes: FeatureAxes,
+    needs_patches: bool,
+) -> Column:
+    known = {key: value for key, value in features.items() if key not in feature_axes}
+    num_rows, width = _num_rows(known or features), _token_width(features)
+    column = Column(
+        name=name,
+        place=place,
+        num_rows=num_rows,
+        width=width,
+        extents=[(first, last) for first, last in host["extents"]] if "extents" in host else [(0, width)] * num_rows,
+        rows={},
+        units={},
+        has_vision=[False] * num_rows,
+        patches=[(0, 1)] * num_rows,
+        counts_positions_from_mask=False,
+        has_fixed_width=images.reads_fixed_width(config),
+    )
+    vision = None
+    if images.has_images(known):
+        vision = images.describe(name, known, num_rows, width > 0, config, host)
+        if vision.patches is None and needs_patches:
+            raise UsageError(
+                f"column {name!r}: a limit on image patches needs the patch size, and there is no config with "
+                "vision_config.patch_size (or patch_size). Bound chunks by rows instead."
+            )
+        column.has_vision = vision.has_vision
+        column.patches = vision.patches or column.patches
+        column.counts_positions_from_mask = vision.counts_positions_from_mask
+    for key, value in images.without_counts(features, config).items():
+        if key in feature_axes.values():
+            continue
+        if key in feature_axes:
+            layout = _named_layout(column, key, value, feature_axes[key], {**features, **host})
+        elif vision is not None and key in vision.units:
+            layout = vision.units[key]
+        else:
+            layout = _found_layout(column, key, value, vision)
+        (column.rows if isinstance(layout, RowLayout) else column.units)[key] = (value, layout)
+    return column
+
+
+# ---- (2) and (3) ----
+
+
+def _named_layout(
+    column: Column, key: str, value: torch.Tensor, axis: int | str | None, known: Mapping[str, Any]
+) -> RowLayout | UnitLayout:
+    if axis is None:
+        return RowLayout(row_axis=None)
+    if isinstance(axis, int):
+        if axis >= value.dim() or value.shape[axis] != column.num_rows:
+            raise UsageError(
+                f"feature_axes: axis {axis} of {key} {tuple(value.shape)} does not hold the {column.num_rows} rows of "
+                f"column {column.name!r}."
+            )
+        return RowLayout(axis)
+    counts = tuple(known.get(axis, ()))
+    if len(counts) != column.num_rows or sum(counts) != value.shape[0]:
+        raise UsageError(
+            f"feature_axes: {axis} must count the entries of {key} {tuple(value.shape)} in each of the "
+            f"{column.num_rows} rows of column {column.name!r}; it holds {len(counts)} numbers that add up to "
+            f"{sum(counts)}."
+        )
+    column.has_vision = [has or count > 0 for has, count in zip(column.has_vision, counts, strict=True)]
+    return UnitLayout(counts)
+
+
+def _found_layout(
+    column: Column, key: str, value: torch.Tensor, vision: images.Vision | None
+) -> RowLayout | UnitLayout:
+    num_rows, width = column.num_rows, column.width
+    if key == "position_ids" and value.dim() == 3 and value.shape[1:] == (num_rows, width):
+        return RowLayout(1, 2)  # one plane per axis of a multimodal rotary embedding
+    if key in (*TOKEN_AXIS_KEYS, *images.ROW_KEYS) and value.shape[0] == num_rows:
+        return RowLayout(0, 1 if value.dim() >= 2 and value.shape[1] == width else None)
+    per_row = {layout.counts for layout in vision.units.values() if layout.counts} if vision else set()
+    fitting = {counts for counts in per_row if sum(counts) == value.shape[0]} - {(1,) * num_rows}
+    if value.shape[0] == num_rows and not fitting:
+        return RowLayout()
+    if value.shape[0] != num_rows and len(fitting) == 1:
+        return UnitLayout(fitting.pop())
+    raise images.cannot_cut(column.name, key, value, num_rows)
+
+
+def _check_features(column: str, features: Mapping[str, Any]) -> None:
+    counts = {name for names in images.COUNT_NAMES.values() for name in names}
+    lists = counts - {"batch_num_images"} | {"second_per_grid_ts"}
+    bad = [
+        key
+        for key, value in features.items()
+        if not (isinstance(value, torch.Tensor) and value.dim()) and not (isinstance(value, list) and key in lists)
+    ]
+    if bad or not any(isinstance(value, torch.Tensor) for value in features.values()):
+        raise UsageError(
+            f"column {column!r}: {bad or 'no features'} can not be cut into chunks; a column is a mapping of tensors "
+            "whose first axis is the row."
+        )
+
+
+def _num_rows(features: Mapping[str, Any]) -> int:
+    for key in ("input_ids", "inputs_embeds", "attention_mask"):
+        if key in features:
+            return features[key].shape[0]
+    return next(value for value in features.values() if isinstance(value, torch.Tensor)).shape[0]
+
+
+def _token_width(features: Mapping[str, Any]) -> int:
+    for key in ("input_ids", "inputs_embeds", "attention_mask"):
+        if key in features and features[key].dim() >= 2:
+            return features[key].shape[1]
+    return 0
+
+
+# ---- (1) ----
+
+
+def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
+    """(R, 2): first real token and one past the last, per row."""
+    mask, width = features.get("attention_mask"), _token_width(features)
+    if mask is None or mask.dim() != 2 or width == 0:
+        return None
+    real = mask != 0  # (R, L)
+    position = torch.arange(width, device=mask.device)
+    first = torch.where(real, position, width).amin(dim=1)
+    last = torch.where(real, position + 1, 0).amax(dim=1)
+    empty = last == 0  # a row without a real token keeps its first one, so that it has a shape
+    return torch.stack([torch.where(empty, 0, first), torch.where(empty, 1, last)], dim=1)
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[list]:
+    """Values of integer tensors with one or two axes: the only copy from an accelerator that cutting a batch makes."""
+    far = [tensor.reshape(-1).long() for tensor in tensors if tensor.device.type != "cpu"]
+    flat = iter(torch.cat(far).tolist() if far else [])
+    values = []
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            values.append(tensor.tolist())
+        elif tensor.dim() == 1:
+            values.append([next(flat) for _ in range(len(tensor))])
+        else:
+            values.append([[next(flat) for _ in range(tensor.shape[1])] for _ in range(len(tensor))])
+    return values

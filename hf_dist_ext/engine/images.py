@@ -1,0 +1,448 @@
+"""Image-text features: which keys hold images, how many entries of each belong to a row, what a chunk may leave out.
+
+Processors lay images out as their models like it: one entry per image, per tile, per packed patch, or padded per row.
+What they share: entries stand in the order of the rows, so a row owns one run of them, and numbers of entries per row
+are all that is needed to cut. This file knows the model families; `chunking` does the cutting.
+
+(1) `questions` names small integer tensors whose values the host must know; chunking copies them all at once
+(2) entries per row are what the collator counted, else every row's placeholder tokens are walked, image by image, and
+    must come out even: nothing is ever assumed about how many images a row has
+(3) every image key gets its `UnitLayout`; a chunk that owns none of its entries goes without the key
+(4) patches per row, for the budget
+
+Letters: R rows, L tokens, I images, T tiles, V videos, P packed patches. Model families were read and run with
+transformers 5.23; configs are only asked for attributes, so nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_dist_ext.errors import UsageError
+
+# What collators call the number of images (tiles where a model cuts images up) and videos of a row.
+COUNT_NAMES = {
+    "image": ("num_tiles", "num_images_per_sample", "num_images", "batch_num_images"),
+    "video": ("num_videos_per_sample", "num_videos"),
+}
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+# One entry per image (or tile), and one per video, unless the family says that axis 0 holds rows.
+ENTRY_KEYS = {
+    "image": ("pixel_values", "pixel_attention_mask", "image_sizes", "spatial_shapes", "image_position_ids"),
+    "video": ("pixel_values_videos", "image_sizes_videos", "second_per_grid_ts"),
+}
+ROW_KEYS = ("aspect_ratio_ids", "aspect_ratio_mask", "batch_num_images")  # Mllama, LLaVA-OneVision
+
+# SigLIP text pools the last position of a fixed width, so trimming moves the embedding.
+FIXED_WIDTH_MODEL_TYPES = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
+# Positions are counted over real tokens, from mm_token_type_ids, as soon as a grid is passed.
+MROPE_MODEL_TYPES = frozenset(
+    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v".split()
+)
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """How axis 0 of an image key is shared out among rows, and how far axis 1 is real.
+
+    counts: entries per row; None: one each. lengths: real extent of axis 1 per row (its padding is at the end); None:
+    never trimmed. A chunk whose rows have no entries, or only padding, does not get the key.
+    """
+
+    counts: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    rounds_length: bool = False  # axis 1 is a sequence: trim to a multiple, so that kernels see few shapes
+
+
+@dataclass(frozen=True)
+class Vision:
+    """One column's images. `has_vision`: rows for which vision layers run. `patches`: per row (entries, patches of the
+    longest), whose product is what vision layers compute; None where the patch size is not known."""
+
+    units: dict[str, UnitLayout]
+    has_vision: list[bool]
+    patches: list[tuple[int, int]] | None
+    counts_positions_from_mask: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """tokens: config, pixel height, width -> placeholder tokens of one image or tile; None: they vary by more than
+    that, so that only the collator knows. is_padded: axis 0 is the row, axis 1 its tiles, padded at the end."""
+
+    tokens: Callable[[Any, int, int], int] | None = None
+    makes_tiles: bool = False
+    is_padded: bool = False
+
+
+def reads_fixed_width(config: Any) -> bool:
+    """Whether the model reads a fixed position of a fixed width, so that tokens may never be trimmed."""
+    return getattr(config, "model_type", None) in FIXED_WIDTH_MODEL_TYPES
+
+
+def without_counts(features: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The features that reach the model: all but the numbers of images and videos per row."""
+    names = {name for names in COUNT_NAMES.values() for name in names}
+    if getattr(config, "model_type", None) == "llava_onevision":
+        names.discard("batch_num_images")  # its forward decides by it which images were cut into patches
+    if getattr(config, "model_type", None) == "paligemma":
+        names.add("labels")  # its processor makes them unasked; they only cost a loss that nobody reads
+    return {key: value for key, value in features.items() if key not in names}
+
+
+def has_images(features: Mapping[str, Any]) -> bool:
+    return any(key in features for key in PIXELS.values())
+
+
+def _patch_size(config: Any) -> tuple[int, int] | None:
+    size = getattr(getattr(config, "vision_config", None) or config, "patch_size", None)
+    return (size, size) if isinstance(size, int) else None if size is None else tuple(size)
+
+
+def _patch_grid(config: Any, height: int, width: int) -> int:
+    patch_height, patch_width = _patch_size(config)
+    return (height // patch_height) * (width // patch_width)
+
+
+def _llava_tokens(config: Any, height: int, width: int) -> int:
+    vision_type = config.vision_config.model_type
+    has_class_token = "siglip" not in vision_type
+    drops_first = config.vision_feature_select_strategy == "default"
+    return _patch_grid(config, height, width) + has_class_token - drops_first
+
+
+# Not here, because their tokens follow from more than the size of pixel_values: grids, padded patches and Pixtral's
+# sizes (see _tokens_per_entry), and LLaVA-NeXT and -OneVision, where only the processor knows.
+FAMILIES = {
+    "llava": Family(_llava_tokens),
+    "vipllava": Family(_patch_grid),
+    "paligemma": Family(_patch_grid),
+    "gemma3": Family(lambda c, h, w: c.mm_tokens_per_image, makes_tiles=True),
+    "internvl": Family(lambda c, h, w: int(_patch_grid(c, h, w) * c.downsample_ratio**2), makes_tiles=True),
+    "aya_vision": Family(lambda c, h, w: _patch_grid(c, h, w) // c.downsample_factor**2, makes_tiles=True),
+    "lfm2_vl": Family(makes_tiles=True),
+    "idefics2": Family(lambda c, h, w: c.perceiver_config.resampler_n_latents, True, is_padded=True),
+    "idefics3": Family(lambda c, h, w: _patch_grid(c, h, w) // c.scale_factor**2, True, is_padded=True),
+    "smolvlm": Family(lambda c, h, w: _patch_grid(c, h, w) // c.scale_factor**2, True, is_padded=True),
+    "modernvbert": Family(lambda c, h, w: _patch_grid(c, h, w) // c.pixel_shuffle_factor**2, True, is_padded=True),
+}
+
+
+def questions(features: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
+    """(1) Integer tensors of at most two axes whose values `describe` needs, under the names it looks them up by."""
+    asked = {
+        name: features[name]
+        for names in COUNT_NAMES.values()
+        for name in names
+        if isinstance(features.get(name), torch.Tensor)
+    }
+    if not has_images(features):
+        return asked
+    for key in (*GRIDS.values(), "spatial_shapes", "image_sizes"):
+        if isinstance(features.get(key), torch.Tensor) and features[key].dim() == 2:
+            asked[key] = features[key]
+    if "image_position_ids" in features:
+        asked["real_patches"] = (features["image_position_ids"] != -1).all(dim=-1).sum(dim=-1)  # (I,)
+    for kind, pixels in PIXELS.items():
+        if pixels in features:
+            is_placeholder = _placeholders(kind, features, config)  # (R, L)
+            if is_placeholder is not None:
+                asked[f"{kind}_tokens"] = is_placeholder.sum(dim=1)
+    return asked
+
+
+def _placeholders(kind: str, features: Mapping[str, Any], config: Any) -> torch.Tensor | None:
+    # GLM-4V writes videos with the image token, so the kinds the processor wrote down come before token ids.
+    if GRIDS[kind] in features and "mm_token_type_ids" in features:
+        return features["mm_token_type_ids"] == (1 if kind == "image" else 2)
+    token = _token_id(kind, config)
+    return None if token is None or "input_ids" not in features else features["input_ids"] == token
+
+
+def _token_id(kind: str, config: Any) -> int | None:
+    found = getattr(config, f"{kind}_token_id", None)
+    return getattr(config, f"{kind}_token_index", None) if found is None else found
+
+
+def describe(
+    column: str, features: Mapping[str, Any], num_rows: int, has_text: bool, config: Any, host: Mapping[str, Any]
+) -> Vision:
+    """Layouts of a column's image keys. `host` holds the values of what `questions` asked for.
+
+    Raises:
+        UsageError: images that can not be matched to rows, or features a model would silently read wrongly.
+    """
+    reader = _Reader(column, features, num_rows, config, host)
+    if not has_text:
+        return reader.image_tower()
+    reader.check_token_types()
+    model_type = getattr(config, "model_type", None)
+    if model_type == "mllama":
+        return reader.always_on()
+    if "pixel_values" in features and FAMILIES.get(model_type, Family()).is_padded:
+        return reader.padded_rows()
+    if config is not None and _token_id("image", config) is None and reader.has_one_image_per_row():
+        return reader.always_on()
+    return reader.flat()
+
+
+class _Reader:
+    """One column while it is described; every method that ends in a Vision is one way to lay images out."""
+
+    def __init__(self, column: str, features: Mapping[str, Any], num_rows: int, config: Any, host: Mapping[str, Any]):
+        self.column, self.features, self.num_rows, self.config = column, features, num_rows, config
+        self.family = FAMILIES.get(getattr(config, "model_type", None))
+        counted = {
+            name: list(features[name])
+            for names in COUNT_NAMES.values()
+            for name in names
+            if isinstance(features.get(name), (list, tuple))
+        }
+        self.host = {**host, **counted}
+        for names in COUNT_NAMES.values():
+            for name in names:
+                if name in self.host and len(self.host[name]) != num_rows:
+                    raise self.error(
+                        f"{name} counts {len(self.host[name])} rows, but the column has {num_rows}. "
+                        "Give one number per row, 0 for a row without."
+                    )
+
+    def error(self, message: str) -> UsageError:
+        return UsageError(f"column {self.column!r}: {message}")
+
+    def has_one_image_per_row(self) -> bool:
+        """For models without placeholder tokens: only its place in the batch can bind an image to a row."""
+        is_counted = any(name in self.host for name in COUNT_NAMES["image"])
+        return not is_counted and len(self.features.get("pixel_values", ())) == self.num_rows
+
+    def check_token_types(self) -> None:
+        model_type = getattr(self.config, "model_type", None)
+        grids = [key for key in GRIDS.values() if key in self.features]
+        if not grids or "mm_token_type_ids" in self.features or "position_ids" in self.features:
+            return
+        if model_type in MROPE_MODEL_TYPES or self.config is None:
+            # Qwen2.5-VL would go on with text positions: other embeddings, and no error.
+            raise self.error(
+                f"{grids[0]} without mm_token_type_ids: {model_type or 'the model'} can not tell image tokens from "
+                "text, which moves its embeddings. Keep the processor's mm_token_type_ids in the batch."
+            )
+
+    # ---- the ways images are laid out ----
+
+    def image_tower(self) -> Vision:
+        """A column of images (or videos) only: one per row."""
+        counts = [self.host[name] for name in COUNT_NAMES["image"] if name in self.host]
+        if any(count != 1 for count in (counts[0] if counts else ())):
+            raise self.error(
+                "rows with another number of images than one need text to place them in; the column has none."
+            )
+        keys = (*ENTRY_KEYS["image"], *ENTRY_KEYS["video"])
+        units = {key: UnitLayout() for key in keys if self._holds(key, self.num_rows)}
+        patches = self._patches_per_entry(next(key for key in PIXELS.values() if key in self.features))
+        per_row = None if patches is None else [(patches, 1)] * self.num_rows
+        shapes = self.host.get("spatial_shapes")
+        if shapes is not None and "pixel_values" in self.features:
+            lengths = tuple(math.prod(shape) for shape in shapes)
+            units |= {key: UnitLayout(None, lengths, True) for key in self._patch_keys()}
+            per_row = [(1, length) for length in lengths]
+        return Vision(units, [True] * self.num_rows, per_row)
+
+    def always_on(self) -> Vision:
+        """Rows on axis 0, nothing ever left out. Mllama: with images in the batch a row without one goes through the
+        cross-attention layers too; without the keys they would be skipped and its embedding would move."""
+        keys = (*ENTRY_KEYS["image"], *ROW_KEYS)
+        units = {key: UnitLayout() for key in keys if self._holds(key, self.num_rows)}
+        patches = self._patches_per_entry("pixel_values")
+        return Vision(units, [True] * self.num_rows, None if patches is None else [(patches, 1)] * self.num_rows)
+
+    def padded_rows(self) -> Vision:
+        """(R, tiles of the fullest row, ...): trimmed to the chunk's fullest row, left out where no row has a tile."""
+        pixels = self.features["pixel_values"]
+        if pixels.dim() != 5 or pixels.shape[0] != self.num_rows:
+            raise self.cannot_cut("pixel_values")
+        most = pixels.shape[1]
+        if "num_tiles" in self.host:
+            tiles = self.host["num_tiles"]
+        elif "image_tokens" in self.host:
+            each = self.family.tokens(self.config, *pixels.shape[-2:])
+            tiles = [tokens // each for tokens in self.host["image_tokens"]]
+            for row, tokens in enumerate(self.host["image_tokens"]):
+                if tokens % each:
+                    raise self._uneven("image", row, f"a multiple of {each} image tokens", tokens)
+        else:
+            raise self._not_counted("image")
+        for row, count in enumerate(tiles):
+            if count > most:
+                raise self._uneven("image", row, f"at most the {most} tiles of pixel_values", count)
+        layout = UnitLayout(None, tuple(tiles))
+        units = {key: layout for key in ("pixel_values", "pixel_attention_mask") if self._holds(key, self.num_rows)}
+        each = None if _patch_size(self.config) is None else _patch_grid(self.config, *pixels.shape[-2:])
+        return Vision(units, [count > 0 for count in tiles], None if each is None else [(n * each, 1) for n in tiles])
+
+    def flat(self) -> Vision:
+        """Entries of all rows end to end: images, tiles, or packed patches under a grid of images."""
+        units: dict[str, UnitLayout] = {}
+        has_vision = [False] * self.num_rows
+        patches: list[tuple[int, int]] | None = [(0, 1)] * self.num_rows
+        for kind, pixels in PIXELS.items():
+            if pixels not in self.features:
+                continue
+            counts, computed = self._flat_kind(kind, units)
+            has_vision = [seen or count > 0 for seen, count in zip(has_vision, counts, strict=True)]
+            if computed is None or patches is None:
+                patches = None
+            elif any(longest > 1 for _, longest in computed):
+                patches = computed  # images as padded sequences: no model has both these and videos
+            else:
+                patches = [(a + b, 1) for (a, _), (b, _) in zip(patches, computed, strict=True)]
+        is_mrope = self.config is None or self.config.model_type in MROPE_MODEL_TYPES
+        has_grid = "mm_token_type_ids" in self.features and any(key in self.features for key in GRIDS.values())
+        return Vision(units, has_vision, patches, is_mrope and has_grid and "position_ids" not in self.features)
+
+    def _flat_kind(
+        self, kind: str, units: dict[str, UnitLayout]
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]] | None]:
+        pixels, grid = PIXELS[kind], self.host.get(GRIDS[kind])
+        total = self.features[pixels].shape[0] if grid is None else len(grid)
+        counts = self._counts(kind, total)
+        packed_keys = () if grid is None else (pixels,)
+        entry_keys = [key for key in ENTRY_KEYS[kind] if key not in packed_keys and self._holds(key, total)]
+        units |= {key: UnitLayout(counts) for key in entry_keys}
+        if grid is not None:
+            entries = [math.prod(thw) for thw in grid]
+            if sum(entries) != self.features[pixels].shape[0]:
+                raise self.error(
+                    f"{GRIDS[kind]} stands for {sum(entries)} patches, but {pixels} holds "
+                    f"{self.features[pixels].shape[0]}. Keep both as the processor returned them."
+                )
+            packed = tuple(sum(run) for run in _runs(entries, counts))
+            units |= {GRIDS[kind]: UnitLayout(counts), pixels: UnitLayout(packed)}
+            return counts, [(number, 1) for number in packed]
+        if kind == "image" and "spatial_shapes" in self.host:
+            longest = [max(run, default=0) for run in _runs(map(math.prod, self.host["spatial_shapes"]), counts)]
+            units |= {key: UnitLayout(counts, tuple(longest), True) for key in self._patch_keys()}
+            return counts, list(zip(counts, longest, strict=True))
+        each = self._patches_per_entry(pixels)
+        return counts, None if each is None else [(count * each, 1) for count in counts]
+
+    # ---- (2) entries per row ----
+
+    def _counts(self, kind: str, total: int) -> tuple[int, ...]:
+        given = None
+        for name in COUNT_NAMES[kind]:
+            if name in self.host:
+                if sum(self.host[name]) == total:
+                    return tuple(self.host[name])
+                given = given or name
+        makes_tiles = self.family is not None and self.family.makes_tiles
+        if given and (given == "num_tiles" or not makes_tiles):  # images of a tiling model need not add up to tiles
+            raise self.error(
+                f"{given} adds up to {sum(self.host[given])}, but {PIXELS[kind]} holds {total} "
+                f"{kind}s. Count them per row as the processor laid them out."
+            )
+        tokens = self._tokens_per_entry(kind, total)
+        if tokens is None or f"{kind}_tokens" not in self.host:
+            raise self._not_counted(kind)
+        return self._walk(kind, tokens, self.host[f"{kind}_tokens"])
+
+    def _walk(self, kind: str, tokens: Sequence[int], tokens_per_row: Sequence[int]) -> tuple[int, ...]:
+        """Entries stand in the order of the rows, so each row takes entries until its placeholders are filled."""
+        counts, entry = [], 0
+        for row, expected in enumerate(tokens_per_row):
+            first, found = entry, 0
+            while found < expected and entry < len(tokens):
+                found += tokens[entry]
+                entry += 1
+            if found != expected:
+                filled = f"{found}, what {entry - first} {kind}s fill"
+                raise self._uneven(kind, row, f"{expected} {kind} tokens", filled)
+            counts.append(entry - first)
+        if entry < len(tokens):
+            expected = tokens_per_row[-1]
+            left = f"{expected + sum(tokens[entry:])}, as {len(tokens) - entry} {kind}s are left over"
+            raise self._uneven(kind, self.num_rows - 1, f"{expected} {kind} tokens", left)
+        return tuple(counts)
+
+    def _tokens_per_entry(self, kind: str, total: int) -> list[int] | None:
+        config, grid, shape = self.config, self.host.get(GRIDS[kind]), self.features[PIXELS[kind]].shape
+        vision = getattr(config, "vision_config", None)
+        if grid is not None:
+            merge = getattr(vision, "spatial_merge_size", None)
+            return None if merge is None else [math.prod(thw) // merge**2 for thw in grid]
+        model_type = getattr(config, "model_type", None)
+        if kind == "video":
+            if model_type != "llava_onevision" or len(shape) != 5:
+                return None
+            side = math.ceil(math.sqrt(_patch_grid(config, *shape[-2:])) / 2)  # pooled 2 x 2, and one newline
+            return [shape[1] * side**2 + 1] * total
+        if "real_patches" in self.host:
+            pooled = getattr(vision, "pooling_kernel_size", None)
+            return None if pooled is None else [number // pooled**2 for number in self.host["real_patches"]]
+        if model_type == "lfm2_vl" and "spatial_shapes" in self.host:
+            factor = config.downsample_factor
+            return [(height // factor) * (width // factor) for height, width in self.host["spatial_shapes"]]
+        if "image_sizes" in self.host and getattr(vision, "model_type", None) == "pixtral":
+            patch_height, patch_width = (
+                size * getattr(config, "spatial_merge_size", 1) for size in _patch_size(config)
+            )
+            return [(h // patch_height) * (w // patch_width) for h, w in self.host["image_sizes"]]
+        if self.family is None or self.family.tokens is None:
+            return None
+        return [self.family.tokens(config, *shape[-2:])] * total
+
+    # ---- (4) and small things ----
+
+    def _patches_per_entry(self, pixels: str) -> int | None:
+        shape = self.features[pixels].shape
+        if len(shape) == 3:  # already patches: (entries, padded patches, values)
+            return shape[1]
+        if len(shape) < 4 or _patch_size(self.config) is None:
+            return None
+        return math.prod(shape[1:-3]) * _patch_grid(self.config, *shape[-2:])
+
+    def _holds(self, key: str, entries: int) -> bool:
+        if key not in self.features:
+            return False
+        if len(self.features[key]) != entries:
+            raise self.cannot_cut(key)
+        return True
+
+    def _patch_keys(self) -> list[str]:
+        return [key for key in ("pixel_values", "pixel_attention_mask") if key in self.features]
+
+    def cannot_cut(self, key: str) -> UsageError:
+        return cannot_cut(self.column, key, self.features[key], self.num_rows)
+
+    def _not_counted(self, kind: str) -> UsageError:
+        model = getattr(self.config, "model_type", None) or "a model without a known config"
+        names = f"num_{kind}s" + (" or num_tiles" if kind == "image" else "")
+        return self.error(
+            f"cannot cut {PIXELS[kind]} {tuple(self.features[PIXELS[kind]].shape)}: its first axis need not hold the "
+            f"same rows as the text ({self.num_rows}), and the tokens of {model} do not tell. Have the collator count "
+            f"per row ({names}), or name its axis in feature_axes."
+        )
+
+    def _uneven(self, kind: str, row: int, expected: str, found: Any) -> UsageError:
+        return self.error(
+            f"row {row}: expected {expected}, found {found}. Do not truncate text inside an image, or have the "
+            f"collator count {kind}s per row (num_{kind}s)."
+        )
+
+
+def cannot_cut(column: str, key: str, value: Any, num_rows: int) -> UsageError:
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else f"({len(value)},)"
+    return UsageError(
+        f"column {column!r}: cannot cut {key} {shape}; name its axis in feature_axes. Its first axis holds neither "
+        f"the same rows as the text ({num_rows}) nor, without doubt, one entry per image, video or patch."
+    )
+
+
+def _runs(values: Any, counts: Sequence[int]) -> list[list[int]]:
+    values = iter(values)
+    return [[next(values) for _ in range(count)] for count in counts]

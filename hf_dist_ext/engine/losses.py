@@ -1,0 +1,267 @@
+"""Losses over embeddings: no collectives, no rank, no model. `loss(own, everyone, row_offset, ids) -> LossOutput`.
+
+The one thing to know: a loss is the mean over this rank's OWN rows, scored against everyone's. The caller gathers
+(differentiably) and weighs the ranks; the loss only reads what it is given. Any callable of this signature will do.
+
+(1) check the columns: anchor, positive, then any hard negatives
+(2) turn ids into small numbers, per column of candidates: rows and candidates that share one are no negatives
+(3) hand over to engine/tiled_infonce.py, which computes loss and gradient tile by tile
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_dist_ext import policy
+from hf_dist_ext.engine.tiled_infonce import Direction, Plan, tiled_infonce
+from hf_dist_ext.errors import UsageError
+
+MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
+
+
+class LossOutput(NamedTuple):
+    loss: Tensor  # scalar, the mean over this rank's own rows
+    metrics: dict[str, Tensor]  # detached scalars, means over the same rows
+
+
+class InfoNCELoss(nn.Module):
+    """InfoNCE (https://huggingface.co/papers/1807.03748) with in-batch and hard negatives over columns of embeddings.
+
+    The first column holds the anchors, the second their positives (row i belongs to row i), every further column hard
+    negatives, in any number. An anchor's candidates are everyone's positives and everyone's hard negatives.
+
+    temperature: divides the similarities.
+    learnable_temperature: trains `log_inverse_temperature` (one element, float32), from log(1 / temperature). Every
+        call first holds it within [0, log 100], CLIP's bounds: a temperature from 0.01 to 1.
+    symmetric: also scores own positives against everyone's anchors; the loss is the mean of both directions. Hard
+        negatives do not join the reverse direction: they are nobody's positive, so they have no anchor to find.
+    matryoshka_dims, matryoshka_weights: the loss is the weighted mean (weights are divided by their sum; None = equal)
+        of the whole loss, margin included, on the first d dimensions, normalised again, for each d listed. The full
+        width counts only if it is listed. Metrics are those of the widest listed.
+    mask_false_negatives: with `ids`, leaves out of anchor i's sum every candidate, other than its own positive, that
+        has the text of i's positive, or is the positive of a row with i's anchor text or i's group. The reverse
+        direction leaves out the same pairs.
+    false_negative_margin: leaves out every candidate more similar than (i's positive - margin). Which ones is a
+        constant of the gradient. None = off.
+    cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
+    normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros stays
+        zeros and gets no gradient: it has no direction to turn.
+    rows_per_tile, candidates_per_tile: memory is at most 4 buffers of rows_per_tile x candidates, of which
+        candidates_per_tile at a time should fit the cache. None = 512 and 512 on a CPU (fastest or within 2 % of it at
+        2,048 to 16,384 rows of width 128 to 768), else 1024 rows and whole columns (few kernel launches; a choice, not
+        a measurement); fewer rows where the buffers would take more than policy.LOSS_TILE_BYTES.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.05,
+        learnable_temperature: bool = False,
+        symmetric: bool = False,
+        matryoshka_dims: Sequence[int] | None = None,
+        matryoshka_weights: Sequence[float] | None = None,
+        mask_false_negatives: bool = True,
+        false_negative_margin: float | None = None,
+        cross_device_negatives: bool = True,
+        normalize: bool = True,
+        rows_per_tile: int | None = None,
+        candidates_per_tile: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 < temperature < math.inf:
+            raise UsageError(f"temperature={temperature} must be a positive number, for example 0.05.")
+        if learnable_temperature and not 1 / MAX_INVERSE_TEMPERATURE <= temperature <= 1:
+            raise UsageError(
+                f"learnable_temperature=true holds the temperature within 0.01 to 1, so temperature={temperature} "
+                "cannot be its start. Start inside, or keep it fixed."
+            )
+        if false_negative_margin is not None and not math.isfinite(false_negative_margin):
+            raise UsageError(f"false_negative_margin={false_negative_margin} must be a number, or None for off.")
+        for name, size in (("rows_per_tile", rows_per_tile), ("candidates_per_tile", candidates_per_tile)):
+            if size is not None and size < 1:
+                raise UsageError(f"{name}={size} must be at least 1, or None for the default.")
+        self.symmetric = symmetric
+        self.matryoshka = _matryoshka(matryoshka_dims, matryoshka_weights, normalize)
+        self.mask_false_negatives = mask_false_negatives
+        self.false_negative_margin = false_negative_margin
+        self.cross_device_negatives = cross_device_negatives
+        self.normalize = normalize
+        self.rows_per_tile = rows_per_tile
+        self.tile_halvings = 0  # of a tile's rows, after a lack of memory
+        self.candidates_per_tile = candidates_per_tile
+        self.fixed_temperature = None if learnable_temperature else temperature
+        # One element, not zero dimensions: FSDP cannot shard a 0-D parameter.
+        start = torch.tensor([-math.log(temperature)], dtype=torch.float32)
+        self.log_inverse_temperature = nn.Parameter(start) if learnable_temperature else None
+
+    @property
+    def temperature(self) -> float:
+        """In use now. A learnable one is read back from its device; the metric "temperature" is not."""
+        if self.fixed_temperature is not None:
+            return self.fixed_temperature
+        return math.exp(-min(max(self.log_inverse_temperature.item(), 0.0), math.log(MAX_INVERSE_TEMPERATURE)))
+
+    def forward(
+        self,
+        own: Mapping[str, Tensor],
+        everyone: Mapping[str, Tensor] | None = None,
+        row_offset: int = 0,
+        ids: Mapping[str, Tensor] | None = None,
+    ) -> LossOutput:
+        """The loss, and as metrics accuracy, masked_share, positive_similarity and temperature.
+
+        own: column -> (rows, D); everyone: column -> (all rows, D) in rank order, None = own. Own row i is everyone's
+        row row_offset + i. ids: column -> (all rows,) integers, equal where texts are, and perhaps "group" -> (N,).
+        Gradients reach own through the rows' role and everyone through the candidates'. bf16 and fp16 are computed and
+        accumulated in float32, under autocast too.
+        """
+        everyone = own if everyone is None else everyone
+        columns = _checked_columns(own, everyone, row_offset, self.symmetric or everyone is own)  # (1)
+        anchor, positive, *negatives = columns
+        rows = own[anchor]
+        if self.matryoshka is not None and self.matryoshka[0][0] > rows.shape[1]:
+            raise UsageError(
+                f"matryoshka_dims lists {self.matryoshka[0][0]}, but the embeddings have {rows.shape[1]} dimensions. "
+                f"List dimensions up to {rows.shape[1]}."
+            )
+        embeddings: list[Tensor] = []
+        candidates = tuple(_index_of(everyone[column], embeddings) for column in (positive, *negatives))
+        directions = [Direction(_index_of(rows, embeddings), candidates)]
+        if self.symmetric:
+            candidates = (_index_of(everyone[anchor], embeddings),)
+            directions.append(Direction(_index_of(own[positive], embeddings), candidates))
+
+        dtype = functools.reduce(torch.promote_types, (e.dtype for e in embeddings), torch.float32)
+        on_cpu = rows.device.type == "cpu"
+        inverse_temperature = self._inverse_temperature(dtype, rows.device)
+        num_candidates = max(sum(embeddings[i].shape[0] for i in direction.candidates) for direction in directions)
+        most_rows = 512 if on_cpu else policy.LOSS_TILE_ROWS
+        fitting_rows = self.rows_per_tile or policy.loss_tile_rows(num_candidates, most_rows, dtype.itemsize)
+        plan = Plan(
+            directions=directions,
+            prefixes=self.matryoshka or [(rows.shape[1], 1.0)],
+            keys=_keys(columns, everyone, ids, dtype) if ids and self.mask_false_negatives else [],  # (2)
+            row_offset=row_offset,
+            margin=self.false_negative_margin,
+            normalize=self.normalize,
+            rows_per_tile=max(1, fitting_rows >> self.tile_halvings),
+            candidates_per_tile=self.candidates_per_tile or (512 if on_cpu else None),
+        )
+        loss, metrics = tiled_infonce(plan, inverse_temperature, embeddings)  # (3)
+        names = ("accuracy", "masked_share", "positive_similarity")
+        temperature = inverse_temperature.detach().reciprocal().squeeze(0)
+        return LossOutput(loss, {**dict(zip(names, metrics.unbind(), strict=True)), "temperature": temperature})
+
+    def _inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """(1,), with a graph to the parameter when it is learnable."""
+        if self.fixed_temperature is not None:
+            return torch.full((1,), 1 / self.fixed_temperature, dtype=dtype, device=device)
+        # The parameter itself is held, as in CLIP: clamping in the formula would cut the gradient at the bound, and
+        # the temperature could never come back.
+        with torch.no_grad():
+            self.log_inverse_temperature.clamp_(0.0, math.log(MAX_INVERSE_TEMPERATURE))
+        return self.log_inverse_temperature.to(dtype).exp()
+
+    def extra_repr(self) -> str:
+        learnable = self.log_inverse_temperature is not None
+        return f"temperature={self.temperature:.4g}, learnable_temperature={learnable}, symmetric={self.symmetric}"
+
+
+def _index_of(embedding: Tensor, embeddings: list[Tensor]) -> int:
+    """Its position; a new one is appended. A tensor in two roles is normalised once and has one gradient buffer."""
+    for index, known in enumerate(embeddings):
+        if known is embedding:
+            return index
+    embeddings.append(embedding)
+    return len(embeddings) - 1
+
+
+def _keys(
+    columns: list[str], everyone: Mapping[str, Tensor], ids: Mapping[str, Tensor], dtype: torch.dtype
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Per column of candidates the pairs (key of each of the N rows, key of each candidate); any in common masks."""
+    anchor, positive, *negatives = columns
+    for name, values in ids.items():
+        if name not in (*columns, "group"):
+            raise UsageError(f"ids has {name!r}, which is no column. Give ids of {', '.join(columns)} or 'group'.")
+        # As many anchors and groups as positives; asking for everyone's anchors would gather them.
+        num_rows = everyone[positive if name in (anchor, "group") else name].shape[0]
+        if values.shape != (num_rows,):
+            raise UsageError(f"ids[{name!r}] has the shape {tuple(values.shape)}. Give one id per row: ({num_rows},).")
+    names = dict.fromkeys(name for name in (anchor, positive, "group") if name in ids)
+    keys = [[tuple(_ranks([ids[name]], dtype) * 2) for name in names]]
+    for negative in negatives:
+        known = positive in ids and negative in ids
+        keys.append([tuple(_ranks([ids[positive], ids[negative]], dtype))] if known else [])
+    return keys if any(keys) else []
+
+
+def _ranks(ids: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Whole numbers, equal where the ids are, small enough to be floats, which compare fastest."""
+    values = torch.cat(ids)
+    assert values.shape[0] <= 2**24, f"float32 cannot tell {values.shape[0]} ids apart"
+    ordered, order = values.sort()
+    rank = torch.zeros_like(values)
+    rank[1:] = (ordered[1:] != ordered[:-1]).cumsum(dim=0)  # torch.unique would wait for the device to learn its size
+    return list(torch.empty_like(rank).scatter_(0, order, rank).to(dtype).split([len(part) for part in ids]))
+
+
+def _checked_columns(
+    own: Mapping[str, Tensor], everyone: Mapping[str, Tensor], row_offset: int, reads_anchors: bool
+) -> list[str]:
+    columns = list(own)
+    if len(columns) < 2:
+        raise UsageError(f"InfoNCE needs an anchor and a positive column, got {columns}. Add the positives.")
+    if set(everyone) != set(columns):
+        raise UsageError(f"own has the columns {columns}, everyone {list(everyone)}. Pass the same columns in both.")
+    anchor, positive = columns[:2]
+    width = own[anchor].shape[-1]
+    for column in columns:
+        # Everyone's anchors are read by the symmetric loss only, and reading a column is what gathers it.
+        for rows in (own[column],) if column == anchor and not reads_anchors else (own[column], everyone[column]):
+            if rows.ndim != 2 or rows.shape[1] != width:
+                raise UsageError(
+                    f"column {column!r} has embeddings of shape {tuple(rows.shape)}, {anchor!r} has width {width}. "
+                    "Return (rows, dimensions) of one width for every column, by a projection where towers differ."
+                )
+    for rows in (own, everyone) if reads_anchors else (own,):
+        if rows[anchor].shape[0] != rows[positive].shape[0]:
+            raise UsageError(
+                f"{anchor!r} has {rows[anchor].shape[0]} rows, its positives {positive!r} {rows[positive].shape[0]}. "
+                "Give every anchor one positive."
+            )
+    own_rows, all_rows = own[anchor].shape[0], everyone[positive].shape[0]
+    if not 0 <= row_offset <= all_rows - own_rows:
+        raise UsageError(
+            f"row_offset={row_offset} puts {own_rows} own rows outside everyone's {all_rows}. "
+            "Pass the number of rows on the ranks before this one."
+        )
+    return columns
+
+
+def _matryoshka(
+    dims: Sequence[int] | None, weights: Sequence[float] | None, normalize: bool
+) -> list[tuple[int, float]] | None:
+    """(dimensions, weight) widest first, with weights that sum to one."""
+    if dims is None:
+        if weights is not None:
+            raise UsageError(f"matryoshka_weights={list(weights)} needs matryoshka_dims. Give both or neither.")
+        return None
+    if not normalize:
+        raise UsageError(
+            "matryoshka_dims normalises every prefix again, normalize=false forbids it. Drop one of them."
+        )
+    weights = [1.0] * len(dims) if weights is None else list(weights)
+    if not dims or len(set(dims)) != len(dims) or min(dims) < 1:
+        raise UsageError(f"matryoshka_dims={list(dims)} must be different whole numbers, each at least 1.")
+    if len(weights) != len(dims) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+        raise UsageError(
+            f"matryoshka_weights={weights} must be one number >= 0 per entry of matryoshka_dims={list(dims)}, "
+            "and not all zero."
+        )
+    return sorted(((dim, weight / sum(weights)) for dim, weight in zip(dims, weights, strict=True)), reverse=True)

@@ -1,0 +1,50 @@
+"""The gradient cache over frozen parts: nothing frozen is encoded twice.
+
+(1) a column whose tower is frozen trains nothing: its rows are encoded once and leave pass 3
+(2) a frozen backbone under a trainable projection is encoded once; its pooled vectors (R, H) become the features of a
+    batch of their own, so that the cached step's chunks, graphs and replays are the projection's alone
+
+Letters: R rows of a column, H the backbone's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits, lay_out
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
+
+FORWARD_BYTES = 4  # float32, at most
+
+
+def frozen_columns(model: nn.Module, columns: Mapping[str, object]) -> set[str]:
+    """Columns of a bare model that train nothing; columns that share one tower are told apart by (2) only."""
+    if not isinstance(model, TowerModel):
+        return set()
+    frozen = {name for name, tower in model.towers.items() if _is_frozen(tower)}
+    return {column for column in columns if model.column_to_tower.get(column) in frozen}
+
+
+def has_frozen_backbone(model: nn.Module) -> bool:
+    """Whether pooled vectors are constants of the run: the model goes on from them."""
+    return isinstance(model, EmbeddingModel) and model.projection is not None and _is_frozen(model.backbone)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return not any(p.requires_grad for p in module.parameters())
+
+
+def batch_of_pooled(pooled: Mapping[str, torch.Tensor]) -> ChunkedBatch:
+    """Column -> (R, H), as one chunk: a projection holds no more per row than the embeddings themselves."""
+    return lay_out({name: {"pooled": rows} for name, rows in pooled.items()}, ChunkLimits(), sort=False)
+
+
+def forward_bytes_per_token(config: object) -> float:
+    """What a forward without a graph holds at its widest, roughly: one layer's states, attention inputs and MLP."""
+    hidden = getattr(config, "hidden_size", None) or getattr(config, "dim", 1024)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    return FORWARD_BYTES * (8 * hidden + 3 * inner)

@@ -1,0 +1,247 @@
+"""`frozen_feature_cache`: what a frozen leading part makes of the training rows, computed once, used in every epoch,
+run and rank.
+
+(1) before the model is wrapped, the ranks share the rows, collate them and compute what the folder lacks; the first
+    batch is collated and computed twice, and what differs then is refused: random features must not be frozen
+(2) the disk it takes is estimated from that batch and said before the rest is computed
+(3) while training, the collator replaces the part's inputs by the stored features; a batch with a row that is not
+    stored (another text, another picture) is computed as without a cache
+
+Features are stored as they are computed, in the precision of the run. They equal those of a step without the cache up
+to float rounding, since a row's neighbours in a batch differ.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Subset
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
+from hf_dist_ext.frozen.leading_part import FEATURES, ImageEncoder, LeadingPart, frozen_leading_part
+from hf_dist_ext.strategies import collectives
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+
+WAITS = (1, 2, 4)  # seconds
+
+
+class FeatureCache:
+    """The store of one model's frozen part, and the way of its features into training batches."""
+
+    def __init__(self, trainer: DistTrainer):
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self.part: LeadingPart = frozen_leading_part(model)
+        config = getattr(model, "config", None)
+        facts = (
+            type(model).__name__,
+            trainer.args.bf16,
+            trainer.args.fp16,
+            None if config is None else config.to_dict(),
+        )
+        digest = part_digest(self.part.modules, *facts)
+        self.store = FeatureStore(Path(trainer.args.frozen_feature_cache) / digest)
+        self.keeps_left_padding = getattr(config, "rope_parameters", None) is None
+        self.must_have_all = False  # set where a forward of the part is a collective
+
+    def keys(self, name: str, inputs: dict) -> list[tuple[int, int]]:
+        return row_keys(inputs, self.part.salt(name), self.keeps_left_padding)
+
+    def replace(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """(3); all of a batch or nothing, so that one forward has one kind of input."""
+        keys = {name: self.keys(name, inputs) for name, inputs in self.part.inputs(batch).items()}
+        if not all(key in self.store for of_name in keys.values() for key in of_name):
+            if self.must_have_all:
+                raise UsageError(
+                    "frozen_feature_cache: a training batch has a row that is not stored, and the frozen part is "
+                    'sharded, so one rank can not compute it alone. Set frozen_parts_fsdp="replicate", or check '
+                    "whether the collator changes rows at random."
+                )
+            return batch
+        for name, of_name in keys.items():
+            batch = self.part.put(batch, name, self.store.get(of_name))
+        return batch
+
+    # ---- (1), (2) ----
+
+    def fill(self, trainer: DistTrainer) -> None:
+        """Compute what is missing of the training rows. Every rank must call it; an error on one is raised on all."""
+        error: UsageError | None = None
+        try:
+            self._fill(trainer)
+        except UsageError as found:
+            error = found
+        failed = [row[0] for row in collectives.exchange([int(error is not None)], trainer.args.device)]
+        if error is not None:
+            raise error
+        if any(failed):
+            raise UsageError(f"frozen_feature_cache: rank {failed.index(1)} failed; its message says why.")
+        self._load_everyones(trainer.args.device)
+
+    def _load_everyones(self, device: torch.device) -> None:
+        """A folder on the network may show another machine's files a little later."""
+        for wait in (0, *WAITS):
+            time.sleep(wait)
+            self.store.load()
+            seen = [row[0] for row in collectives.exchange([len(self.store)], device)]
+            if min(seen) == max(seen):
+                return
+        if collectives.rank() == 0:
+            logger.warning(
+                f"frozen_feature_cache: processes see from {min(seen)} to {max(seen)} stored rows in "
+                f"{self.store.folder}; what one does not see it computes in every step. Give a folder that all "
+                "machines share."
+            )
+
+    def _fill(self, trainer: DistTrainer) -> None:
+        dataset, args = trainer.train_dataset, trainer.args
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise UsageError(
+                "frozen_feature_cache needs a dataset with a length, not a stream. Set streaming to false."
+            )
+        own = range(collectives.rank(), len(dataset), collectives.world_size())
+        loader = DataLoader(
+            Subset(dataset, own),
+            batch_size=args.per_device_eval_batch_size,
+            collate_fn=trainer.data_collator,
+            num_workers=args.dataloader_num_workers,
+        )
+        places = [(module, next(module.parameters()).device) for module in self.part.modules]
+        was_training = trainer.model.training
+        trainer.model.eval()
+        progress = tqdm(
+            loader, "frozen features", disable=args.disable_tqdm or not args.should_log or collectives.rank() > 0
+        )
+        try:
+            for module, _ in places:
+                module.to(args.device)  # FSDP leaves the model where it was loaded
+            for number, batch in enumerate(progress):
+                found = self._compute(trainer, batch)
+                if number == 0 and found:
+                    self._check_repeatable(trainer, own, found)
+                    self._check_disk(found, len(own))
+                for keys, features in found:
+                    self.store.add(keys, features)
+            self.store.flush()
+        finally:
+            for module, device in places:
+                module.to(device)
+            trainer.model.train(was_training)
+
+    def _compute(self, trainer: DistTrainer, batch: dict, again: bool = False) -> list[tuple[list, torch.Tensor]]:
+        """(keys, features) of every input of the batch that has a row which is not stored."""
+        found = []
+        for name, inputs in self.part.inputs(batch).items():
+            keys = self.keys(name, inputs)
+            # An image encoder's shapes are known from a forward only, so the first batch is always computed.
+            is_known = not isinstance(self.part, ImageEncoder) or self.part.shapes is not None
+            if all(key in self.store for key in keys) and is_known and not again:
+                continue
+            placed = {key: value.to(trainer.args.device) for key, value in inputs.items()}
+            with torch.no_grad(), trainer.accelerator.autocast():
+                features = self.part.compute(name, placed)
+            if len(features) != len(keys):
+                raise UsageError(
+                    f"frozen_feature_cache: {len(features)} features for the {len(keys)} rows of {name!r}."
+                )
+            found.append((keys, features))
+        return found
+
+    def _check_repeatable(self, trainer: DistTrainer, own: range, found: list) -> None:
+        rows = [trainer.train_dataset[i] for i in own[: trainer.args.per_device_eval_batch_size]]
+        again = self._compute(trainer, trainer.data_collator(rows), again=True)
+        first = [keys for keys, _ in found]
+        if first != [keys for keys, _ in again][: len(first)]:
+            raise UsageError(
+                "frozen_feature_cache: collating the same rows twice gave different inputs (augmentation, random "
+                "cropping?), so their features are not constants. Make the collator repeatable or drop the cache."
+            )
+        if not all(torch.equal(one, other) for (_, one), (_, other) in zip(found, again, strict=False)):
+            raise UsageError(
+                "frozen_feature_cache: the frozen part gave different features for the same rows (dropout in its own "
+                "code, or a random operation), so they are not constants. Drop the cache."
+            )
+
+    def _check_disk(self, found: list, rows: int) -> None:
+        """A first batch says what a row takes; the ranks share the rows evenly."""
+        stored = sum(features.numel() * features.element_size() for _, features in found)
+        batch_rows = max(len(keys) for keys, _ in found)
+        needed = stored / batch_rows * max(0, rows * collectives.world_size() - len(self.store))
+        free = shutil.disk_usage(self.store.folder).free
+        words = f"about {_size(needed)} for {rows * collectives.world_size()} rows, {_size(free)} are free in"
+        if needed > free:
+            raise UsageError(f"frozen_feature_cache: {words} {self.store.folder}. Make room, or give another folder.")
+        if collectives.rank() == 0:
+            print(f"frozen features: {words} {self.store.folder}")
+
+
+def _size(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+class CachingCollator:
+    """The trainer's collator, whose batches go on from stored features."""
+
+    def __init__(self, collate: Callable, cache: FeatureCache):
+        self.collate, self.cache = collate, cache
+
+    def __call__(self, rows: list) -> dict[str, Any]:
+        return self.cache.replace(self.collate(rows))
+
+    def __getattr__(self, name: str) -> Any:  # columns, id_column, ...
+        if name in ("collate", "cache") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.collate, name)
+
+
+@contextmanager
+def features_in_batches(trainer: DistTrainer) -> Iterator[None]:
+    """While the training loader is made: fill the cache once, and let the loader's collator use it."""
+    if trainer.feature_cache is None:
+        trainer.feature_cache = FeatureCache(trainer)
+        trainer.feature_cache.fill(trainer)
+        _share_with_stand_in(trainer)
+    cache, collate = trainer.feature_cache, trainer.data_collator
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    cache.must_have_all = trainer.forwards_are_collective and getattr(plugin, "ignored_modules", None) is None
+    trainer.data_collator = CachingCollator(collate, cache)
+    try:
+        yield
+    finally:
+        trainer.data_collator = collate
+
+
+def _share_with_stand_in(trainer: DistTrainer) -> None:
+    """A blank picture goes on from its features as well: a rank that stands in must not run an encoder, whose shards
+    the others do not gather."""
+    part, stand_in = trainer.feature_cache.part, getattr(trainer, "image_stand_in", None)
+    if not isinstance(part, ImageEncoder) or stand_in is None:
+        return
+    with torch.no_grad(), trainer.accelerator.autocast():
+        encoder_device = next(part.encoder.parameters()).device
+        blank = part.compute("images", {key: value.to(encoder_device) for key, value in stand_in.blank.items()})
+    stand_in.before = lambda: part.provide(blank)
+
+
+def take_features(trainer: DistTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Hand a batch's stored image features to the encoder's stand-in; other batches pass unchanged."""
+    if trainer.feature_cache is None or not isinstance(trainer.feature_cache.part, ImageEncoder):
+        return inputs
+    trainer.feature_cache.part.withdraw()
+    if FEATURES not in inputs:
+        return inputs
+    trainer.feature_cache.part.provide(inputs[FEATURES].to(trainer.args.device))
+    return {key: value for key, value in inputs.items() if key != FEATURES}

@@ -1,0 +1,216 @@
+"""Frozen features on disk: one tensor per input, found by what the input is, not by where it stood.
+
+    store = FeatureStore(folder); store.add(keys, features); store.flush(); store.load(); store.get(keys)
+
+(1) a key is a hash of one row's tensors as the model takes them, padding left out; so another image size, prompt,
+    tokenizer or row is another key and can never be answered with old features
+(2) features are appended to shards, safetensors files with `keys` (n, 2) int64 and `features` (n, ...). A shard's name
+    is random, so that several jobs can fill one folder at once, and it appears when the shard is complete, so that
+    neither a kill nor a full disk leaves half of one
+(3) every process reads the keys of all shards into one sorted table, 24 bytes per row, and maps the features it needs;
+    the key that stands beside a feature must be the one that was asked for
+
+The folder is for one frozen part with one set of weights: `part_digest` names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_dist_ext.engine.columns import TOKEN_AXIS_KEYS
+from hf_dist_ext.errors import UsageError
+
+SHARD_BYTES = 64 * 2**20
+NEW_ROWS = 1 << 16  # that wait at least until they are sorted in
+Key = tuple[int, int]
+
+
+# ---- (1) ----
+
+
+def row_keys(features: Mapping[str, torch.Tensor], salt: str = "", keeps_left_padding: bool = True) -> list[Key]:
+    """128 bits per row (first axis). `keeps_left_padding`: positions count from the left edge, so that the number of
+    padding tokens before a row is part of what it is."""
+    mask = features.get("attention_mask")
+    names = sorted(name for name, value in features.items() if isinstance(value, torch.Tensor))
+    num_rows = len(features[names[0]])
+    hashes = [hashlib.blake2b(salt.encode(), digest_size=16) for _ in range(num_rows)]
+    for name in names:
+        value = features[name].detach().cpu()
+        if len(value) != num_rows:
+            raise UsageError(
+                f"frozen_feature_cache: {name} {tuple(value.shape)} does not hold one entry for each of {num_rows} "
+                "rows, so its features can not be told apart by row. Switch the cache off for this model."
+            )
+        is_tokens = mask is not None and name in TOKEN_AXIS_KEYS and value.shape[:2] == mask.shape[:2]
+        for i, row in enumerate(value):
+            if is_tokens:
+                real = mask[i].cpu().bool()
+                if keeps_left_padding:
+                    hashes[i].update(int(real.int().argmax()).to_bytes(4, "little"))
+                row = row[real]
+            hashes[i].update(f"{name} {row.dtype} {tuple(row.shape)};".encode())
+            hashes[i].update(_bytes(row))
+    digests = [one.digest() for one in hashes]
+    return [
+        (int.from_bytes(d[:8], "little", signed=True), int.from_bytes(d[8:], "little", signed=True)) for d in digests
+    ]
+
+
+def part_digest(modules: Iterable[nn.Module], *facts: Any) -> str:
+    """What the features depend on beside the input: weights, buffers, configuration, precision."""
+    found = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    for module in modules:
+        for name, tensor in sorted({**dict(module.named_parameters()), **dict(module.named_buffers())}.items()):
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            found.update(_bytes(tensor.detach().cpu()))
+    return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+# ---- (2), (3) ----
+
+
+class FeatureStore:
+    """Shards of one folder."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.shards: list[Path] = []
+        # Of all known rows, sorted: the halves of the key, and (number of the shard, row of the shard).
+        self.high, self.low = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        self.places = np.empty((0, 2), dtype=np.int32)
+        self._new: dict[Key, tuple[int, int]] = {}  # of this process, until they are sorted in
+        self._pending: list[tuple[Key, torch.Tensor]] = []
+        self._open: dict[Path, Any] = {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.load()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}  # file handles do not travel to data loader processes
+
+    def __contains__(self, key: Key) -> bool:
+        return self._place(key) is not None
+
+    def __len__(self) -> int:
+        self._sort_in([])
+        return len(self.high)
+
+    def load(self) -> None:
+        """Read the keys of shards that are not known yet. Of a row that several shards hold, the one whose name comes
+        first counts, on every process and in every later run."""
+        known, found = set(self.shards), {}
+        for path in sorted(self.folder.glob("features-*.safetensors")):
+            if path in known:
+                continue
+            try:
+                with safe_open(path, "np") as shard:
+                    found[path] = shard.get_tensor("keys")
+            except SafetensorError as error:
+                raise UsageError(f"{path} is no complete shard of features ({error}). Delete it.") from error
+        self.shards += found
+        self._sort_in([*found.values()])
+
+    def _sort_in(self, of_shards: list[np.ndarray]) -> None:
+        """The keys (n, 2) of the last shards, and this process's new ones, into the table."""
+        if not of_shards and not self._new:
+            return
+        new = np.array([(*key, *place) for key, place in self._new.items()], dtype=np.int64).reshape(-1, 4)
+        self._new = {}
+        keys = [np.stack([self.high, self.low], axis=1), new[:, :2]]
+        places = [self.places, new[:, 2:].astype(np.int32)]
+        for number, of_shard in enumerate(of_shards, len(self.shards) - len(of_shards)):
+            rows = np.arange(len(of_shard), dtype=np.int32)
+            keys.append(of_shard)
+            places.append(np.stack([np.full_like(rows, number), rows], axis=1))
+        keys, places = np.concatenate(keys), np.concatenate(places)
+        of_name = np.argsort(np.argsort([path.name for path in self.shards]))  # a shard's place by name
+        order = np.lexsort((places[:, 1], of_name[places[:, 0]], keys[:, 1], keys[:, 0]))
+        keys, places = keys[order], places[order]
+        is_first = np.ones(len(keys), dtype=bool)
+        is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+        self.high, self.low = (np.ascontiguousarray(half) for half in keys[is_first].T)
+        self.places = places[is_first]
+
+    def _place(self, key: Key) -> tuple[int, int] | None:
+        """Number of the shard, row of the shard."""
+        if key in self._new:
+            return self._new[key]
+        for i in range(*(int(np.searchsorted(self.high, key[0], side)) for side in ("left", "right"))):
+            if self.low[i] == key[1]:
+                return tuple(self.places[i].tolist())
+        return None
+
+    def get(self, keys: Sequence[Key]) -> torch.Tensor:
+        """(n, ...) features in the order of the keys, which must all be there."""
+        rows = []
+        for key in keys:
+            shard, i = self._place(key)
+            path = self.shards[shard]
+            if path not in self._open:
+                self._open[path] = safe_open(path, "pt")
+            found = self._open[path]
+            stored = found.get_slice("keys")
+            if i >= stored.get_shape()[0] or tuple(stored[i].tolist()) != key:
+                raise UsageError(
+                    f"{path} no longer holds the row it held when this run began: another program replaced it. Delete "
+                    f"{self.folder} and start again; its features are computed anew."
+                )
+            rows.append(found.get_slice("features")[i])
+        return torch.stack(rows)
+
+    def add(self, keys: Sequence[Key], features: torch.Tensor) -> None:
+        """Features (n, ...) of new keys; written when a shard is full, or by `flush`."""
+        waiting = {key for key, _ in self._pending}
+        for key, row in zip(keys, features.cpu(), strict=True):
+            if key not in self and key not in waiting:
+                self._pending.append((key, row.clone()))
+                waiting.add(key)
+        if self._pending and len(self._pending) * self._pending[0][1].nbytes >= SHARD_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting. Raises UsageError when the disk is full; nothing half-written stays."""
+        if not self._pending:
+            return
+        shapes = {tuple(row.shape) for _, row in self._pending}
+        if len(shapes) > 1:
+            raise UsageError(
+                f"frozen_feature_cache: features of different shapes, {sorted(shapes)[:3]}. Inputs of one size are "
+                "needed; switch the cache off for this model."
+            )
+        path = self.folder / f"features-{uuid.uuid4().hex}.safetensors"
+        unfinished = path.with_suffix(".unfinished")
+        keys = torch.tensor([key for key, _ in self._pending], dtype=torch.int64)
+        try:
+            save_file({"keys": keys, "features": torch.stack([row for _, row in self._pending])}, unfinished)
+            with open(unfinished, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise UsageError(
+                f"frozen_feature_cache: {path} can not be written ({error}). {len(self)} rows are kept for the "
+                "next run; make room, or give another folder."
+            ) from error
+        self.shards.append(path)
+        self._new |= {key: (len(self.shards) - 1, i) for i, (key, _) in enumerate(self._pending)}
+        if len(self._new) > NEW_ROWS + len(self.high) // 4:
+            self._sort_in([])
+        self._pending = []

@@ -1,0 +1,214 @@
+"""Frozen-part training in Trainer's hooks: `freezing` decides, `frozen_mode` runs, this file wires.
+
+(1) before anything wraps the model: the plan is made and applied, frozen modules get their run-time mode
+(2) FSDP2: frozen parts are sharded like the rest, or replicated on every rank with no collective for them
+(3) a learning rate per group
+(4) at train begin the report is printed; the plan is asserted before the optimizer is made and at every step; after
+    the first backward every trainable parameter must have a gradient
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.frozen.image_stand_in import ImageStandIn
+from hf_dist_ext.frozen.plan import (
+    FreezePlan,
+    GroupReport,
+    format_report,
+    match_depths,
+    module_groups,
+    plan_freezing,
+    report,
+)
+from hf_dist_ext.frozen.run_mode import fully_frozen_roots, set_frozen_mode
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies.fsdp import FROZEN_PARTS
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+# What optimizers keep per trainable parameter, bytes; the rest keep AdamW's two float32 numbers.
+OPTIMIZER_BYTES = {"sgd": 0, "adafactor": 0, "8bit": 2, "lion": 4, "adagrad": 4, "rmsprop": 4}
+REPLICATED_SHARE = 0.25  # of a device's free memory, that replicated frozen weights may take
+REPLICATED_BYTES_ON_CPU = 4 * 2**30
+
+
+# ---- (1) ----
+
+
+def freeze(model: nn.Module | None, args: Any) -> FreezePlan | None:
+    """Plan and apply what the arguments ask of a bare model; None when they ask for nothing."""
+    fields = (getattr(args, "trainable_modules", None), getattr(args, "frozen_modules", None))
+    if model is None or fields == (None, None):
+        return None
+    plan = plan_freezing(model, *fields, carried=getattr(model, "_carried_parameters", ()))
+    plan.apply(model, has_autocast=args.bf16 or args.fp16)
+    set_frozen_mode(model)
+    return plan
+
+
+def stand_in_for_images(trainer: DistTrainer) -> ImageStandIn | None:
+    """Let batches without images run the image part on a blank picture, when the processor can make one.
+
+    A loss over embeddings needs it where forwards are collectives, or where nothing but the image part trains;
+    elsewhere zero gradients do for DDP (`distributed.Reduction`).
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = base.backbone if isinstance(base, EmbeddingModel) else model
+    groups, makes_pictures = module_groups(model), getattr(trainer.processing_class, "image_processor", None)
+    if makes_pictures is None or "vision" not in groups or not hasattr(model, "get_image_features"):
+        return None
+    language_trains = any(p.requires_grad and groups["language"].depth(name) for name, p in model.named_parameters())
+    if trainer.loss is not None and language_trains and not trainer.forwards_are_collective:
+        return None
+    from PIL import Image
+
+    features = makes_pictures(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
+    holders = [model, getattr(model, "model", None)]  # the outer one may hand keywords on
+    methods = [holder.get_image_features for holder in holders if hasattr(holder, "get_image_features")]
+    taken = {name for method in methods for name in inspect.signature(method).parameters}
+    blank = {key: value for key, value in features.items() if key in taken and isinstance(value, torch.Tensor)}
+    return ImageStandIn(model, blank, is_collective=lambda: trainer.forwards_are_collective)
+
+
+# ---- (2) ----
+
+
+def replicate_frozen_parts(plugin: Any, model: nn.Module, plan: FreezePlan | None, choice: str) -> None:
+    """Let FSDP2 leave frozen parts alone, whole on every rank, when asked for or when they are small."""
+    if plugin.ignored_modules == FROZEN_PARTS:  # the preset's two words; accelerate would take them for a regex
+        plugin.ignored_modules = None
+    if plan is None:
+        if choice == "replicate":
+            logger.warning("frozen_parts_fsdp='replicate': nothing is frozen by name, so FSDP shards everything.")
+        return
+    if getattr(plugin, "fsdp_version", 1) != 2 or plugin.ignored_modules is not None:
+        return
+    roots = fully_frozen_roots(model)
+    frozen_bytes = sum(p.numel() * p.element_size() for root in roots for p in root.parameters())
+    limit = _replicated_limit()
+    fits = frozen_bytes <= limit
+    if plugin.cpu_ram_efficient_loading and (choice == "replicate" or fits):
+        # The other ranks' copies would stay empty: accelerate 1.15 fills sharded parameters only.
+        message = "replicating frozen parts needs fsdp_cpu_ram_efficient_loading: false in the accelerate YAML"
+        if choice == "replicate":
+            raise UsageError(f"frozen_parts_fsdp='replicate': {message}.")
+        logger.info(f"FSDP: frozen parts are sharded; {message}.")
+        return
+    if choice == "replicate" or (choice == "auto" and fits):
+        plugin.ignored_modules = roots
+    done, why = (
+        ("replicated", "no collective for them") if plugin.ignored_modules else ("sharded", "they are gathered")
+    )
+    logger.info(
+        f"FSDP: frozen parts ({frozen_bytes / 2**30:.2f} GiB) are {done}: {why}. frozen_parts_fsdp={choice!r}, "
+        f"replicated up to {limit / 2**30:.1f} GiB when 'auto'."
+    )
+
+
+def _replicated_limit() -> int:
+    if not torch.accelerator.is_available():
+        return REPLICATED_BYTES_ON_CPU
+    device = torch.accelerator.current_accelerator()
+    total = torch.get_device_module(device).mem_get_info()[1]  # the same on every rank, unlike what is free
+    return int(REPLICATED_SHARE * total)
+
+
+# ---- (3) ----
+
+
+def split_by_learning_rate(
+    optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]
+) -> list[str]:
+    """Give parameters of the named groups (names as in trainable_modules) their own rate; the deepest match wins.
+
+    Returns the name of each of the optimizer's groups, "default" for those that keep the common rate.
+
+    Raises:
+        UsageError: a name that matches nothing, or nothing that trains.
+    """
+    depths = {name: match_depths(model, [name], "learning_rates") for name in rates}
+    owner: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        deepest = max(depths, key=lambda group: depths[group].get(name, 0))
+        if depths[deepest].get(name, 0) and parameter.requires_grad:
+            owner[id(parameter)] = deepest
+    idle = [name for name in rates if name not in owner.values()]
+    if idle:
+        raise UsageError(f"learning_rates: nothing of {idle[0]!r} trains. Remove it, or add it to trainable_modules.")
+    groups, names = [], []
+    for group in optimizer.param_groups:
+        for name in ["default", *rates]:
+            parameters = [p for p in group["params"] if owner.get(id(p), "default") == name]
+            if parameters:
+                rate = group["lr"] if name == "default" else rates[name]
+                groups.append({**group, "params": parameters, "lr": rate})
+                names.append(name)
+    optimizer.param_groups[:] = groups
+    return names
+
+
+def rates_for_log(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, float]:
+    """The present rate of every named part; groups that joined later (the loss's own) are not listed."""
+    rates = zip(names, optimizer.param_groups, strict=False)
+    return {f"learning_rate_{name}": float(group["lr"]) for name, group in rates if name != "default"}
+
+
+# ---- (4) ----
+
+
+def optimizer_bytes(args: Any) -> float:
+    name = str(getattr(args.optim, "value", args.optim))
+    return next((number for part, number in OPTIMIZER_BYTES.items() if part in name), 8)
+
+
+def freeze_report(trainer: DistTrainer) -> list[GroupReport]:
+    """What trains, per group, with the bytes of the whole model; a stage may print and store it."""
+    return report(_bare_model(trainer), optimizer_bytes(trainer.args))
+
+
+class FreezeWatch(TrainerCallback):
+    """Asserts the plan while training."""
+
+    def __init__(self, trainer: DistTrainer):
+        self.trainer, self._has_checked_gradients = trainer, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._has_checked_gradients = False
+        if state.is_world_process_zero:
+            tqdm.write(format_report(self.trainer.freeze_lines))  # the progress bar is there already
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.trainer.freeze_plan.check(_bare_model(self.trainer), f"step {state.global_step + 1}")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        guard = self.trainer.guard
+        if guard is not None and guard.in_a_row:
+            return  # the update is skipped and its gradients dropped, as in the first steps of fp16: look at the next
+        has_gradients = not self.trainer.is_deepspeed_enabled  # its engine has used them up by now
+        if has_gradients and not self._has_checked_gradients and not args.ddp_find_unused_parameters:
+            self.trainer.freeze_plan.check_gradients(_bare_model(self.trainer))
+        self._has_checked_gradients = True
+
+
+def check_before_optimizer(trainer: DistTrainer) -> None:
+    """Raises UsageError when what trains is no longer what was planned."""
+    trainer.freeze_plan.check(_bare_model(trainer), "before the optimizer is made")
+    trainer.freeze_lines = freeze_report(trainer)
+
+
+def _bare_model(trainer: DistTrainer) -> nn.Module:
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

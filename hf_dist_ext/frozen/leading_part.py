@@ -1,0 +1,212 @@
+"""The frozen leading part of a model: which of a batch's inputs it reads, what it makes of them, and how the rest of
+the model goes on from there.
+
+    part = frozen_leading_part(model)
+    part.inputs(batch)                  # name -> tensors with one entry per cached unit (a row, or an image)
+    part.compute(name, inputs)          # (n, ...) features
+    part.put(batch, name, features)     # the batch that the rest of the model goes on from
+
+(1) an `EmbeddingModel` with a frozen backbone: pooled vectors, one per row of every column
+(2) a `TowerModel` with frozen towers: their embeddings, one per row of their columns
+(3) a vision-language model with a frozen image encoder: what its projector is given, one per image. The encoder's
+    forward is then a stand-in that returns zeros of the right shapes, and the projector's input is replaced
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.frozen.encode_once import frozen_columns, has_frozen_backbone
+from hf_dist_ext.frozen.plan import module_groups
+from hf_dist_ext.models.towers import TowerModel
+
+FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the model's forward
+
+Batch = dict[str, Any]
+
+
+class LeadingPart(Protocol):
+    modules: list[nn.Module]
+
+    def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]: ...
+
+    def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
+
+    def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch: ...
+
+    def salt(self, name: str) -> str: ...
+
+
+def frozen_leading_part(model: nn.Module) -> LeadingPart:
+    """Raises UsageError when nothing before the first trainable parameter can be cached."""
+    if has_frozen_backbone(model):
+        return PooledVectors(model)
+    if isinstance(model, TowerModel) and frozen_columns(model, model.column_to_tower):
+        return TowerVectors(model)
+    if "vision" in module_groups(model) and hasattr(model, "get_image_features"):
+        return ImageEncoder(model)
+    raise UsageError(
+        f"frozen_feature_cache: {type(model).__name__} has no frozen leading part to cache: that is a frozen backbone "
+        "under a projection, a frozen tower, or a frozen image encoder. Freeze one, or switch the cache off."
+    )
+
+
+class PooledVectors:
+    """(1)"""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.modules = model, [model.backbone]
+
+    def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
+        return {name: features for name, features in batch.items() if name != "ids"}
+
+    def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(**inputs, stops_at_pooled=True).embeddings
+
+    def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch:
+        return {**batch, name: {"pooled": features}}
+
+    def salt(self, name: str) -> str:
+        return f"pooled {self.model.pooling}"
+
+
+class TowerVectors:
+    """(2)"""
+
+    def __init__(self, model: TowerModel):
+        self.model = model
+        self.columns = frozen_columns(model, model.column_to_tower)
+        self.modules = [model.towers[name] for name in sorted({model.column_to_tower[c] for c in self.columns})]
+
+    def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
+        return {name: features for name, features in batch.items() if name in self.columns}
+
+    def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(column=name, **inputs).embeddings
+
+    def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch:
+        return {**batch, name: {"vectors": features}}
+
+    def salt(self, name: str) -> str:
+        return f"tower {self.model.column_to_tower[name]} {self.model.normalize}"
+
+
+class _Reached(Exception):
+    """The projector was reached; nothing behind it is needed."""
+
+
+class ImageEncoder:
+    """(3)"""
+
+    def __init__(self, model: nn.Module):
+        groups = module_groups(model)
+        modules = dict(model.named_modules())
+        self.model = model
+        self.encoder = modules[groups["vision"].roots[0]]
+        projectors = [modules[root] for root in groups["projector"].roots if root in modules]
+        if any(p.requires_grad for p in self.encoder.parameters()):
+            nested = any(module in projectors for module in self.encoder.modules())
+            why = "its projector lies inside the image encoder" if nested else "its image encoder trains"
+            raise UsageError(f"frozen_feature_cache: {type(model).__name__}: {why}. Switch the cache off.")
+        if len(projectors) != 1 or groups["vision"].without:
+            raise UsageError(
+                f"frozen_feature_cache: {type(model).__name__} has no single projector behind its image encoder, so "
+                "there is no one place to go on from. Switch the cache off."
+            )
+        self.projector, self.modules = projectors[0], [self.encoder]
+        holders = [model, getattr(model, "model", None)]
+        methods = [holder.get_image_features for holder in holders if hasattr(holder, "get_image_features")]
+        self.taken = {name for method in methods for name in inspect.signature(method).parameters}
+        self.shapes: Any = None  # of the encoder's output, without its first axis
+        self._given: torch.Tensor | None = None
+        self._encode = self.encoder.forward
+        self.encoder.forward = self._forward
+        self.projector.register_forward_pre_hook(self._go_on)
+
+    def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
+        found = {
+            k: v for k, v in batch.items() if k in self.taken and k != "input_ids" and isinstance(v, torch.Tensor)
+        }
+        return {"images": found} if "pixel_values" in found else {}
+
+    def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        reached: list[torch.Tensor] = []
+
+        def stop(module: nn.Module, args: tuple) -> None:
+            reached.append(args[0])
+            raise _Reached
+
+        def note(module: nn.Module, args: tuple, output: Any) -> None:
+            self.shapes = _shapes(output)
+
+        handles = [
+            self.projector.register_forward_pre_hook(stop, prepend=True),
+            self.encoder.register_forward_hook(note),
+        ]
+        try:
+            self.model.get_image_features(**inputs)
+        except _Reached:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not reached or len(reached[0]) != len(inputs["pixel_values"]):
+            found = tuple(reached[0].shape) if reached else "nothing"
+            raise UsageError(
+                f"frozen_feature_cache: the projector of {type(self.model).__name__} is given {found} for "
+                f"{len(inputs['pixel_values'])} images; one entry per image is needed. Switch the cache off."
+            )
+        return reached[0]
+
+    def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch:
+        return {**batch, FEATURES: features}
+
+    def salt(self, name: str) -> str:
+        return "images"
+
+    def provide(self, features: torch.Tensor) -> None:
+        """The next forward goes on from these, (n, ...) for its n images."""
+        assert self.shapes is not None
+        self._given = features
+
+    def withdraw(self) -> None:
+        self._given = None
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._given is None:
+            return self._encode(*args, **kwargs)
+        zero = self._given.new_zeros(1)
+        return _zeros(self.shapes, len(self._given), zero)
+
+    def _go_on(self, module: nn.Module, args: tuple) -> tuple | None:
+        if self._given is None:
+            return None
+        given, self._given = self._given, None
+        assert args[0].shape == given.shape, (args[0].shape, given.shape)
+        return (given.to(args[0].device), *args[1:])
+
+
+def _shapes(output: Any) -> Any:
+    """A description, without tensors, of what an encoder returned."""
+    if isinstance(output, torch.Tensor):
+        return tuple(output.shape[1:])
+    if isinstance(output, Mapping):  # a ModelOutput
+        return type(output), {key: _shapes(value) for key, value in output.items()}
+    return [_shapes(value) for value in output] if isinstance(output, tuple | list) else None
+
+
+def _zeros(shapes: Any, count: int, zero: torch.Tensor) -> Any:
+    if shapes is None:
+        return None
+    if isinstance(shapes, list):
+        return tuple(_zeros(one, count, zero) for one in shapes)
+    if len(shapes) == 2 and isinstance(shapes[0], type):
+        kind, fields = shapes
+        return kind(**{key: _zeros(one, count, zero) for key, one in fields.items()})
+    return zero.expand(count, *shapes)  # takes no memory

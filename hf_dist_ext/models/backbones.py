@@ -1,0 +1,196 @@
+"""A transformers model as a backbone: built from a config or loaded, without the parts an embedding never uses.
+
+(1) A dict such as {"model_type": "bert", "hidden_size": 128} becomes a config; a misspelt key is an error.
+(2) The class is AutoModel, or the encoder alone of an encoder-decoder.
+(3) There is no pooler: its parameters never get a gradient, which DDP takes for an error.
+(4) Loaded weights are complete: transformers would print a table and go on with random ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import tensor_parallel
+
+logger = logging.getLogger(__name__)
+
+
+def build_backbone(
+    config: Mapping[str, Any] | PreTrainedConfig,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str | None = None,
+    distributed_config: Any = None,
+) -> PreTrainedModel:
+    """Random weights from a config, or a dict with "model_type" and that config's fields; `dtype` None is float32.
+
+    `distributed_config`: transformers' DistributedConfig, to split the model over processes (tensor parallelism).
+    """
+    if not isinstance(config, PreTrainedConfig):
+        config = parse_config(config)  # (1)
+    if distributed_config is not None:
+        tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
+    options = {"dtype": parse_dtype(dtype) or torch.float32}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    try:
+        backbone = _auto_class(config).from_config(config, **options, **_pooler_option(config))  # (2)
+    except (ValueError, ImportError, AssertionError) as error:
+        raise UsageError(f"model_config cannot be built: {one_line(error)}") from error
+    backbone = _without_pooler(backbone)
+    return backbone if distributed_config is None else tensor_parallel.split(backbone, distributed_config)
+
+
+def load_backbone(
+    name_or_path: str | Path,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str | None = None,
+    distributed_config: Any = None,
+    backbone_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold.
+
+    `distributed_config`: as in `build_backbone`; every process then reads its own part only. `backbone_class`: the
+    class to make; None is the one that the configuration names, which may come with code of its own.
+    """
+    name = str(name_or_path)
+    options = {"trust_remote_code": trust_remote_code}
+    if revision is not None:
+        options["revision"] = revision
+    dtype = parse_dtype(dtype)
+    try:
+        if backbone_class is None:
+            config = AutoConfig.from_pretrained(name, **options)
+            backbone_class = _auto_class(config)
+        else:
+            config = backbone_class.config_class.from_pretrained(name, **options)
+        if attn_implementation is not None:
+            options["attn_implementation"] = attn_implementation
+        options |= _pooler_option(config)
+        if distributed_config is not None:
+            tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
+            options["distributed_config"] = distributed_config
+        with _pooler_not_reported(config):
+            backbone, report = backbone_class.from_pretrained(
+                name, config=config, dtype=dtype, output_loading_info=True, **options
+            )
+    except UsageError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if missing:  # (4)
+        raise UsageError(
+            f'model "{name}" lacks {len(missing)} weights of {type(backbone).__name__} ({shortened(missing)}), which '
+            "would stay random. Use a complete checkpoint of that architecture, or model_config to train from scratch."
+        )
+    return _without_pooler(backbone)
+
+
+def hidden_size(config: PreTrainedConfig) -> int:
+    """Width of `last_hidden_state`."""
+    return config.get_text_config().hidden_size
+
+
+def shortened(names: list[str], limit: int = 5) -> str:
+    """The first names and how many more, for a message."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    config = dict(config)
+    model_type = config.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise UsageError(f'model_config has model_type="{model_type}".{_nearest(model_type, CONFIG_MAPPING)}')
+    config_class = CONFIG_MAPPING[model_type]
+    known = {field.name for field in fields(config_class)} | set(config_class.attribute_map)
+    for key in config.keys() - known:
+        # The config class keeps any key. Some are read though they are no field (head_dim of Qwen3-MoE), so only what
+        # looks like a slip of the pen is refused.
+        if difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+            raise UsageError(f'model_config has no field "{key}" for model_type "{model_type}".{_nearest(key, known)}')
+        logger.warning('model_config: "%s" is no declared field of model_type "%s"; check its name', key, model_type)
+    try:
+        return config_class(**config)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise UsageError(f'model_config does not make a "{model_type}" config: {one_line(error)}') from error
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype | None:
+    if not isinstance(dtype, str) or dtype == "auto":
+        return dtype
+    parsed = getattr(torch, dtype, None)
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise UsageError(f'dtype="{dtype}" is no floating-point type. Choose float32, bfloat16, float16 or auto.')
+    return parsed
+
+
+def _auto_class(config: PreTrainedConfig) -> type:
+    # A whole encoder-decoder asks for decoder inputs, which an embedding does not have. By class name, as the saved
+    # config of a T5EncoderModel says is_encoder_decoder=False, with which AutoModel builds a T5Model all the same.
+    text_class = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(config), None)
+    is_encoder_alone = isinstance(text_class, type) and text_class.__name__.endswith("EncoderModel")
+    return AutoModelForTextEncoding if is_encoder_alone else AutoModel
+
+
+def _pooler_option(config: PreTrainedConfig) -> dict[str, bool]:
+    model_class = MODEL_MAPPING.get(type(config), None) if _auto_class(config) is AutoModel else None
+    return {"add_pooling_layer": False} if _can_omit_pooler(model_class) else {}
+
+
+def _can_omit_pooler(model_class: type | None) -> bool:
+    return isinstance(model_class, type) and "add_pooling_layer" in inspect.signature(model_class).parameters
+
+
+@contextlib.contextmanager
+def _pooler_not_reported(config: PreTrainedConfig) -> Iterator[None]:
+    """transformers prints a table of the weights that a model does not take; the pooler is left out on purpose."""
+    kind = MODEL_MAPPING.get(type(config), None)
+    if not _can_omit_pooler(kind):
+        yield
+        return
+    before = kind._keys_to_ignore_on_load_unexpected
+    kind._keys_to_ignore_on_load_unexpected = [*(before or ()), r"(^|\.)pooler\."]
+    try:
+        yield
+    finally:
+        kind._keys_to_ignore_on_load_unexpected = before
+
+
+def _without_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
+    # (3) for classes without the option, and for remote code
+    if isinstance(getattr(backbone, "pooler", None), nn.Module):
+        backbone.pooler = None if _can_omit_pooler(type(backbone)) else _NoPooler()
+    return backbone
+
+
+class _NoPooler(nn.Module):
+    """Stands where a model calls its pooler without asking whether it has one."""
+
+    def forward(self, *args, **kwargs) -> None:
+        return None
+
+
+def _nearest(name: object, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{matches[0]}"?' if matches else " See the transformers documentation for the names."
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,472 @@
+"""`EmbeddingModel`: any transformers backbone, so that each row of tokens becomes one vector.
+
+    model = EmbeddingModel.from_pretrained("intfloat/e5-small-v2")          # or any folder save_pretrained wrote
+    model(**tokenizer(["parse a date"], return_tensors="pt")).embeddings    # (1, D)
+
+(1) the backbone embeds every token, from the features it has parameters for
+(2) pooling averages the real tokens, or picks the first or the last of them, padding on either side
+(3) an optional linear projection
+(4) optional division by the L2 norm
+
+One thing to know: it is a PreTrainedModel around another one and shares that one's config object, so that Trainer,
+PEFT and accelerate find what they look for. The state dict's keys are `backbone.*` and `projection.*`; on disk the
+backbone keeps its own names (models/model_folder.py). Shapes: B rows, T tokens, H the backbone's width, D the
+embedding's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import adapter_folder
+from hf_dist_ext.models.backbones import build_backbone, hidden_size, load_backbone, shortened
+from hf_dist_ext.models.model_folder import (
+    ModelFolder,
+    matryoshka_keys,
+    read_model_folder,
+    resolve_folder,
+    update_config,
+    write_model_folder,
+)
+from hf_dist_ext.strategies.layers import repeated_layer_classes
+
+logger = logging.getLogger(__name__)
+
+POOLINGS = ("mean", "cls", "last")
+
+
+@dataclass
+class EmbeddingOutput(ModelOutput):
+    """What an embedding model returns: `embeddings` (B, D), at least float32."""
+
+    embeddings: torch.Tensor | None = None
+
+
+class EmbeddingModel(PreTrainedModel):
+    """Backbone, pooling, projection, normalization; see the head of this file.
+
+    `pooling` is "mean", "cls" (first real token) or "last" (last real token); `projection_dim` None means none.
+    `max_length` (int, or one per column: queries first), `prompts` and `matryoshka_dims` change nothing here: they are
+    kept for `save_pretrained`, which tells servers about them. `lengths` are those of "query" and "document", where
+    they differ.
+    """
+
+    base_model_prefix = "backbone"
+    # Trainer would otherwise take the **features of forward for a sign that the loss is scaled in here.
+    accepts_loss_kwargs = False
+
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        pooling: str = "mean",
+        projection_dim: int | None = None,
+        projection_bias: bool = False,
+        normalize: bool = True,
+        max_length: int | Mapping[str, int] | None = None,
+        prompts: Mapping[str, str] | None = None,
+        matryoshka_dims: Iterable[int] | None = None,
+    ):
+        super().__init__(backbone.config)
+        if pooling not in POOLINGS:
+            raise UsageError(f'pooling="{pooling}" does not exist. Choose one of {", ".join(POOLINGS)}.')
+        if projection_dim is not None and projection_dim < 1:
+            raise UsageError(f"projection_dim={projection_dim} must be at least 1; leave it out for no projection.")
+        width = hidden_size(backbone.config)
+        self.backbone = backbone
+        self.pooling = pooling
+        self.projection = None
+        if projection_dim is not None:
+            self.projection = nn.Linear(width, projection_dim, projection_bias, backbone.device, backbone.dtype)
+        self.normalize = normalize
+        self.embedding_dim = projection_dim or width
+        self.max_length = max_length
+        self.lengths = lengths_by_role(max_length)
+        self.prompts = dict(prompts or {})
+        self.matryoshka_dims = list(matryoshka_dims) if matryoshka_dims else None
+        if self.matryoshka_dims and not all(1 <= dim <= self.embedding_dim for dim in self.matryoshka_dims):
+            raise UsageError(f"matryoshka_dims={self.matryoshka_dims} must lie between 1 and {self.embedding_dim}.")
+
+        self.register_load_state_dict_pre_hook(_accept_names_of_backbone)
+        self._feature_names = frozenset(inspect.signature(backbone.forward).parameters)
+        # post_init() would collect these from the backbone, but it also initializes every parameter that is not marked
+        # as loaded, so a backbone with adapters, or with a part made by hand, would lose weights.
+        self.main_input_name = backbone.main_input_name
+        self.supports_gradient_checkpointing = backbone.supports_gradient_checkpointing
+        self._no_split_modules = repeated_layer_classes(backbone)
+        self._keys_to_ignore_on_save = {f"backbone.{key}" for key in backbone._keys_to_ignore_on_save or ()}
+        for name in ("_is_distributed_loading_by_transformers", "_tp_size", "_fsdp_size"):  # of tensor parallelism
+            setattr(self, name, getattr(backbone, name, None))
+        tied_keys = getattr(backbone, "all_tied_weights_keys", None) or {}
+        self.all_tied_weights_keys = {f"backbone.{key}": f"backbone.{value}" for key, value in tied_keys.items()}
+
+    # ---- where it comes from ----
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any] | PreTrainedConfig,
+        dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        distributed_config: Any = None,
+        **embedding_options,
+    ) -> EmbeddingModel:
+        """A model with random weights from a config, or from a dict with "model_type" and the fields of that config.
+
+        `dtype` None is float32. `distributed_config` (transformers' DistributedConfig) splits the backbone over
+        processes, which must have drawn the same weights. `embedding_options` are the arguments of EmbeddingModel
+        after `backbone`.
+        """
+        return cls(build_backbone(config, dtype, attn_implementation, distributed_config), **embedding_options)
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name_or_path: str | Path,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        distributed_config: Any = None,
+        **embedding_options,
+    ) -> EmbeddingModel:
+        """Pretrained weights from a folder or the hub, everything after the backbone as given here.
+
+        `dtype` None is float32, in which mixed-precision training keeps its weights; "auto" is what the files hold.
+        For a sentence-transformers model this ignores its pooling and projection: see `from_pretrained`.
+        """
+        dtype = dtype or torch.float32
+        backbone = load_backbone(
+            name_or_path, revision, trust_remote_code, dtype, attn_implementation, distributed_config
+        )
+        return cls(backbone, **embedding_options).eval()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        pooling: str | None = None,
+        projection_dim: int | None = None,
+        projection_bias: bool = False,
+        normalize: bool | None = None,
+        max_length: int | Mapping[str, int] | None = None,
+        prompts: Mapping[str, str] | None = None,
+        matryoshka_dims: Iterable[int] | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        dtype: str | torch.dtype | None = None,
+        attn_implementation: str | None = None,
+        distributed_config: Any = None,
+        backbone_class: type[PreTrainedModel] | None = None,
+    ) -> EmbeddingModel:
+        """The embedding model of a folder or hub name: ours, sentence-transformers', or a plain backbone.
+
+        None means what the folder says (a plain backbone: mean pooling, no projection, normalized); any other value
+        wins over it, except that a new projection never replaces a trained one. `dtype` None is "auto".
+        `distributed_config` (transformers' DistributedConfig) splits the backbone over processes while it is read.
+        `backbone_class` makes the backbone instead of what the folder's configuration names.
+        """
+        folder = read_model_folder(resolve_folder(name_or_path, revision))
+        dtype = dtype or "auto"
+        options = dict(
+            trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation,
+            distributed_config=distributed_config, backbone_class=backbone_class,
+        )  # fmt: skip
+        if folder.has_adapters:
+            if distributed_config is not None:
+                raise UsageError(
+                    f"{name_or_path} holds adapters, which tensor parallelism does not split. Merge them."
+                )
+            base, base_revision = adapter_folder.base_of(folder.backbone_folder)
+            if dtype == "auto":
+                options["dtype"] = folder.dtype
+            backbone = cls.from_pretrained(base, revision=base_revision, **options).backbone
+        else:
+            backbone = load_backbone(folder.backbone_folder, None, **options)
+        if folder.projection is not None:
+            stored_dim = folder.projection["weight"].shape[0]
+            if projection_dim not in (None, stored_dim):
+                raise UsageError(
+                    f"{name_or_path} has a trained projection to {stored_dim} dimensions, not {projection_dim}. "
+                    "Leave projection_dim out, or use EmbeddingModel.from_backbone to start a new one."
+                )
+            projection_dim, projection_bias = stored_dim, "bias" in folder.projection
+        model = cls(
+            backbone,
+            pooling=pooling or folder.pooling,
+            projection_dim=projection_dim,
+            projection_bias=projection_bias,
+            normalize=folder.normalize if normalize is None else normalize,
+            max_length=max_length or folder.max_length,
+            prompts=folder.prompts if prompts is None else prompts,
+            matryoshka_dims=matryoshka_dims or folder.matryoshka_dims,
+        )
+        if folder.projection is not None:
+            load_weights(model.projection, folder.projection, source=f"the Dense module of {name_or_path}")
+        if max_length is None:
+            model.lengths = dict(folder.lengths)
+        if folder.is_plain:
+            logger.info("%s is a plain transformers model: %s", name_or_path, model.describe())
+        if folder.has_adapters:
+            model = adapter_folder.with_adapters(model, folder.backbone_folder).merge_and_unload()
+            model.config._name_or_path = str(name_or_path)
+        return model.eval()
+
+    def describe(self) -> str:
+        """What follows the backbone, in words."""
+        projection = "no projection" if self.projection is None else f"a projection to {self.embedding_dim}"
+        return f"{self.pooling} pooling, {projection}, {'normalized' if self.normalize else 'not normalized'}"
+
+    # ---- what it does ----
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        pooled: torch.Tensor | None = None,
+        stops_at_pooled: bool = False,
+        **features,
+    ) -> EmbeddingOutput:
+        """Features of B rows -> `embeddings` (B, D). Without an attention mask every token counts.
+
+        `stops_at_pooled` returns what (2) gives, (B, H), and `pooled` goes on from there: a frozen backbone's vectors
+        are computed once and used many times. A feature the backbone has no parameter for is left out (token_type_ids
+        for DistilBert), and so is a None.
+        """
+        vectors = self._pooled(input_ids, attention_mask, features) if pooled is None else pooled  # (B, H)
+        if stops_at_pooled:
+            return EmbeddingOutput(embeddings=vectors)
+        if self.projection is not None:
+            vectors = self.projection(vectors.to(self.projection.weight.dtype))  # (3): (B, D)
+        vectors = vectors.to(_at_least_float32(vectors.dtype))
+        if self.normalize:
+            vectors = nn.functional.normalize(vectors, dim=-1)  # (4)
+        return EmbeddingOutput(embeddings=vectors)
+
+    def _pooled(
+        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, features: Mapping[str, Any]
+    ) -> torch.Tensor:
+        features = {"input_ids": input_ids, "attention_mask": attention_mask, **features}
+        taken = {name: features[name] for name in features if name in self._feature_names}
+        taken = {name: value for name, value in taken.items() if value is not None}
+        if "use_cache" in self._feature_names:
+            taken["use_cache"] = False  # a decoder would keep keys and values that nobody reads
+        tokens = getattr(self.backbone(**taken), "last_hidden_state", None)  # (1): (B, T, H)
+        if tokens is None:
+            raise UsageError(
+                f"{type(self.backbone).__name__} returns no last_hidden_state to pool. Use a text encoder or decoder, "
+                "or TowerModel for a model with one tower per modality."
+            )
+        return pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
+
+    # ---- what is written ----
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        tokenizer=None,
+        max_length: int | Mapping[str, int] | None = None,
+        prompts: Mapping[str, str] | None = None,
+        matryoshka_dims: Iterable[int] | None = None,
+        max_shard_size: int | str = "50GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a folder that `from_pretrained`, sentence-transformers, AutoModel and the usual servers load.
+
+        `state_dict`: this model's full (gathered) weights, written exactly as they are; None takes the live ones. No
+        collective happens here, and only the main process writes. `max_length`, `prompts` and `matryoshka_dims` None
+        take the model's own. With adapters added by `add_adapter`, only those are written, in PEFT's format.
+        """
+        if not safe_serialization:
+            raise UsageError("safe_serialization=False is not supported: weights are written as safetensors only.")
+        if not is_main_process:
+            return
+        if getattr(self, "_hf_peft_config_loaded", False):
+            super().save_pretrained(save_directory, state_dict=state_dict)
+            return
+        state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+        _check_can_be_saved(self, state_dict)
+        backbone_weights = _without_prefix(state_dict, "backbone.")
+        self.backbone.save_pretrained(save_directory, state_dict=backbone_weights, max_shard_size=max_shard_size)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(save_directory)
+        # The live weights may have another dtype than the gathered ones, and "auto" loads what config.json names.
+        dtypes = {str(weight.dtype) for weight in state_dict.values() if weight.is_floating_point()}
+        dtype_key = {"dtype": dtypes.pop().removeprefix("torch.")} if len(dtypes) == 1 else {}
+        dims = list(matryoshka_dims) if matryoshka_dims else self.matryoshka_dims
+        update_config(save_directory, matryoshka_keys(dims) | dtype_key)
+        contents = self.description(_without_prefix(state_dict, "projection."), tokenizer, max_length)
+        contents.prompts = contents.prompts if prompts is None else dict(prompts)
+        contents.matryoshka_dims = dims
+        write_model_folder(save_directory, contents, hidden_size=hidden_size(self.config))
+
+    def description(
+        self,
+        projection: Mapping[str, torch.Tensor],
+        tokenizer=None,
+        max_length: int | Mapping[str, int] | None = None,
+    ) -> ModelFolder:
+        """What a folder says beside the backbone; `projection` holds its whole weights."""
+        return ModelFolder(
+            pooling=self.pooling,
+            projection=dict(projection) or None,
+            normalize=self.normalize,
+            max_length=_served_length(max_length or self.max_length, tokenizer),
+            lengths=self.lengths if max_length is None else lengths_by_role(max_length),
+            prompts=dict(self.prompts),
+            matryoshka_dims=self.matryoshka_dims,
+        )
+
+    # ---- what a wrapper has to hand on ----
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
+        return self.backbone.resize_token_embeddings(*args, **kwargs)
+
+    def tie_weights(self, *args, **kwargs) -> None:
+        self.backbone.tie_weights(*args, **kwargs)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
+        return attn_implementation  # the config is the backbone's, which has checked it against what it supports
+
+    def _check_and_adjust_experts_implementation(self, experts_implementation):
+        return experts_implementation  # likewise; the parent's check would switch a mixture of experts to eager
+
+
+def pool_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """(B, T, H) and (B, T) -> (B, H), at least float32; a row without any real token gives zeros.
+
+    "cls" is the first real token and "last" the last one, so padding may be on either side.
+    """
+    wide = _at_least_float32(tokens.dtype)
+    if attention_mask is None:
+        attention_mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    if attention_mask.shape != tokens.shape[:2]:
+        raise UsageError(
+            f"attention_mask {tuple(attention_mask.shape)} must be (rows, tokens) = {tuple(tokens.shape[:2])} to pool."
+        )
+    is_real = attention_mask.bool()
+    if pooling == "mean":
+        total = tokens.masked_fill(~is_real.unsqueeze(-1), 0).sum(dim=1, dtype=wide)  # (B, H)
+        return total / is_real.sum(dim=1, keepdim=True).clamp(min=1)
+    if pooling == "cls":
+        position = is_real.int().argmax(dim=1)  # (B,): argmax takes the first of equals
+    else:
+        position = tokens.shape[1] - 1 - is_real.int().flip(1).argmax(dim=1)
+    picked = tokens[torch.arange(tokens.shape[0], device=tokens.device), position]
+    return picked.to(wide).masked_fill(~is_real.any(dim=1, keepdim=True), 0)
+
+
+def unused_parameters(model: nn.Module, **features) -> list[str]:
+    """Names of trainable parameters without a gradient from the embeddings of `features`; one forward and backward.
+
+    Such a parameter makes DDP fail unless it searches the graph each step (`find_unused_parameters`).
+    """
+    names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True)
+    output = model(**features)
+    embeddings = output if isinstance(output, torch.Tensor) else output.embeddings
+    gradients = torch.autograd.grad(embeddings.sum(), parameters, allow_unused=True)
+    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
+
+
+def load_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], source: str = "the checkpoint") -> None:
+    """`module.load_state_dict`, all or nothing; UsageError that names what does not fit."""
+    check_weights(module, state_dict, source)
+    module.load_state_dict(state_dict)
+
+
+def check_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], source: str = "the checkpoint") -> None:
+    """UsageError if `state_dict` lacks, adds or reshapes a key of `module`, which may be sharded by FSDP2."""
+    own = module.state_dict()
+    differences = {
+        "missing": [key for key in own if key not in state_dict],
+        "surplus": [key for key in state_dict if key not in own],
+        "of another shape": [
+            f"{key} {tuple(state_dict[key].shape)} instead of {tuple(own[key].shape)}"
+            for key in own
+            if key in state_dict and state_dict[key].shape != own[key].shape
+        ],
+    }
+    problems = [f"{len(keys)} {kind}: {shortened(keys)}" for kind, keys in differences.items() if keys]
+    if problems:
+        raise UsageError(
+            f"{source} does not fit this model; weights {'; '.join(problems)}. Use the options it was saved with."
+        )
+
+
+def _check_can_be_saved(model: EmbeddingModel, state_dict: Mapping[str, torch.Tensor]) -> None:
+    if any(type(weight).__name__ == "DTensor" for weight in state_dict.values()):
+        raise UsageError("The weights are sharded. Pass the full ones: state_dict=accelerator.get_state_dict(model).")
+    if any(".lora_" in key or ".base_layer." in key for key in state_dict):
+        raise UsageError(
+            "The model carries adapters, which a served folder cannot hold. Merge them: merge_and_unload()."
+        )
+    own = names_without_adapters(model)
+    optional = set(model.all_tied_weights_keys) | model._keys_to_ignore_on_save
+    wrong = [key for key in own if key not in state_dict and key not in optional]
+    wrong += [key for key in state_dict if key not in own]
+    if wrong:
+        raise UsageError(
+            f"state_dict must hold every weight under the model's own keys; missing or surplus: {shortened(wrong)}."
+        )
+
+
+def _accept_names_of_backbone(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Those of the files: adapters for instance have the names that AutoModel looks for (models/adapter_folder.py)."""
+    own = tuple(f"{prefix}{name}." for name, _ in model.named_children())
+    foreign = [key for key in state_dict if key.startswith(prefix) and not key.startswith(own)]
+    if foreign:
+        # peft 0.21 puts an adapter's name only into names that it knows.
+        full = {re.sub(r"(\.lora_\w+)\.\w+", r"\1", name): name for name, _ in model.named_parameters()}
+    for key in foreign:
+        name = f"backbone.{key.removeprefix(prefix)}"
+        state_dict[prefix + full.get(name, name)] = state_dict.pop(key)
+
+
+def names_without_adapters(model: nn.Module) -> list[str]:
+    """The keys of the model's state dict as they are once its adapters are merged."""
+    return [key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key]
+
+
+def _without_prefix(state_dict: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def lengths_by_role(max_length: int | Mapping[str, int | None] | None) -> dict[str, int | None]:
+    """Lengths per column, queries first, then documents -> those of "query" and "document"; {} when equal."""
+    if not isinstance(max_length, Mapping) or not max_length:
+        return {}
+    query, document, *_ = *max_length.values(), None
+    return {} if query == document else {"query": query, "document": document}
+
+
+def _served_length(max_length: int | Mapping[str, int] | None, tokenizer) -> int | None:
+    if isinstance(max_length, Mapping):
+        lengths = max_length.values() if len(max_length) > 1 else [None]
+        max_length = None if None in lengths else max(lengths, default=None)
+    if max_length is not None:
+        return max_length
+    limit = getattr(tokenizer, "model_max_length", None)
+    return int(limit) if limit is not None and limit < 1_000_000 else None  # a tokenizer without a limit says 1e30

@@ -1,0 +1,278 @@
+"""The files around a backbone's weights that make its folder an embedding model for other programs.
+
+We write the older sentence-transformers layout, not the one of its release 6: Text Embeddings Inference cannot parse
+the new one (July 2026) and vLLM pooled it wrongly until August 2026; the older one loads everywhere, in release 6 too.
+
+    config.json, model.safetensors          the backbone under its own names, as AutoModel loads it; Matryoshka dims
+    tokenizer.json, tokenizer_config.json   the tokenizer's own files (saved by whoever has the tokenizer)
+    sentence_bert_config.json               the length at which texts are cut; query_length and document_length only
+                                            where they differ: sentence-transformers 6.2 knows them
+    config_sentence_transformers.json       prompts
+    1_Pooling/  2_Dense/  3_Normalize/      one folder per module after the backbone; Dense and Normalize only if used
+    modules.json                            which modules there are; written last, as without it the others are ignored
+
+A folder of adapters has the same files beside peft's (models/adapter_folder.py); what config.json would say,
+Matryoshka dims and precision, then stands in config_sentence_transformers.json.
+
+Reading takes both layouts and a plain transformers folder. What we cannot reproduce exactly (another pooling, two
+Dense modules, an activation) is a UsageError, and so is a piece that is listed and gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_dist_ext.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+# our pooling -> sentence-transformers' name of it, and the boolean that names it in the older layout
+POOLING_NAMES = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+POOLING_FLAGS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+READABLE_CHAINS = (
+    ["Transformer", "Pooling"],
+    ["Transformer", "Pooling", "Normalize"],
+    ["Transformer", "Pooling", "Dense"],
+    ["Transformer", "Pooling", "Dense", "Normalize"],
+)
+ADAPTERS = "adapter_config.json"
+DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
+IDENTITY = "torch.nn.modules.linear.Identity"
+HUB_IGNORE = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.bin", "*.safetensors"]
+
+
+@dataclass
+class ModelFolder:
+    """What a folder says about the embedding, beside the backbone."""
+
+    backbone_folder: Path | None = None  # None when writing: the backbone lies at the top
+    is_plain: bool = False  # no more than a backbone: what follows are defaults
+    has_adapters: bool = False  # of a base that lies elsewhere
+    pooling: str = "mean"
+    projection: dict[str, torch.Tensor] | None = None  # {"weight": (D, H), and "bias": (D,) where there is one}
+    normalize: bool = True
+    max_length: int | None = None  # None: the tokenizer's own limit holds
+    lengths: dict[str, int | None] = field(default_factory=dict)  # of "query" and "document", where they differ
+    prompts: dict[str, str] = field(default_factory=dict)
+    matryoshka_dims: list[int] | None = None
+    dtype: str | None = None  # of a base with adapters while they were trained
+
+
+def resolve_folder(name_or_path: str | Path, revision: str | None = None) -> Path:
+    """A folder as it is, or the local copy of a hub model; `.bin` weights only where there are no safetensors."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise UsageError(f"{path} is a file. Give the folder that holds config.json and the weights.")
+
+    from huggingface_hub import snapshot_download
+
+    def download(weights: str) -> Path:
+        ignored = [pattern for pattern in HUB_IGNORE if pattern != weights]
+        return Path(snapshot_download(str(name_or_path), revision=revision, ignore_patterns=ignored))
+
+    try:
+        folder = download("*.safetensors")
+        return folder if any(folder.rglob("*.safetensors")) else download("*.bin")
+    except Exception as error:  # the hub client raises a different type for each of: no such name, no network, offline
+        raise UsageError(
+            f'Model "{name_or_path}" is neither a folder here nor available from the hub ({type(error).__name__}). '
+            "Check the name and revision; offline (HF_HUB_OFFLINE), give a folder or a model already in the cache."
+        ) from error
+
+
+def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: int) -> None:
+    """Write everything but the backbone's and the tokenizer's own files; `hidden_size` is the backbone's."""
+    folder = Path(folder)
+    pooling = POOLING_NAMES[contents.pooling]
+    _write_json(
+        folder / "1_Pooling" / "config.json",
+        # Both vocabularies: servers read the booleans, release 6 of sentence-transformers the two last keys.
+        {"word_embedding_dimension": hidden_size}
+        | {flag: name == pooling for name, flag in POOLING_FLAGS.items()}
+        | {"include_prompt": True, "embedding_dimension": hidden_size, "pooling_mode": pooling},
+    )
+    chain = ["Transformer", "Pooling"]
+    if contents.projection is not None:
+        chain.append("Dense")
+        _write_dense(folder / "2_Dense", contents.projection)
+    if contents.normalize:
+        chain.append("Normalize")
+        (folder / f"{len(chain) - 1}_Normalize").mkdir(exist_ok=True)
+    lengths = {f"{role}_length": length for role, length in contents.lengths.items() if length is not None}
+    if contents.max_length is not None or lengths:
+        whole = {} if contents.max_length is None else {"max_seq_length": contents.max_length}
+        _write_json(folder / "sentence_bert_config.json", whole | {"do_lower_case": False} | lengths)
+    of_adapters = {"matryoshka_dimensions": contents.matryoshka_dims, "dtype": contents.dtype}
+    _write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "model_type": "SentenceTransformer",
+            "prompts": _with_document_prompt(contents.prompts),
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine" if contents.normalize else "dot",
+        }
+        | (of_adapters if contents.has_adapters else {}),
+    )
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(chain)
+    ]
+    _write_json(folder / "modules.json", modules)
+
+
+def read_model_folder(folder: str | Path) -> ModelFolder:
+    """What `folder` says. A plain transformers folder means mean pooling and normalization."""
+    folder = Path(folder)
+    if not (folder / "modules.json").is_file():
+        # Without the list other programs drop projection and normalization without a word; we do not.
+        leftovers = [name for name in ("1_Pooling", "2_Dense", "3_Normalize") if (folder / name).exists()]
+        if leftovers:
+            raise UsageError(
+                f"{folder} holds {', '.join(leftovers)} but no modules.json. Copy the whole folder again."
+            )
+        if (folder / ADAPTERS).is_file() or (folder / "trainable.safetensors").is_file():
+            raise UsageError(
+                f"{folder} holds what was trained, not a whole model: hf-dist merge {folder} --output DIR makes one."
+            )
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"{folder} holds neither modules.json nor config.json, so it is not a model folder.")
+        return ModelFolder(backbone_folder=folder, is_plain=True, matryoshka_dims=_read_matryoshka_dims(folder))
+
+    modules = _read_json(folder / "modules.json")
+    chain = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    if chain not in READABLE_CHAINS:
+        raise UsageError(
+            f"{folder} chains {' -> '.join(chain)}; supported is Transformer -> Pooling [-> Dense] [-> Normalize]. "
+            "EmbeddingModel.from_backbone takes the backbone only."
+        )
+    paths = {kind: folder / module["path"] for kind, module in zip(chain, modules, strict=True)}
+    backbone_folder = paths["Transformer"]
+    has_adapters = (backbone_folder / ADAPTERS).is_file()
+    if not has_adapters and not (backbone_folder / "config.json").is_file():
+        raise UsageError(f"{backbone_folder} has no config.json. Copy the whole folder again.")
+    own = _read_json(folder / "config_sentence_transformers.json", missing_is_empty=True)
+    length = _read_json(backbone_folder / "sentence_bert_config.json", missing_is_empty=True)
+    lengths = {role: length.get(f"{role}_length", length.get("max_seq_length")) for role in ("query", "document")}
+    if length.get("query_length") is None and length.get("document_length") is None:
+        lengths = {}
+    if length.get("do_lower_case"):
+        logger.info("%s asks for do_lower_case; here only the tokenizer decides that", folder)
+    return ModelFolder(
+        backbone_folder=backbone_folder,
+        pooling=_read_pooling(paths["Pooling"]),
+        projection=_read_dense(paths["Dense"]) if "Dense" in paths else None,
+        normalize="Normalize" in paths,
+        max_length=length.get("max_seq_length"),
+        lengths=lengths,
+        prompts=own.get("prompts") or {},
+        matryoshka_dims=own.get("matryoshka_dimensions") if has_adapters else _read_matryoshka_dims(backbone_folder),
+        dtype=own.get("dtype"),
+        has_adapters=has_adapters,
+    )
+
+
+def update_config(folder: str | Path, changes: Mapping[str, object]) -> None:
+    """Set keys of the backbone's config.json; None removes one."""
+    path = Path(folder) / "config.json"
+    merged = _read_json(path) | dict(changes)
+    _write_json(path, {key: value for key, value in merged.items() if value is not None or key not in changes})
+
+
+def matryoshka_keys(dims: list[int] | None) -> dict[str, object]:
+    """The keys of config.json by which vLLM (`ModelConfig.is_matryoshka`) allows shorter embeddings."""
+    return {"is_matryoshka": True if dims else None, "matryoshka_dimensions": dims or None}
+
+
+def _with_document_prompt(prompts: Mapping[str, str]) -> dict[str, str]:
+    # Our documents' column is named "positive". encode_document of sentence-transformers 6.2 says that it looks for
+    # "passage" and "corpus" too, but finds its own empty "document" first.
+    document, *others = DOCUMENT_NAMES
+    names = [name for name in (document, "positive", *others) if name in prompts]
+    return {**prompts, "document": prompts[names[0]]} if names else dict(prompts)
+
+
+def _write_dense(folder: Path, projection: dict[str, torch.Tensor]) -> None:
+    out_features, in_features = projection["weight"].shape
+    _write_json(
+        folder / "config.json",
+        {
+            "in_features": in_features,
+            "out_features": out_features,
+            "bias": "bias" in projection,
+            "activation_function": IDENTITY,
+        },
+    )
+    weights = {f"linear.{name}": tensor.detach().cpu().contiguous() for name, tensor in projection.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _read_dense(folder: Path) -> dict[str, torch.Tensor]:
+    config = _read_json(folder / "config.json")
+    # Tanh is that library's default, so a missing key means Tanh.
+    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation != IDENTITY or config.get("use_residual"):
+        kind = "a residual connection" if config.get("use_residual") else activation
+        raise UsageError(
+            f"{folder} has {kind}; an EmbeddingModel projects by a linear map only. "
+            "Use EmbeddingModel.from_backbone with projection_dim to train a new projection."
+        )
+    if (folder / "model.safetensors").is_file():
+        weights = load_file(folder / "model.safetensors")
+    elif (folder / "pytorch_model.bin").is_file():
+        weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    else:
+        raise UsageError(f"{folder} has no model.safetensors. Copy the whole folder again.")
+    return {name.removeprefix("linear."): tensor for name, tensor in weights.items()}
+
+
+def _read_pooling(folder: Path) -> str:
+    config = _read_json(folder / "config.json")
+    flagged = [name for name, flag in POOLING_FLAGS.items() if config.get(flag)]
+    name = config.get("pooling_mode", flagged[0] if len(flagged) == 1 else flagged)
+    ours = {theirs: own for own, theirs in POOLING_NAMES.items()}
+    if not isinstance(name, str) or name not in ours:
+        raise UsageError(f"{folder} pools by {name!r}; an EmbeddingModel pools by one of {list(ours)}.")
+    if not config.get("include_prompt", True):
+        raise UsageError(f"{folder} leaves the prompt out of pooling (include_prompt), which is not supported here.")
+    return ours[name]
+
+
+def _read_matryoshka_dims(folder: Path) -> list[int] | None:
+    return _read_json(folder / "config.json").get("matryoshka_dimensions")
+
+
+def _read_json(path: Path, missing_is_empty: bool = False):
+    if not path.is_file():
+        if missing_is_empty:
+            return {}
+        raise UsageError(f"{path} is missing. Copy the whole folder again.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is not valid JSON ({error}). Copy the folder again.") from error
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n", encoding="utf-8")

@@ -1,0 +1,155 @@
+"""Ways to spread a run over devices, and what the run file's knobs make of them.
+
+(1) a `Strategy`: what is split over devices, what is whole when; `Hardware`: the devices
+(2) how many devices share one copy
+(3) `adapted`: the same strategy as this run would have it (offload, frozen parts left whole)
+(4) `refusal`: why a run file's knobs do not go with a strategy, in the words of the launch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hf_dist_ext.planner.workload import Workload
+
+GIB = 2**30
+REPLICATED_SHARE = 0.25  # of a device, that frozen weights may take and stay whole (frozen/freeze.py)
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a run is spread. `shards`: what is split over devices: "" nothing, "o" optimizer state, "og" gradients too,
+    "ogw" weights too. `keeps_whole`: gathered weights and gradients stay from chunk to chunk (speed)."""
+
+    name: str
+    preset: str
+    shards: str = ""
+    is_deepspeed: bool = False
+    keeps_whole: bool = False
+    replicates_frozen: bool = False
+    is_hybrid: bool = False  # sharded inside a machine, copies between machines
+    offloads: bool = False
+    is_tensor_parallel: bool = False
+    in_words: str = ""
+
+
+STRATEGIES = (
+    Strategy("single", "single_gpu", in_words="one device"),
+    Strategy("DDP", "multi_gpu_ddp", in_words="every device has everything"),
+    Strategy("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
+    Strategy("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
+    Strategy(
+        "FSDP frozen whole",
+        "multi_gpu_fsdp_frozen_replicated",
+        "ogw",
+        replicates_frozen=True,
+        in_words="what trains is sharded, what is frozen is whole",
+    ),
+    Strategy("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words="sharded in a machine, copies between them"),
+    Strategy("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words="weights and state on the CPU"),
+    Strategy("ZeRO-1", "deepspeed_zero1", "o", is_deepspeed=True, in_words="optimizer state sharded"),
+    Strategy("ZeRO-2", "deepspeed_zero2", "og", is_deepspeed=True, in_words="gradients sharded too"),
+    Strategy("ZeRO-3", "deepspeed_zero3", "ogw", is_deepspeed=True, in_words="weights sharded too"),
+    Strategy(
+        "ZeRO-3 offload", "deepspeed_zero3_offload", "ogw", is_deepspeed=True, offloads=True, in_words="on the CPU"
+    ),
+    Strategy(
+        "TP", "multi_gpu_tp", "ogw", is_tensor_parallel=True, in_words="each layer split in groups, FSDP over them"
+    ),
+)
+
+TENSOR_PARALLEL_GROUP = 2  # of the preset multi_gpu_tp
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`num_devices` over all machines; `memory_bytes` per device."""
+
+    num_devices: int = 1
+    memory_bytes: float = 80 * GIB
+    num_nodes: int = 1
+    interconnect: str = "nvlink"
+    memory_is_assumed: bool = False  # no device is here, and none was named
+
+    @property
+    def per_node(self) -> int:
+        return max(1, self.num_devices // self.num_nodes)
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def tensor_parallel_size(work: Workload, hardware: Hardware) -> int:
+    """The preset's groups where the heads and the devices of a machine can be dealt to them; 1: cannot be split."""
+    config = work.config
+    heads = [config.get(name) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+    has_plan = "rms_norm_eps" in config and "text_config" not in config  # transformers has plans for decoders
+    has_experts = any("experts" in name for name in config)  # whose styles are refused (strategies/tensor_parallel.py)
+    divides = not any(number % TENSOR_PARALLEL_GROUP for number in [*heads, hardware.per_node])
+    return TENSOR_PARALLEL_GROUP if has_plan and not has_experts and divides else 1
+
+
+def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
+    """Devices that share one copy of what is sharded."""
+    if not strategy.shards:
+        return 1
+    if strategy.is_hybrid:
+        return work.knobs.sharding_group_size or hardware.per_node
+    if strategy.is_tensor_parallel:
+        return max(1, hardware.num_devices // tensor_parallel_size(work, hardware))
+    return hardware.num_devices
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def is_fsdp(strategy: Strategy) -> bool:
+    return "w" in strategy.shards and not strategy.is_deepspeed and not strategy.is_tensor_parallel
+
+
+def leaves_frozen_whole(work: Workload, hardware: Hardware) -> bool:
+    """Whether FSDP does so by the run's own fields (frozen_parts_fsdp)."""
+    if not work.can_replicate or work.replicates_frozen == "shard":
+        return False
+    frozen = sum(one.elements * one.item for one in work.parameters().values() if not one.trains)
+    return work.replicates_frozen == "replicate" or frozen <= REPLICATED_SHARE * hardware.memory_bytes
+
+
+def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:
+    if not is_fsdp(strategy):
+        return strategy
+    knobs = work.knobs
+    return replace(
+        strategy,
+        # the run file makes the groups, over whatever number of devices there are
+        preset="multi_gpu_fsdp" if strategy.is_hybrid and knobs.sharding == "HYBRID_SHARD" else strategy.preset,
+        offloads=strategy.offloads or bool(knobs.cpu_offload),
+        replicates_frozen=strategy.replicates_frozen or leaves_frozen_whole(work, hardware),
+    )
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
+    """ "" where everything has a meaning."""
+    knobs = work.knobs
+    if knobs.hook is not None and strategy.name != "DDP":
+        return f'ddp_comm_hook="{knobs.hook}" is for DDP'
+    if not is_fsdp(strategy):
+        return f"{knobs.of_fsdp[0]} has no meaning without FSDP" if knobs.of_fsdp else ""
+    if knobs.sharding == "NO_SHARD":
+        return 'sharding="NO_SHARD" makes it DDP'
+    if knobs.sharding == "HYBRID_SHARD":
+        group = knobs.sharding_group_size or hardware.per_node
+        if not strategy.is_hybrid:
+            return 'sharding="HYBRID_SHARD" makes groups'
+        if hardware.num_devices % group or group in (1, hardware.num_devices):
+            return f"{hardware.num_devices} devices in groups of {group} are not two or more groups of two or more"
+    elif knobs.sharding is not None and strategy.is_hybrid:
+        return f'sharding="{knobs.sharding}" shards over all devices'
+    if knobs.cpu_offload is False and strategy.offloads:
+        return "cpu_offload is false"
+    return ""

@@ -1,0 +1,370 @@
+"""A run and a machine -> which strategy, preset, chunk size and checkpointing, with the reasons in sentences.
+
+    plan = make_plan(run, Hardware(num_devices=8, memory_bytes=80 * GIB))
+    plan.best.strategy.preset, plan.changes, plan.reasons
+
+(1) every strategy is estimated with the run's own settings: planner/memory.py for bytes, planner/traffic.py for
+    collectives
+(2) what does not fit is tried with smaller chunks, with checkpointing, with both (or a smaller batch and more
+    accumulation where there is no gradient cache to use)
+(3) of what fits and has a preset, the one whose step is shortest wins: arithmetic plus communication; what fits as the
+    run stands comes before what needs changes or the CPU's memory
+(4) boundaries follow from these numbers; nothing here knows how large a "large" model is
+(5) stages are planned one by one, and the one that needs most decides
+
+It loads no weights and imports no torch: a laptop plans for a model that it could never hold.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.architectures import is_known
+from hf_dist_ext.planner.catalog import (
+    STRATEGIES,
+    Hardware,
+    Strategy,
+    adapted,
+    leaves_frozen_whole,
+    refusal,
+    tensor_parallel_size,
+)
+from hf_dist_ext.planner.memory import Bytes, Settings, estimate, is_cut, is_known_optimizer, model_of
+from hf_dist_ext.planner.reasons import explain, explain_stages
+from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traffic import Traffic, traffic
+from hf_dist_ext.planner.workload import TracedWorkload, Workload, with_batch, workload_of
+from hf_dist_ext.run import deepspeed_install
+from hf_dist_ext.run.presets import presets
+
+# A chunk of few tokens leaves a device waiting: with this many it runs at half speed.
+HALF_SPEED_TOKENS = 512
+NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
+
+
+@dataclass
+class Option:
+    """One strategy: as the run stands (`given`), with the other checkpointing, and with what makes it fit."""
+
+    strategy: Strategy
+    preset: str
+    why_not: str  # "" when it can be chosen
+    given: Bytes
+    checkpointed: Bytes
+    unchecked: Bytes
+    traffic: Traffic
+    memory_bytes: float
+    settings: Settings | None = None  # None: nothing makes it fit
+    batch: int = 0
+    fitted: Bytes | None = None
+    seconds: float = float("inf")
+
+    @property
+    def fits(self) -> bool:
+        return self.given.total <= self.memory_bytes
+
+    @property
+    def is_last_resort(self) -> bool:
+        """The CPU holds what the devices do not: no easier than smaller chunks. Nor are groups of devices that share
+        rows, of which fewer then meet in the loss."""
+        return self.strategy.preset.endswith("_offload") or self.strategy.is_tensor_parallel
+
+    @property
+    def headroom(self) -> float:
+        return self.memory_bytes - self.given.total
+
+    def as_dict(self) -> dict[str, Any]:
+        fitted = None
+        if self.settings is not None and self.fitted is not None:
+            fitted = {
+                "chunk_rows": self.settings.chunk_rows,
+                "checkpointing": self.settings.is_checkpointed,
+                "per_device_batch": self.batch,
+                "bytes": self.fitted.as_dict(),
+            }
+        return {
+            "strategy": self.strategy.name,
+            "preset": self.preset,
+            "can_be_chosen": not self.why_not,
+            "why_not": self.why_not or None,
+            "fits": self.fits,
+            "headroom": round(self.headroom),
+            "bytes": self.given.as_dict(),
+            "activations_with_checkpointing": round(self.checkpointed.activations),
+            "activations_without_checkpointing": round(self.unchecked.activations),
+            "per_step": self.traffic.as_dict(),
+            "made_to_fit": fitted,
+        }
+
+
+@dataclass
+class Plan:
+    work: Workload
+    hardware: Hardware
+    options: list[Option]
+    best: Option | None
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of the run file to set
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    trace: dict[str, Any] | None = None
+    run: Any = None  # the run that was planned: of several stages, the one that needs most
+    stages: list[dict[str, Any]] = field(default_factory=list)
+
+    def option(self, name: str) -> Option | None:
+        return next((option for option in self.options if option.strategy.name == name), None)
+
+    @property
+    def simplest(self) -> Option:
+        return self.option("DDP") or self.options[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        model = model_of(self.work).whole
+        return {
+            "model_type": self.work.config["model_type"],
+            "parameters": int(model.elements),
+            "trained_parameters": int(model.trained),
+            "hardware": {
+                "num_devices": self.hardware.num_devices,
+                "num_nodes": self.hardware.num_nodes,
+                "device_memory": round(self.hardware.memory_bytes),
+                "interconnect": self.hardware.interconnect,
+            },
+            "recommended": None
+            if self.best is None
+            else {"strategy": self.best.strategy.name, "preset": self.best.preset, "set": self.changes},
+            "reasons": self.reasons,
+            "notes": self.notes,
+            "stage": self.run.name if self.stages else None,
+            "stages": self.stages,
+            "strategies": [option.as_dict() for option in self.options],
+            "trace": self.trace,
+        }
+
+
+def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
+    """The plan of a parsed run (`config.Run`). `available`: presets to choose from, those of this package by default.
+
+    Raises UsageError where the model's configuration is not to be had or its family is unknown.
+    """
+    if run.stages:
+        return _plan_stages(run, hardware, available)
+    config = run.run
+    shape = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
+    work = workload_of(run, shape)
+    if not is_known(shape):
+        note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
+        found = run_trace(run, "--shape")
+        known = {one.name: getattr(work, one.name) for one in fields(work)}
+        work = TracedWorkload(**known | {"notes": (*work.notes, note)}, found=found)
+    plan = plan_workload(work, hardware, available)
+    plan.run = run
+    return plan
+
+
+def _plan_stages(run: Any, hardware: Hardware, available: Collection[str] | None) -> Plan:
+    """Each stage by itself; the plan of the one that needs most where nothing is sharded, since the processes are
+    those of the whole run. (5)"""
+    plans = [make_plan(stage, hardware, available) for stage in run.stages]
+    found = max(plans, key=lambda plan: plan.simplest.given.total)
+    for plan in plans:
+        chosen = plan.option(found.best.strategy.name) if found.best is not None else None
+        found.stages.append(
+            {
+                "name": plan.run.name,
+                "needs": round(plan.simplest.given.total),
+                "needs_with": None if chosen is None else round(chosen.given.total),
+                "fits": None if chosen is None else chosen.fits,
+                "set": {} if chosen is None else changes_for(plan, chosen, hardware),
+            }
+        )
+    explain_stages(found)
+    return found
+
+
+def run_trace(run: Any, *options: str) -> dict[str, Any]:
+    """tasks/trace.py in a process of its own, on what the run resolved to. Raises UsageError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        path.write_text(json.dumps(run.given), encoding="utf-8")
+        command = [sys.executable, "-m", "hf_dist_ext.tasks.trace", "--config", str(path), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise UsageError(lines[-1].removeprefix("error: "))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def plan_workload(work: Workload, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
+    available = set(presets()) if available is None else set(available)
+    if work.lora is not None and not any(".lora_" in name for name in work.parameters()):
+        wanted = work.lora.wanted if isinstance(work.lora.wanted, str) else " or ".join(work.lora.wanted)
+        raise UsageError(f"use_lora: the model has no layer called {wanted}. Name some in lora_target_modules.")
+    options = [
+        _option(work, adapted(strategy, work, hardware), hardware, available)
+        for strategy in STRATEGIES
+        if _has_meaning(strategy, work, hardware)
+    ]
+    best = _best(options)
+    plan = Plan(work, hardware, options, best, notes=list(work.notes))
+    if hardware.memory_is_assumed:
+        plan.notes.append(
+            f"no device is visible here: {hardware.memory_bytes / 2**30:.0f} GiB per device are assumed. "
+            "--device_memory_gib says otherwise."
+        )
+    if not is_known_optimizer(work.optimizer):
+        plan.notes.append(f'optim "{work.optimizer}" is not known here: counted as AdamW, 8 bytes per parameter.')
+    whole = model_of(work).whole
+    if whole.trained and whole.trained_stored < 4 * whole.trained:
+        plan.notes.append(
+            "what trains is stored in half precision on one device and under DDP: small updates are lost."
+        )
+    explain(plan)
+    if best is not None:
+        plan.changes = changes_for(plan, best, hardware)
+    return plan
+
+
+def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool:
+    if strategy.name == "single":
+        return True
+    if hardware.num_devices == 1:
+        return strategy.offloads
+    if strategy.replicates_frozen:  # where the run's own field does so, the other rows do
+        is_possible = work.can_replicate and work.replicates_frozen != "shard"
+        return is_possible and not leaves_frozen_whole(work, hardware)
+    if strategy.is_hybrid:
+        return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
+    if strategy.is_tensor_parallel:
+        is_possible = work.is_embedding and work.lora is None and tensor_parallel_size(work, hardware) > 1
+        return is_possible and not isinstance(work, TracedWorkload)
+    if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
+        return strategy.keeps_whole == (work.fsdp_mode == "speed")
+    return not strategy.keeps_whole or work.is_embedding  # without our loss nothing keeps weights whole
+
+
+def _preset(strategy: Strategy, hardware: Hardware, available: Collection[str]) -> str:
+    for_nodes = {"multi_gpu_ddp": "multi_node_ddp", "multi_gpu_hsdp": "multi_node_hsdp"}.get(strategy.preset)
+    if hardware.num_nodes > 1 and for_nodes in available:
+        return for_nodes
+    # The run file's frozen_parts_fsdp lets the plain preset leave frozen parts whole.
+    if strategy.name == "FSDP frozen whole" and strategy.preset not in available:
+        return "multi_gpu_fsdp"
+    return strategy.preset
+
+
+def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: Collection[str]) -> Option:
+    preset = _preset(strategy, hardware, available)
+    as_given = Settings(is_checkpointed=work.is_checkpointed)
+    option = Option(
+        strategy,
+        preset,
+        refusal(strategy, work, hardware) or _why_not(strategy, preset, hardware, available),
+        estimate(work, strategy, hardware, as_given),
+        estimate(work, strategy, hardware, Settings(is_checkpointed=True)),
+        estimate(work, strategy, hardware, Settings(is_checkpointed=False)),
+        traffic(work, strategy, hardware, as_given),
+        hardware.memory_bytes,
+    )
+    if work.finds_chunk or not option.fits:
+        _make_fit(option, work, hardware)
+    else:
+        option.settings, option.batch, option.fitted = as_given, work.batch, option.given
+        sent = option.traffic
+        option.seconds = sent.seconds + sent.arithmetic_seconds * _waiting(work, as_given)
+        option.seconds *= _repeats(strategy, work, hardware)
+    if work.finds_chunk and option.settings is not None and option.settings.is_checkpointed == work.is_checkpointed:
+        option.given = option.fitted or option.given  # the run finds this size itself
+    return option
+
+
+def _why_not(strategy: Strategy, preset: str, hardware: Hardware, available: Collection[str]) -> str:
+    if strategy.name == "single" and hardware.num_devices > 1:
+        return f"it would use one of {hardware.num_devices} devices"
+    if preset not in available:
+        return f"there is no preset {preset}"
+    if strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
+        return reason.partition(". ")[0]
+    return ""
+
+
+def _make_fit(option: Option, work: Workload, hardware: Hardware) -> None:
+    """(2) The quickest of: smaller chunks, checkpointing, both."""
+    for is_checkpointed in dict.fromkeys([work.is_checkpointed, True]):
+        for variant, settings in _smaller(work, is_checkpointed):
+            found = estimate(variant, option.strategy, hardware, settings)
+            if found.total > hardware.memory_bytes:
+                continue
+            sent = traffic(variant, option.strategy, hardware, settings)
+            seconds = sent.seconds + sent.arithmetic_seconds * _waiting(variant, settings)
+            seconds *= _repeats(option.strategy, work, hardware)
+            if seconds < option.seconds:
+                option.settings, option.batch, option.fitted = settings, variant.batch, found
+                option.seconds = seconds
+
+
+def _smaller(work: Workload, is_checkpointed: bool) -> list[tuple[Workload, Settings]]:
+    """Settings from large to small: rows per chunk for a loss over embeddings, else the batch."""
+    if not work.is_embedding:
+        found, rows = [], work.batch
+        while rows:
+            share = -(-work.batch // rows)
+            variant = replace(with_batch(work, rows), accumulation=work.accumulation * share)
+            found.append((variant, Settings(is_checkpointed=is_checkpointed)))
+            rows //= 2
+        return found
+    most = max(work.rows_of_chunk(column.length) for column in work.columns)
+    whole = [(work, Settings(is_checkpointed=is_checkpointed))] if not work.finds_chunk else []
+    sizes = [2**power for power in range(20, -1, -1) if 2**power < most or work.finds_chunk and 2**power <= most]
+    return whole + [(work, Settings(rows, is_checkpointed)) for rows in sizes]
+
+
+def _waiting(work: Workload, settings: Settings) -> float:
+    """How many times longer arithmetic takes because chunks are small."""
+    longest = max(column.length for column in work.columns)
+    rows = work.rows_of_chunk(longest, settings.chunk_rows) if is_cut(work, settings) else work.batch
+    return 1 + HALF_SPEED_TOKENS / (rows * longest)
+
+
+def _repeats(strategy: Strategy, work: Workload, hardware: Hardware) -> float:
+    """Steps that do what one step of all devices with rows of their own does."""
+    if strategy.name == "single":
+        return hardware.num_devices
+    return tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
+
+
+def _best(options: list[Option]) -> Option | None:
+    """(3) Of steps about as short, the simplest strategy: the table goes from simple to involved."""
+    possible = [option for option in options if not option.why_not and option.settings is not None]
+    possible = [option for option in possible if option.fits and not option.is_last_resort] or possible
+    shortest = min((option.seconds for option in possible), default=0.0)
+    return next((option for option in possible if option.seconds <= NEARLY * shortest), None)
+
+
+def changes_for(plan: Plan, best: Option, hardware: Hardware) -> dict[str, Any]:
+    """Fields of the run file that an option needs set."""
+    work, settings, changes = plan.work, best.settings, {}
+    if settings is None:
+        return {}
+    if hardware.num_devices > 1 or best.strategy.name != "single":
+        changes["accelerate_config"] = best.preset
+    is_plain = best.strategy.name in ("FSDP speed", "FSDP memory")
+    if is_plain and work.is_embedding and work.fsdp_mode == "auto":
+        changes["gradient_cache_fsdp"] = "speed" if best.strategy.keeps_whole else "memory"
+    if best.strategy.name == "FSDP frozen whole" and best.preset == "multi_gpu_fsdp":
+        changes["frozen_parts_fsdp"] = "replicate"
+    if settings.is_checkpointed and not work.is_checkpointed:
+        changes["gradient_checkpointing"] = True
+    if settings.chunk_rows is not None and not work.finds_chunk:
+        changes["gradient_cache_chunk_size"] = settings.chunk_rows
+    if best.batch != work.batch:
+        changes["per_device_train_batch_size"] = best.batch
+        changes["gradient_accumulation_steps"] = work.accumulation * -(-work.batch // best.batch)
+    return changes

@@ -1,0 +1,85 @@
+"""The scale knobs of a run file as the planner reads them: what FSDP shards, where, and how gradients travel.
+
+(1) the fields of strategies/fsdp.py and strategies/ddp.py, read without torch; their rules are checked there, at
+    launch
+(2) what a hook of DDP sends of the gradients, and what it keeps: fp16 and bf16 a copy of half the size,
+    PowerSGD two factors of each large matrix and what they left out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dist_ext.planner.tape import Parameter
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+_OF_FSDP = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MODES = {"FULL_SHARD": "memory", "SHARD_GRAD_OP": "speed"}
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """None: the preset's own."""
+
+    sharding: str | None = None
+    sharding_group_size: int | None = None
+    cpu_offload: bool | None = None
+    min_num_params: int | None = None
+    reduce_dtype: str | None = None
+    hook: str | None = None
+    hook_rank: int = 1
+
+    @property
+    def of_fsdp(self) -> list[str]:
+        """Names of those given that mean nothing without FSDP."""
+        given = [name for name in _OF_FSDP if getattr(self, name) is not None]
+        return [name for name in given if not (name == "sharding" and self.sharding == "NO_SHARD")]
+
+    @property
+    def fsdp_mode(self) -> str | None:
+        """What `sharding` says about weights between the chunks of a step: gradient_cache_fsdp."""
+        return _MODES.get(self.sharding or "")
+
+    @property
+    def reduce_bytes(self) -> int | None:
+        return _BYTES.get(self.reduce_dtype or "")
+
+
+def knobs_of(given: Mapping[str, Any]) -> Knobs:
+    found = {name: given.get(name) for name in _OF_FSDP}
+    return Knobs(**found, hook=given.get("ddp_comm_hook"), hook_rank=given.get("ddp_power_sgd_rank") or 1)
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def sent_by_hook(hook: str | None, rank: int, parameters: Iterable[Parameter]) -> float:
+    """Bytes of the trained parameters' gradients that DDP reduces."""
+    trained = [one for one in parameters if one.trains]
+    if hook in ("fp16", "bf16"):
+        return sum(2 * one.elements for one in trained)
+    if hook is None:
+        return sum(one.elements * one.item for one in trained)
+    return sum(_factors(one, rank) * one.item for one in trained)
+
+
+def kept_by_hook(hook: str | None, rank: int, parameters: Iterable[Parameter]) -> float:
+    """Bytes beside DDP's buckets."""
+    parameters = list(parameters)
+    if hook is None:
+        return 0.0
+    errors = 0.0 if hook in ("fp16", "bf16") else sent_by_hook(None, rank, parameters)
+    return errors + sent_by_hook(hook, rank, parameters)
+
+
+def _factors(parameter: Parameter, rank: int) -> float:
+    """Elements that PowerSGD sends: a matrix is sent whole where its factors are not half as large."""
+    if not parameter.columns:
+        return parameter.elements
+    rows = parameter.elements / parameter.columns
+    factors = (rows + parameter.columns) * min(rank, rows, parameter.columns)
+    return factors if 2 * factors < parameter.elements else parameter.elements

@@ -1,0 +1,365 @@
+"""Bytes per device for every way to spread a run: a closed form.
+
+(1) what the model has: parameters by layer, trained and frozen, as stored and as computed with (planner/workload.py)
+(2) a `Strategy` (planner/catalog.py) says what is split over how many devices, and what is whole when
+(3) `estimate` adds up: weights, master weights, gradients, optimizer, activations of a chunk, the embeddings of the
+    batch, buffers of the collectives, the framework; the optimizer's own scratch counts only while no activation lives
+What the same strategies send is in planner/traffic.py.
+
+Under autocast "weights" are the copies that compute (and what is frozen), "master weights" the float32 ones behind
+them; with a loss over embeddings FSDP's copies are half precision where autocast's would be (strategies/fsdp.py). S
+devices share one copy of what is sharded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple, dataclass, field
+
+from hf_dist_ext import policy
+from hf_dist_ext.planner.catalog import GIB, Hardware, Strategy, shard_count, tensor_parallel_size
+from hf_dist_ext.planner.knobs import kept_by_hook
+from hf_dist_ext.planner.tape import TEMPORARY_VALUES, Parameter
+from hf_dist_ext.planner.workload import Cast, Column, Work, Workload
+
+# What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
+# allocator can not use. Measured by nobody here: no GPU was at hand.
+CONTEXT_BYTES = 0.75 * GIB
+COMMUNICATOR_BYTES = 0.4 * GIB
+FRAGMENTATION = 0.03
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may be changed to make a run fit."""
+
+    chunk_rows: int | None = None  # None: as the run says
+    is_checkpointed: bool = False
+
+
+@dataclass
+class Bytes:
+    """Per device. `host`: on the CPU, per process. `scratch`: the optimizer's, after the activations are gone."""
+
+    weights: float = 0.0
+    master_weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    embeddings: float = 0.0
+    buffers: float = 0.0
+    framework: float = 0.0
+    scratch: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        lasting = self.weights + self.master_weights + self.gradients + self.optimizer + self.buffers + self.framework
+        return lasting + max(self.activations + self.embeddings, self.scratch)
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: round(value) for name, value in asdict(self).items()} | {"total": round(self.total)}
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Sizes:
+    """Sums over parameters. Elements; `..._stored` in bytes, `gathered...` in those that FSDP makes whole."""
+
+    elements: float = 0.0
+    trained: float = 0.0
+    trained_stored: float = 0.0
+    frozen_stored: float = 0.0
+    optimizer: float = 0.0
+    largest_trained: float = 0.0
+    gathered: float = 0.0
+    gathered_trained: float = 0.0
+
+    def add(self, parameter: Parameter, work: Workload) -> None:
+        self.elements += parameter.elements
+        stored, gathered = parameter.elements * parameter.item, parameter.elements * work.gathered_item(parameter)
+        self.gathered += gathered
+        self.gathered_trained += gathered * parameter.trains
+        if parameter.trains:
+            self.trained += parameter.elements
+            self.trained_stored += stored
+            self.optimizer += optimizer_bytes(work.optimizer, parameter)
+            self.largest_trained = max(self.largest_trained, stored)
+        else:
+            self.frozen_stored += stored
+
+
+@dataclass
+class Model:
+    """All parameters, and unit by unit: the layers, and under None what belongs to no layer (FSDP's root)."""
+
+    whole: Sizes = field(default_factory=Sizes)
+    units: dict[str | None, Sizes] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Sizes:
+        return self.units.get(None, Sizes())
+
+    @property
+    def layers(self) -> list[Sizes]:
+        return [unit for name, unit in self.units.items() if name is not None]
+
+
+def model_of(work: Workload, tensor_parallel: int = 1, min_num_params: int = 0) -> Model:
+    """`min_num_params`: layers with fewer parameters are no unit of their own."""
+    model, parameters = Model(), work.parameters(tensor_parallel).values()
+    counts: dict[str | None, float] = {}
+    for parameter in parameters:
+        counts[parameter.layer] = counts.get(parameter.layer, 0) + parameter.elements
+    for parameter in parameters:
+        unit = parameter.layer if counts[parameter.layer] >= min_num_params else None
+        model.whole.add(parameter, work)
+        model.units.setdefault(unit, Sizes()).add(parameter, work)
+    return model
+
+
+def whole_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
+    """Of a sharded unit's weights while they are whole."""
+    if strategy.is_deepspeed:
+        return unit.elements * work.compute_bytes
+    if strategy.is_tensor_parallel:
+        return unit.trained_stored + unit.frozen_stored  # transformers gathers what is stored, and autocast casts it
+    return unit.gathered_trained if strategy.replicates_frozen else unit.gathered
+
+
+def reduced_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
+    """Of a sharded unit's gradients as they are reduced, and as they wait for it."""
+    if strategy.is_tensor_parallel:
+        return unit.trained_stored
+    return unit.trained * (work.compute_bytes if strategy.is_deepspeed else work.reduced_item)
+
+
+# What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").
+_OPTIMIZERS = {
+    "adamw_bnb_8bit": 2.03,  # two bytes and a float32 scale for every 256
+    "adamw_8bit": 2.03,
+    "paged_adamw_8bit": 2.03,
+    "adamw_torch_8bit": 2.03,
+    "adamw_torch_4bit": 1.06,
+    "lion": "x1",
+    "lion_8bit": 1.02,
+    "lion_32bit": 4,
+    "rmsprop": "x1",
+    "adagrad": "x1",
+    "sgd": 0,
+}
+
+
+def optimizer_bytes(optimizer: str, parameter: Parameter) -> float:
+    """State of one parameter. Adafactor keeps a row and a column of each matrix; AdamW two copies."""
+    name = optimizer.removeprefix("paged_") if optimizer not in _OPTIMIZERS else optimizer
+    if name == "adafactor":
+        rows = parameter.elements / parameter.columns if parameter.columns else parameter.elements
+        return 4 * (rows + parameter.columns)
+    if name in _OPTIMIZERS and ("8bit" in name or "4bit" in name) and parameter.elements < 4096:
+        return 8 * parameter.elements  # small ones stay in float32
+    per_element = _OPTIMIZERS.get(name, "x2")
+    if isinstance(per_element, str):
+        return int(per_element[1:]) * parameter.elements * parameter.item
+    return per_element * parameter.elements
+
+
+def is_known_optimizer(optimizer: str) -> bool:
+    known = optimizer in _OPTIMIZERS or optimizer.removeprefix("paged_") in _OPTIMIZERS
+    return known or optimizer == "adafactor" or optimizer.startswith(("adamw_torch", "adamw_apex", "paged_adamw"))
+
+
+# (2), (3) ----------------------------------------------------------------------------------------------------------
+
+
+def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
+    """Peak bytes of one device. (3)"""
+    parts = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
+    model = model_of(work, parts, work.knobs.min_num_params or 0)
+    shards = shard_count(strategy, work, hardware)
+    is_half = work.autocast_bytes is not None
+    computes_in = work.compute_bytes
+    found = Bytes()
+    # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
+    casts_itself = "w" in strategy.shards or strategy.is_deepspeed
+    of_chunk = held(work, settings, cast_by(strategy, work), parts)
+    # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
+    found.activations = max(of_chunk.activations, 0 if casts_itself else model.whole.largest_trained)
+    found.embeddings = _embeddings(work, hardware.num_devices // parts)
+    whole = model.whole
+    stored = whole.trained * 4 if casts_itself and is_half else whole.trained_stored
+    found.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
+    if strategy.is_deepspeed:
+        once = reduces_once(work, strategy, model, hardware, settings)
+        _deepspeed(found, strategy, model, shards, computes_in, once)
+    elif strategy.shards:
+        _fsdp(found, strategy, model, shards, stored, is_half, work)
+        found.weights += of_chunk.casts
+    else:
+        found.gradients = whole.trained_stored
+        has_masters = whole.trained_stored > whole.trained * computes_in
+        found.weights = whole.frozen_stored + of_chunk.casts + (0 if has_masters else whole.trained_stored)
+        found.master_weights = whole.trained_stored if has_masters else 0.0
+        if strategy.name == "DDP" and not work.bucket_view:
+            found.buffers = whole.trained_stored  # the reducer's buckets
+        if strategy.name == "DDP":
+            found.buffers += kept_by_hook(work.knobs.hook, work.knobs.hook_rank, work.parameters().values())
+    if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
+        found.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
+    if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
+        stays = reduces_once(work, strategy, model, hardware, settings)
+        found.host += found.master_weights + found.gradients / (shards if stays else 1) + found.optimizer
+        found.master_weights = found.optimizer = found.scratch = 0.0
+        of_unit = whole if stays else max(model.units.values(), key=lambda unit: unit.trained, default=whole)
+        found.gradients = reduced_bytes(work, strategy, of_unit)
+    is_alone = hardware.num_devices == 1 or strategy.name == "single"
+    found.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
+    found.framework += FRAGMENTATION * (found.total - found.framework)
+    return found
+
+
+def _fsdp(
+    found: Bytes,
+    strategy: Strategy,
+    model: Model,
+    shards: int,
+    stored: float,
+    is_half: bool,
+    work: Workload,
+) -> None:
+    """Shards; whole units in the computing precision: all (speed), or the root and two layers; buffers."""
+    whole = model.whole
+
+    def gathered(unit: Sizes) -> float:
+        return whole_bytes(work, strategy, unit)
+
+    units = [gathered(unit) for unit in model.layers]
+    largest = max(units, default=0.0)
+    reduced = max((reduced_bytes(work, strategy, unit) for unit in model.units.values()), default=0.0)
+    live = gathered(model.root) + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
+    frozen = whole.frozen_stored if strategy.replicates_frozen else whole.frozen_stored / shards
+    found.weights = live + (frozen if strategy.replicates_frozen else 0.0)  # which FSDP never moves
+    resting = (0 if strategy.replicates_frozen else frozen) + (0 if is_half else stored / shards)
+    if strategy.offloads:
+        found.host = resting
+    else:
+        found.weights += resting
+    found.master_weights = stored / shards if is_half else 0.0
+    between = reduced_bytes(work, strategy, whole) if strategy.keeps_whole else 0.0
+    found.gradients = stored / shards + between
+    # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
+    found.buffers = max(largest, gathered(model.root)) + (1 if strategy.keeps_whole else 2) * reduced
+    if strategy.is_hybrid:
+        found.buffers += stored / shards
+
+
+def reduces_once(work: Workload, strategy: Strategy, model: Model, hardware: Hardware, settings: Settings) -> bool:
+    """ZeRO-2 and 3: whether gradients stay whole until the one reduction of an update (strategies/zero.py)."""
+    if not strategy.is_deepspeed or "g" not in strategy.shards or num_backwards(work, settings) == 1:
+        return False
+    if work.fsdp_mode != "auto" or not work.is_embedding:
+        return work.is_embedding and work.fsdp_mode == "speed"
+    return model.whole.trained * work.compute_bytes < hardware.memory_bytes / 4
+
+
+def num_backwards(work: Workload, settings: Settings) -> int:
+    """Of one update."""
+    chunks = work.num_chunks(settings.chunk_rows) if is_cut(work, settings) and not encodes_once(work, settings) else 1
+    return chunks * work.accumulation
+
+
+def _deepspeed(found: Bytes, strategy: Strategy, model: Model, shards: int, computes_in: int, once: bool) -> None:
+    """Weights in the computing precision, float32 masters in partitions, gradients whole (1) or in partitions."""
+    whole, units = model.whole, [unit.elements * computes_in for unit in model.layers]
+    all_weights = whole.elements * computes_in
+    if "w" in strategy.shards:
+        live = model.root.elements * computes_in + min(sum(units), 2 * max(units, default=0.0))
+        found.weights = live + (0 if strategy.offloads else all_weights / shards)
+        found.host = all_weights / shards if strategy.offloads else 0.0
+    else:
+        found.weights = all_weights
+    found.master_weights = whole.trained * 4 / shards
+    found.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards and not once else 1)
+    bucket = min(whole.trained, 2e8) * computes_in
+    found.buffers = 2 * bucket
+
+
+@dataclass
+class Held:
+    """Of one chunk's forward and backward: saved values, autocast's weight copies, what backward makes meanwhile."""
+
+    saved: float = 0.0
+    casts: float = 0.0
+    temporary: float = 0.0
+
+    @property
+    def activations(self) -> float:
+        return self.saved + self.temporary
+
+
+def cast_by(strategy: Strategy, work: Workload) -> Cast:
+    """The weights that the strategy hands to a forward in the precision of the computation."""
+    if strategy.is_tensor_parallel:
+        return "nothing"
+    if strategy.is_deepspeed:
+        return "all"
+    return work.gathered_as if "w" in strategy.shards else "nothing"
+
+
+def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int = 1) -> Held:
+    """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together;
+    without chunks all columns' graphs are alive at once."""
+    of_tower: dict[str, Held] = {}
+    cut = is_cut(work, settings)
+    for column in work.columns:
+        cost = work.work(column, cast, parts)
+        if encodes_once(work, settings):
+            _hold_features(of_tower, column, cost, work, settings)
+            continue
+        rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) if cut else column.rows
+        graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
+        found = Held(
+            rows * (cost.kept_checkpointed if settings.is_checkpointed else cost.kept) * graphs,
+            (cost.casts_checkpointed if settings.is_checkpointed else cost.casts) * graphs,
+            rows * (cost.temporary_checkpointed if settings.is_checkpointed else cost.temporary),
+        )
+        if cut:  # the pass without a graph takes wider chunks
+            wide = min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
+            found.temporary = max(found.temporary, wide - found.saved)
+        before = of_tower.get(column.tower, Held())
+        if not cut:
+            found = Held(*(one + other for one, other in zip(astuple(before), astuple(found), strict=True)))
+        of_tower[column.tower] = found if not cut else max(before, found, key=lambda one: one.activations)
+    return Held(*(sum(column) for column in zip(*map(astuple, of_tower.values()), strict=True)))
+
+
+def _hold_features(of_tower: dict[str, Held], column: Column, cost: Work, work: Workload, settings: Settings) -> None:
+    """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
+    through the projection together, with one graph. `cost.kept` is the projection's, its input included."""
+    rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows))
+    wide = min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
+    before = of_tower.get("", Held())
+    saved = before.saved + column.rows * cost.kept
+    forward = 0.0 if work.reads_features else wide  # alone on the device before there is a graph
+    most = max(before.activations, forward)
+    of_tower[""] = Held(saved, before.casts, max(0.0, most - saved))
+
+
+def is_cut(work: Workload, settings: Settings) -> bool:
+    """Whether the batch goes through in chunks: the run has a gradient cache, or the settings give it one."""
+    return work.is_cached or settings.chunk_rows is not None
+
+
+def encodes_once(work: Workload, settings: Settings) -> bool:
+    """Whether a frozen backbone runs once per step, or never, and the projection goes on from its pooled vectors."""
+    return work.reads_features or (work.has_frozen_backbone and is_cut(work, settings))
+
+
+def _embeddings(work: Workload, world: int) -> float:
+    """The loss stage: linear in the batch, and on several devices in everyone's rows; a tile of scores."""
+    if not work.is_embedding:
+        return 0.0
+    rows = sum(column.rows for column in work.columns)
+    candidates = sum(column.rows for column in work.columns[1:]) * world
+    return policy.loss_stage_bytes(rows, rows * world, work.batch, candidates, work.embedding_dim)

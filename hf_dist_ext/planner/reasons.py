@@ -1,0 +1,154 @@
+"""Why a plan is what it is, in plain sentences with the numbers.
+
+(1) words for numbers
+(2) what trains, what fits, what dominates, whether compressing gradients is worth it
+(3) of several stages: which one decides, and what the others need
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
+from hf_dist_ext.planner.memory import Bytes, is_cut, model_of
+
+if TYPE_CHECKING:
+    from hf_dist_ext.planner.choose import Option, Plan
+
+POINTLESS = 0.1  # a reduction shorter than this share of the arithmetic hides behind it
+
+
+def gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count < 100 * GIB else f"{count / GIB:.0f} GiB"
+
+
+def count_of(number: float) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.0f}"
+
+
+def count_with(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def explain(plan: Plan) -> None:
+    work, hardware, best, say = plan.work, plan.hardware, plan.best, plan.reasons.append
+    whole = model_of(work).whole
+    share = whole.trained / whole.elements if whole.elements else 0
+    simplest = plan.simplest
+    states = simplest.given.gradients + simplest.given.optimizer
+    trained = f"All {count_of(whole.elements)} parameters train"
+    if share < 1:
+        trained = f"{count_of(whole.trained)} of {count_of(whole.elements)} parameters train ({share:.1%})"
+    state_size = f"gradients {gib(simplest.given.gradients)}, optimizer state {gib(simplest.given.optimizer)}"
+    say(f"{trained}: {state_size}.")
+    if best is None:
+        _explain_nothing_fits(plan)
+        return
+    fitted = best.fitted or best.given
+    if best.strategy.name == "DDP":
+        saved = states + simplest.given.master_weights
+        less = "would save little" if saved < 0.1 * hardware.memory_bytes else f"could save at most {gib(saved)}"
+        with_changes = "Everything fits" if best.fits else "With the changes below everything fits"
+        say(
+            f"{with_changes} on each device ({gib(fitted.total)} of {gib(hardware.memory_bytes)}); sharding {less} "
+            f"and send more. DDP sends {gib(best.traffic.bytes)} per device and step."
+        )
+    elif best.strategy.name != "single":
+        fixed = simplest.given.total - simplest.given.activations - simplest.given.embeddings
+        what = "fits only with changes" if simplest.settings is not None else "does not fit"
+        if simplest.fits:
+            what = "fits too, but its step is longer"
+        say(
+            f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(simplest.given.total)} in "
+            f"all, of {gib(hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
+            f"{gib(fitted.total)} and sends {gib(best.traffic.bytes)} per device and step."
+        )
+        if best.strategy.is_tensor_parallel:
+            say(
+                f"Groups of {TENSOR_PARALLEL_GROUP} share rows: the contrastive batch is "
+                f"{work.batch * hardware.num_devices // TENSOR_PARALLEL_GROUP} rows, that of DDP or FSDP "
+                f"{work.batch * hardware.num_devices}."
+            )
+    else:
+        say(f"One device: {gib(fitted.total)} of {gib(hardware.memory_bytes)}.")
+    _explain_activations(plan, best, fitted)
+    if not best.fits:
+        say(f"As it stands the run needs {gib(best.given.total)} per device and does not fit; the changes below do.")
+    if best.strategy.name == "DDP":
+        say(_compression(plan, best))
+
+
+def _compression(plan: Plan, best: Option) -> str:
+    """Whether a hook of DDP is worth its rounding: the reduction at this interconnect beside the arithmetic."""
+    knobs, sent = plan.work.knobs, best.traffic
+    whole, less, computed = sent.reduction_seconds, sent.compressed_seconds, sent.arithmetic_seconds
+    beside = f"Reducing whole gradients takes {_seconds(whole)} beside {_seconds(computed)} of arithmetic"
+    if whole < POINTLESS * computed:
+        advice = f'; remove ddp_comm_hook="{knobs.hook}", which rounds them' if knobs.hook else ""
+        return f"{beside}: compressing them is pointless{advice}."
+    if knobs.hook:
+        warmup = ", after its warm-up steps" if knobs.hook == "power_sgd" else ""
+        return f'{beside}; ddp_comm_hook="{knobs.hook}" makes it {_seconds(less)}{warmup}.'
+    return f'{beside}: "ddp_comm_hook": "fp16" would make it {_seconds(less)}, and round them.'
+
+
+def _seconds(number: float) -> str:
+    size, unit = (number, "s") if number >= 1 else (1000 * number, "ms")
+    return f"{size:.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
+
+
+def explain_stages(plan: Plan) -> None:
+    """Goes before the reasons of the stage that needs most."""
+    needs = ", ".join(f'"{stage["name"]}" {gib(stage["needs"])}' for stage in plan.stages)
+    how = "DDP" if plan.hardware.num_devices > 1 else "one device"
+    plan.reasons.insert(
+        0, f'Stage "{plan.run.name}" needs most and decides ({how}, as they stand: {needs}). What follows is for it.'
+    )
+    for stage in plan.stages:
+        fields = {name: value for name, value in stage["set"].items() if name not in ("accelerate_config",)}
+        if stage["name"] == plan.run.name or plan.best is None:
+            continue
+        if stage["fits"]:
+            plan.reasons.append(f'Stage "{stage["name"]}" then needs {gib(stage["needs_with"])}.')
+        elif fields:
+            words = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in fields.items())
+            plan.reasons.append(f'Stage "{stage["name"]}" does not fit as it stands. Set in it {words}.')
+        else:
+            plan.reasons.append(f'Stage "{stage["name"]}" does not fit with {plan.best.strategy.name}.')
+
+
+def _explain_activations(plan: Plan, best: Option, fitted: Bytes) -> None:
+    work, settings = plan.work, best.settings
+    assert settings is not None
+    longest = max(column.length for column in work.columns)
+    if is_cut(work, settings):
+        rows = work.rows_of_chunk(longest, settings.chunk_rows)
+        what = f"a chunk of {count_with(rows, 'row')} of {longest} tokens"
+    else:
+        what = f"{count_with(best.batch, 'row')} of {longest} tokens"
+    with_it, without = best.checkpointed.activations, best.unchecked.activations
+    as_given = settings.chunk_rows is None and best.batch == work.batch
+    other = f" ({gib(without)} without checkpointing, {gib(with_it)} with)" if as_given else ""
+    largest = max(
+        ("weights", fitted.weights + fitted.master_weights), ("activations", fitted.activations), key=lambda x: x[1]
+    )
+    dominate = ": they dominate" if largest[0] == "activations" and fitted.activations > fitted.total / 2 else ""
+    plan.reasons.append(f"Activations of {what}: {gib(fitted.activations)}{other}{dominate}.")
+
+
+def _explain_nothing_fits(plan: Plan) -> None:
+    least = min(plan.options, key=lambda option: option.checkpointed.total)
+    choosable = [option for option in plan.options if option.settings is not None]
+    memory = gib(plan.hardware.memory_bytes)
+    if choosable:
+        names = ", ".join(f"{option.strategy.name} ({option.why_not})" for option in choosable)
+        plan.reasons.append(f"Nothing that can be chosen here fits {memory}. What would: {names}.")
+        return
+    plan.reasons.append(
+        f"Nothing fits {memory}: the least is {least.strategy.name} with {gib(least.checkpointed.total)}. Use more "
+        'devices, shorter rows, LoRA or frozen parts, "optim": "adamw_bnb_8bit", or half-precision weights.'
+    )

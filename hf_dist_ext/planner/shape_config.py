@@ -1,0 +1,206 @@
+"""A model's configuration as plain JSON, complete: what is not written comes from transformers' source text.
+
+(1) where it is: `model_config` of the run file, a folder, the hub's cache, or one small file fetched from the hub
+(2) config.json leaves out what equals the class's default, and a run file leaves out more; the defaults are read from
+    the source of the configuration class (`fields.read_fields`), since importing transformers takes seconds
+(3) names that differ between families (n_layers, dim, ...) are added under their usual ones
+(4) how many tiles a picture is cut into at most, from the image processor's file beside config.json
+
+No weights are loaded and neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.fields import UNKNOWN, read_fields, source_of
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def read_model_config(
+    model_config: Mapping[str, Any] | None, name_or_path: str | None, revision: str | None = None
+) -> dict[str, Any]:
+    """The complete configuration of a run's model, with `tiles_of_picture` (4). Raises UsageError: there is none."""
+    if model_config is not None:
+        return with_defaults(model_config)
+    found = with_defaults(_from_folder(name_or_path, revision))
+    if (tiles := _tiles_of_picture(found["model_type"], name_or_path, revision)) is not None:
+        found["tiles_of_picture"] = tiles
+    return found
+
+
+def _from_folder(name_or_path: str | None, revision: str | None) -> dict[str, Any]:
+    assert name_or_path is not None
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        return _read(_from_hub(name_or_path, revision))
+    modules = folder / "modules.json"  # sentence-transformers may keep the backbone in a folder of its own
+    if modules.is_file() and not (folder / "config.json").is_file():
+        folder = folder / json.loads(modules.read_text(encoding="utf-8"))[0]["path"]
+    if not (folder / "config.json").is_file():
+        raise UsageError(f'model "{name_or_path}" has no config.json, so its size is not known. Give a model folder.')
+    return _read(folder / "config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}. Give a complete model folder.") from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise UsageError(f'{path} has no "model_type". Give the folder of a transformers model.')
+    return content
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json", revision=revision) if name.count("/") < 2 else None
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except Exception as error:  # offline, no such model, gated: huggingface_hub has a class for each
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        why = " ".join(str(error).split())[:160]
+        raise UsageError(
+            f'the config.json of "{name}" is neither in the hub cache nor to be had{offline}: {why}. '
+            "Fetch it once with a connection, or give model_config or a folder."
+        ) from None
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with every default of its class, parts (text_config, vision_config) included."""
+    model_type = config["model_type"]
+    defaults, renamed, parts = class_defaults(model_type)
+    complete = {**defaults, **{renamed.get(name, name): value for name, value in config.items()}}
+    for name, (kind, more) in parts.items():
+        given = complete.get(name) or {}
+        kind = given.get("model_type", kind)
+        complete[name] = with_defaults({**(more if not given else {}), **given, "model_type": kind})
+    for usual, own in renamed.items():  # (3)
+        complete[usual] = complete[own] if own in complete else complete.get(usual)
+    return complete
+
+
+@functools.cache
+def class_defaults(model_type: str) -> tuple[dict[str, Any], dict[str, str], dict[str, tuple[str, dict]]]:
+    """(default of every field, usual name -> the class's own, part -> (model type, its defaults)) of a model type."""
+    path, node = _config_class(model_type)
+    defaults = {name: one.default for name, one in read_fields(path, node.name).items() if one.default != UNKNOWN}
+    defaults |= _products(node)
+    renamed: dict[str, str] = {}
+    parts: dict[str, tuple[str, dict]] = {}
+    for statement in node.body:
+        if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
+            continue
+        if statement.targets[0].id == "attribute_map":
+            renamed = ast.literal_eval(statement.value)
+        if statement.targets[0].id in ("sub_configs", "sub_configs_defaults") and isinstance(
+            statement.value, ast.Dict
+        ):
+            parts |= _parts(statement.value, path)
+    return defaults, renamed, parts
+
+
+def _products(node: ast.ClassDef) -> dict[str, int]:
+    """Defaults written as a product of two numbers, such as DistilBert's hidden_dim."""
+    found = {}
+    for statement in node.body:
+        value = getattr(statement, "value", None)
+        if isinstance(statement, ast.AnnAssign) and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+            found[statement.target.id] = ast.literal_eval(value.left) * ast.literal_eval(value.right)
+    return found
+
+
+def _parts(node: ast.Dict, path: Path) -> dict[str, tuple[str, dict]]:
+    found = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        name = ast.literal_eval(key)
+        if isinstance(value, ast.Name) and value.id != "AutoConfig":
+            found[name] = (_model_type_of(path, value.id), {})
+        elif isinstance(value, ast.Call):
+            words = {one.arg: one.value for one in value.keywords}
+            more = ast.literal_eval(words["init_kwargs"]) if "init_kwargs" in words else {}
+            if isinstance(words.get("model_type"), ast.Constant):
+                found[name] = (words["model_type"].value, more)
+            # transformers 5.20 writes the class so too. Remove when the minimum is 5.21.
+            elif isinstance(kind := words.get("config_class"), ast.Name) and kind.id != "AutoConfig":
+                found[name] = (_model_type_of(path, kind.id), more)
+    return found
+
+
+def _config_class(model_type: str) -> tuple[Path, ast.ClassDef]:
+    """The class of a model type; a part such as clip_vision_model is in the file of the whole."""
+    models = source_of("transformers.models.auto.configuration_auto").parent.parent
+    words = model_type.replace("-", "_").split("_")
+    for count in range(len(words), 0, -1):
+        stem = "_".join(words[:count])
+        path = models / stem / f"configuration_{stem}.py"
+        if path.is_file():
+            for node in _classes(path):
+                if _model_type(node) == model_type:
+                    return path, node
+    raise UsageError(f'model_type="{model_type}" is not one of the installed transformers. Check its name.')
+
+
+@functools.cache
+def _classes(path: Path) -> list[ast.ClassDef]:
+    return [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+
+
+def _model_type(node: ast.ClassDef) -> str | None:
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "model_type":
+            return getattr(statement.value, "value", None)
+    return None
+
+
+def _model_type_of(path: Path, class_name: str) -> str:
+    return next((_model_type(node) for node in _classes(path) if node.name == class_name), None) or class_name
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def _tiles_of_picture(model_type: str, name_or_path: str | None, revision: str | None) -> int | None:
+    """Images that the tower sees of one picture at most, the whole picture made small included; None: not known."""
+    if model_type not in ("idefics3", "smolvlm", "internvl"):
+        return None
+    processor = _processor_file(str(name_or_path), revision)
+    if processor is None:
+        return None
+    if model_type == "internvl":  # its processor cuts, whatever the image processor's own default is
+        most = processor.get("max_patches", 12) if processor.get("crop_to_patches", True) else 1
+        return most + (most > 1)
+    if not processor.get("do_image_splitting", True):
+        return 1
+    tile = (processor.get("max_image_size") or {}).get("longest_edge")
+    side = (processor.get("size") or {}).get("longest_edge")
+    return None if not tile or not side else (-(-side // tile)) ** 2 + (side > tile)
+
+
+def _processor_file(name_or_path: str, revision: str | None) -> dict[str, Any] | None:
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        path = Path(name_or_path, name)
+        if not Path(name_or_path).is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            path = (
+                try_to_load_from_cache(name_or_path, name, revision=revision) if name_or_path.count("/") < 2 else None
+            )
+        if isinstance(path, (str, Path)) and Path(path).is_file():
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            return content.get("image_processor", content)
+    return None

@@ -1,0 +1,103 @@
+"""Who trains, by parameter names alone: freezing patterns and adapters, with the meaning they have in training.
+
+(1) trainable_modules and frozen_modules as in frozen/plan.py: the deepest match decides; names of parts such as
+    "vision"
+(2) LoRA as in tasks/adapters.py: the layers that are named, or peft's own choice, which stays out of an image part
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hf_dist_ext.planner.architectures import TWO_TOWERS
+from hf_dist_ext.planner.tape import Lora
+
+# peft's own targets for the families of planner/architectures.py; q_proj and v_proj in all others (tasks/adapters.py)
+LORA_TARGETS = dict.fromkeys(["bert", "roberta", "xlm-roberta"], ("query", "value"))
+
+# (1) -----------------------------------------------------------------------------------------------------------------
+
+
+def who_trains(trainable: Any, frozen: Any, is_lora: bool) -> Callable[[str], bool]:
+    @functools.cache
+    def trains(name: str) -> bool:
+        if ".lora_" in name:
+            return True
+        chosen = depth(trainable, name) if trainable else 0
+        if is_lora and not chosen:
+            return False
+        if frozen:
+            held = depth(frozen, name)
+            return chosen > held if trainable else not held
+        return bool(chosen) if trainable else not is_lora
+
+    return trains
+
+
+def depth(patterns: Sequence[str] | str, name: str) -> int:
+    """How deep the deepest match of freezing patterns lies above a parameter; 0 for none."""
+    parts = name.split(".")
+    above = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    if isinstance(patterns, str):
+        return max((one.count(".") + 1 for one in above if re.fullmatch(patterns, one)), default=0)
+    found = [0]
+    for pattern in patterns:
+        if root := _group_root(pattern, name):
+            found.append(root.count(".") + 1)
+            continue
+        found += [one.count(".") + 1 for one in above if one == pattern or one.endswith("." + pattern)]
+    return max(found)
+
+
+# Names of parts as frozen/plan.py finds them in a model; a projector may lie inside the vision part.
+GROUPS = {
+    "vision": ("model.vision_tower", "model.vision_model", "model.visual", "vision_model", "visual_projection"),
+    "image": ("vision_model", "visual_projection"),
+    "text": ("text_model", "text_projection"),
+    "projector": (
+        "model.multi_modal_projector",
+        "model.image_newline",
+        "model.connector",
+        "model.visual.merger",
+        "model.visual.deepstack_merger_list",
+    ),
+    "language": ("model.language_model", "model.text_model", "lm_head", "text_model", "text_projection"),
+    "backbone": ("backbone",),
+    "pooling": ("pooling",),
+    "projection": ("projection",),
+}
+
+
+def _group_root(pattern: str, name: str) -> str | None:
+    def root_of(group: str) -> str | None:
+        roots = GROUPS.get(group, ())
+        return next((root for root in roots if name == root or name.startswith(root + ".")), None)
+
+    return None if pattern == "vision" and root_of("projector") else root_of(pattern)
+
+
+# (2) -----------------------------------------------------------------------------------------------------------------
+
+
+def lora_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:
+    wanted = given.get("lora_target_modules")
+    kind = (config.get("text_config") or config)["model_type"]
+    is_usual, has_parts = wanted is None, bool(config.get("vision_config")) and config["model_type"] not in TWO_TOWERS
+    if is_usual:
+        wanted = LORA_TARGETS.get(kind, ("q_proj", "v_proj"))
+
+    @functools.cache
+    def targets(name: str) -> bool:
+        if is_usual and has_parts and not depth(["language"], name):
+            return False  # peft's own choice stays out of the image part (tasks/adapters.py)
+        last = name.rpartition(".")[2]
+        if wanted == "all-linear":
+            return last not in ("lm_head", "patch_embedding") and not name.startswith("projection")
+        if isinstance(wanted, str):
+            return re.fullmatch(wanted, name) is not None
+        return any(name == one or name.endswith("." + one) for one in wanted)
+
+    return Lora(given.get("lora_r") or 8, given.get("lora_dropout") or 0.0, targets, wanted)

@@ -1,0 +1,180 @@
+"""Short names for people who come from similar projects, and what each one sets. `SHORT_NAMES` is the whole table.
+
+`in_long_names` maps one layer (the file, or the command line over the file). A short name and its long one may both be
+given with one meaning; with two, that is an error, because either choice would surprise someone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.fields import show
+
+Convert = Callable[[Any, dict], dict]  # (value, what else is given in long names) -> long names
+
+
+def _choice(**values: dict[str, Any]) -> Convert:
+    return lambda value, given: values[value]
+
+
+def _gradient_cache(is_on: bool, given: dict) -> dict:
+    sizes = ("gradient_cache_chunk_size", "gradient_cache_chunk_tokens")
+    if not is_on:
+        return {name: None for name in sizes if name == sizes[0] or name in given}
+    if given.get("gradient_cache_chunk_tokens"):  # a token budget alone is a complete choice
+        return {}
+    return {"gradient_cache_chunk_size": given.get("gradient_cache_chunk_size") or "auto"}
+
+
+def _fsdp(is_on: bool, given: dict) -> dict:
+    if is_on:
+        return {"accelerate_config": "multi_gpu_fsdp"}
+    return {"accelerate_config": None} if given.get("accelerate_config") == "multi_gpu_fsdp" else {}
+
+
+def _tracker(name: str) -> Convert:
+    def convert(is_on: bool, given: dict) -> dict:
+        trackers = given.get("report_to") or []
+        trackers = [trackers] if isinstance(trackers, str) else trackers
+        trackers = [one for one in trackers if one not in ("none", name)]
+        if is_on:
+            return {"report_to": trackers if "all" in trackers else [*trackers, name]}
+        return {"report_to": trackers or "none"} if "report_to" in given else {}
+
+    return convert
+
+
+def _save_top_k(count: int, given: dict) -> dict:
+    if count <= 0:
+        return {"save_total_limit": None} if count == -1 else {"save_strategy": "no"}
+    # The Trainer keeps the newest `save_total_limit` checkpoints, the best one among them when it knows the best:
+    # that needs an evaluation whenever it saves.
+    evaluation = given.get("eval_strategy", "no")
+    if evaluation == "no" or given.get("save_strategy", "steps") not in (evaluation, "best"):
+        return {"save_total_limit": count}
+    return {"save_total_limit": count, "load_best_model_at_end": given.get("load_best_model_at_end", True)}
+
+
+_NO, _FP16, _BF16 = {"bf16": False, "fp16": False}, {"bf16": False, "fp16": True}, {"bf16": True, "fp16": False}
+
+
+def _freeze(group: str) -> Convert:
+    def convert(is_on: bool, given: dict) -> dict:
+        frozen = given.get("frozen_modules") or []
+        if isinstance(frozen, str):
+            raise UsageError(
+                f"freeze_{group} adds to a list of names, but frozen_modules={show(frozen)} is a regex. Keep one."
+            )
+        others = [name for name in frozen if name != group]
+        if is_on:
+            return {"frozen_modules": [*others, group]}
+        return {"frozen_modules": others or None} if group in frozen else {}
+
+    return convert
+
+
+# Short name: (what it takes, the long name of the same thing) or (what it takes, what it sets in words, how).
+SHORT_NAMES: dict[str, tuple[str, str] | tuple[str, str, Convert]] = {
+    "batch_size": ("int", "per_device_train_batch_size"),
+    "eval_batch_size": ("int", "per_device_eval_batch_size"),
+    "epochs": ("float", "num_train_epochs"),
+    "num_epochs": ("float", "num_train_epochs"),
+    "num_workers": ("int", "dataloader_num_workers"),
+    "gradient_accumulation": ("int", "gradient_accumulation_steps"),
+    "gradient_clip": ("float", "max_grad_norm"),
+    "model_name": ("str", "model_name_or_path"),
+    "mrl_dims": ("list[int] | None", "matryoshka_dims"),
+    "warmup_ratio": ("float", "warmup_steps"),  # the Trainer reads warmup_steps below 1 as a share of all steps
+    "use_gradient_checkpointing": ("bool", "activation_checkpointing"),  # "gradient_checkpointing" before 5.23
+    "mixed_precision": (
+        'Literal["no", "fp16", "bf16"]',
+        "bf16 and fp16",
+        _choice(no=_NO, fp16=_FP16, bf16=_BF16),
+    ),
+    "precision": (
+        'Literal["32-true", "16-mixed", "bf16-mixed"]',
+        "bf16 and fp16",
+        _choice(**{"32-true": _NO, "16-mixed": _FP16, "bf16-mixed": _BF16}),
+    ),
+    "use_gradient_cache": ("bool", 'gradient_cache_chunk_size ("auto" unless given; false: null)', _gradient_cache),
+    "use_fsdp": ("bool", 'accelerate_config "multi_gpu_fsdp"', _fsdp),
+    "loss_type": (
+        'Literal["infonce", "info_nce", "contrastive"]',
+        'loss "infonce"',
+        lambda value, given: {"loss": "infonce"},
+    ),
+    "freeze_vision": ("bool", '"vision" in frozen_modules', _freeze("vision")),
+    "freeze_language": ("bool", '"language" in frozen_modules', _freeze("language")),
+    "freeze_projector": ("bool", '"projector" in frozen_modules', _freeze("projector")),
+    "log_to_wandb": ("bool", '"wandb" in report_to', _tracker("wandb")),
+    "log_to_tensorboard": ("bool", '"tensorboard" in report_to', _tracker("tensorboard")),
+    "save_top_k": (
+        "int",
+        "save_total_limit; load_best_model_at_end where evaluation and saving go together (-1: keep all, 0: none)",
+        _save_top_k,
+    ),
+}
+SHORT_BOUNDS = {"warmup_ratio": {"minimum": 0, "exclusiveMaximum": 1}, "save_top_k": {"minimum": -1}}
+PRESET_SHORT_NAMES = {
+    "single": "single_gpu",
+    "ddp": "multi_gpu_ddp",
+    "fsdp": "multi_gpu_fsdp",
+    "fsdp2": "multi_gpu_fsdp",
+    "hsdp": "multi_gpu_hsdp",
+    "fsdp_offload": "multi_gpu_fsdp_offload",
+    "tp": "multi_gpu_tp",
+    "zero1": "deepspeed_zero1",
+    "zero2": "deepspeed_zero2",
+    "zero3": "deepspeed_zero3",
+}
+
+# What people still type that is gone from TrainingArguments without a field of the same meaning.
+GONE = {
+    "evaluation_strategy": "Use eval_strategy.",
+    "group_by_length": 'Use "train_sampling_strategy": "group_by_length".',
+    "logging_dir": "Logs go to output_dir/runs; the environment variable TENSORBOARD_LOGGING_DIR moves them.",
+    "no_cuda": 'Use "use_cpu": true.',
+    "save_safetensors": "Weights are always saved as safetensors; remove it.",
+}
+
+
+def in_long_names(layer: dict[str, Any], below: dict[str, Any], known: Container[str], echo: list[str]) -> dict:
+    """A layer with its short names replaced; `below` is the layer it lies over, `known` the long names that exist.
+
+    What was mapped is added to `echo`, a line each.
+    """
+    result = {name: value for name, value in layer.items() if name not in SHORT_NAMES}
+    preset = result.get("accelerate_config")
+    if preset in PRESET_SHORT_NAMES:
+        result["accelerate_config"] = PRESET_SHORT_NAMES[preset]
+        echo.append(f"accelerate_config={show(preset)} -> {show(PRESET_SHORT_NAMES[preset])}")
+    origin = {name: f"{name}={show(layer[name], name)}" for name in result}
+    for short in (name for name in layer if name in SHORT_NAMES):
+        given_as = f"{short}={show(layer[short])}"
+        mapped = _mapped(short, layer[short], below | result, known)
+        for name, value in mapped.items():
+            if name in result and result[name] != value and not _is_addition(name, result[name], value):
+                raise UsageError(f"{given_as} means {name}={show(value)}, but {origin[name]} is given too. Keep one.")
+            result[name], origin[name] = value, given_as
+        echo.append(f"{given_as} -> {', '.join(f'{n}={show(v)}' for n, v in mapped.items()) or 'nothing to change'}")
+    return result
+
+
+def _mapped(short: str, value: Any, given: dict, known: Container[str]) -> dict[str, Any]:
+    target, *convert = SHORT_NAMES[short][1:]
+    if convert:
+        return convert[0](value, given)
+    if target == "activation_checkpointing" and target not in known:
+        target = "gradient_checkpointing"
+    return {target: value}
+
+
+def _is_addition(name: str, old: Any, new: Any) -> bool:
+    """One tracker more in report_to contradicts nothing, unless the file says that there shall be none; nor does one
+    more frozen group."""
+    if name == "frozen_modules":
+        return isinstance(old, list) and set(old) <= set(new or ())
+    old = [old] if isinstance(old, str) else old
+    return name == "report_to" and bool(old) and old != ["none"] and set(old) <= set(new if new != "none" else ())

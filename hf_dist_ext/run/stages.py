@@ -1,0 +1,144 @@
+"""`stages` of a run file: each is a run of its own, checked before the first one trains.
+
+(1) a stage's fields go over the file's, the command line over both; its name makes its folder, stage_<i>_<name>
+(2) what makes the model or the processes belongs to the whole run, so a stage cannot set it
+(3) resuming: finished stages are skipped, the first other one continues from its newest complete checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
+from hf_dist_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    from hf_dist_ext.run.config import Run
+
+Layer = tuple[dict[str, Any], str]  # fields, and where they come from
+
+OF_THE_WHOLE_RUN = frozenset(
+    "stages task accelerate_config num_processes model_name_or_path model_config model_revision tokenizer_name dtype "
+    "trust_remote_code attn_implementation pooling projection_dim normalize output_dir overwrite_output_dir use_cpu "
+    "resume_from_checkpoint bf16 fp16 mixed_precision precision use_fsdp fsdp fsdp_config deepspeed push_to_hub "
+    "hub_model_id hub_token".split()
+)
+FOLDERS = "stage_*"
+
+
+def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Run]) -> list[Run]:
+    """The stages of a run, in order. `layers`: the run file and the command line; `parse` makes a run of layers."""
+    if not run.run.stages:
+        raise UsageError("stages=[] is empty. Give at least one stage, or null for a run without stages.")
+    if run.given.get("push_to_hub"):
+        raise UsageError(
+            "push_to_hub=true with stages would push their checkpoints, and never the model that they end with. "
+            "Upload output_dir afterwards: hf upload NAME output_dir --exclude 'stage_*'"
+        )
+    stages: list[Run] = []
+    for index, fields in enumerate(run.run.stages):
+        name = _name_of(fields, index, [stage.name for stage in stages])
+        where = f'stage {index} "{name}"'
+        if alien := OF_THE_WHOLE_RUN & fields.keys():
+            raise UsageError(f"{where}: {min(alien)} holds for the whole run. Set it outside of stages.")
+        (file, origin), *over = [
+            ({key: value for key, value in layer.items() if key != "stages"}, origin) for layer, origin in layers
+        ]
+        own = {key: value for key, value in fields.items() if key != "name" and not key.startswith("_")}
+        folder = str(Path(run.training["output_dir"], f"stage_{index}_{name}"))
+        whole = {"output_dir": folder, "resume_from_checkpoint": None}
+        try:
+            stage = parse([(file, origin), (own, where), *over, (whole, where)])
+            _check_paths(stage)
+        except UsageError as error:
+            raise UsageError(str(error) if where in str(error) else f"{where}: {error}") from None
+        stage.name = name
+        stages.append(stage)
+    _resume(run, stages)
+    return stages
+
+
+def _name_of(fields: dict[str, Any], index: int, earlier: list[str]) -> str:
+    name = fields.get("name")
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
+        raise UsageError(
+            f'stages[{index}] has name={json.dumps(name)}. Give each stage a name of letters, digits, "_" and "-".'
+        )
+    if name in earlier:
+        raise UsageError(f'stages[{index}] is called "{name}", and so is stages[{earlier.index(name)}]. Rename one.')
+    return name
+
+
+def _check_paths(stage: Run) -> None:
+    """Data that is clearly a file here must be here: a stage's turn may come after days."""
+    for field in ("dataset_name", "eval_dataset_name", "image_folder"):
+        value = getattr(stage.run, field)
+        is_path = value is not None and (
+            field == "image_folder" or re.match(r"[.~/]|.*\.(jsonl?|csv|parquet)$", value)
+        )
+        if is_path and not Path(value).expanduser().exists():
+            raise UsageError(f'{field}="{value}": there is no such file or folder. Paths start at {Path.cwd()}.')
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def is_finished(stage: Run) -> bool:
+    """Whether a stage's own folder holds its mark and all files that the mark names."""
+    folder = Path(stage.training["output_dir"])
+    return folder.is_dir() and not manifest.why_incomplete(folder)
+
+
+def _resume(run: Run, stages: list[Run]) -> None:
+    asked = run.training.get("resume_from_checkpoint")
+    if asked is None or asked is False or not decides_here():
+        return
+    output_dir = Path(run.training["output_dir"])
+    if asked == "auto":
+        asked = is_finished(stages[0]) or resume_or_start(dict(stages[0].training)) or None
+        run.training["resume_from_checkpoint"] = asked
+        if asked is None:
+            # a job that was killed during its first save has left torn folders: it starts afresh over them
+            run.training["overwrite_output_dir"] = run.training.get("overwrite_output_dir") or any(
+                output_dir.glob(FOLDERS)
+            )
+            return
+    if asked is True:
+        if not any(path.is_dir() for path in output_dir.glob(FOLDERS)):
+            raise UsageError(
+                f"resume_from_checkpoint is true but {output_dir} holds no {FOLDERS} folder. "
+                "Remove it to start afresh."
+            )
+        for stage in stages:
+            stage.is_done = is_finished(stage)
+            if not stage.is_done:
+                break
+        unfinished = [stage for stage in stages if not stage.is_done]
+        if unfinished:
+            folder = Path(unfinished[0].training["output_dir"])
+            has_some = unfinished[0] is stages[0] or resume_or_start({"output_dir": str(folder)})
+            if has_some and checkpoint_to_resume(True, folder):
+                unfinished[0].training["resume_from_checkpoint"] = True
+        return
+    checkpoint = Path(asked)
+    folders = [Path(stage.training["output_dir"]).resolve() for stage in stages]
+    if checkpoint.resolve().parent not in folders:
+        raise UsageError(
+            f'resume_from_checkpoint="{asked}" lies in no stage of this run ({", ".join(f.name for f in folders)}). '
+            "Give true, or a checkpoint in one of them."
+        )
+    index = folders.index(checkpoint.resolve().parent)
+    for stage in stages[:index]:
+        if not is_finished(stage):
+            raise UsageError(
+                f'resume_from_checkpoint="{asked}" is of stage "{stages[index].name}", but stage "{stage.name}" is '
+                "not finished. Give true to continue there."
+            )
+        stage.is_done = True
+    checkpoint_to_resume(asked, folders[index])
+    stages[index].training["resume_from_checkpoint"] = asked

@@ -1,0 +1,162 @@
+"""How DDP sends gradients: compression hooks and bucket options that Trainer's arguments do not reach.
+
+(1) `options`: the fields go into accelerate's DDP arguments; what has no meaning in this run is refused
+(2) PowerSGD remembers what it left out of every step, per process, and its low-rank factors: both are part of a
+    checkpoint, `ddp_comm_hook_<rank>.pt`, and are used again from the third step after a resume
+
+fp16 and bf16 halve what is sent and round it; PowerSGD (https://huggingface.co/papers/1905.13727) sends two factors of
+the given rank per weight matrix after its warm-up steps. With a gradient cache a step reduces once, so a hook runs
+once per step whatever the number of chunks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from transformers.utils import logging
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.collectives import launches_deepspeed
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+HOOKS = ("fp16", "bf16", "power_sgd", "batched_power_sgd")
+STATE = "ddp_comm_hook_{rank}.pt"
+_PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def check(args: Any) -> None:
+    """Rules between the fields. Raises UsageError."""
+    hook = args.ddp_comm_hook
+    if hook is not None and hook not in HOOKS:
+        raise UsageError(f"ddp_comm_hook={hook!r}: choose one of {', '.join(HOOKS)}, or null.")
+    if hook == "batched_power_sgd":
+        # torch 2.13 hands two-dimensional factors to a function that asserts three (powerSGD_hook._orthogonalize).
+        # Remove when tests/strategies/test_ddp.py says that it is mended.
+        raise UsageError(
+            'ddp_comm_hook="batched_power_sgd" stops with an AssertionError inside torch 2.13 at its first compressed '
+            'step. Use "power_sgd".'
+        )
+    is_power_sgd = hook == "power_sgd"
+    for name in ("ddp_power_sgd_rank", "ddp_power_sgd_warmup_steps"):
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if not is_power_sgd:
+            raise UsageError(f'{name}={value} needs "ddp_comm_hook": "power_sgd".')
+        least = 1 if name.endswith("rank") else 2
+        if value < least:
+            why = "" if least == 1 else ": DDP rebuilds its buckets in the first two steps"
+            raise UsageError(f"{name}={value} must be at least {least}{why}.")
+
+
+def options(trainer: DistTrainer, handlers: list[Any]) -> None:
+    """Put the fields into the DDP arguments that Trainer made.
+
+    Raises:
+        UsageError: an option without meaning in the way the run was started.
+    """
+    args = trainer.args
+    names = ("ddp_comm_hook", "ddp_gradient_as_bucket_view", "ddp_static_graph")
+    given = {name: value for name in names if (value := getattr(args, name, None))}
+    if not given:
+        return
+    _refuse_without_ddp(next(iter(given.items())), args)
+    if args.ddp_comm_hook == "bf16" and args.device.type == "cpu":
+        raise UsageError('ddp_comm_hook="bf16" needs NCCL: torch refuses it over gloo. Use "fp16" without a GPU.')
+    if args.ddp_static_graph and trainer.loss is not None and args.uses_gradient_cache:
+        raise UsageError(
+            "ddp_static_graph=true counts how often a step uses every parameter and expects it to stay the same; with "
+            "a gradient cache that is the number of chunks, which follows the batch. Remove one of them."
+        )
+    (ddp,) = [handler for handler in handlers if type(handler).__name__ == "DistributedDataParallelKwargs"]
+    ddp.gradient_as_bucket_view = bool(args.ddp_gradient_as_bucket_view)
+    if args.ddp_comm_hook is not None:
+        from accelerate.utils import DDPCommunicationHookType
+
+        ddp.comm_hook = DDPCommunicationHookType(args.ddp_comm_hook)
+        if args.ddp_comm_hook == "power_sgd":
+            ddp.comm_state_option = {
+                "matrix_approximation_rank": args.ddp_power_sgd_rank or 1,
+                "start_powerSGD_iter": args.ddp_power_sgd_warmup_steps or 1000,
+            }
+
+
+def _refuse_without_ddp(given: tuple[str, Any], args: Any) -> None:
+    runs = None
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        if args.sharding != "NO_SHARD":
+            runs = 'FSDP, which scatters gradients itself; its precision is "reduce_dtype"'
+    elif args.deepspeed or launches_deepspeed():
+        runs = "DeepSpeed, which reduces gradients itself"
+    elif args.world_size == 1:
+        runs = "one process, which sends no gradients"
+    if runs is not None:
+        name, value = given
+        shown = "true" if value is True else f'"{value}"'
+        raise UsageError(f"{name}={shown} has no meaning here: the run is {runs}. Remove it, or use multi_gpu_ddp.")
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def power_sgd_state(model: torch.nn.Module) -> Any:
+    """The hook's state inside DDP, None for other wrappers and hooks."""
+    for hook in getattr(model, "_comm_hooks", []):
+        if type(hook[1]).__name__ == "PowerSGDState":
+            return hook[1]
+    return None
+
+
+def save(trainer: DistTrainer, folder: str) -> None:
+    """Every process writes its own: what was left out of its gradients is nobody else's."""
+    state = power_sgd_state(trainer.model_wrapped)
+    if state is None:
+        return
+    kind, keys, position, has_gauss, cached = state.rng.get_state()
+    content = {name: dict(getattr(state, name)) for name in _PER_BUCKET}
+    content |= {
+        "iter": state.iter,
+        "rng": [kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],
+        "rank": state.matrix_approximation_rank,
+        "world_size": trainer.args.world_size,
+    }
+    os.makedirs(folder, exist_ok=True)
+    torch.save(content, os.path.join(folder, STATE.format(rank=trainer.args.process_index)))
+
+
+def load(trainer: DistTrainer, folder: str | None) -> None:
+    """Continue with the factors and errors of a checkpoint; with other processes or another rank they start anew."""
+    state = power_sgd_state(trainer.model_wrapped)
+    if state is None or folder is None:
+        return
+    path = os.path.join(folder, STATE.format(rank=trainer.args.process_index))
+    if not os.path.isfile(path):
+        if trainer.is_world_process_zero():
+            logger.warning(f"{folder} holds no state of PowerSGD: it starts anew, with its warm-up steps.")
+        return
+    device = trainer.args.device if trainer.args.device.type != "cpu" else "cpu"  # torch.load knows no "cpu:0"
+    content = torch.load(path, map_location=device, weights_only=True)
+    now = (trainer.args.world_size, state.matrix_approximation_rank)
+    if (content["world_size"], content["rank"]) != now:
+        if trainer.is_world_process_zero():
+            logger.warning(
+                f"{folder} holds PowerSGD's state of {content['world_size']} processes and rank {content['rank']}, "
+                f"this run has {now[0]} and {now[1]}: it starts anew, with its warm-up steps."
+            )
+        return
+    for name in _PER_BUCKET:
+        setattr(state, name, content[name])
+    # DDP orders its buckets anew after the first step of a process, and what was left out lies in the old order: the
+    # next two steps send whole gradients, from the third on the state is used.
+    state.iter = min(content["iter"], state.start_powerSGD_iter - 2)
+    kind, keys, *others = content["rng"]
+    state.rng.set_state((kind, keys.cpu().numpy().astype(numpy.uint32), *others))

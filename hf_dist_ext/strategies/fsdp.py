@@ -1,0 +1,257 @@
+"""Scale knobs of the run file: what FSDP shards, where it stays, and in which precision gradients are reduced.
+
+(1) `without_fsdp`: NO_SHARD switches the FSDP of a preset off, which leaves DDP: whole weights on every device
+(2) `options`: the others go over what the accelerate YAML says, into accelerate's FSDP plugin
+(3) under bf16 and fp16 units compute as autocast does under DDP: matrices are gathered in half precision, everything
+    else as it is stored, and gradients are added up and reduced in float32
+(4) what has no meaning in the way the run was started is refused, with the reason
+
+The names of FSDP1 keep their meaning: FULL_SHARD holds a layer's weights whole only while it runs, SHARD_GRAD_OP from
+forward to backward, HYBRID_SHARD shards inside a group of processes (a machine) and keeps copies between groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.collectives import launches_deepspeed
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+KNOBS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
+FROZEN_PARTS = "frozen parts"  # what the preset multi_gpu_fsdp_frozen_replicated writes where accelerate takes a regex
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_fsdp(args: Any) -> Iterator[None]:
+    """Around the making of an `Accelerator`: with NO_SHARD it sees no FSDP."""
+    name = "ACCELERATE_USE_FSDP"
+    before = os.environ.get(name)
+    if getattr(args, "sharding", None) != "NO_SHARD" or before is None:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def options(args: Any, plugin: Any) -> dict[str, Any]:
+    """Arguments for `Accelerator`; `plugin` is the one Trainer made of its own fsdp fields, if it made one.
+
+    Raises:
+        UsageError: a knob that has no meaning here.
+    """
+    given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
+    is_fsdp = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not given or not is_fsdp:
+        _refuse_without_fsdp(given)
+        return {}
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = plugin or FullyShardedDataParallelPlugin()  # what the YAML says, which travels in the environment
+    if plugin.fsdp_version != 2:
+        raise UsageError(f"{_shown(given)} needs FSDP version 2. Set fsdp_version: 2 in the accelerate YAML.")
+    found: dict[str, Any] = {"fsdp_plugin": plugin} | _mesh(args)
+    if args.sharding is not None:
+        plugin.reshard_after_forward = args.sharding != "SHARD_GRAD_OP"
+    if args.cpu_offload is not None:
+        _check_backend(args.cpu_offload)
+        plugin.cpu_offload = args.cpu_offload
+        plugin.set_cpu_offload()
+    return found
+
+
+def check_version(plugin: Any) -> None:
+    if plugin.fsdp_version != 2:
+        raise UsageError(
+            f"the accelerate configuration asks for FSDP version {plugin.fsdp_version}, and a loss over embeddings, "
+            "trainable_modules and frozen_modules are exact with version 2 only. Set fsdp_version: 2 in the YAML "
+            "(the launcher's own default is 1), or use multi_gpu_fsdp."
+        )
+
+
+def without_pinning(plugin: Any) -> None:
+    """Offloading pins its memory for a device to read from; where there is none, torch raises."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+
+
+def check_names(plugin: Any) -> None:
+    """For runs with frozen parts, whose names decide what trains and what is saved."""
+    if plugin.activation_checkpointing:
+        raise UsageError(
+            "fsdp_activation_checkpointing wraps layers, and the names by which this run trains and saves a part of "
+            'the model are then others. Set "use_gradient_checkpointing": true in the run file, and '
+            "fsdp_activation_checkpointing: false in the accelerate YAML."
+        )
+
+
+def replay_dropout(model: torch.nn.Module) -> None:
+    """In the layers that FSDP checkpoints by itself: the recomputed forward draws the first one's dropout masks.
+
+    accelerate 1.15 (fsdp2_apply_ac) wraps them with preserve_rng_state=False, and the gradients are then not those of
+    the loss. Remove when it does not; tests/test_silent_failures.py tells.
+    """
+    for module in model.modules():
+        if isinstance(module, CheckpointWrapper):
+            module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)
+
+
+def _check_backend(offloads: bool) -> None:
+    # accelerate lets the process group take tensors of both devices for whole checkpoints and for the YAML's offload.
+    is_whole = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT") == "FULL_STATE_DICT"
+    in_yaml = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    if offloads and not (is_whole or in_yaml) and torch.accelerator.is_available():
+        raise UsageError(
+            "cpu_offload=true with sharded checkpoints needs fsdp_offload_params: true in the YAML, so that "
+            'gradients on the CPU can be reduced. The preset "multi_gpu_fsdp_offload" has it.'
+        )
+
+
+def _mesh(args: Any) -> dict[str, Any]:
+    """HYBRID_SHARD's groups as accelerate's parallelism_config, unless the YAML holds one already."""
+    from accelerate import ParallelismConfig
+
+    in_yaml = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    yaml_mesh, group = args.parallelism_config or (ParallelismConfig() if in_yaml else None), args.sharding_group_size
+    copies = getattr(yaml_mesh, "dp_replicate_size", 1)
+    if args.sharding is None:
+        return {}
+    if args.sharding != "HYBRID_SHARD":
+        if copies > 1:
+            raise UsageError(
+                f'sharding="{args.sharding}" shards over all processes, the accelerate YAML\'s mesh over groups with '
+                f"{copies} copies. Keep one of them."
+            )
+        return {}
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if copies > 1:
+        if group not in (None, yaml_mesh.dp_shard_size):
+            raise UsageError(
+                f"sharding_group_size={group}, but the mesh of the accelerate YAML has groups of "
+                f"{yaml_mesh.dp_shard_size}. Leave one out."
+            )
+        return {}
+    group = group or int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    if processes % group or processes == group or group == 1:
+        raise UsageError(
+            f'sharding="HYBRID_SHARD" needs two or more groups of two or more: {processes} processes in groups of '
+            f'{group} are none. Set "sharding_group_size", or use FULL_SHARD (one group) or NO_SHARD (groups of one).'
+        )
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=processes // group, dp_shard_size=group)}
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def set_precision(accelerator: Any, model: torch.nn.Module, args: Any, computes_as_autocast: bool) -> None:
+    """In which precision units compute, and gradients are added up over backwards and reduced.
+
+    accelerate 1.15 (FullyShardedDataParallelPlugin.set_mixed_precision) casts inputs, weights, outputs and gradients
+    of every unit to half precision, and runs no autocast. `computes_as_autocast`: the caller runs the forward under
+    autocast, so that what DDP keeps in float32 is float32 here too.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        return
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else policy.reduce_dtype
+    if computes_as_autocast:
+        param_dtype = policy.param_dtype if accelerator.native_amp else None
+        policy = replace(policy, param_dtype=param_dtype, output_dtype=None, cast_forward_inputs=False)
+        is_half = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
+        if args.reduce_dtype is None:
+            reduce_dtype = torch.float32 if param_dtype or is_half else None
+    plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype)
+
+
+def set_precision_of_parameters(model: torch.nn.Module) -> None:
+    """Before the first forward: only matrices are gathered in half precision, and every gradient is `reduce_dtype`.
+    Every rank calls it.
+
+    torch 2.13 has one policy per unit (_fsdp_param_group.py, _init_mp_dtypes). Remove when the minimum has one per
+    parameter (PyTorch pull request 196626).
+    """
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        state = unit._get_fsdp_state()
+        # torch 2.11 has one group or None under the older name. Remove when the minimum is 2.13.
+        groups = filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
+        parameters = [parameter for group in groups for parameter in group.fsdp_params]
+        for parameter in parameters:
+            is_cast = is_multiplied(parameter._module_info.module, parameter.sharded_param)
+            policy = MixedPrecisionPolicy(parameter.mp_policy.param_dtype if is_cast else None)
+            parameter.init_dtype_attrs = functools.partial(_init_dtypes, parameter, policy)
+        unit.unshard()
+        for parameter in parameters:
+            if parameter.sharded_param.requires_grad and (dtype := parameter.mp_policy.reduce_dtype):
+                parameter.unsharded_param.grad_dtype = dtype  # added up and reduced in the dtype that gradients have
+        unit.reshard()
+
+
+def _init_dtypes(parameter: Any, policy: MixedPrecisionPolicy, policy_of_unit: MixedPrecisionPolicy) -> None:
+    type(parameter).init_dtype_attrs(parameter, policy)
+
+
+def is_multiplied(module: torch.nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether autocast casts this parameter to half precision: the matrices of linear layers and convolutions. Vectors
+    are too few to save on; a table's gradient is a sum over all tokens, which half precision rounds at every step."""
+    return sum(size > 1 for size in parameter.shape) > 1 and "Embedding" not in type(module).__name__
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_without_fsdp(given: dict[str, Any]) -> None:
+    if given.get("sharding") == "NO_SHARD":
+        given = {name: value for name, value in given.items() if name != "sharding"}
+    if not given:
+        return
+    hint = ' For DDP there is "ddp_comm_hook".' if "reduce_dtype" in given else ""
+    if launches_deepspeed():
+        hint = " DeepSpeed's own knobs are in its preset."
+    raise UsageError(
+        f'{_shown(given)} has no meaning without FSDP, and this run does not shard. Set "accelerate_config": '
+        f'"multi_gpu_fsdp", or leave it out.{hint}'
+    )
+
+
+def _shown(given: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def check(args: Any) -> None:
+    """Rules between the fields. Raises UsageError."""
+    if args.sharding is not None and args.sharding not in STRATEGIES:
+        raise UsageError(f"sharding={args.sharding!r}: choose one of {', '.join(STRATEGIES)}, or null.")
+    if args.sharding_group_size is not None and args.sharding != "HYBRID_SHARD":
+        raise UsageError(f'sharding_group_size={args.sharding_group_size} needs "sharding": "HYBRID_SHARD".')
+    if args.sharding == "NO_SHARD" and (others := [n for n in KNOBS[1:] if getattr(args, n) is not None]):
+        raise UsageError(f'sharding="NO_SHARD" leaves nothing for {others[0]} to act on. Keep one of them.')
+    if args.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
+        raise UsageError(f"reduce_dtype={args.reduce_dtype!r}: choose float32, bfloat16 or float16, or null.")
+    wanted = {"FULL_SHARD": "memory", "SHARD_GRAD_OP": "speed"}.get(args.sharding)
+    if wanted and args.gradient_cache_fsdp not in ("auto", wanted):
+        raise UsageError(
+            f'sharding="{args.sharding}" is gradient_cache_fsdp="{wanted}" between the chunks of a step, but '
+            f'"{args.gradient_cache_fsdp}" is given. Keep one.'
+        )
+    if wanted:
+        args.gradient_cache_fsdp = wanted

@@ -1,0 +1,209 @@
+"""Task "embedding": pairs of texts -> `EmbeddingModel`, of texts and pictures -> `TowerModel`, judged by retrieval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from datasets import Image
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from hf_dist_ext.data.code_search import train_tokenizer
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
+from hf_dist_ext.data.load import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
+from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.run.config import Run, RunConfig
+from hf_dist_ext.strategies import tensor_parallel
+from hf_dist_ext.tasks import image_pairs
+from hf_dist_ext.tasks.adapters import add_adapters
+from hf_dist_ext.tasks.parts import Parts
+from hf_dist_ext.training.arguments import DistTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+METRICS = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
+LOSS_OPTIONS = (
+    "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
+    "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
+)  # fmt: skip
+
+
+def build(run: Run, args: DistTrainingArguments) -> Parts:
+    config = run.run
+    distributed_config = _distributed_config(run)
+    train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
+    columns = column_names(config, train_dataset)
+    pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
+    if image_pairs.has_towers(config):
+        tokenizer = image_pairs.load_pair_processor(config)
+        model = image_pairs.build_towers(run, columns, pictures)
+        collator = image_pairs.build_collator(run, model, tokenizer, columns)
+        args.save_full_model |= config.use_lora and not run.name
+    elif pictures:
+        raise UsageError(
+            f'column "{pictures[0]}" holds pictures, but the model embeds text only. Use a dual encoder: '
+            f"{', '.join(image_pairs.DUAL_ENCODERS)}."
+        )
+    else:
+        tokenizer = build_tokenizer(run, train_dataset)
+        model = build_model(run, tokenizer, distributed_config)
+        # What is not given is as the model's folder says: the folder of this run will say so too.
+        prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts
+        model.prompts = _prompts_to_keep(model.prompts, prompts, columns)
+        max_length = _lengths_of(model, config.max_length, columns)
+        model.max_length, model.lengths = max_length, lengths_by_role(max_length)
+        collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
+    options = {name: getattr(config, name) for name in LOSS_OPTIONS} | {"normalize": _scores_cosines(run, model)}
+    return Parts(
+        model=add_adapters(model, config),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        data_collator=collator,
+        processing_class=tokenizer,
+        loss=None if config.loss is None else InfoNCELoss(**options),
+        metrics=METRICS,
+    )
+
+
+def hints(run: Run) -> list[str]:
+    if image_pairs.has_towers(run.run):
+        return [_to_load("TowerModel")]
+    lines = [_to_load("EmbeddingModel")]
+    lengths = run.run.max_length
+    if isinstance(lengths, Mapping) and (len(lengths) < NUM_PAIR_COLUMNS or len(set(lengths.values())) > 1):
+        listed = ", ".join(f"{column} {length} tokens" for column, length in lengths.items())
+        lines.append(
+            f"lengths:  {listed}, as encode_query and encode_document of sentence-transformers 6.2 cut texts; its "
+            "encode, and other programs, cut all at the longest."
+        )
+    if run.run.dataset_name == CODE_SEARCH:
+        lines.append('try it:   hf-dist search --model {folder} "parse a date string"')
+    return lines
+
+
+def _to_load(kind: str) -> str:
+    return f'load it:  from hf_dist_ext import {kind}; model = {kind}.from_pretrained("{{folder}}")'
+
+
+def build_tokenizer(run: Run, train_dataset: Any) -> Any:
+    """The tokenizer that is named, the model's own, or for the built-in dataset one trained on its train split."""
+    config = run.run
+    name = config.tokenizer_name or config.model_name_or_path
+    if name is not None:
+        options = {"revision": config.model_revision} if name == config.model_name_or_path else {}
+        try:
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"no tokenizer can be loaded from {name!r}: {error}") from error
+    if config.dataset_name != CODE_SEARCH:
+        raise UsageError(
+            "a model built from model_config needs a tokenizer: set tokenizer_name to a folder or hub id."
+        )
+    return train_tokenizer(text for column in ("query", "positive") for text in train_dataset[column])
+
+
+def _prompts_of(model: EmbeddingModel, columns: list[str]) -> dict[str, str]:
+    """The model's own prompts by column, as sentence-transformers would choose them for queries and documents."""
+    own, found = model.prompts, {}
+    for index, column in enumerate(columns):
+        names = (column, *((*DOCUMENT_NAMES, "positive") if index else ("query",)))
+        found |= next(({column: own[name]} for name in names if own.get(name)), {})
+    if any(own.values()):
+        logger.warning(
+            f"the model has prompts {own}, of which this run uses {found or 'none'}. Give prompts to choose."
+        )
+    return found
+
+
+def _prompts_to_keep(own: dict[str, str], used: Mapping[str, str], columns: list[str]) -> dict[str, str]:
+    """The names that the model's folder knows beside those of the columns; the names by which sentence-transformers
+    encodes queries and documents mean what is trained."""
+    query, document = columns[:NUM_PAIR_COLUMNS]
+    roles = {"query": query} | dict.fromkeys(DOCUMENT_NAMES, document)
+    trained = {name: used.get(column, "") for name, column in roles.items() if name in own}
+    if used.get(query):
+        trained["query"] = used[query]
+    if used.get(document):
+        trained["document"] = used[document]  # encode_document of sentence-transformers 6.2 finds no other
+    return own | trained | dict(used)
+
+
+def _lengths_of(
+    model: EmbeddingModel, given: int | Mapping[str, int] | None, columns: list[str]
+) -> int | dict[str, int | None] | None:
+    """The length of every column where they differ, in the order of the columns."""
+    if isinstance(given, Mapping):
+        return {column: given.get(column) for column in columns}
+    if given is None and model.lengths:
+        query, *others = columns
+        return {query: model.lengths["query"]} | dict.fromkeys(others, model.lengths["document"])
+    return given or model.max_length
+
+
+def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
+    """Whether scores are cosines or dot products: the same while training, evaluating and in the folder at the end.
+
+    Many models of sentence-transformers end without a normalisation and are compared by cosines all the same; so they
+    are here, and this run's folder then ends with one.
+    """
+    if model.normalize:
+        return True
+    if "normalize" not in run.given and isinstance(model, EmbeddingModel) and not _is_for_dots(run.run):
+        model.normalize = True
+        logger.warning(
+            "the model's folder does not normalise; this run trains cosines, so its own will: normalize=true."
+        )
+        return True
+    logger.warning(
+        f"embeddings are not normalised: scores are dot products, divided by temperature={run.run.temperature}. Its "
+        "default is meant for cosines."
+    )
+    return False
+
+
+def _is_for_dots(config: RunConfig) -> bool:
+    path = resolve_folder(config.model_name_or_path, config.model_revision) / "config_sentence_transformers.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return str(content.get("similarity_fn_name")).startswith("dot")
+
+
+def _distributed_config(run: Run) -> Any:
+    """How the launcher's tensor parallelism splits the model; None without."""
+    config, found = run.run, tensor_parallel.launched_config()
+    if found is None:
+        return None
+    given = {"use_lora": config.use_lora, "loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(
+            f"tensor parallelism does not go with {wrong[0]}: it splits one text decoder, trained by a loss over "
+            "embeddings. Use multi_gpu_fsdp."
+        )
+    return found
+
+
+def build_model(run: Run, tokenizer: Any, distributed_config: Any = None) -> EmbeddingModel:
+    config = run.run
+    options = {
+        "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
+        "matryoshka_dims": config.matryoshka_dims, "dtype": config.dtype,
+        "attn_implementation": config.attn_implementation,
+    }  # fmt: skip
+    if config.model_config is not None:
+        vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+        return EmbeddingModel.from_config(
+            vocabulary | config.model_config, distributed_config=distributed_config, **options
+        )
+    return EmbeddingModel.from_pretrained(
+        config.model_name_or_path,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        distributed_config=distributed_config,
+        # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
+        **{name: value for name, value in options.items() if name in run.given} | {"dtype": config.dtype or "float32"},
+    )

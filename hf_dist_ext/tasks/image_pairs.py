@@ -1,0 +1,123 @@
+"""Task "embedding" with pictures: pairs of a text and an image -> `TowerModel`, one tower or both trained.
+
+(1) the towers: a dual encoder (CLIP, SigLIP) as its text and its image model, from a folder, the hub or a config; or a
+    folder that an earlier run wrote
+(2) a column of pictures goes to the image tower, every other to the text tower
+(3) SigLIP's text model reads a fixed position, so its texts always have the full width
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.engine.images import reads_fixed_width
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype, shortened
+from hf_dist_ext.models.towers import TowerModel, load_tower
+from hf_dist_ext.run.config import Run, RunConfig
+
+TEXT, IMAGE = "text", "image"
+# model_type: the transformers classes that end in one vector per row, and where the dual encoder's config has theirs
+DUAL_ENCODERS = {
+    "clip": ("CLIPTextModelWithProjection", "CLIPVisionModelWithProjection"),
+    "siglip": ("SiglipTextModel", "SiglipVisionModel"),
+    "siglip2": ("Siglip2TextModel", "Siglip2VisionModel"),
+}
+
+
+def has_towers(config: RunConfig) -> bool:
+    """Whether the run's model is one of towers."""
+    if config.model_config is not None:
+        return config.model_config.get("model_type") in DUAL_ENCODERS
+    if Path(config.model_name_or_path, "towers.json").is_file():
+        return True
+    try:
+        return _config_of(config).model_type in DUAL_ENCODERS
+    except (OSError, ValueError, KeyError):  # EmbeddingModel's own loading says what is wrong
+        return False
+
+
+def build_towers(run: Run, columns: list[str], image_columns: list[str]) -> TowerModel:
+    """A `TowerModel` for the run's columns."""
+    config = run.run
+    for name in ("pooling", "projection_dim"):
+        if name in run.given:
+            raise UsageError(f"{name} is given, but a model of towers ends in its own vectors. Remove {name}.")
+    column_to_tower = {column: IMAGE if column in image_columns else TEXT for column in columns}  # (2)
+    if config.model_config is None and Path(config.model_name_or_path, "towers.json").is_file():
+        folder, options = Path(config.model_name_or_path), {"dtype": parse_dtype(config.dtype or "float32")}
+        if config.attn_implementation is not None:
+            options["attn_implementation"] = config.attn_implementation
+        model = TowerModel.from_description(folder, lambda name, kind: load_tower(folder / name, kind, **options))
+        model.column_to_tower = column_to_tower
+        if "normalize" in run.given:  # else as the folder says
+            model.normalize = config.normalize
+        return model.train()
+    dual = parse_config(config.model_config) if config.model_config is not None else _config_of(config)
+    kinds = dict(zip((TEXT, IMAGE), DUAL_ENCODERS[dual.model_type], strict=True))
+    towers = {name: _tower(config, getattr(transformers, kind), dual, name) for name, kind in kinds.items()}
+    return TowerModel(towers, column_to_tower, config.normalize)
+
+
+def _tower(config: RunConfig, model_class: Any, dual: PreTrainedConfig, name: str) -> Any:
+    part = dual.text_config if name == TEXT else dual.vision_config
+    if "WithProjection" in model_class.__name__:
+        part.projection_dim = dual.projection_dim
+    options = {"dtype": parse_dtype(config.dtype or "float32")}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    if config.model_config is not None:
+        return model_class._from_config(part, **options)
+    source, revision = config.model_name_or_path, config.model_revision or "main"
+    try:
+        tower, report = model_class.from_pretrained(
+            source, config=part, revision=revision, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f'model "{source}" cannot be loaded: {one_line(error)}') from error
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(
+            f'model "{source}" lacks {len(missing)} weights of {model_class.__name__} ({shortened(missing)}), which '
+            "would stay random. Use a complete checkpoint of that architecture, or model_config to train from scratch."
+        )
+    return tower
+
+
+def _config_of(config: RunConfig) -> PreTrainedConfig:
+    options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision or "main"}
+    return AutoConfig.from_pretrained(config.model_name_or_path, **options)
+
+
+def build_collator(run: Run, model: TowerModel, processor: Any, columns: list[str]) -> ContrastiveCollator:
+    """Texts through the processor's tokenizer, pictures through its image processor."""
+    config, text = run.run, getattr(model.towers[TEXT], "config", None)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    max_length, multiple = config.max_length, None
+    if reads_fixed_width(text):  # (3)
+        width = text.max_position_embeddings
+        if max_length not in (None, width):
+            raise UsageError(f"max_length={max_length}: this text model reads texts of {width} tokens. Remove it.")
+        max_length = multiple = width
+    elif max_length is None and hasattr(text, "max_position_embeddings"):
+        max_length = min(text.max_position_embeddings, tokenizer.model_max_length)
+    return ContrastiveCollator(
+        tokenizer, columns, config.prompts, max_length, config.id_column, multiple, processor=processor
+    )
+
+
+def load_pair_processor(config: RunConfig) -> Any:
+    """The processor that is named or the model's own: a tokenizer and an image processor."""
+    from hf_dist_ext.tasks.image_text import load_processor
+
+    processor = load_processor(config)
+    if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
+        raise UsageError(
+            f'"{config.tokenizer_name or config.model_name_or_path}" has {type(processor).__name__}; pairs with '
+            "pictures need a processor with a tokenizer and an image processor."
+        )
+    return processor

@@ -1,0 +1,143 @@
+"""A task builds its parts; `scripts/train_hf.py` trains whatever they are.
+
+(1) `make_arguments` turns the run's training fields into `DistTrainingArguments`
+(2) `build_parts` asks the task's own module for model, data, collator, processor, loss and metrics
+(3) `Parts.make_trainer` wires them
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import Run
+from hf_dist_ext.run.fields import show
+from hf_dist_ext.strategies.collectives import launched_tensor_parallel_size
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.meter import MetricsFile
+from hf_dist_ext.training.nonfinite import LIMIT
+from hf_dist_ext.training.trainer import DistTrainer
+
+TASKS = {  # each has build(run, args) -> Parts, and hints(run)
+    "embedding": "embedding",
+    "image-text-to-text": "image_text",
+}
+
+
+@dataclass
+class Parts:
+    """What a trainer is made of.
+
+    `metrics`: names of the evaluation's figures without "eval_", reported before and after training.
+    `trainer_options` are further arguments of `trainer_class`.
+    """
+
+    model: torch.nn.Module
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Callable
+    processing_class: Any
+    loss: Callable | None = None
+    compute_metrics: Callable | None = None
+    trainer_class: type[DistTrainer] = DistTrainer
+    trainer_options: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()
+
+    def make_trainer(self, args: DistTrainingArguments) -> DistTrainer:  # (3)
+        trainer = self.trainer_class(
+            self.model,
+            args,
+            data_collator=self.data_collator,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            processing_class=self.processing_class,
+            compute_metrics=self.compute_metrics,
+            loss=self.loss,
+            **self.trainer_options,
+        )
+        trainer.remove_callback(MetricsFile)  # a run from a file has it always, a DistTrainer when it uses our parts
+        trainer.add_callback(MetricsFile())
+        return trainer
+
+
+def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
+    training = dict(run.training)
+    yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if run.given.get(yaml_precision) is False and not (training.get("bf16") or training.get("fp16")):
+        raise UsageError(
+            f"{yaml_precision}=false, but mixed_precision of the accelerate YAML is {yaml_precision}. Make them agree."
+        )
+    if importlib.util.find_spec("tensorboard"):
+        training.setdefault("report_to", ["tensorboard"])
+    training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    if training.get("max_nonfinite_steps", "auto") == "auto":
+        training["max_nonfinite_steps"] = LIMIT
+    training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))
+    if run.run.use_lora and run.run.model_config is not None and not run.name:
+        training.setdefault("save_full_model", True)  # the base of the adapters is nowhere else
+    try:
+        return DistTrainingArguments(**training)
+    except ValueError as error:  # transformers checks its fields against each other here
+        raise UsageError(str(error)) from error
+
+
+def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
+    if (size := launched_tensor_parallel_size()) > 1 and run.run.task != "embedding":
+        raise UsageError(
+            f'tp_size={size} in the accelerate YAML: task "{run.run.task}" does not run under tensor parallelism. Use '
+            "multi_gpu_fsdp."
+        )
+    set_seed(args.seed)  # every process builds the same weights
+    _keep_precision_of_frozen_weights(run, args)
+    parts = _module(run).build(run, args)
+    if parts.eval_dataset is None:
+        _refuse_evaluation(run)
+    # The first evaluation is the training loop's own: outside of it, FSDP2 has no optimizer to shard the model with.
+    args.eval_on_start = parts.eval_dataset is not None and run.given.get("eval_on_start", True)
+    return parts
+
+
+def _refuse_evaluation(run: Run) -> None:
+    """Fields that say how to evaluate, where nothing is evaluated."""
+    fields = (
+        "eval_on_start",
+        "eval_strategy",
+        "generate_max_new_tokens",
+        "max_eval_samples",
+        "load_best_model_at_end",
+    )
+    given = [name for name in fields if run.given.get(name) not in (None, False, "no")]
+    if given:
+        raise UsageError(
+            f"{given[0]}={show(run.given[given[0]])}, but there are no rows to evaluate on. Give eval_split, "
+            f"eval_dataset_name or eval_holdout, or remove {given[0]}."
+        )
+
+
+def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> None:
+    """Frozen weights under autocast stay as their files hold them (bfloat16, mostly): a float32 copy would double what
+    they take and change nothing. What trains is made float32 by the freeze plan, which can not be done to weights that
+    are split over processes already (tensor parallelism): those are float32 all."""
+    if launched_tensor_parallel_size() > 1:
+        return
+    has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None
+    if run.run.dtype is None and run.run.model_name_or_path and has_frozen_part and (args.bf16 or args.fp16):
+        run.run.dtype = "auto"
+
+
+def hints(run: Run) -> list[str]:
+    """Lines printed at the end; "{folder}" is where the model is."""
+    return _module(run).hints(run)
+
+
+def _module(run: Run) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{TASKS[run.run.task]}")

@@ -1,0 +1,100 @@
+"""Search the standard library with a trained model: `hf-dist search --model DIR "parse a date string"`.
+
+(1) embed every documented function of the running Python, longest first, so that a batch has little padding
+(2) embed the question and print the functions with the highest scores
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_dist_ext.data.code_search import read_functions
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.model_folder import DOCUMENT_NAMES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_dist_ext.models.embedding_model import EmbeddingModel
+
+ROWS_PER_BATCH = 64
+
+
+def main(model_dir: str, query: str, top_k: int = 5) -> None:
+    """Print the `top_k` functions that fit the query best. `model_dir`: a saved folder or hub id."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    show(query, search(model_dir, query, top_k))
+
+
+def search(model_dir: str, query: str, top_k: int = 5, root: str | Path | None = None) -> list[tuple[float, dict]]:
+    """(score, row) of the best functions below `root` (None: the standard library), the best first."""
+    if top_k < 1:
+        raise UsageError(f"top_k={top_k} asks for no result. Give 1 or more.")
+    if not query.strip():
+        raise UsageError("The query is empty. Describe what the function does, as a docstring would.")
+    model, tokenizer = load(model_dir)
+    rows = read_functions(root)
+    documents = embed(model, tokenizer, [row["positive"] for row in rows], "document")  # (1): (M, D)
+    question = embed(model, tokenizer, [query], "query")[0]  # (2): (D,)
+    scores, indices = (documents @ question).topk(min(top_k, len(rows)))
+    return [(score, rows[index]) for score, index in zip(scores.tolist(), indices.tolist(), strict=True)]
+
+
+def load(model_dir: str) -> tuple[EmbeddingModel, PreTrainedTokenizerBase]:
+    from transformers import AutoTokenizer
+
+    from hf_dist_ext.checkpoints.merge import whole_model
+
+    model = whole_model(model_dir)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{model_dir} holds a model but no tokenizer. Save the tokenizer beside it.") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+@torch.inference_mode()
+def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], role: str) -> torch.Tensor:
+    """(len(texts), D) float32 on the CPU, in the order of the texts, with the model's own prompt and length for a
+    "query" or "document"."""
+    names = (*DOCUMENT_NAMES, "positive") if role == "document" else (role,)
+    prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
+    length = model.lengths.get(role, model.max_length)
+    limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
+    has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
+    encoded = tokenizer(
+        [prompt + text for text in texts], truncation=has_limit, max_length=limit if has_limit else None
+    )
+    longest_first = sorted(range(len(texts)), key=lambda row: -len(encoded["input_ids"][row]))
+    embeddings: list[torch.Tensor] = [torch.empty(0)] * len(texts)
+    for start in range(0, len(texts), ROWS_PER_BATCH):
+        batch = longest_first[start : start + ROWS_PER_BATCH]
+        features = tokenizer.pad(
+            {name: [values[row] for row in batch] for name, values in encoded.items()}, return_tensors="pt"
+        )
+        vectors = model(**features.to(model.device)).embeddings.float().cpu()  # (rows, D)
+        for row, vector in zip(batch, vectors, strict=True):
+            embeddings[row] = vector
+    return torch.stack(embeddings)
+
+
+def show(query: str, results: list[tuple[float, dict]]) -> None:
+    """Two lines per result, since names and places are too long for columns; in color where rich is installed."""
+    try:
+        from rich.console import Console
+
+        # soft_wrap: a place that is cut in two can not be clicked
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        write, bold, dim = console.print, {"style": "bold"}, {"style": "dim"}
+    except ImportError:
+        write, bold, dim = print, {}, {}
+    write(f'"{query}", in {sysconfig.get_path("stdlib")}:', **dim)
+    for score, row in results:
+        write(f"{score:.3f}  {row['name']}  {row['path']}:{row['line']}", **bold)
+        write(f"       {row['query']}")

@@ -1,0 +1,175 @@
+"""What `DistTrainer` refuses, in the order it looks: arguments, then the trainer it is, then its rows.
+
+(1) arguments alone, before Trainer's constructor: fields that need a loss, fields that do not go with one
+(2) the trainer behind its constructor: what something else of the run leaves without effect
+(3) the model a gradient cache works on
+(4) the training rows, when the first batch is asked for
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers.utils import logging
+
+from hf_dist_ext.data.sampling import refuse_stream
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives, zero
+from hf_dist_ext.training.arguments import DistTrainingArguments
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+OF_A_LOSS = (
+    "gradient_cache_chunk_size",
+    "gradient_cache_chunk_tokens",
+    "gradient_cache_chunk_patches",
+    "no_duplicates_in_batch",
+)
+
+
+def refuse_without_loss(args: Any) -> None:
+    """Fields that only a loss over embeddings reads."""
+    given = [name for name in OF_A_LOSS if getattr(args, name, None)]
+    if given:
+        raise UsageError(
+            f"{given[0]}={getattr(args, given[0])!r} needs a loss over embeddings, and DistTrainer has none. Give "
+            f"loss=InfoNCELoss(), or remove {given[0]}."
+        )
+
+
+def prepare_arguments(args: DistTrainingArguments) -> None:
+    """Those of a loss over embeddings: refused, or set to what it needs."""
+    if not isinstance(args, DistTrainingArguments):
+        raise UsageError(
+            f"DistTrainer with a loss needs DistTrainingArguments, got {type(args).__name__}; the fields are the same."
+        )
+    args.remove_unused_columns = False  # the dataset's columns are the batch's columns, not the model's arguments
+    if args.label_smoothing_factor:
+        raise UsageError(
+            f"label_smoothing_factor={args.label_smoothing_factor} smooths the labels of a model's own loss; a loss "
+            "over embeddings has none. Remove it."
+        )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optim or "layerwise" in optim:
+        raise UsageError(
+            f"optim={optim!r} updates weights inside of backward, which a "
+            "loss over embeddings runs more than once per step. Use adamw_torch."
+        )
+    if args.auto_find_batch_size:
+        raise UsageError(
+            "auto_find_batch_size=true makes the batch smaller where memory runs out, and with a loss over embeddings "
+            'the batch is part of the loss. Set gradient_cache_chunk_size to "auto": the batch stays.'
+        )
+    if args.accelerator_config.dispatch_batches is None:
+        # A dispatched batch is cut by rows of its first tensor; columns may hold different numbers of rows.
+        args.accelerator_config.dispatch_batches = False
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"{args.n_gpu} GPUs are visible to one process, which Trainer would wrap in nn.DataParallel: no negatives "
+            "across devices and wrong gradients for cached chunks. Start it with `accelerate launch`, or make one "
+            "device visible (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def check_what_is_read(trainer: DistTrainer) -> None:
+    """Fields that something else of this run would leave without effect, or make count wrongly."""
+    args, loader = trainer.args, trainer.accelerator.dataloader_config
+    if trainer.optimizer is not None and getattr(args, "learning_rates", None):
+        raise UsageError(
+            "learning_rates makes groups of the optimizer that Trainer builds, but one was given. Give it groups "
+            "of its own, or remove learning_rates."
+        )
+    if not isinstance(args, DistTrainingArguments):
+        return
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.hf_ds_config.get_value("optimizer"):
+        given = "learning_rates" if args.learning_rates else "lr_scale_rule" if args.lr_scale_rule != "none" else None
+        if given is not None:
+            raise UsageError(
+                f"{given} does not reach the optimizer that DeepSpeed's configuration names. Remove it there: Trainer "
+                "then builds the one that optim names."
+            )
+    if args.world_size == 1:
+        return
+    if loader.split_batches:
+        raise UsageError(
+            "split_batches=true makes per_device_train_batch_size the batch of all processes together, and the place "
+            "in the data, the effective batch and the rows of a global batch are counted by device. Remove it, and "
+            f"divide the batch by {args.world_size}."
+        )
+    if loader.dispatch_batches and trainer.loss is not None:
+        raise UsageError(
+            "dispatch_batches=true cuts a batch by the rows of its first column, and hard negatives that have more "
+            "would be lost. Remove it: every process reads its own rows."
+        )
+
+
+def warn_of_rounded_updates(trainer: DistTrainer) -> None:
+    """Weights that train in half precision. FSDP with mixed precision and DeepSpeed keep float32 ones of their own."""
+    keeps_copies = trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no"
+    if trainer.is_deepspeed_enabled or keeps_copies:
+        return
+    rounded = [name for name, p in trainer.model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
+    if rounded:
+        dtype = str(trainer.model.get_parameter(rounded[0]).dtype).removeprefix("torch.")
+        logger.warning(
+            f"{len(rounded)} parameters that train ({rounded[0]!r}, ...) are stored in {dtype}, which rounds small "
+            'updates away. Load the model with "dtype": "float32"; "bf16": true computes in bfloat16 all the same.'
+        )
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def check_setup(trainer: DistTrainer) -> None:
+    args, model = trainer.args, trainer.model
+    if trainer.is_deepspeed_enabled:
+        zero.check(trainer)
+    if not args.uses_gradient_cache:
+        return
+    was_training = model.training
+    model.train()  # what Trainer does before every step; a model may keep its own modules in eval there
+    coupled = [
+        name for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
+    ]
+    model.train(was_training)
+    if coupled:
+        raise UsageError(
+            f"the gradient cache can not be exact with {coupled[0]!r} ({len(coupled)} batch normalisations in "
+            "training mode): its output depends on which rows share a chunk. Keep it in eval mode, replace it by a "
+            "LayerNorm or GroupNorm, or switch the cache off."
+        )
+    if args.gradient_checkpointing:  # also what transformers 5.23 calls activation_checkpointing
+        logger.info(
+            "gradient cache and activation checkpointing are both on: the cache encodes every chunk twice and keeps "
+            "one chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks "
+            "alone unless a single chunk does not fit."
+        )
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def check_rows(trainer: DistTrainer) -> None:
+    try:
+        rows = len(trainer.train_dataset)
+    except TypeError:  # streaming
+        if trainer.args.no_duplicates_in_batch:
+            refuse_stream(trainer.train_dataset)
+        return
+    batch = trainer.rows_per_micro_batch
+    if rows < batch:
+        of_groups = "processes" if collectives.ranks_per_rows() == 1 else "groups of processes"
+        raise UsageError(
+            f"the training set has {rows} rows, fewer than one global batch of {batch} "
+            f"({trainer._train_batch_size} per device x {batch // trainer._train_batch_size} {of_groups}). "
+            "Lower per_device_train_batch_size or add data."
+        )

@@ -1,0 +1,80 @@
+"""The model that a run ends with, also where the disk of its folder has become full.
+
+(1) it is written to output_dir; what a full disk cuts short is removed again
+(2) then it goes to the first other disk with room for it: the working directory's, the home's, that of temporary files
+(3) where there is none, the newest complete checkpoint stays
+
+The run ends with an error in the cases (2) and (3), which says where the model is: nobody finds it in output_dir.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_dist_ext.checkpoints import commit
+from hf_dist_ext.errors import RunError
+from hf_dist_ext.frozen.plan import num_elements
+from hf_dist_ext.strategies.agreed import together
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+
+def save(trainer: DistTrainer) -> None:
+    """`save_model`; every rank calls it. RunError when the model is not in output_dir afterwards."""
+    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    if _is_written(trainer, output_dir):  # (1)
+        return
+    args.push_to_hub = False  # a push takes what lies in output_dir
+    for base in (os.getcwd, Path.home, tempfile.gettempdir):  # (2)
+        folder = together(lambda base=base: _folder_with_room(trainer, base()) if args.should_save else None)[0]
+        if folder is not None and _is_written(trainer, folder):
+            raise RunError(
+                f"the disk of {output_dir} is full, so the trained model was written to {folder}. Free space and move "
+                "it to where you want it."
+            )
+    raise RunError(  # (3)
+        f"the disk of {output_dir} is full and no other one has room, so the trained model was not written. "
+        f"{commit.newest(output_dir)} Free space, then resume."
+    )
+
+
+def _is_written(trainer: DistTrainer, folder: Path) -> bool:
+    def attempt() -> bool:
+        before = _files(folder)
+        try:
+            trainer.save_model(str(folder))
+            return True
+        except Exception as error:
+            if not commit.is_full_disk(error, folder):
+                raise
+            for path, changed in _files(folder).items():
+                if before.get(path) != changed:
+                    path.unlink(missing_ok=True)
+            return False
+
+    return all(together(attempt))
+
+
+def _files(folder: Path) -> dict[Path, int]:
+    """Every file below, but those of checkpoints, and when it was written."""
+    found = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process may be removing it
+            if path.is_file() and not path.relative_to(folder).match("checkpoint-*/**"):
+                found[path] = path.stat().st_mtime_ns
+    return found
+
+
+def _folder_with_room(trainer: DistTrainer, base: str | Path) -> Path | None:
+    output_dir = Path(trainer.args.output_dir)
+    with contextlib.suppress(OSError):
+        needed = sum(num_elements(p) * p.element_size() for p in trainer.model.parameters())
+        if os.stat(base).st_dev != os.stat(output_dir).st_dev and shutil.disk_usage(base).free > commit.SPARE * needed:
+            return Path(tempfile.mkdtemp(prefix=f"{output_dir.resolve().name}-", dir=base))
+    return None

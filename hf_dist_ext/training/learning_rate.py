@@ -1,0 +1,171 @@
+"""The learning rate follows the effective batch, and the effective batch survives another number of devices.
+
+(1) `scale`: rate x (effective batch / base batch), or its square root, once, before the optimizer exists
+(2) `keep_effective_batch`: on resume with another number of processes, accumulation makes up for it where it divides
+(3) `take_given`: on resume the rates and the optimizer's numbers are those of the arguments, which the checkpoint's
+    would replace without a word
+
+The effective batch is the rows that an optimizer step learns from: rows per device x accumulation x data-parallel
+processes. linear: https://huggingface.co/papers/1706.02677 (section 2.1), for SGD; sqrt suits Adam
+(https://huggingface.co/papers/2205.10287).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.utils import logging
+
+from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints.trainable import bare_optimizer
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+logger = logging.get_logger(__name__)
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def check(args: Any) -> None:
+    """Rules between the fields. Raises UsageError."""
+    rule, base = args.lr_scale_rule, args.lr_base_batch_size
+    if rule not in ("none", "linear", "sqrt"):
+        raise UsageError(f'lr_scale_rule={rule!r}: choose "none", "linear" or "sqrt".')
+    if (rule == "none") != (base is None):
+        raise UsageError(
+            f"lr_scale_rule={rule!r} needs lr_base_batch_size, the batch that learning_rate was found with."
+            if base is None
+            else f'lr_base_batch_size={base} needs "lr_scale_rule": "linear" or "sqrt".'
+        )
+    if base is not None and base < 1:
+        raise UsageError(f"lr_base_batch_size={base} must be at least 1.")
+
+
+def effective_batch(args: Any, data_parallel_size: int | None = None) -> int:
+    """Rows of one optimizer step over all devices."""
+    devices = args.world_size if data_parallel_size is None else data_parallel_size
+    return args.train_batch_size * args.gradient_accumulation_steps * devices
+
+
+def scaled(rate: float, rule: str, effective: int, base: int) -> float:
+    factor = effective / base
+    return rate * (math.sqrt(factor) if rule == "sqrt" else factor)
+
+
+def scale(args: Any, data_parallel_size: int | None = None) -> None:
+    """Scale `learning_rate` and `learning_rates` by the rule, once however many trainers share the arguments."""
+    effective = effective_batch(args, data_parallel_size)
+    devices = args.world_size if data_parallel_size is None else data_parallel_size
+    words = (
+        f"effective batch: {effective} rows = {args.train_batch_size} per device x "
+        f"{args.gradient_accumulation_steps} accumulated x {devices} device(s)"
+    )
+    rule, base, given = args.lr_scale_rule, args.lr_base_batch_size, getattr(args, "_given_rates", None)
+    if rule == "none":
+        if args.process_index == 0:
+            logger.info(f"{words}; learning_rate {args.learning_rate:g} as given.")
+        return
+    rate, rates = args._given_rates = given or (args.learning_rate, getattr(args, "learning_rates", None))
+    args.learning_rate = scaled(rate, rule, effective, base)
+    if rates:
+        args.learning_rates = {name: scaled(one, rule, effective, base) for name, one in rates.items()}
+    if args.process_index == 0:
+        logger.warning(f"{words}; learning_rate {rate:g} for {base} rows becomes {args.learning_rate:g} ({rule}).")
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def keep_effective_batch(trainer: DistTrainer, checkpoint: str | None) -> None:
+    """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed."""
+    content = manifest.read(Path(checkpoint)) if checkpoint else None
+    args, now_parallel = trainer.args, trainer.args.world_size // collectives.ranks_per_rows()
+    if not content:
+        return
+    parallel = content.get("data_parallel_size", content.get("world_size"))
+    if parallel == now_parallel:
+        return
+    before = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * parallel
+    per_micro_step = args.train_batch_size * now_parallel
+    if effective_batch(args, now_parallel) == before:
+        return
+    devices = f"{parallel} processes before, {now_parallel} now"
+    is_chosen = args.gradient_accumulation_steps != content["gradient_accumulation_steps"]
+    if is_chosen or before % per_micro_step or trainer.is_deepspeed_enabled:
+        why = (
+            "gradient_accumulation_steps was changed too"
+            if is_chosen
+            else "DeepSpeed's accumulation is fixed when it starts"
+            if trainer.is_deepspeed_enabled
+            else f"{per_micro_step} rows of a forward over all devices do not divide it"
+        )
+        now = effective_batch(args, now_parallel)
+        _say(trainer, f"{devices}: the effective batch is {now} rows, it was {before}, because {why}.")
+        return
+    args.gradient_accumulation_steps = before // per_micro_step
+    _say(
+        trainer,
+        f"{devices}: gradient_accumulation_steps is now {args.gradient_accumulation_steps}, which keeps the effective "
+        f"batch of {before} rows. The contrastive batch, the rows of one forward over all devices, is "
+        f"{per_micro_step}; it was {before // content['gradient_accumulation_steps']}.",
+    )
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+NUMBERS = ("weight_decay", "betas", "eps", "momentum")  # of an optimizer's groups, that the arguments set
+
+
+def given(trainer: DistTrainer) -> tuple[list[float], list[dict[str, Any]]]:
+    """(base rate of every group, its `NUMBERS`) of a new optimizer and schedule; empty without LambdaLR's base rates,
+    which all schedules of transformers have but the one that follows a metric."""
+    schedule = _bare_schedule(trainer)
+    if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+        return [], []
+    groups = bare_optimizer(trainer.optimizer).param_groups
+    return list(schedule.base_lrs), [{name: group[name] for name in NUMBERS if name in group} for group in groups]
+
+
+def take_given(trainer: DistTrainer, before: tuple[list[float], list[dict[str, Any]]]) -> None:
+    """Behind the loading of a checkpoint; `before` is what `given` found in front of it."""
+    rates, numbers = before
+    schedule, groups = _bare_schedule(trainer), bare_optimizer(trainer.optimizer).param_groups
+    if not rates or len(rates) != len(groups) or len(schedule.base_lrs) != len(groups):
+        return
+    changed = {}
+    for index, (group, rate, wanted) in enumerate(zip(groups, rates, numbers, strict=True)):
+        saved = schedule.base_lrs[index]
+        if saved != rate:
+            changed["learning_rate", saved, rate] = None
+            schedule.base_lrs[index] = group["initial_lr"] = rate
+            group["lr"] = schedule._last_lr[index] = rate * schedule.lr_lambdas[index](schedule.last_epoch)
+        for name, value in wanted.items():
+            if _plain(group.get(name)) != _plain(value):
+                changed[name, str(group.get(name)), str(value)] = None
+                group[name] = value
+    if changed:
+        words = ", ".join(f"{name} {old} -> {new}" for name, old, new in changed)
+        _say(
+            trainer,
+            f"the checkpoint was trained with other numbers, from here those given hold: {words}.",
+        )
+
+
+def _bare_schedule(trainer: DistTrainer) -> Any:
+    """The schedule inside accelerate's wrapper."""
+    return getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _say(trainer: DistTrainer, text: str) -> None:
+    if trainer.is_world_process_zero():
+        logger.warning(text)

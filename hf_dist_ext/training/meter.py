@@ -1,0 +1,98 @@
+"""Observers: what a step did, summed until it is logged, and every logged line in a file. They never act."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.gradient_cache import CachedStep
+from hf_dist_ext.strategies import collectives
+
+
+class StepMeter:
+    """Sums what cached steps did since the last log. Host numbers come from the chunks, so adding costs no
+    synchronisation; the loss's metrics stay on the device until they are read."""
+
+    def __init__(self) -> None:
+        self.last_tokens = (0, 0)
+        self.largest_batch = self.most_chunks = 0  # of the whole run
+        self._reset()
+
+    def _reset(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = self._chunks = self._rows = self._real = self._computed = 0
+        self._contrastive_batch = 0
+        self._metrics: dict[str, torch.Tensor] = {}
+
+    def add(self, step: CachedStep, chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
+        if self._steps == 0:
+            self._metrics = {}
+        own_rows = sum(of_ranks[collectives.data_parallel_rank()] for of_ranks in counts.values())
+        real, computed = chunked.count_tokens()
+        self.last_tokens = real if own_rows else 0, computed  # a stand-in for rows is computed, and nobody's
+        self._real += self.last_tokens[0]
+        self._computed += self.last_tokens[1]
+        self._steps += 1
+        self._chunks += step.num_chunks
+        self._rows += own_rows
+        self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(counts.values()))))
+        self.largest_batch = max(self.largest_batch, self._contrastive_batch)
+        self.most_chunks = max(self.most_chunks, step.num_chunks)
+        for name, value in step.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
+
+    def exclude(self, seconds: float) -> None:
+        """Time since the last read that was not spent on training steps."""
+        self._started += seconds
+
+    def read(self, device: torch.device) -> dict[str, float]:
+        """Means over the steps since the last read and over all ranks; then starts anew. Every rank must call it."""
+        if self._steps == 0:
+            return {}
+        seconds = time.perf_counter() - self._started
+        names = sorted(self._metrics)
+        own = torch.tensor(
+            [self._rows / seconds, self._real / seconds, self._real, self._computed], dtype=torch.float64
+        )
+        means = [self._metrics[name].to(device) / self._steps for name in names]
+        parts = [own.float().to(device), *[m.reshape(1) for m in means]]
+        total = torch.cat(parts)
+        if collectives.world_size() > 1:
+            torch.distributed.all_reduce(total)
+        total[:4] /= collectives.ranks_per_rows()  # the sums, not the means
+        rows_per_second, tokens_per_second, real, computed, *values = total.tolist()
+        report = {
+            "num_chunks": round(self._chunks / self._steps, 2),
+            "contrastive_batch_size": self._contrastive_batch,
+            "rows_per_second": round(rows_per_second, 2),
+            "tokens_per_second": round(tokens_per_second, 1),
+            "padding_share": round(1 - real / computed, 4) if computed else 0.0,
+        }
+        report.update({name: value / collectives.world_size() for name, value in zip(names, values, strict=True)})
+        peak = peak_memory(device)
+        if peak is not None:
+            report["peak_memory_gib"] = round(peak / 2**30, 3)
+        self._reset()
+        return report
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes allocated at most so far; None for a device that does not count its peak (the CPU, Apple's)."""
+    count = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if count is None else count(device)
+
+
+class MetricsFile(TrainerCallback):
+    """Appends every logged line to `metrics.jsonl` in the output folder, on the first process."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **others: Any) -> None:
+        if state.is_world_process_zero and logs:
+            os.makedirs(args.output_dir, exist_ok=True)
+            with open(os.path.join(args.output_dir, "metrics.jsonl"), "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")

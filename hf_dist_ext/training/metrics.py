@@ -1,0 +1,151 @@
+"""Retrieval metrics: how high does each query rank its right documents among all documents?
+
+    retrieval_metrics(queries, documents, ids)      # row i: query i asks for document i -> {"mrr@10": ..., ...}
+
+(1) ids turn rows into distinct queries, distinct documents, and which documents are right for which query
+(2) `retrieval_ranks`: scores in tiles -> the ranks of each query's right documents
+(3) the `evaluate` module in retrieval_metrics/ turns ranks into means; it needs no hub
+
+Ids decide, not rows: an image with five captions is one document for five queries, or one query with five right
+documents. The numbers are those of sentence-transformers' InformationRetrievalEvaluator over the same queries and
+documents (its accuracy@k is recall@k here), but for ties: there the document whose id sorts first wins a tie, so the
+numbers depend on what documents are called; here a tie always counts against the query.
+Letters: N rows, Q distinct queries, M distinct documents, D embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_dist_ext.errors import UsageError
+
+# float32 rounds scores of unit vectors to about 1e-7, in another way for every tile shape.
+TIE_TOLERANCE = 1e-6
+
+
+def retrieval_metrics(
+    queries: torch.Tensor, documents: torch.Tensor, ids: torch.Tensor | None = None, k: int = 10
+) -> dict[str, float]:
+    """(N, D), (N, D) -> `mrr@k`, `ndcg@k`, `recall@1`, `recall@k`, means over the distinct queries.
+
+    `ids` (N, 2): of row i's query and document; rows with the same id hold the same content. A third number is row i's
+    group: what is right for a query of a group are the documents of all its rows. None: all rows differ.
+    """
+    # Importing evaluate takes a second, and only evaluation needs it.
+    from hf_dist_ext.training.retrieval_metrics.retrieval_metrics import RetrievalMetrics
+
+    right, groups = None, None
+    if ids is not None:  # (1)
+        _, query = ids[:, 0].unique(return_inverse=True)
+        _, document = ids[:, 1].unique(return_inverse=True)
+        queries, documents = queries[_first_rows(query)], documents[_first_rows(document)]
+        right, groups = torch.stack([query, document], dim=1), ids[:, 2] if ids.shape[1] > 2 else None
+    ranks = retrieval_ranks(queries, documents, right, groups, most=k)  # (2)
+    # In memory: processes that evaluate at the same time would wait for each other's lock on the cache file.
+    return RetrievalMetrics(keep_in_memory=True).compute(ranks=ranks, k=k)  # (3)
+
+
+def retrieval_ranks(
+    queries: torch.Tensor,
+    documents: torch.Tensor,
+    right: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
+    most: int | None = None,
+    tile: int = 2**22,
+) -> list[list[int]]:
+    """(Q, D), (M, D) -> per query the ranks of its right documents, best first, `most` of them; None: all.
+
+    A rank is the number of documents before this one; 0 is best. A wrong document stands before a right one when it
+    scores at least as high, within `TIE_TOLERANCE`, or not a number: a model that maps everything to one point ranks
+    last, not first. `right` (N, 2): a query, and a document that is right for it; None: query i asks for document i.
+    `groups` (N,): what is right for the query of a row is right for those of all rows of its group too.
+    `tile`: scores at a time.
+    """
+    queries, documents = queries.float(), documents.float()
+    if right is None:
+        assert len(queries) == len(documents), (len(queries), len(documents))
+        right = torch.arange(len(queries))[:, None].expand(-1, 2)
+    links = _Links(right.to(queries.device), groups, len(queries))
+    ranks: list[list[int]] = []
+    for start in range(0, len(queries), rows := max(1, tile // len(documents))):
+        scores = queries[start : start + rows] @ documents.T  # (rows, M)
+        is_right = links.is_right(start, scores)
+        num_right = is_right.sum(dim=1)
+        best = scores.masked_fill(scores.isnan() | ~is_right, -torch.inf)
+        best = best.topk(min(int(num_right.max()), most or len(documents))).values  # (rows, right documents)
+        to_beat = best - TIE_TOLERANCE * best.abs().clamp(min=1.0)
+        found = torch.empty_like(best, dtype=torch.long)
+        for place in range(best.shape[1]):
+            is_ahead = ~(scores < to_beat[:, place, None])  # not "greater": NaN compares false
+            found[:, place] = (is_ahead & ~is_right).sum(dim=1) + place
+        pairs = zip(found.tolist(), num_right.tolist(), strict=True)
+        ranks += [of_query[:number] for of_query, number in pairs]
+    return ranks
+
+
+class _Links:
+    """Which documents are right for a query: those of all rows that share a key with it, its own or a group's."""
+
+    def __init__(self, right: torch.Tensor, groups: torch.Tensor | None, num_queries: int):
+        query, document = right.T
+        key = query
+        if groups is not None:
+            group = groups.to(key.device).unique(return_inverse=True)[1]
+            query, document, key = query.repeat(2), document.repeat(2), torch.cat([key, num_queries + group])
+        self.documents = document[key.argsort()]  # those of a key stand together
+        self.counts = key.bincount()
+        self.starts = self.counts.cumsum(0) - self.counts
+        num_keys = len(self.counts)
+        pairs = (query * num_keys + key).unique()  # sorted by query
+        self.query, self.key = pairs // num_keys, pairs % num_keys
+
+    def is_right(self, start: int, scores: torch.Tensor) -> torch.Tensor:
+        """(rows, M) of the queries from `start` on."""
+        first, last = torch.searchsorted(self.query, torch.tensor([start, start + len(scores)], device=scores.device))
+        row, key = self.query[first:last] - start, self.key[first:last]
+        counts = self.counts[key]
+        within = torch.arange(int(counts.sum()), device=scores.device)
+        within = within - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        found = torch.zeros_like(scores, dtype=torch.bool)
+        documents = self.documents[self.starts[key].repeat_interleave(counts) + within]
+        found[row.repeat_interleave(counts), documents] = True
+        return found
+
+
+def _first_rows(index: torch.Tensor) -> torch.Tensor:
+    """(N,) numbers 0 to n - 1 -> (n,): the first row of each."""
+    rows = torch.arange(len(index))
+    return torch.full((int(index.max()) + 1,), len(index)).scatter_reduce_(0, index, rows, "amin")
+
+
+# ---- in DistTrainer ----
+
+
+def ids_of_rows(ids: dict[str, torch.Tensor] | None, anchor: str, positive: str, rows: torch.Tensor) -> torch.Tensor:
+    """What travels as a batch's labels: (B, 2), with groups (B, 3); zeros (B,) when the collator gives no ids."""
+    if ids is None or anchor not in ids or positive not in ids:
+        return torch.zeros(len(rows), device=rows.device)
+    return torch.stack([ids[name] for name in (anchor, positive, "group") if name in ids], dim=1)
+
+
+def check_can_be_computed(args: Any) -> None:
+    """Raises UsageError for arguments that do not hand over all rows at once."""
+    given = {"batch_eval_metrics=true": args.batch_eval_metrics}
+    given |= {"eval_do_concat_batches=false": not args.eval_do_concat_batches}
+    if wrong := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(
+            f"{wrong[0]} hands over one batch at a time, and retrieval metrics rank every query among the documents "
+            f"of all rows. Remove {wrong[0].partition('=')[0]}, or give a compute_metrics of your own."
+        )
+
+
+def metrics_of_prediction(prediction: Any, normalizes: bool = False) -> dict[str, float]:
+    """The `compute_metrics` of a `DistTrainer` with a loss. `normalizes`: the loss scores cosines, whatever the model
+    returns."""
+    anchors, positives = map(torch.from_numpy, prediction.predictions)
+    if normalizes:
+        anchors, positives = (torch.nn.functional.normalize(rows, dim=-1) for rows in (anchors, positives))
+    labels = torch.from_numpy(prediction.label_ids)
+    return retrieval_metrics(anchors, positives, labels if labels.ndim > 1 else None)

@@ -1,0 +1,118 @@
+"""Steps whose loss or gradient is not a finite number: left out, counted, and after too many in a row the end.
+
+(1) an update is bad when some rank's loss or the gradient norm, which is of all ranks, is not finite
+(2) a bad update is skipped on every rank: the gradients are dropped, so that no optimizer moves a weight, decays one
+    or touches its state; the learning-rate schedule goes on, as it counts steps
+(3) so many bad ones in a row stop the run with the step, the ranks and their rows
+(4) weights that are not finite are never saved: the last good checkpoint stays the newest
+
+fp16: a gradient that overflows while every loss is finite is how the scaler finds its scale. It skips those updates
+itself, so they are not reported, but they count in (3): 20 in a row halve the first scale, 65536, to less than 0.1.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_dist_ext.errors import RunError
+from hf_dist_ext.strategies import collectives
+
+logger = logging.getLogger(__name__)
+
+LIMIT = 20  # "auto"
+SHOWN_ROWS = 8
+SHOWN_CHARACTERS = 60
+
+
+class NonFiniteGuard:
+    """Counts bad updates. `limit` in a row raise RunError."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.total = self.in_a_row = 0
+
+    def is_bad(self, losses: Sequence[float], norm: float, has_scaler: bool) -> bool:
+        """Of one update: every rank's loss and the gradient norm. Ranks are given the same and answer the same."""
+        if all(map(math.isfinite, [*losses, norm])):
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        is_of_the_scaler = has_scaler and all(map(math.isfinite, losses))
+        self.total += not is_of_the_scaler
+        return True
+
+    def report(self, step: int, losses: Sequence[float], norm: float, rows: str, has_scaler: bool = False) -> None:
+        """Say what was skipped; raise when it was once too often. `rows` are those of the ranks of `bad_ranks`."""
+        ranks = bad_ranks(losses)
+        found = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient norm"
+        value = losses[ranks[0]] if ranks else norm
+        what = f"step {step}: {found} is {value}"
+        if self.in_a_row >= self.limit:
+            raise RunError(
+                f"{what}; {self.in_a_row} steps in a row were not finite (max_nonfinite_steps={self.limit}). "
+                f"Their updates were skipped, the checkpoints before them are good. Rows of this step: {rows}. "
+                "Look at these rows, lower learning_rate, or use bf16 in place of fp16."
+            )
+        if ranks or not has_scaler:
+            logger.warning(f"{what}; update skipped on all ranks ({self.in_a_row} in a row). Rows: {rows}")
+
+
+def bad_ranks(losses: Sequence[float]) -> list[int]:
+    return [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+
+
+def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str, device: torch.device) -> None:
+    """Raises RunError, on every rank, when a trained weight is not finite on any. Called before `what` is saved.
+
+    One pass over the weights where they are, one number to the host; `device` is the one that ranks exchange on.
+    """
+    trained = {name: _local(p) for name, p in named if p.requires_grad and _local(p).numel()}
+    groups: dict[tuple, list[torch.Tensor]] = {}
+    for weight in trained.values():
+        groups.setdefault((weight.device, weight.dtype), []).append(weight)
+    # The largest magnitude of a tensor is finite exactly when all of it is; a sum of squares may overflow.
+    largest = [torch.stack(torch._foreach_norm(group, math.inf)) for group in groups.values()]
+    is_bad = not all(values.isfinite().all().item() for values in largest)
+    ranks = [row[0] for row in collectives.exchange([int(is_bad)], device)]
+    if not any(ranks):
+        return
+    names = [name for name, weight in trained.items() if not weight.isfinite().all()] if is_bad else []
+    named_here = f" ({names[0]!r}" + (f" and {len(names) - 1} more)" if names[1:] else ")") if names else ""
+    raise RunError(
+        f"{what} was not written: trained weights{named_here} are not finite on rank "
+        f"{', '.join(str(rank) for rank, bad in enumerate(ranks) if bad)}. Earlier checkpoints are untouched: resume "
+        "from the newest with a lower learning_rate."
+    )
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    held = getattr(parameter, "ds_tensor", parameter)  # this rank's part under ZeRO-3
+    return getattr(held, "_local_tensor", held).detach()
+
+
+def describe_rows(inputs: object, tokenizer: object = None) -> str:
+    """The rows of a batch in words: dataset indices where the batch carries them, else how their text begins."""
+    ids = inputs.get("ids") if hasattr(inputs, "get") else None
+    if ids is not None and "row" in ids:
+        numbers = ids["row"].tolist()
+        return f"dataset indices {_some(map(str, numbers), len(numbers))}"
+    features = next((part for part in _features(inputs) if "input_ids" in part), None)
+    if features is None or not hasattr(tokenizer, "batch_decode"):
+        return "not known"
+    texts = tokenizer.batch_decode(features["input_ids"][:SHOWN_ROWS].tolist(), skip_special_tokens=True)
+    return _some((repr(text[:SHOWN_CHARACTERS]) for text in texts), len(features["input_ids"]))
+
+
+def _features(inputs: object) -> list:
+    if not hasattr(inputs, "values"):
+        return []
+    return [inputs, *(value for value in inputs.values() if hasattr(value, "keys"))]
+
+
+def _some(words: Iterable[str], count: int) -> str:
+    shown = [word for word, _ in zip(words, range(SHOWN_ROWS), strict=False)]
+    return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")

@@ -1,0 +1,136 @@
+"""Where a step's time goes, in every logged line, and a profiler's trace of a few steps.
+
+(1) every part of a step is measured where it runs: on a CPU by the clock, on an accelerator by events in its stream,
+    which are added up once they have passed, so that measuring waits for nothing before a line is logged
+(2) a line holds the mean seconds per optimizer step of this process since the line before
+(3) `profile_steps`: torch's profiler over so many steps, after two that warm up, one file per process
+
+data: waiting for batches. encode: the pass without a graph. loss: scores and their gradient, gathers included. replay:
+forwards with a graph and their backwards. last_backward: the chunk that completes the step; its backward runs what is
+left of the reduction, which DDP overlaps with it, so it has no time of its own. optimizer: clipping and the update.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from hf_dist_ext.engine.gradient_cache import Phase
+
+PARTS = ("data", "encode", "loss", "replay", "last_backward", "optimizer")
+WARM_UP_STEPS = 2
+
+
+class StepClock(TrainerCallback):
+    """Sums the seconds of every part since the last read."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._steps = 0
+        self._sums: dict[str, float] = defaultdict(float)
+        self._spans: deque[tuple[str, Any, Any]] = deque()  # whose end the device may not have reached
+        self._optimizer_began: Any = None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._spans.append((name, began, self._now()))
+
+    def sync(self, sync: Callable[[Phase], AbstractContextManager]) -> Callable[[Phase], AbstractContextManager]:
+        """The same context, measured."""
+
+        @contextmanager
+        def measured(phase: Phase) -> Iterator[None]:
+            name = "last_backward" if phase.is_last else "replay" if phase.with_graph else "encode"
+            with self.part(name), sync(phase):
+                yield
+
+        return measured
+
+    def score(self, score: Callable) -> Callable:
+        """The same function, measured."""
+
+        def measured(embeddings: Any) -> Any:
+            with self.part("loss"):
+                return score(embeddings)
+
+        return measured
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._optimizer_began = self._now()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._spans.append(("optimizer", self._optimizer_began, self._now()))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._steps += 1
+        self._add_up(waits=False)  # a run that logs nothing keeps no more than the device has queued
+
+    def read(self) -> dict[str, float]:
+        """(2), and starts anew."""
+        if not self._steps:
+            return {}
+        self._add_up(waits=True)
+        found = {f"seconds_{name}": round(self._sums[name] / self._steps, 5) for name in PARTS}
+        self._sums.clear()
+        self._steps = 0
+        return found
+
+    def _add_up(self, waits: bool) -> None:
+        while self._spans and (waits or self._has_passed(self._spans[0][2])):
+            name, began, ended = self._spans.popleft()
+            self._sums[name] += self._seconds(began, ended)
+
+    def _has_passed(self, time: Any) -> bool:
+        return self.device.type == "cpu" or time.query()
+
+    def _now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, began: Any, ended: Any) -> float:
+        if self.device.type == "cpu":
+            return ended - began
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1000
+
+
+class Profiler(TrainerCallback):
+    """(3): `profile_rank<r>.json` in the output folder, which chrome://tracing and Perfetto read."""
+
+    def __init__(self, num_steps: int):
+        self.num_steps = num_steps
+        self.profile: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == WARM_UP_STEPS and self.profile is None:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.profile is not None and state.global_step == WARM_UP_STEPS + self.num_steps:
+            self._write(args)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._write(args)  # a run that was shorter than asked
+
+    def _write(self, args: Any) -> None:
+        if self.profile is None or self.num_steps == 0:
+            return
+        self.profile.stop()
+        os.makedirs(args.output_dir, exist_ok=True)
+        self.profile.export_chrome_trace(os.path.join(args.output_dir, f"profile_rank{args.process_index}.json"))
+        self.num_steps = 0

@@ -1,0 +1,348 @@
+"""`DistTrainer`: what it is made of, and the hooks that no other file has.
+
+With `loss=None` every override hands straight to Trainer. Each base is one idea, wired to Trainer's hooks:
+
+(1) `EmbeddingSteps`: a step of a loss over embeddings, through the gradient cache
+(2) `SafeTrainer`: skips what is not finite, leaves on a signal, survives a lack of memory
+(3) `CheckpointHooks`: what is written, committed and read back
+(4) `PositionHooks`: the place in the data
+Here: arguments and wrapping, optimizer and loss parameters, the order of rows, evaluation, logs. No maths.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils.memory import clear_device_cache
+from torch import nn
+from transformers.utils import logging
+
+from hf_dist_ext.checkpoints import loss_state
+from hf_dist_ext.checkpoints.keeper import CheckpointHooks
+from hf_dist_ext.data.position import PositionHooks
+from hf_dist_ext.data.sampling import no_duplicates_sampler
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.frozen import feature_cache, freeze
+from hf_dist_ext.frozen.image_stand_in import ImageStandIn
+from hf_dist_ext.frozen.plan import module_groups
+from hf_dist_ext.strategies import choose, collectives, ddp, fsdp, tensor_parallel, zero, zero_checkpoint
+from hf_dist_ext.strategies.layers import repeated_layer_classes
+from hf_dist_ext.training import checks, loss_scale, metrics
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.health import SafeTrainer
+from hf_dist_ext.training.meter import MetricsFile, StepMeter
+from hf_dist_ext.training.out_of_memory import FittingSizes
+from hf_dist_ext.training.scaling import Scaling
+from hf_dist_ext.training.step import EmbeddingSteps, forward_parameters, split_ids
+from hf_dist_ext.training.timing import Profiler, StepClock
+
+logger = logging.get_logger(__name__)
+
+
+class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
+    """Drop-in for `transformers.Trainer`, plus `loss`.
+
+    Args:
+        loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`).
+            Batches are then mappings column -> features; the first column is the anchor, the second its positive,
+            further ones hold hard negatives. None: the model's own loss, exactly as Trainer.
+
+    Raises:
+        UsageError: a model or setup that the gradient cache can not be exact with.
+    """
+
+    args: DistTrainingArguments
+    _watches_items = True  # loss_scale, in the first step
+    image_stand_in: ImageStandIn | None = None
+    feature_cache: feature_cache.FeatureCache | None = None
+
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
+        self.loss, self._budget, self._rate_names, self._rates = loss, None, [], {}
+        processor = more[3] if len(more) > 3 else options.get("processing_class")
+        self._makes_pictures = getattr(processor, "image_processor", None) is not None
+        if args is None:
+            args = DistTrainingArguments(output_dir="tmp_trainer")
+        if loss is None:
+            checks.refuse_without_loss(args)
+        else:
+            checks.prepare_arguments(args)
+            self._split = choose.check(model, args)
+            if options.get("compute_metrics") is None and len(more) < 7:
+                metrics.check_can_be_computed(args)
+                normalizes = getattr(loss, "normalize", False)
+                options["compute_metrics"] = partial(metrics.metrics_of_prediction, normalizes=normalizes)
+        self.freeze_plan = freeze.freeze(model, args)
+        with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
+            super().__init__(model, args, *more, **options)
+        if self._split is not None:  # also for an evaluation that no training precedes
+            tensor_parallel.copy_from_first(self.model)
+        checks.check_what_is_read(self)
+        if loss is not None or self.freeze_plan is not None:
+            checks.warn_of_rounded_updates(self)
+        if self.freeze_plan is not None:
+            self.add_callback(freeze.FreezeWatch(self))
+        if self.freeze_plan is not None or loss is not None:
+            self.image_stand_in = freeze.stand_in_for_images(self)
+        self.meter = StepMeter()
+        if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
+            self.add_callback(MetricsFile())
+        self.scaling = Scaling(self)
+        if loss is not None or self.freeze_plan is not None or getattr(self.args, "scaling_baseline", None):
+            self.add_callback(self.scaling)
+        self._clock = StepClock(self.args.device)
+        if getattr(self.args, "profile_steps", None):
+            self.add_callback(Profiler(self.args.profile_steps))
+        if loss is None:
+            return
+        self.add_callback(self._clock)
+        if isinstance(loss, nn.Module):
+            loss.to(self.args.device)
+        self._takes_column = "column" in forward_parameters(self.model)
+        self._reduction: collectives.Reduction | None = None
+        self._loss_gradients_are_used = True
+        self._may_widen = True
+        self._proven = [0, 0, 0, 0]
+        self._sizes = FittingSizes(self.args, loss) if self.args.uses_gradient_cache else None
+        self._budget = self._make_budget()
+        checks.check_setup(self)
+
+    # ---- setting up ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with fsdp.without_fsdp(self.args), collectives.sharded_on_cpu(has_mesh=self._split is not None):
+            super().create_accelerator_and_postprocess()
+        if self._split is not None:
+            # Trainer's loops over an evaluation take it from both.
+            gather = partial(tensor_parallel.gather_for_metrics, self.accelerator)
+            self.accelerator.gather_for_metrics = gather
+            self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+        if self.is_fsdp_enabled and (self.loss is not None or self.freeze_plan is not None):
+            fsdp.check_version(self.accelerator.state.fsdp_plugin)
+        if self.is_fsdp_enabled and self.model is not None:
+            fsdp.without_pinning(self.accelerator.state.fsdp_plugin)
+            _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
+            if self._has_own_arguments:
+                fsdp.set_precision(self.accelerator, self.model, self.args, self.loss is not None)
+            if self.freeze_plan is not None:
+                fsdp.check_names(self.accelerator.state.fsdp_plugin)
+            freeze.replicate_frozen_parts(
+                self.accelerator.state.fsdp_plugin, self.model, self.freeze_plan, self.args.frozen_parts_fsdp
+            )
+
+    @property
+    def _will_be_split(self) -> bool:
+        return self.loss is not None and collectives.launched_tensor_parallel_size() > 1
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        # Trainer's hooks would reduce over all ranks and at every backward; ours is SplitModel.complete_gradients.
+        if self._split is None:
+            super()._sync_replicated_trainable_parameters(model)
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        if self.freeze_plan is not None and self.args.ddp_find_unused_parameters is None:
+            # DDP follows requires_grad, and a stand-in serves batches without images, so nothing is unused; searching
+            # costs a graph walk per forward.
+            if self._makes_pictures or "vision" not in module_groups(self.model):
+                self.args.ddp_find_unused_parameters = False
+        if self.loss is not None and self.args.uses_gradient_cache and self.args.ddp_broadcast_buffers is None:
+            # Modules that write to their buffers are refused with a cache: there is nothing to broadcast.
+            self.args.ddp_broadcast_buffers = False
+        if self._has_own_arguments:
+            options |= fsdp.options(self.args, options.get("fsdp_plugin"))
+        found = super()._build_accelerator_args(**options)
+        if self._has_own_arguments:
+            ddp.options(self, found["kwargs_handlers"])
+        for handler in found["kwargs_handlers"] if self.loss is not None else ():
+            if isinstance(handler, DistributedDataParallelKwargs):
+                # The backward that reduces reaches every trainable parameter (Reduction.reaching_all). DDP searches
+                # behind the last forward only, and there are several.
+                handler.find_unused_parameters = False
+        return found
+
+    def _prepare_for_training(self, *arguments: Any, **options: Any):
+        prepared = super()._prepare_for_training(*arguments, **options)
+        fsdp.replay_dropout(self.model_wrapped)
+        if self.is_fsdp_enabled and self.loss is not None:
+            fsdp.set_precision_of_parameters(self.model_wrapped)
+        return prepared
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)
+        if self.loss is not None:
+            self._split = choose.check(model, self.args)
+        self.freeze_plan = freeze.freeze(model, self.args)
+        return model
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        if self.freeze_plan is not None:
+            freeze.check_before_optimizer(self)
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and getattr(self.args, "learning_rates", None):
+            rates = self.args.learning_rates
+            self._rate_names = freeze.split_by_learning_rate(optimizer, self.model, rates)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        # Trainer makes the scheduler when the optimizer is prepared: the first moment at which a parameter that no
+        # wrapper owns may join it (accelerate's FSDP2 refuses optimizers with foreign parameters).
+        if self.loss is not None and self.optimizer is not None:
+            loss_state.add_loss_group(self.optimizer, self._loss_parameters())
+        if self.is_deepspeed_enabled and self.accelerator.deepspeed_engine_wrapped is not None:
+            zero_checkpoint.attach(self)
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _get_learning_rate(self) -> float:
+        # Trainer asks just before the schedule moves on, so these are the rates of the step that is logged.
+        self._rates = freeze.rates_for_log(self.optimizer, self._rate_names) if self._rate_names else {}
+        return super()._get_learning_rate()
+
+    def _loss_parameters(self) -> list[nn.Parameter]:
+        parameters = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
+        return [p for p in parameters if p.requires_grad]
+
+    def get_train_dataloader(self):
+        if self.loss is not None:
+            checks.check_rows(self)
+        if getattr(self.args, "frozen_feature_cache", None) is None:
+            return super().get_train_dataloader()
+        with feature_cache.features_in_batches(self):
+            return super().get_train_dataloader()
+
+    def _get_train_sampler(self, train_dataset: Any = None):
+        if self.loss is None:
+            return super()._get_train_sampler(train_dataset)
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        wanted, columns = self.args.no_duplicates_in_batch, getattr(self.data_collator, "columns", None)
+        if wanted and self.args.train_sampling_strategy != "random":
+            raise UsageError(
+                f"no_duplicates_in_batch=true is an order of its own, and train_sampling_strategy="
+                f"{str(self.args.train_sampling_strategy)!r} another. Keep one."
+            )
+        if wanted is not False and self.args.train_sampling_strategy == "random":
+            is_possible = columns is not None and hasattr(dataset, "column_names") and hasattr(dataset, "__len__")
+            if is_possible or wanted:
+                return self._no_duplicates_sampler(dataset, columns)
+        return super()._get_train_sampler(train_dataset)
+
+    def _no_duplicates_sampler(self, dataset: Any, columns: Any):
+        if columns is None:
+            raise UsageError(
+                "no_duplicates_in_batch=true needs a data_collator that names its columns: ContrastiveCollator."
+            )
+        return no_duplicates_sampler(
+            dataset,
+            columns[:2],
+            window=self.rows_per_micro_batch,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            id_column=getattr(self.data_collator, "id_column", None),
+        )
+
+    # ---- a step ----
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.loss is None:
+            inputs = feature_cache.take_features(self, inputs)
+            items = loss_scale.watched(self, num_items_in_batch)
+            loss = super().training_step(model, inputs, items)
+            loss_scale.warn_if_unused(self, items)
+            return loss
+        model.train()
+        if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+            clear_device_cache()  # as Trainer's step, which this one replaces
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        if self._loss_gradients_are_used and isinstance(self.loss, nn.Module):
+            self.loss.zero_grad()
+        if self._reduction is None or self._reduction.model is not model:
+            self._reduction = collectives.Reduction(
+                model,
+                lambda: self.accelerator.sync_gradients,
+                self.args.gradient_cache_fsdp,
+                self._takes_column,
+                waits_for_all=zero.stage(self) in (1, 2),
+            )
+            if self.is_deepspeed_enabled:
+                self._update = zero.Update(self)
+        batch, ids = split_ids(self._prepare_inputs(inputs))
+        if self._split is not None:
+            self._split.check_group(batch, self.args.device)
+        step, chunked, counts = self._step(model, batch, ids)
+        self._loss_gradients_are_used = self.accelerator.sync_gradients
+        if self.accelerator.sync_gradients and not self.is_deepspeed_enabled:  # there they have taken their step
+            collectives.average_gradients(self._loss_parameters())
+            if self._split is not None:
+                self._split.complete_gradients()
+        self.meter.add(step, chunked, counts)
+        return self._backward_done(step.loss / self.current_gradient_accumulation_steps, inputs)
+
+    def _clip_grad_norm(self, model: nn.Module):
+        if self._split is not None:
+            parameters = chain(model.parameters(), self._loss_parameters())
+            return tensor_parallel.clip_gradients(parameters, self.args.max_grad_norm)
+        if self.loss is None or not self._loss_parameters() or self.is_deepspeed_enabled:
+            return super()._clip_grad_norm(model)
+        parameters = chain(model.parameters(), self._loss_parameters())
+        return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
+
+    # ---- evaluation ----
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        started = time.perf_counter()
+        found = super().evaluate(*arguments, **options)
+        self.meter.exclude(time.perf_counter() - started)
+        return found
+
+    @torch.no_grad()
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
+        """With a loss: (loss, embeddings of anchors and positives, their ids); the loss of the training step."""
+        if self.loss is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        batch, ids = split_ids(self._prepare_inputs(inputs))
+        chunked, wide, counts, *_ = self._cut(batch)
+        chunked = wide or chunked  # no graph is held here either
+        chunks = chunked.chunks()
+        embeddings = chunked.to_columns([self._encode(model, chunk).float() for chunk in chunks], chunks)
+        loss, _ = self._score(embeddings, ids, counts)
+        if prediction_loss_only:
+            return loss, None, None
+        anchor, positive, *_ = batch
+        labels = metrics.ids_of_rows(ids, anchor, positive, embeddings[anchor])
+        return loss, (embeddings[anchor].contiguous(), embeddings[positive].contiguous()), labels
+
+    # ---- logging ----
+
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+        with self._clock.part("data"):
+            return super().get_batch_samples(*arguments, **options)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.loss is not None and "loss" in logs:
+            logs.update(self.meter.read(self.args.device) | self._clock.read())
+        if "learning_rate" in logs:
+            logs.update(self._rates)
+        super().log(logs, start_time)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.loss is None:
+            return super()._track_num_input_tokens(inputs)
+        if self.args.include_num_input_tokens_seen != "no":
+            # host numbers of this rank's chunks, so counting costs no synchronisation but the gather itself
+            real, computed = self.meter.last_tokens
+            seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
+            everyone = collectives.one_of_each(collectives.exchange([seen], self.args.device))
+            self.state.num_input_tokens_seen += sum(row[0] for row in everyone)
+
+
+def _name_layers_to_shard(plugin: Any, model: nn.Module, args: Any) -> None:
+    """accelerate's own choice crashes for many encoders or shards almost nothing (strategies/layers.py says which)."""
+    min_num_params = getattr(args, "min_num_params", None) or 0
+    if plugin.transformer_cls_names_to_wrap is None or min_num_params:
+        # Empty: one unit, not accelerate's guess.
+        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model, min_num_params)

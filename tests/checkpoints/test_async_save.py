@@ -1,0 +1,273 @@
+"""`save_async`: what is written is the state of the step that was saved, and nothing of the writing is ever lost."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+from hf_dist_ext.checkpoints import async_save, commit, host_memory, manifest
+from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.strategies import agreed
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.checkpoints import test_saving, test_trainable
+from tests.checkpoints.test_trainable import SMALL, base
+from tests.distributed.forked import Run
+from tests.training.test_nonfinite import Regression, rows
+
+OF_THE_CLOCK = ("runtime", "seconds", "per_second", "share", "bytes")
+
+
+def llama(folder: Path, **more) -> DistTrainer:
+    torch.manual_seed(0)
+    return test_trainable.make(folder, LlamaForCausalLM(LlamaConfig(**SMALL)), **more)
+
+
+MAKERS = {
+    "with a loss": test_saving.make,
+    "whole": lambda folder, **more: llama(folder, trainable_modules=None, **more),
+    "a part": lambda folder, **more: test_trainable.make(folder, base(folder.parent), **more),
+}
+
+
+def read(path: Path) -> object:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.suffix in (".pt", ".pth"):
+        return torch.load(path, weights_only=False)
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    return path.name  # training_args.bin: the field itself differs
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        keys = [key for key in one if not any(word in str(key) for word in OF_THE_CLOCK)]
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in keys)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "tobytes"):
+        return one.tobytes() == other.tobytes()
+    return one == other
+
+
+@pytest.fixture
+def overlapping(monkeypatch) -> list:
+    """Writing starts behind the next step; the list gets (saved step, step of the run when it is written)."""
+    seen, begin = [], async_save.begin
+
+    def late(trainer, name, work, pushes):
+        step = trainer.state.global_step
+
+        def work_later(group):
+            deadline = time.monotonic() + 20
+            while trainer.state.global_step == step < trainer.state.max_steps and time.monotonic() < deadline:
+                time.sleep(0.001)
+            seen.append((step, trainer.state.global_step))
+            work(group)
+
+        begin(trainer, name, work_later, pushes)
+
+    monkeypatch.setattr(async_save, "begin", late)
+    return seen
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_files_are_those_of_a_save_that_stops_training(tmp_path, overlapping, kind):
+    trainers = {}
+    for name, is_async in (("sync", False), ("async", True)):
+        (tmp_path / name).mkdir()
+        trainers[name] = MAKERS[kind](tmp_path / name / "run", save_async=is_async, max_steps=4, save_steps=2)
+        trainers[name].train()
+    assert overlapping[0][0] == 2 and overlapping[0][1] >= 3, "training did not go on"
+    for step in (2, 4):
+        folders = [tmp_path / name / "run" / f"checkpoint-{step}" for name in trainers]
+        names = manifest.files_in(folders[0])
+        assert names == manifest.files_in(folders[1]) and len(names) >= 5
+        assert not manifest.why_incomplete(folders[1], hashes=True)
+        for name in names:
+            assert same(read(folders[0] / name), read(folders[1] / name)), name
+    weights = [next((tmp_path / "async" / "run" / f"checkpoint-{step}").glob("*.safetensors")) for step in (2, 4)]
+    assert not same(*map(read, weights)), "nothing trained between the saves"
+
+
+def test_what_was_saved_is_resumed_bit_for_bit(tmp_path, overlapping):
+    whole = MAKERS["with a loss"](tmp_path / "sync")
+    whole.train()
+    MAKERS["with a loss"](tmp_path / "async", save_async=True).train()
+    for step in (6, 4):
+        (tmp_path / "async" / f"checkpoint-{step}" / "manifest.json").unlink()
+    resumed = MAKERS["with a loss"](tmp_path / "async", save_async=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(test_saving.weights(resumed), test_saving.weights(whole))
+
+
+def test_one_save_is_in_flight_and_commit_rotation_and_push_come_in_this_order(tmp_path, monkeypatch):
+    events, record, commit_, rotate = [], manifest.record, manifest.commit, manifest.rotate
+
+    def slow_record(*arguments):
+        events.append("record")
+        assert threading.current_thread() is not threading.main_thread()
+        time.sleep(0.1)  # several steps
+        return record(*arguments)
+
+    monkeypatch.setattr(manifest, "record", slow_record)
+    monkeypatch.setattr(manifest, "commit", lambda *a: (commit_(*a), events.append("commit")))
+    monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (rotate(*a, **k), events.append("rotate")))
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append("push"))
+    monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
+    trainer = llama(tmp_path, save_async=True, save_steps=1, save_total_limit=1)
+    trainer.args.push_to_hub, trainer.args.hub_strategy = True, "end"  # else a push commits what it takes too
+    trainer.train()
+    assert events == ["record", "commit", "rotate", "push"] * 4
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert trainer._saving is None
+
+
+@pytest.mark.parametrize("save_steps", [1, 4], ids=["behind the next step", "at the end"])
+def test_an_error_of_the_writing_is_raised_and_the_older_checkpoint_stays(tmp_path, monkeypatch, save_steps):
+    failing, record = f"checkpoint-{2 if save_steps == 1 else 4}", manifest.record
+
+    def broken(folder, names):
+        if Path(folder).name == failing:
+            raise OSError("the cable was pulled")
+        return record(folder, names)
+
+    monkeypatch.setattr(manifest, "record", broken)
+    trainer = llama(tmp_path, save_async=True, save_steps=save_steps, max_steps=4)
+    with pytest.raises(RunError, match=f"{failing} was not written: OSError: the cable was pulled"):
+        trainer.train()
+    assert manifest.why_incomplete(tmp_path / failing)
+    if save_steps == 1:
+        assert trainer.state.global_step == 3
+        assert not manifest.why_incomplete(tmp_path / "checkpoint-1", hashes=True)
+        monkeypatch.setattr(manifest, "record", record)
+        resumed = llama(tmp_path, save_async=True, save_steps=4)
+        resumed.train(resume_from_checkpoint=True)
+        assert not manifest.why_incomplete(tmp_path / "checkpoint-4")
+
+
+def test_a_run_that_fails_still_ends_the_save_in_flight(tmp_path, monkeypatch):
+    record = manifest.record
+    monkeypatch.setattr(manifest, "record", lambda *a: (time.sleep(0.3), record(*a))[1])
+    trainer = llama(tmp_path, save_async=True)
+    step = trainer.training_step
+
+    def fails(*arguments, **options):
+        if trainer.state.global_step == 3:
+            raise RuntimeError("something else")
+        return step(*arguments, **options)
+
+    trainer.training_step = fails
+    with pytest.raises(RuntimeError, match="something else"):
+        trainer.train()
+    assert not manifest.why_incomplete(tmp_path / "checkpoint-2", hashes=True)
+
+
+def test_a_full_disk_is_said_in_the_same_words(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "record", full)
+    with pytest.raises(UsageError, match="ran full while checkpoint-2 was written"):
+        llama(tmp_path, save_async=True).train()
+
+
+def test_a_preempted_run_ends_with_its_checkpoint_complete(tmp_path, monkeypatch):
+    record = manifest.record
+    monkeypatch.setattr(manifest, "record", lambda *a: (time.sleep(0.3), record(*a))[1])
+    trainer = llama(tmp_path, save_async=True, preemptible=True, max_steps=50, save_steps=50)
+    log = trainer.training_step
+
+    def signalled(*arguments, **options):
+        if trainer.state.global_step == 1:
+            trainer._stop.received = "SIGTERM"
+        return log(*arguments, **options)
+
+    trainer.training_step = signalled
+    trainer.train()
+    assert trainer.was_preempted and trainer.state.global_step == 2
+    assert not manifest.why_incomplete(tmp_path / "checkpoint-2", hashes=True)
+
+
+def test_other_files_are_saved_at_once_while_a_checkpoint_is_staged(tmp_path):
+    save = torch.save
+    with async_save.staged(tmp_path / "checkpoint-1") as writes:
+        torch.save({"a": torch.ones(2)}, tmp_path / "mine.pt")
+        torch.save({"a": (late := torch.ones(2))}, tmp_path / "checkpoint-1" / "theirs.pt")
+    late.zero_()
+    assert torch.save is save and (tmp_path / "mine.pt").exists() and len(writes) == 1
+    (tmp_path / "checkpoint-1").mkdir()
+    async_save.make(writes, None)
+    assert torch.load(tmp_path / "checkpoint-1" / "theirs.pt")["a"].sum() == 2
+
+
+@pytest.mark.parametrize("processes", ["single", "ddp"])
+def test_a_save_whose_copy_does_not_fit_into_memory_is_made_at_once_and_said_once(tmp_path, monkeypatch, processes):
+    """One rank of two is enough: its machine is the one with little memory."""
+    virtual_memory, begun = psutil.virtual_memory, []
+
+    def little() -> object:
+        last = os.environ.get("RANK", "0") == ("0" if processes == "single" else "1")
+        return virtual_memory()._replace(available=0 if last else 1 << 40)
+
+    monkeypatch.setattr(psutil, "virtual_memory", little)
+    monkeypatch.setattr(async_save, "begin", lambda *arguments: begun.append(arguments))
+    words = []
+    monkeypatch.setattr(async_save.logger, "warning", words.append)
+
+    def train(say) -> str:
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path / "out"), report_to=[], disable_tqdm=True, use_cpu=True, max_steps=6, save_steps=2,
+            per_device_train_batch_size=2, save_async=True,
+        )  # fmt: skip
+        DistTrainer(Regression(), args, train_dataset=rows({})).train()
+        return json.dumps([len(begun), words])
+
+    num_begun, said = json.loads(Run(processes, tmp_path / "log", train).result())
+    assert num_begun == 0 and len(said) == 1 and "training waits while this checkpoint is written" in said[0]
+    for step in (2, 4, 6):
+        assert not manifest.why_incomplete(tmp_path / "out" / f"checkpoint-{step}")
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/job/step", "job", {"memory.max": "5000", "memory.current": "3000"}),  # a limit above the own group
+        ("0::/hidden", "", {"memory.max": "5000", "memory.current": "3000"}),  # in a container, the path is the host's
+        ("4:cpu,memory:/job", "memory/job", {"memory.limit_in_bytes": "5000", "memory.usage_in_bytes": "3000"}),
+    ],
+)
+def test_the_limit_of_a_job_or_container_counts_less_what_the_system_can_give_back(tmp_path, line, folder, files):
+    group = tmp_path / "sys/fs/cgroup" / folder
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    for name, content in files.items():
+        (group / name).write_text(f"{content}\n")
+    (group / "memory.stat").write_text("anon 2500\ninactive_file 500\ntotal_inactive_file 500\n")
+    assert host_memory.available_bytes(tmp_path) == 2500
+    (group / next(iter(files))).write_text("max\n")
+    assert host_memory.available_bytes(tmp_path) > 1 << 20
+
+
+def test_deepspeed_is_refused_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr("hf_dist_ext.run.deepspeed_install.check", lambda *words: None)
+    with pytest.raises(UsageError, match="save_async=true does not work with DeepSpeed"):
+        DistTrainingArguments(output_dir=str(tmp_path), save_async=True, use_cpu=True)
+
+
+def test_ranks_that_are_alone_get_their_own_error():
+    assert agreed.together(lambda: 3) == [3] and commit.SPARE > 1
+    with pytest.raises(KeyError):
+        agreed.together(lambda: {}["missing"])

@@ -1,0 +1,148 @@
+"""`hf-dist merge`: the folder it writes is complete, loads alone, and says what the checkpoint's model said."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+
+from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints.merge import merge
+from hf_dist_ext.cli import main
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.digits import build_processor
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.checkpoints.test_trainable import base, make
+from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_vision_language import collate, row, tiny_llava
+
+TOKENS = torch.tensor([[5, 6, 7, 8]])
+
+
+def said(model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))[0]
+
+
+def train_embedding(folder: Path, **options) -> DistTrainer:
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    EmbeddingModel.from_config(model_config("bert")).save_pretrained(folder / "base", tokenizer=tokenizer)
+    model = EmbeddingModel.from_pretrained(
+        folder / "base", projection_dim=8, pooling="cls", prompts={"query": "read "}
+    )
+    texts = ["parse a date", "read file", "sort numbers by key", "list of lines"]
+    args = DistTrainingArguments(
+        output_dir=str(folder / "run"), max_steps=3, save_steps=3, learning_rate=1e-2, per_device_train_batch_size=4,
+        report_to=[], disable_tqdm=True, use_cpu=True, **options,
+    )  # fmt: skip
+    trainer = DistTrainer(
+        model, args, train_dataset=Dataset.from_dict({"query": texts, "positive": texts[::-1]}), loss=InfoNCELoss(),
+        data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]), processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("options", [{"trainable_modules": ["projection"]}, {}], ids=["frozen", "full"])
+def test_an_embedding_model_keeps_its_embeddings_pooling_prompts_and_tokenizer(tmp_path, options, capsys):
+    trainer = train_embedding(tmp_path, **options)
+    main(["merge", str(tmp_path / "run" / "checkpoint-3"), "--output", str(tmp_path / "merged")])
+    assert "complete model" in capsys.readouterr().out
+    loaded = EmbeddingModel.from_pretrained(tmp_path / "merged")
+    assert torch.equal(said(loaded), said(trainer.model)) and said(loaded).shape == (1, 8)
+    assert loaded.pooling == "cls" and loaded.prompts["query"] == "read "
+    text = "parse a date"
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")(text).input_ids == tiny_tokenizer()(text).input_ids
+    assert not (tmp_path / "merged" / "manifest.json").exists()
+
+
+def test_a_vision_language_model_has_its_processor_and_its_projector(tmp_path):
+    tiny_llava().save_pretrained(tmp_path / "base")
+    processor = build_processor(4, 16)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    args = DistTrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=2, save_steps=2, learning_rate=1e-2, report_to=[], use_cpu=True,
+        per_device_train_batch_size=2, trainable_modules=["projector"], disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    rows = [row(True, seed) for seed in range(4)]
+    trainer = DistTrainer(model, args, train_dataset=rows, data_collator=collate, processing_class=processor)
+    trainer.train()
+    merge(tmp_path / "run" / "checkpoint-2", tmp_path / "merged")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    again = AutoProcessor.from_pretrained(tmp_path / "merged")
+    processor.save_pretrained(tmp_path / "expected")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "expected").iterdir()}
+    assert len(expected) >= 3
+    assert all((tmp_path / "merged" / name).read_bytes() == content for name, content in expected.items())
+    assert again.chat_template == processor.chat_template
+    batch = collate([row(True, 9)])
+    with torch.no_grad():
+        ours, theirs = model.eval()(**batch).logits, loaded.eval()(**batch).logits
+        before = AutoModelForImageTextToText.from_pretrained(tmp_path / "base").eval()(**batch).logits
+    assert torch.equal(ours, theirs) and not torch.allclose(before, theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"trainable_modules": ["lm_head"]}], ids=["stock", "frozen"])
+def test_adapters_are_merged_and_the_outputs_stay(tmp_path, options):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(base(tmp_path))
+    untrained = said(model)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+    trainer = make(tmp_path / "run", adapted, learning_rate=5e-2, **({"trainable_modules": None} | options))
+    trainer.train()
+    merge(tmp_path / "run" / "checkpoint-4", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(said(merged), said(trainer.model), atol=1e-4)
+    assert (said(merged) - untrained).abs().max() > 1e-2
+    assert not [name for name, _ in merged.named_parameters() if "lora" in name]
+    if options:
+        trainer.args.save_full_model = True
+        trainer.save_model(str(tmp_path / "full"))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "full")
+        assert torch.allclose(said(loaded), said(trainer.model), atol=1e-4)
+
+
+def test_adapters_that_learned_nothing_are_not_passed_off_as_trained(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(base(tmp_path))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    make(tmp_path / "run", adapted, trainable_modules=None, learning_rate=0.0).train()
+    with pytest.raises(UsageError, match="adapters change nothing"):
+        merge(tmp_path / "run" / "checkpoint-4", tmp_path / "merged")
+
+
+def test_what_can_not_be_merged_is_refused_with_the_reason(tmp_path):
+    folder = base(tmp_path)
+    make(tmp_path / "run", folder).train()
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    with pytest.raises(UsageError, match="is not empty"):
+        merge(checkpoint, tmp_path / "run")
+    with pytest.raises(UsageError, match="frozen weights .* other values"):
+        merge(checkpoint, tmp_path / "merged", base=str(base(tmp_path, seed=3)))
+    merge(checkpoint, tmp_path / "elsewhere", base=str(folder))
+    with pytest.raises(UsageError, match="no checkpoint with a manifest.json"):
+        merge(folder, tmp_path / "merged")
+    torn = tmp_path / "run" / "checkpoint-12"
+    shutil.copytree(checkpoint, torn)
+    (torn / "manifest.json").unlink()
+    with pytest.raises(UsageError) as refusal:
+        merge(torn, tmp_path / "merged")
+    assert "its save did not end" in str(refusal.value) and "checkpoint-N" not in str(refusal.value)
+    weights = checkpoint / "trainable.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
+    with pytest.raises(UsageError, match="trainable.safetensors was altered"):
+        merge(checkpoint, tmp_path / "merged")
+    content = json.loads((tmp_path / "run" / "checkpoint-2" / "manifest.json").read_text()) | {"base_model": None}
+    manifest.commit(tmp_path / "run" / "checkpoint-2", content["files"], {"base_model": None, **content})
+    with pytest.raises(UsageError, match="--base FOLDER"):
+        merge(tmp_path / "run" / "checkpoint-2", tmp_path / "merged")

@@ -1,0 +1,345 @@
+"""Saving and resuming through DistTrainer in this process: order, damage, disks that are full, what resuming needs."""
+
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_dist_ext.checkpoints import commit, manifest
+from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, resume_or_start
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.launching import ROOT
+from tests.training.test_trainer import Tiny, collate
+
+
+def make(folder: Path, learnable: bool = True, **more) -> DistTrainer:
+    torch.manual_seed(0)
+    arguments = dict(max_steps=6, save_steps=2, logging_steps=1, per_device_train_batch_size=8) | more
+    args = DistTrainingArguments(
+        output_dir=str(folder), gradient_cache_chunk_size=3, report_to=[], disable_tqdm=True, use_cpu=True,
+        **{"learning_rate": 1e-2} | arguments,
+    )  # fmt: skip
+    return DistTrainer(
+        Tiny(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.2))), args, data_collator=collate,
+        train_dataset=list(range(20)), eval_dataset=list(range(8)), loss=InfoNCELoss(learnable_temperature=learnable),
+    )  # fmt: skip
+
+
+def weights(trainer: DistTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in [*trainer.model.parameters(), *trainer.loss.parameters()]])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, torch.Tensor]:
+    """The folder of an uninterrupted run and the weights it ends with; tests that damage it work on a copy."""
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = make(folder)
+    start = weights(trainer)
+    trainer.train()
+    assert (weights(trainer) - start).abs().max() > 1e-3
+    return folder, weights(trainer)
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    folder = tmp_path / "run"
+    subprocess.run(["cp", "-a", str(whole[0]), str(folder)], check=True)
+    return folder
+
+
+def test_the_manifest_says_what_the_run_was(whole):
+    content = manifest.read(whole[0] / "checkpoint-4")
+    assert content["step"] == 4 and content["world_size"] == 1 and content["per_device_train_batch_size"] == 8
+    assert content["samples_seen"] == 20 + 8  # three steps are an epoch of 20 rows
+    assert content["data_length"] == 20 and content["seed"] == 42 and content["sharding"] == "none"
+    assert content["versions"]["torch"] and content["trains"] is None
+    assert {"model.safetensors", "optimizer.pt", "loss.safetensors", "rng_state.pth"} <= set(content["files"])
+    assert set(content["files"]) == set(manifest.files_in(whole[0] / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "missing", "short", "flipped"])
+def test_the_newest_complete_one_is_resumed_and_the_others_are_named(whole, copied, damage, caplog):
+    for step in (4, 6):  # without a manifest the time of the last change says which is newer
+        file = copied / f"checkpoint-{step}" / ("manifest.json" if damage == "no manifest" else "optimizer.pt")
+        content = file.read_bytes()
+        flipped = content[:700] + bytes([content[700] ^ 4]) + content[701:]
+        file.unlink() if damage in ("no manifest", "missing") else file.write_bytes(
+            content[:-9] if damage == "short" else flipped
+        )
+    resumed = make(copied)
+    with caplog.at_level(logging.WARNING):
+        resumed.train(resume_from_checkpoint=True)
+    said = [record.message for record in caplog.records if "passed over" in record.message]
+    assert len(said) == 2 and "checkpoint-6" in said[0] and "checkpoint-4" in said[1]
+    assert all(("manifest.json" if damage == "no manifest" else "optimizer.pt") in line for line in said)
+    assert torch.equal(weights(resumed), whole[1])
+    assert manifest.why_incomplete(copied / "checkpoint-6", hashes=True) == ""
+
+
+def test_a_run_that_starts_afresh_never_continues_or_deletes_what_an_earlier_one_left(copied, caplog):
+    (copied / "checkpoint-99").mkdir()  # torn
+    with caplog.at_level(logging.WARNING):
+        make(copied, max_steps=1, save_strategy="no").train()  # ends before its first save
+    (said,) = [record.message for record in caplog.records if "of an earlier run" in record.message]
+    assert all(name in said for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-99"))
+    training = {"output_dir": str(copied)}
+    assert resume_or_start(training) is None and training["overwrite_output_dir"]
+    with pytest.raises(
+        UsageError, match="checkpoint-6: of an earlier run.*Give --resume_from_checkpoint .*point-6 to"
+    ):
+        make(copied).train(resume_from_checkpoint=True)
+    again = make(copied, max_steps=4, save_total_limit=1, learning_rate=2e-2)
+    again.train()
+    left = sorted(path.name for path in copied.glob("checkpoint-*"))
+    assert left == ["checkpoint-4", "checkpoint-6", "checkpoint-99"], "step 2 took its place and was rotated"
+    assert resume_or_start({"output_dir": str(copied)}) is True
+    resumed = make(copied, max_steps=4, learning_rate=2e-2)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), weights(again))
+
+
+def test_an_earlier_runs_checkpoint_that_is_named_is_continued_from_then_on(whole, copied):
+    make(copied, max_steps=3, save_steps=3).train()
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-3"
+    make(copied, max_steps=4, save_strategy="no").train(resume_from_checkpoint=str(copied / "checkpoint-4"))
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-4", "it was stopped before its first save"
+    resumed = make(copied)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), whole[1])
+
+
+def test_a_run_that_went_back_goes_on_from_there_also_before_its_first_save(whole, copied, caplog):
+    make(copied, max_steps=3, save_strategy="no").train(resume_from_checkpoint=str(copied / "checkpoint-2"))
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-2", "it was stopped before its first save"
+    with caplog.at_level(logging.WARNING):
+        make(copied, max_steps=5, save_total_limit=1).train(resume_from_checkpoint=True)
+    assert any("checkpoint-4 is passed over: the run went back" in record.message for record in caplog.records)
+    left = sorted(path.name for path in copied.glob("checkpoint-*"))
+    assert left == ["checkpoint-5", "checkpoint-6"], "step 4 took the place of what it left there, step 6 is kept"
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-5"
+    content, first = manifest.read(copied / "checkpoint-5"), manifest.read(whole[0] / "checkpoint-2")
+    assert content["generation"] == 5 and [first["run_id"], first["generation"]] != [content["run_id"], 1]
+    assert content["parent"] == {"run_id": first["run_id"], "generation": 1, "step": 2} and first["parent"] is None
+    resumed = make(copied)
+    resumed.train(resume_from_checkpoint=str(copied / "checkpoint-6"))
+    assert torch.equal(weights(resumed), whole[1]), "the abandoned one can be named"
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_wrong_changes_neither_what_is_resumed_nor_what_is_deleted(tmp_path, monkeypatch, hours):
+    right = time.time
+    make(tmp_path, max_steps=4, save_total_limit=1).train()
+    monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
+    make(tmp_path, max_steps=5, save_total_limit=1, save_steps=5).train(resume_from_checkpoint=True)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
+    os.utime(tmp_path / "checkpoint-5", (right() - 3600 * hours,) * 2)
+    monkeypatch.setattr(time, "time", right)
+    make(tmp_path, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_checkpoints_of_an_earlier_version_are_continued_and_rotated(whole, copied):
+    for step in (2, 4, 6):
+        content = manifest.read(copied / f"checkpoint-{step}")
+        known = {name: value for name, value in content.items() if name not in ("run_id", "generation", "parent")}
+        manifest.commit(copied / f"checkpoint-{step}", known.pop("files"), known | {"saved_at": 100.0 - step})
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
+    make(copied, max_steps=8, save_total_limit=2).train(resume_from_checkpoint=True)
+    assert sorted(path.name for path in copied.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    shutil.copytree(whole[0] / "checkpoint-4", copied / "checkpoint-4")
+    for path in (copied / manifest.RUN, copied / "checkpoint-4" / "manifest.json"):
+        path.unlink()
+    shutil.rmtree(copied / "checkpoint-8")
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
+    (copied / "earlier_checkpoints.json").write_text('{"checkpoint-6": 94.0}')
+    with pytest.raises(UsageError, match="earlier version .* Give the path of the checkpoint"):
+        make(copied).train(resume_from_checkpoint=True)
+    make(copied, max_steps=7).train(resume_from_checkpoint=str(copied / "checkpoint-6"))
+
+
+def test_a_linked_checkpoint_is_left_alone(whole, tmp_path):
+    (tmp_path / "run").mkdir()
+    kept = tmp_path / "kept" / "checkpoint-2"
+    shutil.copytree(whole[0] / "checkpoint-2", kept)
+    (tmp_path / "run" / "checkpoint-2").symlink_to(kept)
+    resumed = make(tmp_path / "run", save_total_limit=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    assert (tmp_path / "run" / "checkpoint-2").is_symlink() and not manifest.why_incomplete(kept, hashes=True)
+    assert torch.equal(weights(resumed), whole[1])
+    make(tmp_path / "run", max_steps=2).train()  # its first save has the link's name
+    assert not (tmp_path / "run" / "checkpoint-2").is_symlink() and not manifest.why_incomplete(kept, hashes=True)
+
+
+def test_an_error_while_an_older_checkpoint_is_deleted_does_not_end_training(whole, tmp_path, monkeypatch, caplog):
+    rmdir = Path.rmdir
+
+    def busy(path):
+        if path.name == "checkpoint-2":
+            raise OSError(16, "Device or resource busy", str(path))
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    trainer = make(tmp_path, save_total_limit=1)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert torch.equal(weights(trainer), whole[1])
+    said = [record.message for record in caplog.records if "cannot be deleted" in record.message]
+    assert said and all("checkpoint-2" in line and "busy" in line for line in said)
+    left = {path.name: manifest.why_incomplete(path) for path in tmp_path.glob("checkpoint-*")}
+    assert set(left) == {"checkpoint-2", "checkpoint-6"} and left["checkpoint-2"] and not left["checkpoint-6"]
+
+
+def test_weights_only_are_taken_again_by_the_next_attempt(copied):
+    make(copied, max_steps=1, save_strategy="no", resume_weights_only=True).train(resume_from_checkpoint=True)
+    assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "loss.safetensors"])
+def test_a_damaged_checkpoint_that_is_named_is_an_error_that_names_the_file(copied, name):
+    named, file = str(copied / "checkpoint-6"), copied / "checkpoint-6" / name
+    content = file.read_bytes()
+    for damaged in (None, content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(UsageError, match=f"{name} .*checkpoint-4"):
+            make(copied).train(resume_from_checkpoint=named)
+    make(copied, verify_checkpoint_hashes=False, max_steps=6).state  # noqa: B018
+    with pytest.raises(UsageError, match="holds no checkpoint-N"):
+        make(copied / "elsewhere").train(resume_from_checkpoint=True)
+
+
+def test_hashes_are_read_unless_switched_off(copied):
+    file = copied / "checkpoint-6" / "rng_state.pth"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(UsageError, match="rng_state.pth was altered"):
+        make(copied).train(resume_from_checkpoint=str(file.parent))
+    make(copied, verify_checkpoint_hashes=False).train(resume_from_checkpoint=str(file.parent))
+
+
+def test_a_checkpoint_of_the_stock_trainer_is_resumed_when_it_is_named(copied, caplog):
+    for path in copied.glob("*/manifest.json"):
+        path.unlink()
+    with pytest.raises(UsageError, match="no complete checkpoint .*checkpoint-6"):
+        make(copied).train(resume_from_checkpoint=True)
+    with caplog.at_level(logging.WARNING):
+        make(copied).train(resume_from_checkpoint=str(copied / "checkpoint-4"))
+    assert sum("has no manifest.json" in record.message for record in caplog.records) == 1
+
+
+def test_rotation_comes_after_the_commit_and_spares_what_was_not_committed(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "notes.txt").write_text("mine")
+    events, commit_, rotate = [], manifest.commit, manifest.rotate
+    folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
+    monkeypatch.setattr(manifest, "commit", lambda *a: (events.append(("commit", folders())), commit_(*a)))
+    monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (events.append(("rotate", folders())), rotate(*a, **k)))
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append(("push", folder)))
+    trainer = make(tmp_path, save_total_limit=1, max_steps=4)
+    trainer.args.push_to_hub = True
+    monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
+    trainer.train()
+    assert [name for name, _ in events] == ["commit", "rotate", "push"] * 2
+    assert events[3][1] == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
+    assert folders() == ["checkpoint-1", "checkpoint-4"]
+    assert trainer.args.save_total_limit == 1
+    saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert saved.save_total_limit == 1, "what is pickled is what was given"
+
+
+def test_the_best_checkpoint_and_the_newest_outlive_the_end_of_training(tmp_path):
+    trainer = make(
+        tmp_path, save_total_limit=1, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2,
+        metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    losses = itertools.count(1.0)
+    trainer.evaluate = lambda *a, **k: {"eval_loss": next(losses)}
+    (tmp_path / "checkpoint-99").mkdir()
+    trainer.train()
+    left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert left == ["checkpoint-2", "checkpoint-6", "checkpoint-99"]
+
+
+def test_with_stock_arguments_a_save_is_the_stock_one(tmp_path):
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, save_steps=1, save_total_limit=1, report_to=[], use_cpu=True
+    )
+    rows = [{"x": torch.ones(2), "labels": torch.ones(2)}] * 8
+
+    class Regression(torch.nn.Linear):
+        def forward(self, x, labels):
+            return {"loss": ((super().forward(x) - labels) ** 2).mean()}
+
+    DistTrainer(Regression(2, 2), args, train_dataset=rows).train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (tmp_path / "checkpoint-2" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "lost", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "loss_optimizer.pt", "model.safetensors"]
+)
+def test_what_continuing_needs_is_not_done_without(copied, lost):
+    folder = copied / "checkpoint-4"
+    (folder / "manifest.json").unlink()
+    (folder / lost).unlink()
+    words = {"optimizer.pt": "optimizer state", "model.safetensors": "weights", "rng_state.pth": "rng_state"}
+    with pytest.raises(UsageError, match=f"{words.get(lost, lost)} is missing"):
+        make(copied).train(resume_from_checkpoint=str(folder))
+
+
+def test_too_little_room_is_said_before_anything_is_written(whole, copied, monkeypatch):
+    size = sum(entry["size"] for entry in manifest.read(copied / "checkpoint-6")["files"].values())
+    trainer = make(copied, max_steps=8)
+    usage = type("Usage", (), {"free": int(size * 1.05)})
+    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UsageError, match="checkpoint-8 needs about .* free; nothing was written. checkpoint-6 is"):
+        trainer.train(resume_from_checkpoint=True)
+    assert not (copied / "checkpoint-8").exists()
+    usage.free = int(size * 1.2)
+    make(copied, max_steps=8).train(resume_from_checkpoint=True)
+    assert manifest.why_incomplete(copied / "checkpoint-8") == ""
+
+
+def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(whole, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a tmpfs can not be mounted here")
+    try:
+        monkeypatch.setattr(commit, "check_free_space", lambda *a: None)
+        with pytest.raises(UsageError, match="ran full .*checkpoint-[24] is complete"):
+            make(disk).train()
+        assert 0 < len(list(disk.glob("*/manifest.json"))) < 3
+        names = sorted(path.name for path in disk.glob("checkpoint-*"))
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        resumed = make(disk)
+        resumed.train(resume_from_checkpoint=True)
+        assert torch.equal(weights(resumed), whole[1]) and len(names) >= 2
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
+    path = ROOT / "scripts" / "benchmark_checkpoints.py"
+    spec = importlib.util.spec_from_file_location("benchmark_checkpoints", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    words = ["--width", "32", "--layers", "2", "--saves", "1", "--output", str(tmp_path / "found.json")]
+    monkeypatch.setattr("sys.argv", [str(path), *words])
+    monkeypatch.setattr(module.os, "sync", lambda: None)
+    module.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["Trainer"]["ratios"] == [1.0, 1.0] and len(found) == 4
+    assert found["ours, last layer trains"]["bytes"] < found["ours"]["bytes"]
+    assert "ours, no hashes" in capsys.readouterr().out

@@ -1,0 +1,158 @@
+"""Rows that cannot be used: named where nothing may be replaced, else replaced without a shorter batch."""
+
+import json
+
+import datasets
+import pytest
+import torch
+
+from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.training.test_nonfinite import rows as regression_rows
+from tests.training.test_nonfinite import train as train_regression
+
+
+def pairs(bad: dict[int, str | None], count: int = 24) -> datasets.Dataset:
+    rows = [{"query": f"{WORDS[i % 9]} {i}", "positive": bad.get(i, f"{WORDS[i % 7]} read {i}")} for i in range(count)]
+    return datasets.Dataset.from_list(rows)
+
+
+def trainer(folder, dataset, **more) -> DistTrainer:
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    args = DistTrainingArguments(
+        output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=1,
+        per_device_train_batch_size=8, num_train_epochs=2, no_duplicates_in_batch=False,
+        **{"save_strategy": "no"} | more,
+    )  # fmt: skip
+    return DistTrainer(
+        EmbeddingModel.from_config(model_config("bert")), args, train_dataset=dataset, processing_class=tokenizer,
+        data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]), loss=InfoNCELoss(),
+    )  # fmt: skip
+
+
+def logged(of: DistTrainer, name: str) -> list:
+    return [line.get(name) for line in of.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_row_is_named_with_dataset_row_column_and_rank(tmp_path, workers):
+    found = trainer(tmp_path, pairs({5: None}).select([*range(20, 3, -1)]), dataloader_num_workers=workers)
+    with pytest.raises(UsageError, match=r'training set.*, row 5 .*, column "positive", on rank 0 cannot') as error:
+        found.train()
+    assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_rows_are_replaced_counted_and_listed_without_a_shorter_batch(tmp_path, workers, monkeypatch):
+    said = []
+    monkeypatch.setattr("hf_dist_ext.training.health.logger.warning", said.append)
+    found = trainer(tmp_path, pairs({5: None, 11: None}), max_bad_rows=2, dataloader_num_workers=workers)
+    found.train()
+    assert logged(found, "contrastive_batch_size") == [8] * 6
+    assert max(filter(None, logged(found, "bad_rows"))) == 2
+    (line,) = [text for text in said if "could not be used" in text]
+    assert "4 rows replaced, 5, 11" in line, "two epochs"
+
+
+def test_one_more_than_the_limit_ends_the_run(tmp_path):
+    with pytest.raises(RunError, match="2 rows of this epoch could not be used, more than max_bad_rows=1"):
+        trainer(tmp_path, pairs({5: None, 11: None}), max_bad_rows=1).train()
+
+
+BAD = {3: None, 9: None, 14: None, 20: None}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 4, 5])
+def test_bad_rows_are_counted_over_the_epoch_also_behind_a_resume(tmp_path, workers, stop):
+    """Three steps an epoch; a loader reads ahead of the checkpoint, and what it has read is read once more."""
+    options = {"max_bad_rows": 4, "dataloader_num_workers": workers, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path, pairs(BAD), **options)
+    whole.train()
+    assert logged(whole, "bad_rows")[-1] == 4
+    resumed = trainer(tmp_path, pairs(BAD), **options | {"save_strategy": "no"})
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert logged(resumed, "bad_rows")[-1] == 4 and logged(resumed, "bad_rows")[2] == 4
+    if stop == 4:
+        with pytest.raises(RunError, match="4 rows of this epoch could not be used, more than max_bad_rows=3"):
+            trainer(tmp_path, pairs(BAD), **options | {"max_bad_rows": 3}).train(
+                resume_from_checkpoint=str(tmp_path / "checkpoint-5")
+            )
+
+
+class Unreadable(torch.utils.data.Dataset):
+    """Rows 4 and 5 raise, as a file that is cut does."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index in (4, 5):
+            raise OSError("truncated")
+        return regression_rows({})[index]
+
+
+def test_a_row_that_cannot_be_read_is_replaced_by_the_next_good_one(tmp_path):
+    with pytest.raises(UsageError, match=r"Unreadable\), row 4 .* on rank 0 cannot be used: OSError: truncated"):
+        train_regression(tmp_path, data=Unreadable())
+    found = train_regression(tmp_path, data=Unreadable(), max_bad_rows=2)
+    by_hand = regression_rows({})
+    by_hand[4], by_hand[5] = by_hand[8], by_hand[9]  # 6 and 7 are in the batch already
+    expected = train_regression(tmp_path, data=by_hand)
+    assert torch.equal(found.model.line.weight, expected.model.line.weight) and found.model.line.weight.grad is None
+
+
+def test_a_column_that_cannot_be_decoded_is_named():
+    images = datasets.Dataset.from_dict(
+        {"text": ["a", "b"], "image": [{"bytes": b"no image", "path": None}] * 2},
+        features=datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()}),
+    )
+    rows = GuardedRows(images)
+    collate = GuardedCollator(list, rows, "pictures", Tally(0), can_replace=False)
+    with pytest.raises(UsageError, match='pictures, row 1 .*, column "image"'):
+        collate(rows.__getitems__([1]))
+
+
+def test_a_bad_row_of_a_stream_is_replaced_by_the_last_good_one():
+    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
+    stream = list(pairs({9: None}))
+    guarded, tally = [], Tally(0)
+    one = GuardedCollator(collate, None, "the stream", tally, can_replace=True, is_numbered=False)
+    guarded = [one(stream[:8]), one(stream[8:16])]
+    assert tally.rows() == [9] and tally.count() == 1
+    assert guarded[1]["ids"]["positive"][1] == collate([stream[7]])["ids"]["positive"][0]
+    strict = GuardedCollator(collate, None, "the stream", tally, can_replace=False, is_numbered=False)
+    strict(stream[:8])
+    with pytest.raises(UsageError, match='row 9 .* of those that loader worker 0 read, column "positive"'):
+        strict(stream[8:16])
+
+
+def test_an_error_of_the_batch_and_not_of_a_row_stays_what_it_is():
+    def collate(rows):
+        if len(rows) > 1:
+            raise RuntimeError("rows do not fit together")
+        return rows
+
+    rows = GuardedRows([1, 2, 3])
+    with pytest.raises(RuntimeError, match="do not fit together"):
+        GuardedCollator(collate, rows, "it", Tally(0), can_replace=True)(rows.__getitems__([0, 1]))
+
+
+def test_healthy_batches_are_the_same_and_carry_their_row_numbers_to_reports_only(tmp_path):
+    data = pairs({})
+    plain = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
+    rows = GuardedRows(data)
+    guarded = GuardedCollator(plain, rows, "it", Tally(0), can_replace=False)(rows.__getitems__([3, 7]))
+    assert guarded["ids"].pop("row").tolist() == [3, 7]
+    expected = plain([data[3], data[7]])
+    for column in expected:
+        assert all(torch.equal(expected[column][name], guarded[column][name]) for name in expected[column])
+    assert len(rows) == 24 and rows.column_names == data.column_names
+    assert json.dumps(rows.column_names)

@@ -1,0 +1,341 @@
+"""Datasets from every source, the column map, what is refused, and the collator."""
+
+import gzip
+import json
+import multiprocessing
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hf_dist_ext.data.code_search import train_tokenizer
+from hf_dist_ext.data.collator import ContrastiveCollator, content_id
+from hf_dist_ext.data.load import column_names, load_datasets
+from hf_dist_ext.data.row_ids import numbered, shared_ids
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import RunConfig
+
+ROWS = [{"query": f"query number {i}", "positive": f"document number {i}", "other": i} for i in range(12)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_and_private_cache(tmp_path_factory):
+    datasets.disable_progress_bars()
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
+    yield
+    datasets.config.HF_DATASETS_CACHE = before
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([row["query"] + " " + row["positive"] for row in ROWS], vocab_size=300)
+
+
+def write(path, rows=ROWS):
+    """The rows in the format that the file's name says."""
+    dataset = datasets.Dataset.from_list(rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
+    elif path.suffix == ".arrow":
+        dataset.save_to_disk(str(path.parent / "saved"))
+        next((path.parent / "saved").glob("*.arrow")).rename(path)
+    elif path.suffix == ".jsonl":
+        dataset.to_json(str(path))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        getattr(dataset, f"to_{path.suffix[1:]}")(str(path))
+    return str(path)
+
+
+def load(name, **options):
+    return load_datasets(RunConfig(dataset_name=str(name), **options))
+
+
+def refusal(name, **options):
+    with pytest.raises(UsageError) as error:
+        load(name, **options)
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+# Sources -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv", "a.parquet", "a.arrow", "a.jsonl.gz"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_file_format_gives_the_same_rows(tmp_path, name, streaming):
+    train, evaluation = load(write(tmp_path / name), streaming=streaming)
+    assert evaluation is None
+    rows = sorted(list(train), key=lambda row: int(row["query"].split()[-1]))  # a stream is shuffled
+    assert rows == [{"query": row["query"], "positive": row["positive"]} for row in ROWS]
+
+
+def test_a_folder_and_a_saved_dataset_have_their_splits(tmp_path):
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "train.jsonl")
+    write(tmp_path / "folder" / "test.jsonl", ROWS[:3])
+    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:3])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    for name in ("folder", "saved"):
+        train, evaluation = load(tmp_path / name, eval_split="test")
+        assert (len(train), len(evaluation)) == (12, 3)
+    stream, _ = load(tmp_path / "saved", streaming=True)
+    assert len(list(stream)) == 12
+
+
+def test_evaluation_rows_come_from_another_file_or_are_held_out_the_same_way_each_time(tmp_path):
+    name, other = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[:2])
+    assert load(name, eval_dataset_name=other)[1]["query"][:] == ["query number 0", "query number 1"]
+    assert load(name)[1] is None
+    train, evaluation = load(name, eval_holdout=4)
+    again, evaluation_again = load(name, eval_holdout=4)
+    assert (len(train), len(evaluation)) == (8, 4)
+    assert not set(train["query"]) & set(evaluation["query"])
+    assert train[:] == again[:] and evaluation[:] == evaluation_again[:]
+    stream, stream_evaluation = load(name, eval_holdout=4, streaming=True)
+    assert len(list(stream)) == 8 and [row["query"] for row in stream_evaluation] == [r["query"] for r in ROWS[:4]]
+
+
+def test_the_number_of_rows_is_limited(tmp_path):
+    name = write(tmp_path / "a.jsonl")
+    train, evaluation = load(name, eval_dataset_name=name, max_train_samples=5, max_eval_samples=100)
+    assert (len(train), len(evaluation)) == (5, 12)
+    assert len(list(load(name, max_train_samples=5, streaming=True)[0])) == 5
+
+
+def test_a_stream_is_shuffled_anew_each_epoch(tmp_path):
+    stream, _ = load(write(tmp_path / "a.jsonl"), streaming=True)
+    first = [row["query"] for row in stream]
+    stream.set_epoch(1)
+    second = [row["query"] for row in stream]
+    assert sorted(first) == sorted(second) and first != second
+
+
+# Columns -------------------------------------------------------------------------------------------------------------
+
+QUESTIONS = [
+    {"id": i // 2, "question": f"q{i}", "answer": f"a{i}", "n1": f"n{i}", "n2": f"m{i}" if i else None}
+    for i in range(4)
+]
+COLUMNS = {"query": "question", "positive": "answer", "negative": ["n1", "n2"]}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_are_renamed_ordered_and_joined(tmp_path, streaming):
+    name = write(tmp_path / "a.jsonl", QUESTIONS)
+    train, _ = load(name, columns=COLUMNS, id_column="id", streaming=streaming)
+    run = RunConfig(columns=COLUMNS, id_column="id")
+    assert column_names(run, train) == ["query", "positive", "negative"]
+    rows = sorted(train, key=lambda row: row["query"])
+    assert rows[0] == {"query": "q0", "positive": "a0", "negative": ["n0"], "id": 0}  # one negative is missing
+    assert rows[3] == {"query": "q3", "positive": "a3", "negative": ["n3", "m3"], "id": 1}
+
+
+def test_columns_can_be_swapped_and_used_twice(tmp_path):
+    name = write(tmp_path / "a.jsonl")
+    swapped, _ = load(name, columns={"query": "positive", "positive": "query"})
+    assert swapped[0] == {"query": "document number 0", "positive": "query number 0"}
+    twice, _ = load(name, columns={"left": "query", "right": "query"})
+    assert twice[0] == {"left": "query number 0", "right": "query number 0"}
+
+
+def test_csv_keeps_texts_that_pandas_reads_as_missing(tmp_path):
+    (tmp_path / "a.csv").write_text("query,positive\nNA,null\nnan,None\n")
+    assert load(tmp_path / "a.csv")[0]["query"][:] == ["NA", "nan"]
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    name = write(tmp_path / "a.jsonl", QUESTIONS)
+    assert "no such file or folder" in refusal(tmp_path / "missing.jsonl")
+    assert "can not read this kind" in refusal(
+        write(tmp_path / "a.parquet") and (tmp_path / "a.parquet").rename(tmp_path / "a.xyz")
+    )
+    assert "could not be loaded" in refusal("nobody-at-all/nothing-here")
+    assert "dataset_name is missing" in str(pytest.raises(UsageError, load_datasets, RunConfig()).value)
+    assert "Splits: train." in refusal(name, eval_split="test", columns=COLUMNS)
+    assert "Splits: train." in refusal(name, train_split="training", columns=COLUMNS)
+    message = refusal(name, columns={"query": "questions", "positive": "answer"})
+    assert 'no column "questions". Columns: id, question, answer, n1, n2. Closest: "question".' in message
+    assert "has the columns id, question" in refusal(name)
+    assert "no column" in refusal(name, columns=COLUMNS, id_column="group")
+    assert "Keep one" in refusal(name, columns=COLUMNS, eval_holdout=2, eval_split="test")
+    assert "Hold out fewer" in refusal(name, columns=COLUMNS, eval_holdout=4)
+    assert "reserved" in refusal(name, columns={"query": "question", "ids": "answer"})
+    assert "Only negatives may be several" in refusal(name, columns={"query": ["question"], "positive": "answer"})
+    assert "are needed" in refusal(name, columns={"query": "question"})
+
+
+def test_an_empty_dataset_is_refused(tmp_path):
+    datasets.Dataset.from_dict({"query": [], "positive": []}).to_parquet(str(tmp_path / "a.parquet"))
+    assert "is empty" in refusal(tmp_path / "a.parquet")
+    assert "is empty" in refusal(tmp_path / "a.parquet", streaming=True)
+    for name in ("a.jsonl", "a.csv"):
+        (tmp_path / name).write_text("")
+        assert "is empty" in refusal(tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    assert "could not be loaded" in refusal(tmp_path / "folder")
+    (tmp_path / "broken.jsonl").write_text('{"query": "a"\n{]')
+    assert "could not be loaded" in refusal(tmp_path / "broken.jsonl")
+
+
+def test_a_row_may_have_no_negative(tmp_path, tokenizer):
+    negatives = [{**row, "negative": ["x", "y"] if i != 5 else [[], None][i % 2]} for i, row in enumerate(ROWS)]
+    train, _ = load(write(tmp_path / "a.parquet", negatives))
+    assert len(train) == len(ROWS)
+    fixed = datasets.Features({key: datasets.Value("string") for key in ("query", "positive")})
+    fixed["negative"] = datasets.List(datasets.Value("string"), length=2)
+    rows = {"query": ["a", "b"], "positive": ["c", "d"], "negative": [["x", None], [None, ""]]}
+    datasets.Dataset.from_dict(rows, features=fixed).save_to_disk(str(tmp_path / "fixed"))
+    train, _ = load(tmp_path / "fixed")
+    collator = ContrastiveCollator(tokenizer, column_names(RunConfig(), train))
+    batch, alone = collator([train[0], train[1]]), collator([train[1]])
+    assert len(batch["negative"]["input_ids"]) == 1 and len(alone["negative"]["input_ids"]) == 0
+    assert alone["negative"].keys() == alone["positive"].keys() and len(alone["ids"]["negative"]) == 0
+
+
+def test_a_row_without_text_is_named(tmp_path):
+    rows = [dict(row) for row in ROWS]
+    rows[7]["positive"] = None
+    assert 'row 7 (counted from 0), column "positive": every row needs a positive' in refusal(
+        write(tmp_path / "a.jsonl", rows)
+    )
+    rows[7]["positive"] = ""
+    assert "row 7" in refusal(write(tmp_path / "b.parquet", rows))
+    message = refusal(write(tmp_path / "c.jsonl"), columns={"query": "query", "positive": "other"})
+    assert 'column "other"' in message and "holds int64" in message and "row 0" in message
+    negatives = [{**row, "negative": []} for row in ROWS]
+    assert 'column "negative": no row has a negative' in refusal(write(tmp_path / "d.parquet", negatives))
+    groups = [{**row, "group": i if i != 2 else None} for i, row in enumerate(ROWS)]
+    assert 'row 2 (counted from 0): id_column "group"' in refusal(
+        write(tmp_path / "f.jsonl", groups), id_column="group"
+    )
+
+
+# The collator --------------------------------------------------------------------------------------------------------
+
+
+def collate(tokenizer, rows, **options):
+    return ContrastiveCollator(tokenizer, [name for name in rows[0] if name != "group"], **options)(rows)
+
+
+def texts_of(tokenizer, features):
+    return [text.strip() for text in tokenizer.batch_decode(features["input_ids"], skip_special_tokens=True)]
+
+
+def test_rows_become_features_and_ids_with_negatives_flattened_row_by_row(tokenizer):
+    rows = [
+        {"query": "query 0", "positive": "document number 0", "negative": ["number 1", "number 2"], "group": 5},
+        {"query": "query 1", "positive": "query 0", "negative": ["number 3"], "group": 5},
+    ]
+    batch = collate(tokenizer, rows, id_column="group")
+    assert list(batch) == ["query", "positive", "negative", "ids"]
+    assert texts_of(tokenizer, batch["negative"]) == ["number 1", "number 2", "number 3"]
+    assert set(batch["query"]) == {"input_ids", "attention_mask"}
+    for column in ("query", "positive", "negative"):
+        assert batch[column]["input_ids"].shape == batch[column]["attention_mask"].shape
+        assert len(batch["ids"][column]) == len(batch[column]["input_ids"])
+    assert batch["ids"]["query"][0] == batch["ids"]["positive"][1]  # equal text, equal id, whatever the column
+    assert batch["ids"]["query"][0] != batch["ids"]["query"][1]
+    assert batch["ids"]["group"].tolist() == [content_id(5)] * 2
+    gaps = collate(
+        tokenizer, [{"query": "a", "positive": "b", "negative": negatives} for negatives in (["x", None], [])]
+    )
+    assert texts_of(tokenizer, gaps["negative"]) == ["x"]
+    single = collate(tokenizer, [{"query": "a", "positive": "b", "negative": "c"}], with_ids=False)
+    assert list(single) == ["query", "positive", "negative"] and len(single["negative"]["input_ids"]) == 1
+    without = ContrastiveCollator(tokenizer, ["query", "positive", "negative"])([{"query": "a", "positive": "b"}])
+    assert list(without) == ["query", "positive", "ids"]
+
+
+def test_padding_prompts_and_lengths_are_per_column(tokenizer):
+    rows = [{"query": "number 1", "positive": "document number 1 " * 20}, {"query": "number", "positive": "number"}]
+    batch = collate(tokenizer, rows, max_length={"positive": 8}, prompts={"query": "query "}, pad_to_multiple_of=4)
+    assert texts_of(tokenizer, batch["query"])[0] == "query number 1"
+    assert batch["query"]["input_ids"].shape[1] % 4 == 0
+    assert batch["positive"]["attention_mask"].sum(dim=1).tolist() == [8, 3]
+    plain = collate(tokenizer, rows)
+    assert torch.equal(plain["ids"]["query"], batch["ids"]["query"])  # of the raw text
+    tokenizer.padding_side = "left"
+    try:
+        assert collate(tokenizer, rows)["query"]["attention_mask"][1, 0] == 0
+    finally:
+        tokenizer.padding_side = "right"
+
+
+def test_ids_are_the_same_in_every_process_and_fit_63_bits():
+    code = "from hf_dist_ext.data.collator import content_id; print([content_id(f'text {i}') for i in range(50)])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    ids = [content_id(f"text {i}") for i in range(50)]
+    assert out.strip() == str(ids)
+    assert len(set(ids)) == 50 and all(0 <= value < 2**63 for value in ids) and max(ids) > 2**61
+
+
+def test_loader_workers_give_the_same_batches_under_fork_and_spawn(tokenizer):
+    collator = ContrastiveCollator(tokenizer, ["query", "positive"])
+    rows = datasets.Dataset.from_list(ROWS).select_columns(["query", "positive"])
+    expected = list(torch.utils.data.DataLoader(rows, batch_size=6, collate_fn=collator))
+    assert len(expected) == 2 and expected[0]["query"]["input_ids"].any()
+    for method in set(multiprocessing.get_all_start_methods()) & {"fork", "spawn"}:
+        loader = torch.utils.data.DataLoader(
+            rows, batch_size=6, collate_fn=collator, num_workers=1, multiprocessing_context=method
+        )
+        for batch, reference in zip(loader, expected, strict=True):
+            for column in reference:
+                for name, value in reference[column].items():
+                    assert torch.equal(batch[column][name], value)
+
+
+class PixelProcessor:
+    """The smallest image processor: the pixels themselves."""
+
+    def __call__(self, images, return_tensors):
+        return {"pixel_values": torch.stack([torch.from_numpy(np.array(image)) for image in images]), "sizes": [1]}
+
+
+def test_images_go_through_the_processor(tokenizer, tmp_path):
+    images = [Image.new("RGB", (2, 3), color) for color in ("red", "blue", "red")]
+    rows = [{"query": f"number {i}", "positive": image} for i, image in enumerate(images)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "images"))
+    train, _ = load(tmp_path / "images")
+    batch = ContrastiveCollator(tokenizer, ["query", "positive"], processor=PixelProcessor())(list(train))
+    assert list(batch["positive"]) == ["pixel_values"] and batch["positive"]["pixel_values"].shape == (3, 3, 2, 3)
+    ids = batch["ids"]["positive"].tolist()
+    assert ids[0] == ids[2] != ids[1]
+    assert shared_ids(train, ["query", "positive"]).tolist() == [[0, 1], [0, 0], [0, 1]]
+    with pytest.raises(UsageError, match="no image processor"):
+        ContrastiveCollator(tokenizer, ["query", "positive"])(list(train))
+
+
+def test_what_is_equal_for_the_sampler_is_equal_for_the_collator(tokenizer):
+    dataset = datasets.Dataset.from_list([{**row, "negative": "x", "group": row["other"] // 2} for row in ROWS])
+    dataset = datasets.concatenate_datasets([dataset, dataset.select([2, 0])])
+    ids = ContrastiveCollator(tokenizer, ["query", "positive", "negative"], id_column="group")(list(dataset))["ids"]
+    of_collator = torch.stack([ids["query"], ids["positive"], ids["group"]], dim=1).numpy()
+    of_sampler = shared_ids(dataset, ["query", "positive", "group"])
+    assert np.array_equal(numbered(of_collator) > 0, of_sampler > 0)
+    equal = of_collator[:, None, :, None] == of_collator[None, :, None, :]  # (rows, rows, columns, columns)
+    for i, j in np.argwhere(~np.eye(len(dataset), dtype=bool)):
+        shared = (of_sampler[i][:, None] == of_sampler[j][None]) & (of_sampler[i][:, None] > 0)
+        assert np.array_equal(shared.any(), equal[i, j].any())
+
+
+def test_bad_rows_and_options_are_refused_by_the_collator(tokenizer):
+    with pytest.raises(UsageError, match="no column of this run: query, positive"):
+        ContrastiveCollator(tokenizer, ["query", "positive"], prompts={"querry": "x"})
+    with pytest.raises(UsageError, match="max_length=9 is no multiple"):
+        ContrastiveCollator(tokenizer, ["query", "positive"], max_length=9, pad_to_multiple_of=4)
+    with pytest.raises(UsageError, match="not text"):
+        collate(tokenizer, [{"query": "a", "positive": None}])
+    with pytest.raises(UsageError, match="not text"):
+        collate(tokenizer, [{"query": 3, "positive": "a"}])
+    with pytest.raises(UsageError, match='no column "positive"'):
+        ContrastiveCollator(tokenizer, ["query", "positive"])([{"query": "a"}])

@@ -1,0 +1,175 @@
+"""Chunks hold every row once, fit their limits, and go back to the batch's order. Images: test_image_features.py."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
+from hf_dist_ext.errors import UsageError
+
+
+def text(lengths: list[int], width: int, on_left: bool = False, value: int = 1) -> dict[str, torch.Tensor]:
+    positions = torch.arange(width)
+    ends = torch.tensor(lengths)[:, None]
+    mask = (positions >= width - ends if on_left else positions < ends).long()
+    return {"input_ids": mask * value, "attention_mask": mask}
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n, width: torch.randint(1, width + 1, (n,), generator=generator).tolist()  # noqa: E731
+    return {"query": text(draw(13, 7), 7), "positive": text(draw(13, 40), 40), "negative": text(draw(29, 25), 25)}
+
+
+def row_signatures(chunked):
+    return [
+        tuple(row.tolist())
+        for chunk in chunked.chunks()
+        for row in chunk.features["attention_mask"].sum(1, keepdim=True)
+    ]
+
+
+@pytest.mark.parametrize("limits", [
+    ChunkLimits(4), ChunkLimits(None, 100), ChunkLimits(6, 100), ChunkLimits(None, None), ChunkLimits(1)
+])  # fmt: skip
+def test_every_row_once_within_the_limits(batch, limits):
+    chunked = lay_out(batch, limits)
+    lengths = sorted(int(v) for features in batch.values() for v in features["attention_mask"].sum(1))
+    assert sorted(row[0] for row in row_signatures(chunked)) == lengths
+    for chunk in chunked.chunks():
+        rows, width = chunk.features["input_ids"].shape
+        assert limits.max_rows is None or rows <= limits.max_rows
+        assert limits.max_tokens is None or rows == 1 or rows * width <= limits.max_tokens
+        assert width % 8 == 0 or width == 40
+
+
+def test_columns_come_back_in_the_order_of_the_batch(batch):
+    chunked = lay_out(batch, ChunkLimits(4))
+    chunks = chunked.chunks()
+    outputs = [torch.stack([c.features["attention_mask"].sum(1).double()], dim=1) for c in chunks]
+    columns = chunked.to_columns(outputs, chunks)
+    for name, features in batch.items():
+        assert torch.equal(columns[name][:, 0], features["attention_mask"].sum(1).double())
+    for part, output in zip(chunked.to_chunks(columns, chunks), outputs, strict=True):
+        assert torch.equal(part, output)
+
+
+def test_sorting_computes_fewer_tokens_than_trimming_neighbours(batch):
+    real, in_order = lay_out(batch, ChunkLimits(4), sort=False).count_tokens()
+    again, by_length = lay_out(batch, ChunkLimits(4)).count_tokens()
+    _, padded = lay_out(batch, ChunkLimits()).count_tokens()
+    assert real == again == sum(int(f["attention_mask"].sum()) for f in batch.values())
+    assert real < by_length < in_order < padded
+
+
+def test_ranks_may_ask_for_more_chunks_and_idle_ones_come_last(batch):
+    chunked = lay_out(batch, ChunkLimits(20))
+    before = chunked.num_chunks()
+    chunked.agree([before[0] + 3])
+    chunks = chunked.chunks()
+    assert len(chunks) == before[0] + 3 and not any(c.is_idle for c in chunks)
+    assert sum(c.num_rows for c in chunks) == 55
+    few = lay_out({"query": text([3, 1], 4), "positive": text([2, 4], 4)}, ChunkLimits(2))
+    few.agree([6])
+    chunks = few.chunks()
+    assert [c.is_idle for c in chunks] == [False] * 4 + [True] * 2
+    outputs = [c.features["attention_mask"].sum(1, keepdim=True).double() for c in chunks]
+    assert few.to_columns(outputs, chunks)["positive"][:, 0].tolist() == [2, 4]
+    gradients = few.to_chunks(few.to_columns(outputs, chunks), chunks)
+    assert all(not g.any() for g, c in zip(gradients, chunks, strict=True) if c.is_idle)
+
+
+def test_left_padding_is_trimmed_only_where_positions_are_relative():
+    batch = {"query": text([3, 2], 16, on_left=True), "positive": text([5, 1], 24, on_left=True)}
+    shifted = lay_out(batch, ChunkLimits(4), can_shift=True).chunks()
+    assert [c.features["input_ids"].shape for c in shifted] == [(4, 8)]
+    assert all(c.features["attention_mask"][:, -1].all() for c in shifted)
+    kept = lay_out(batch, ChunkLimits(4)).chunks()
+    assert sorted(c.features["input_ids"].shape[1] for c in kept) == [16, 24]
+
+
+def test_a_fixed_width_is_never_trimmed():
+    chunks = lay_out(
+        {"query": text([3, 2], 16), "positive": text([5, 1], 16)}, ChunkLimits(2), can_trim=False
+    ).chunks()
+    assert {c.features["input_ids"].shape[1] for c in chunks} == {16}
+
+
+@pytest.mark.parametrize("model_type", ["siglip", "siglip_text_model", "siglip2", "siglip2_text_model"])
+def test_siglip_text_keeps_its_width_and_mixes_with_no_other(model_type):
+    batch = {"query": text([3, 2], 16), "positive": text([5, 1], 16), "negative": text([2, 7], 24)}
+    config = SimpleNamespace(model_type=model_type)
+    chunks = lay_out(batch, ChunkLimits(4), model_config=config).chunks()
+    assert [chunk.features["input_ids"].shape for chunk in chunks] == [(4, 16), (2, 24)]
+    one_tower = lay_out(batch, ChunkLimits(2), model_config={"query": config}, shares_tower=False).chunks()
+    assert [chunk.features["input_ids"].shape[1] for chunk in one_tower] == [16, 8, 8]
+
+
+def test_idle_chunks_repeat_the_cheapest_row():
+    chunked = lay_out({"query": text([30, 2], 32), "positive": text([20, 9], 32)}, ChunkLimits(1))
+    chunked.agree([5])
+    assert chunked.chunks()[-1].is_idle
+    assert chunked.chunks()[-1].features["input_ids"].shape == (1, 8)
+
+
+def test_real_tokens_are_counted_without_left_padding():
+    batch = {"query": text([3, 2], 16, on_left=True), "positive": text([5, 1], 16, on_left=True)}
+    assert lay_out(batch, ChunkLimits(1)).count_tokens() == (11, 64)
+    assert lay_out(batch, ChunkLimits(1), can_shift=True).count_tokens() == (11, 32)
+
+
+def test_rows_are_counted_per_column():
+    chunked = lay_out({"query": text([3, 2], 16), "negative": text([5, 1, 4, 4], 24)}, ChunkLimits(2))
+    assert chunked.row_counts() == {"query": 2, "negative": 4}
+    assert chunked.num_chunks(by_vision=True) == [3, 0, 0, 0]
+    chunked.agree([4, 0, 0, 0], by_vision=True)
+    assert chunked.num_chunks() == [4]
+
+
+def test_widening_uses_the_models_padding_token():
+    batch = {"query": text([2, 2], 2, value=5), "positive": text([9, 9], 9, value=5)}
+    chunk = lay_out(batch, ChunkLimits(), pad_values={"input_ids": 7}).chunks()[0]
+    assert (chunk.features["input_ids"] == 7).sum() == 14
+    assert chunk.features["attention_mask"].sum() == 22
+
+
+def test_a_row_without_real_tokens_keeps_a_shape():
+    chunks = lay_out({"query": text([0, 2], 8), "positive": text([3, 3], 8)}, ChunkLimits(1)).chunks()
+    assert sorted(c.features["input_ids"].shape[0] for c in chunks) == [1] * 4
+
+
+def test_columns_come_in_the_order_of_the_batch_whatever_their_kinds():
+    batch = {name: text([3, 2], 16) for name in ("query", "positive", "negative")}
+    batch["positive"]["token_type_ids"] = batch["positive"]["input_ids"]
+    chunked = lay_out(batch, ChunkLimits(1))
+    assert [table.columns for table in chunked.tables] == [["query", "negative"], ["positive"]]
+    chunks = chunked.chunks()
+    columns = chunked.to_columns([torch.zeros(1, 4) for _ in chunks], chunks)
+    assert list(columns) == list(chunked.row_counts()) == list(batch)
+
+
+def test_columns_with_different_features_do_not_share_a_chunk():
+    batch = {"query": text([3, 2], 16), "image": {"pixel_values": torch.zeros(2, 3, 4, 4)}}
+    tables = lay_out(batch, ChunkLimits(2)).tables
+    assert [table.columns for table in tables] == [["query"], ["image"]]
+
+
+@pytest.mark.parametrize("features, words", [
+    ({"input_ids": [[1, 2]]}, "tensors"),
+    ({}, "no features"),
+    ({"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(3, 3, 4, 4)}, "same rows"),
+])  # fmt: skip
+def test_features_that_can_not_be_cut_are_named(features, words):
+    with pytest.raises(UsageError, match=words):
+        lay_out({"query": features}, ChunkLimits(2))
+
+
+def test_a_process_without_any_row_of_a_kind_says_what_to_do(batch):
+    other_kind = {"token_type_ids": torch.zeros(0, 25, dtype=torch.long)}
+    batch["negative"] = {name: values[:0] for name, values in batch["negative"].items()} | other_kind
+    chunked = lay_out(batch, ChunkLimits(4))
+    chunked.agree([n or 1 for n in chunked.num_chunks()])
+    with pytest.raises(UsageError, match="negative.*Give every row of a batch a negative"):
+        chunked.chunks()

@@ -1,0 +1,257 @@
+"""The cached step's gradient is the plain full-batch step's, whatever the chunks. Core only: no Trainer."""
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
+from hf_dist_ext.engine.gradient_cache import Phase, cached_step
+
+WIDTH = 16
+
+
+class Encoder(nn.Module):
+    """Reads every token of a row, position by position, and nothing of its padding."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.tokens = nn.Embedding(50, WIDTH)
+        self.positions = nn.Embedding(64, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.calls = 0
+
+    def forward(self, input_ids, attention_mask):
+        self.calls += 1
+        hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        hidden = torch.tanh(self.layer(self.dropout(hidden))) * attention_mask[..., None]
+        return hidden.sum(1) / attention_mask.sum(1, keepdim=True)
+
+
+def text(rows: int, width: int, seed: int, shortest: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, width + 1, (rows,), generator=generator)
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    return {"input_ids": torch.randint(1, 50, (rows, width), generator=generator) * mask, "attention_mask": mask}
+
+
+def three_columns() -> dict[str, dict[str, torch.Tensor]]:
+    return {"query": text(11, 6, 0), "positive": text(11, 20, 1), "negative": text(22, 13, 2)}
+
+
+def naive_score(temperature):
+    def score(embeddings):
+        query, *documents = [nn.functional.normalize(e, dim=-1) for e in embeddings.values()]
+        logits = query @ torch.cat(documents).T / temperature
+        return nn.functional.cross_entropy(logits, torch.arange(len(query))), {}
+
+    return score
+
+
+def gradients_of(model: nn.Module, *more: nn.Parameter) -> torch.Tensor:
+    found = torch.cat([p.grad.flatten() for p in [*model.parameters(), *more]])
+    assert found.abs().max() > 0, "a comparison of zeros proves nothing"
+    return found
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def plain_step(model, batch, temperature):
+    model.zero_grad()
+    temperature.grad = None
+    loss, _ = naive_score(temperature)({name: model(**features) for name, features in batch.items()})
+    loss.backward()
+    return loss.detach(), gradients_of(model, temperature)
+
+
+@pytest.mark.parametrize("limits", [
+    ChunkLimits(max_rows=1), ChunkLimits(max_rows=4), ChunkLimits(max_rows=11), ChunkLimits(max_rows=22),
+    ChunkLimits(max_rows=1000), ChunkLimits(max_tokens=40), ChunkLimits(max_rows=5, max_tokens=64, width_multiple=1),
+    ChunkLimits(),
+])  # fmt: skip
+@pytest.mark.parametrize("keep_graph", [0, 2, 1000])
+@pytest.mark.parametrize("together", [True, False])
+def test_gradient_is_the_full_batch_gradient(limits, keep_graph, together):
+    model, batch = Encoder(), three_columns()
+    temperature = nn.Parameter(torch.tensor([0.1]))
+    loss, expected = plain_step(model, batch, temperature)
+    model.zero_grad()
+    temperature.grad = None
+    step = cached_step(
+        lay_out(batch, limits),
+        encode=lambda chunk: model(**chunk.features),
+        score=naive_score(temperature),
+        loss_parameters=[temperature],
+        keep_graph=keep_graph,
+        backward_together=together,
+    )
+    torch.testing.assert_close(step.loss, loss, rtol=1e-12, atol=0)
+    difference = (gradients_of(model, temperature) - expected).norm() / expected.norm()
+    assert difference < 1e-12
+
+
+@pytest.mark.parametrize("sort", [True, False])
+@pytest.mark.parametrize("frozen", ["query", "positive"])
+def test_a_tower_per_column_and_a_frozen_tower(frozen, sort):
+    towers = nn.ModuleDict({"query": Encoder(), "positive": Encoder()})
+    towers[frozen].requires_grad_(False)
+    batch = {"query": text(9, 8, 0), "positive": text(9, 17, 1)}
+    score = naive_score(torch.tensor(0.1))
+    score({name: towers[name](**features) for name, features in batch.items()})[0].backward()
+    trained = next(tower for name, tower in towers.items() if name != frozen)
+    expected = gradients_of(trained)
+    towers.zero_grad()
+    cached_step(
+        lay_out(batch, ChunkLimits(max_rows=4), shares_tower=False, sort=sort),
+        encode=lambda chunk: towers[chunk.column](**chunk.features),
+        score=score,
+    )
+    assert (gradients_of(trained) - expected).norm() / expected.norm() < 1e-12
+    assert all(p.grad is None for p in towers[frozen].parameters())
+
+
+def test_dropout_is_replayed_in_the_third_pass():
+    model, batch, seen = Encoder(dropout=0.5).train(), three_columns(), []
+
+    def encode(chunk):
+        seen.append(model(**chunk.features))
+        return seen[-1]
+
+    step = cached_step(lay_out(batch, ChunkLimits(max_rows=5)), encode, naive_score(torch.tensor(0.1)))
+    first, second = seen[: step.num_chunks], seen[step.num_chunks :]
+    assert len(first) == len(second) > 5
+    assert len({tuple(output[0].tolist()) for output in first}) == len(first), "chunks drew the same mask"
+    unmatched = [output.detach() for output in second]
+    for output in first:  # pass 3 may run in another order
+        matches = [
+            i for i, other in enumerate(unmatched) if output.shape == other.shape and torch.equal(output, other)
+        ]
+        assert matches
+        unmatched.pop(matches[0])
+
+
+def test_dropout_moves_on_from_step_to_step():
+    model, batch, losses = Encoder(dropout=0.5).train(), three_columns(), []
+    for _ in range(2):
+        step = cached_step(
+            lay_out(batch, ChunkLimits(max_rows=5)),
+            lambda chunk: model(**chunk.features),
+            naive_score(torch.tensor(0.1)),
+        )
+        losses.append(step.loss.item())
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("keep_graph, expected", [(0, 2.0), (4, None), (1000, 1.0)])
+def test_forward_calls_are_counted(keep_graph, expected):
+    model = Encoder()
+    chunked = lay_out(three_columns(), ChunkLimits(max_rows=5))
+    total = len(chunked.chunks())
+    step = cached_step(
+        chunked, lambda chunk: model(**chunk.features), naive_score(torch.tensor(0.1)), keep_graph=keep_graph
+    )
+    assert model.calls == step.num_forwards
+    assert model.calls == (2 * total - keep_graph if expected is None else expected * total)
+
+
+def test_host_synchronisations_do_not_grow_with_the_chunks(monkeypatch):
+    """Everything that would wait for an accelerator: scalars, lists and copies to the host."""
+    counts = []
+    names = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "nonzero", "__index__")
+    for name in names:
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, original=original, **options):
+            counts[-1] += 1
+            return original(self, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    model, batch = Encoder(dropout=0.5).train(), three_columns()
+    for max_rows in (40, 8, 1):
+        counts.append(0)
+        chunked = lay_out(batch, ChunkLimits(max_rows))
+        step = cached_step(chunked, lambda chunk: model(**chunk.features), naive_score(torch.tensor(0.1)))
+        chunked.count_tokens()
+    assert step.num_chunks == 44
+    assert counts[0] == counts[1] == counts[2] <= len(batch), "the rows' lengths, once per batch"
+
+
+def test_one_chunk_is_a_plain_step():
+    model = Encoder()
+    batch = {"query": text(4, 6, 0), "positive": text(4, 6, 1)}
+    step = cached_step(
+        lay_out(batch, ChunkLimits(max_rows=8)), lambda c: model(**c.features), naive_score(torch.tensor(0.1))
+    )
+    assert (step.num_chunks, model.calls) == (1, 1)
+
+
+def test_exactly_one_phase_completes_the_gradients_and_it_is_the_last():
+    for keep_graph in (0, 3, 1000):
+        model, phases = Encoder(), []
+
+        def sync(phase: Phase, phases=phases):
+            phases.append(phase)
+            return torch.enable_grad() if phase.with_graph else torch.no_grad()
+
+        cached_step(
+            lay_out(three_columns(), ChunkLimits(max_rows=5)),
+            lambda chunk, model=model: model(**chunk.features),
+            naive_score(torch.tensor(0.1)),
+            sync=sync,
+            keep_graph=keep_graph,
+            backward_together=False,
+        )
+        assert phases[-1].is_last
+        assert all(phase.with_graph for phase in phases if phase.is_last)
+
+
+def test_the_fp16_scale_enters_once_and_before_anything_is_rounded():
+    torch.set_default_dtype(torch.float32)
+    model, batch = Encoder(), three_columns()
+    _, expected = plain_step(model, batch, nn.Parameter(torch.tensor([0.1])))
+    model.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def encode(chunk):
+        with torch.autocast("cpu", torch.float16):
+            return model(**chunk.features).half()  # a model whose embeddings leave in half precision
+
+    tiny = 2.0**-14  # gradients that float16 holds only when scaled
+
+    def score(embeddings):
+        assert all(rows.dtype == torch.float32 for rows in embeddings.values())
+        loss, metrics = naive_score(torch.tensor(0.1))(embeddings)
+        return loss * tiny, metrics
+
+    cached_step(
+        lay_out(batch, ChunkLimits(max_rows=4)), encode, score, backward=lambda loss: scaler.scale(loss).backward()
+    )
+    scaler.unscale_(optimizer)
+    found = gradients_of(model) / tiny
+    assert (found - expected[:-1]).norm() / expected.norm() < 2e-2
+
+
+def test_nothing_trainable_is_an_error():
+    model = Encoder().requires_grad_(False)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        cached_step(
+            lay_out(three_columns(), ChunkLimits(max_rows=5)),
+            lambda chunk: model(**chunk.features),
+            naive_score(torch.tensor(0.1)),
+        )
+
+
+def test_the_example_at_the_head_of_the_file_runs():
+    import doctest
+
+    from hf_dist_ext.engine import gradient_cache
+
+    torch.set_default_dtype(torch.float32)
+    assert doctest.testmod(gradient_cache).failed == 0

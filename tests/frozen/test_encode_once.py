@@ -1,0 +1,133 @@
+"""The gradient cache over frozen parts: exact, and nothing frozen is encoded twice."""
+
+import datasets
+import pytest
+import torch
+from torch import nn
+
+from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
+from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer, tiny_towers
+
+ROWS = 12
+
+
+def texts() -> datasets.Dataset:
+    rows = [
+        {"query": " ".join(WORDS[i % 7 : i % 7 + 2 + i % 5]), "positive": " ".join(WORDS[(3 * i) % 8 :][: 2 + i % 7])}
+        for i in range(ROWS)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def frozen_model() -> EmbeddingModel:
+    torch.manual_seed(0)
+    return EmbeddingModel.from_config(model_config("bert"), projection_dim=8).double()
+
+
+def trained(folder, model, steps: int = 2, **options) -> DistTrainer:
+    args = DistTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=ROWS, max_steps=steps, logging_steps=1, report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=True, learning_rate=1e-2, no_duplicates_in_batch=False,
+        max_grad_norm=0.0, **options,
+    )  # fmt: skip
+    trainer = DistTrainer(
+        model, args, train_dataset=texts(), loss=InfoNCELoss(0.1),
+        data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], max_length=16),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("cut", [{"gradient_cache_chunk_size": 5}, {"gradient_cache_chunk_size": "auto"}])
+def test_a_frozen_backbone_is_encoded_once_and_the_projection_learns_as_without_a_cache(tmp_path, cut):
+    plain = trained(tmp_path / "plain", frozen_model(), trainable_modules=["projection"])
+    model = frozen_model()
+    before = model.projection.weight.clone()
+    seen = {"rows": 0, "layers": 0}
+
+    def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen["rows"] += kwargs["input_ids"].shape[0]
+
+    model.backbone.register_forward_pre_hook(count, with_kwargs=True)
+    cached = trained(tmp_path / "cached", model, trainable_modules=["projection"], **cut)
+    assert (model.projection.weight - before).abs().max() > 1e-3
+    assert torch.allclose(model.projection.weight, plain.model.projection.weight, rtol=0, atol=1e-12)
+    assert seen["rows"] == 2 * 2 * ROWS  # steps x columns x rows: no row twice
+    losses = [[line["loss"] for line in t.state.log_history if "loss" in line] for t in (plain, cached)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_the_backbone_is_encoded_twice_again_when_it_trains(tmp_path):
+    model, rows = frozen_model(), []
+    model.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    trained(tmp_path, model, steps=1, gradient_cache_chunk_size=5)
+    assert sum(rows) == 2 * 2 * ROWS
+
+
+def locked_towers(frozen: str) -> tuple[TowerModel, dict]:
+    torch.manual_seed(0)
+    model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"}).double()
+    model.towers[frozen].requires_grad_(False)
+    words = torch.randint(4, 20, (7, 9))
+    size = model.towers["image"].config.image_size
+    batch = {
+        "query": {"input_ids": words, "attention_mask": torch.ones_like(words)},
+        "positive": {"pixel_values": torch.randn(7, 3, size, size).double()},
+    }
+    return model, batch
+
+
+def score(embeddings: dict[str, torch.Tensor]):
+    logits = 10 * embeddings["query"] @ embeddings["positive"].T
+    return nn.functional.cross_entropy(logits, torch.arange(len(logits))), {}
+
+
+@pytest.mark.parametrize("frozen", ["image", "text"])
+@pytest.mark.parametrize("keep_graph", [0, 1, 100])
+def test_a_frozen_tower_leaves_pass_three_and_gradients_stay_exact(frozen, keep_graph):
+    model, batch = locked_towers(frozen)
+    score({name: model(column=name, **features).embeddings for name, features in batch.items()})[0].backward()
+    wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert wanted and max(gradient.abs().max() for gradient in wanted.values()) > 1e-3
+    model.zero_grad()
+    calls = {"text": 0, "image": 0}
+    for name, tower in model.towers.items():
+        tower.register_forward_pre_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
+    chunked = lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False)
+    step = cached_step(
+        chunked,
+        lambda chunk: model(column=chunk.column, **chunk.features).embeddings,
+        score,
+        keep_graph=keep_graph,
+        is_frozen=lambda chunk: model.column_to_tower[chunk.column] == frozen,
+    )
+    other = {"text": "image", "image": "text"}[frozen]
+    assert calls[frozen] == 3 and calls[other] == 6 - min(keep_graph, 3)
+    assert step.num_forwards == calls["text"] + calls["image"]
+    for name, parameter in model.named_parameters():
+        if name in wanted:
+            assert torch.allclose(parameter.grad, wanted[name], rtol=1e-10, atol=1e-14), name
+        else:
+            assert parameter.grad is None
+
+
+def test_a_batch_of_frozen_columns_only_is_refused():
+    model, batch = locked_towers("image")
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match="nothing that was encoded requires a gradient"):
+        cached_step(
+            lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False),
+            lambda chunk: model(column=chunk.column, **chunk.features).embeddings,
+            score,
+            is_frozen=lambda chunk: True,
+        )

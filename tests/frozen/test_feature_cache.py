@@ -1,0 +1,298 @@
+"""Frozen features are computed once, found by content, and train to the same weights."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.frozen import feature_cache, feature_store
+from hf_dist_ext.frozen.feature_store import FeatureStore, row_keys
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.forked import Run
+from tests.tiny_models import CHECKPOINTING, WORDS, model_config, tiny_tokenizer, tiny_towers
+from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
+
+
+def arguments(folder, **options) -> DistTrainingArguments:
+    return DistTrainingArguments(
+        output_dir=str(folder / "run"), per_device_train_batch_size=4, per_device_eval_batch_size=3, max_steps=6,
+        logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=1e-2,
+        remove_unused_columns=False, max_grad_norm=0.0, **options,
+    )  # fmt: skip
+
+
+ROWS = [row(i % 3 != 2, i) for i in range(8)]
+ENCODER = "model.vision_tower"
+
+
+def llava_run(folder, cache: bool, rows=ROWS, model=None, collator=collate, **options) -> tuple[DistTrainer, Calls]:
+    model = model or tiny_llava()
+    calls = Calls(model, [f"{ENCODER}.encoder"])
+    more = {"frozen_feature_cache": str(folder / "features")} if cache else {}
+    args = arguments(folder, **{"trainable_modules": ["projector"]} | options | more)
+    trainer = DistTrainer(model, args, train_dataset=rows, data_collator=collator, processing_class=BlankPictures())
+    trainer.train()
+    return trainer, calls
+
+
+def projector_of(trainer: DistTrainer) -> torch.Tensor:
+    parameters = trainer.model.model.multi_modal_projector.parameters()
+    return torch.cat([p.detach().double().flatten() for p in parameters])
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {CHECKPOINTING: True}])
+def test_an_image_encoder_runs_once_per_picture_and_the_weights_are_the_same(tmp_path, options):
+    start = projector_of_model(tiny_llava())
+    plain, plain_calls = llava_run(tmp_path, False, **options)
+    cached, calls = llava_run(tmp_path, True, **options)
+    assert (projector_of(plain) - start).abs().max() > 1e-2
+    assert torch.allclose(projector_of(cached), projector_of(plain), atol=2e-3 if options.get("bf16") else 1e-5)
+    assert plain_calls.forward[f"{ENCODER}.encoder"] == 6  # every step
+    # three batches of rows, the first of them twice, and the blank picture
+    assert calls.forward[f"{ENCODER}.encoder"] == 5
+    again, calls = llava_run(tmp_path, True, **options)
+    assert torch.equal(projector_of(again), projector_of(cached))
+    assert calls.forward[f"{ENCODER}.encoder"] == 3  # one batch, once more as a check, and the blank picture
+
+
+def projector_of_model(model) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in model.model.multi_modal_projector.parameters()])
+
+
+def test_other_weights_or_pictures_are_never_answered_with_old_features(tmp_path):
+    llava_run(tmp_path, True)
+    folders = set((tmp_path / "features").iterdir())
+    assert len(folders) == 1
+    other = tiny_llava(seed=1)
+    llava_run(tmp_path, True, model=other)
+    assert len(set((tmp_path / "features").iterdir())) == 2
+    (folder,) = folders
+    stored = len(FeatureStore(folder))
+    assert stored == sum("pixel_values" in one for one in ROWS)
+    changed = [{**one} for one in ROWS]
+    changed[0]["pixel_values"] = changed[0]["pixel_values"] + 1e-3
+    llava_run(tmp_path, True, rows=changed)
+    assert len(FeatureStore(folder)) == stored + 1
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def one_of_two_jobs(say, folder: Path, name: str, rows: list) -> str:
+    """Both have named their shards before either writes one; `late`'s comes second, before `early` reads."""
+    save, replace = feature_store.save_file, os.replace
+
+    def save_in_turn(*arguments):
+        (folder / f"{name} is named").touch()
+        wait_for(folder / {"early": "late is named", "late": "early is there"}[name])
+        save(*arguments)
+
+    def replace_in_turn(*paths):
+        replace(*paths)
+        if "features-" in str(paths[1]):
+            (folder / f"{name} is there").touch()
+            wait_for(folder / "late is there")
+
+    feature_store.save_file, os.replace = save_in_turn, replace_in_turn
+    trainer, _ = llava_run(folder / name, False, rows, frozen_feature_cache=str(folder / "features"))
+    torch.save(projector_of(trainer), folder / f"{name}.pt")
+    return "done"
+
+
+def test_two_jobs_that_fill_one_folder_at_once_train_on_their_own_rows(tmp_path):
+    rows = {"early": [row(True, i) for i in range(8)], "late": [row(True, 100 + i) for i in range(8)]}
+    jobs = {}
+    for name in rows:
+        (tmp_path / name).mkdir()
+        job = partial(one_of_two_jobs, folder=tmp_path, name=name, rows=rows[name])
+        jobs[name] = Run("single", tmp_path / f"{name}-job", job)
+    for job in jobs.values():
+        job.lines.read()
+    logs = [log.read_text()[-3000:] for job in jobs.values() for log in job.logs]
+    assert all((tmp_path / f"{name}.pt").exists() for name in rows), "\n".join(logs)
+    start, ends = projector_of_model(tiny_llava()), []
+    for name in rows:
+        ends.append(projector_of(llava_run(tmp_path / "plain", False, rows[name])[0]))
+        assert torch.allclose(torch.load(tmp_path / f"{name}.pt"), ends[-1], atol=1e-5), name
+    assert all((end - start).abs().max() > 1e-2 for end in ends) and not torch.allclose(*ends, atol=1e-3)
+
+
+def test_a_shard_that_was_replaced_by_another_is_never_read_as_the_old_one(tmp_path):
+    store = FeatureStore(tmp_path)
+    store.add([(1, 2), (3, 4)], torch.ones(2, 3))
+    store.flush()
+    (shard,) = tmp_path.glob("features-*")
+    other = FeatureStore(tmp_path / "other")
+    other.add([(5, 6), (7, 8)], torch.zeros(2, 3))
+    other.flush()
+    os.replace(next((tmp_path / "other").glob("features-*")), shard)
+    with pytest.raises(UsageError, match="features-.* no longer holds"):
+        store.get([(3, 4)])
+
+
+def test_the_sorted_table_of_keys_answers_as_a_dictionary_would(tmp_path, monkeypatch):
+    """Keys that share their first half, rows that several shards hold, and rows of this process that wait."""
+    monkeypatch.setattr(feature_store, "NEW_ROWS", 5)
+    draw, value_of = np.random.default_rng(0), {}
+    stores = [FeatureStore(tmp_path) for _ in range(3)]
+    for turn in range(12):
+        writer = stores[turn % 3]
+        keys = [tuple(key) for key in draw.integers(-3, 4, size=(int(draw.integers(1, 9)), 2)).tolist()]
+        for key in keys:
+            value_of.setdefault(key, torch.tensor([float(len(value_of))] * 2))
+        writer.add(keys, torch.stack([value_of[key] for key in keys]))
+        writer.flush()
+        assert all(key in writer for key in keys) and torch.equal(writer.get(keys[:1])[0], value_of[keys[0]])
+    reader = FeatureStore(tmp_path)
+    for store in (*stores, reader):
+        store.load()
+        assert len(store) == len(value_of) and (9, 9) not in store and (-3, 9) not in store
+        assert torch.equal(store.get([*value_of]), torch.stack([*value_of.values()]))
+        own = [(store.shards[shard], row) for shard, row in map(store._place, value_of)]
+        assert own == [(reader.shards[shard], row) for shard, row in map(reader._place, value_of)]
+    assert sum(len(load_file(path)["keys"]) for path in tmp_path.glob("*.safetensors")) > len(value_of)
+    assert len(FeatureStore(tmp_path / "empty")) == 0 and (1, 2) not in FeatureStore(tmp_path / "empty")
+
+
+def test_random_pictures_are_refused(tmp_path):
+    def augmented(rows):
+        batch = collate(rows)
+        if "pixel_values" in batch:
+            batch["pixel_values"] = batch["pixel_values"] + torch.rand(())
+        return batch
+
+    with pytest.raises(UsageError, match="augmentation"):
+        llava_run(tmp_path, True, collator=augmented)
+
+
+def test_without_a_frozen_leading_part_the_cache_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="its image encoder trains"):
+        llava_run(tmp_path, True, trainable_modules=["vision", "projector"])
+    with pytest.raises(UsageError, match="needs a frozen part"):
+        arguments(tmp_path, frozen_feature_cache="x")
+
+
+TEXTS = datasets.Dataset.from_list(
+    [{"query": " ".join(WORDS[i:][: 2 + i % 4]), "positive": " ".join(WORDS[2 * i :][: 3 + i % 3])} for i in range(8)]
+)
+
+
+def text_run(folder, cache: bool, **options) -> DistTrainer:
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config(model_config("bert"), projection_dim=8).double()
+    more = {"frozen_feature_cache": str(folder / "features")} if cache else {}
+    args = arguments(folder, trainable_modules=["projection"], **options, **more)
+    trainer = DistTrainer(
+        model, args, train_dataset=TEXTS, loss=InfoNCELoss(0.1),
+        data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], max_length=16),
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_pooled_vectors_of_texts_train_the_projection_alike(tmp_path, chunk):
+    plain = text_run(tmp_path, False, gradient_cache_chunk_size=chunk).model.projection.weight
+    calls = []
+    cached = text_run(tmp_path, True, gradient_cache_chunk_size=chunk)
+    assert torch.allclose(cached.model.projection.weight, plain, atol=1e-10)
+    cached.model.backbone.register_forward_pre_hook(lambda *_: calls.append(1))
+    cached.train()
+    assert not calls  # everything came from the folder
+
+
+def test_vectors_of_a_locked_tower_train_the_other_alike(tmp_path):
+    size = tiny_towers()["image"].config.image_size
+    rows = [{"ids": torch.randint(4, 20, (6,)), "pixels": torch.randn(3, size, size).double()} for _ in range(8)]
+
+    def collate_pairs(batch):
+        ids = torch.stack([one["ids"] for one in batch])
+        pixels = torch.stack([one["pixels"] for one in batch])
+        return {
+            "query": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+            "positive": {"pixel_values": pixels},
+        }
+
+    weights = {}
+    for cache in (False, True):
+        torch.manual_seed(0)
+        model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"}).double()
+        more = {"frozen_feature_cache": str(tmp_path / "features")} if cache else {}
+        args = arguments(tmp_path, frozen_modules=["image"], gradient_cache_chunk_size=3, **more)
+        calls = []
+        model.towers["image"].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        trainer = DistTrainer(model, args, train_dataset=rows, data_collator=collate_pairs, loss=InfoNCELoss(0.1))
+        trainer.train()
+        weights[cache] = torch.cat([p.detach().flatten() for p in model.towers["text"].parameters()])
+        assert len(calls) == (4 if cache else 12)  # three batches and one again; or two chunks in each of six steps
+    assert torch.allclose(weights[True], weights[False], atol=1e-5)
+
+
+def test_a_key_is_the_rows_content_without_its_padding():
+    ids = torch.tensor([[5, 6, 7, 0], [5, 6, 7, 8]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    keys = row_keys({"input_ids": ids, "attention_mask": mask})
+    assert keys[0] != keys[1]
+    wider = {"input_ids": torch.tensor([[5, 6, 7, 0, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0]])}
+    assert row_keys(wider) == keys[:1] != row_keys(wider, salt="other")
+    left = {"input_ids": torch.tensor([[0, 5, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
+    assert row_keys(left) != keys[:1] and row_keys(left, keeps_left_padding=False) == row_keys(
+        wider, keeps_left_padding=False
+    )
+
+
+def test_a_full_disk_leaves_what_was_complete_and_nothing_half_written(tmp_path, monkeypatch):
+    store = FeatureStore(tmp_path)
+    store.add([(1, 2)], torch.ones(1, 3))
+    store.flush()
+    monkeypatch.setattr("hf_dist_ext.frozen.feature_store.os.replace", no_space)
+    store.add([(3, 4)], torch.zeros(1, 3))
+    with pytest.raises(UsageError, match="can not be written.*make room"):
+        store.flush()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+    again = FeatureStore(tmp_path)
+    assert (1, 2) in again and (3, 4) not in again
+    assert torch.equal(again.get([(1, 2)]), torch.ones(1, 3))
+
+
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_more_than_the_disk_holds_is_refused_before_it_is_computed(tmp_path, monkeypatch):
+    class Usage:
+        free = 10
+
+    monkeypatch.setattr("hf_dist_ext.frozen.feature_cache.shutil.disk_usage", lambda folder: Usage)
+    with pytest.raises(UsageError, match="are free in"):
+        llava_run(tmp_path, True)
+    assert not list((tmp_path / "features").rglob("*.safetensors"))
+
+
+def test_a_folder_that_processes_do_not_share_is_said(tmp_path, monkeypatch):
+    said, answers = [], iter([[[5], [3]], [[5], [5]], *[[[5], [3]]] * 4])
+    monkeypatch.setattr(feature_cache.collectives, "exchange", lambda numbers, device: next(answers))
+    monkeypatch.setattr(feature_cache.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(feature_cache.logger, "warning", said.append)
+    cache = object.__new__(feature_cache.FeatureCache)
+    cache.store = FeatureStore(tmp_path)
+    cache._load_everyones(torch.device("cpu"))
+    assert not said, "it came a little later"
+    cache._load_everyones(torch.device("cpu"))
+    assert len(said) == 1 and "from 3 to 5 stored rows" in said[0]

@@ -1,0 +1,297 @@
+"""From a run and a machine to a strategy: boundaries follow from the bytes, and everything is said."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_dist_ext import cli, launch
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner import auto
+from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
+from hf_dist_ext.planner.choose import make_plan
+from hf_dist_ext.planner.memory import Settings, estimate, model_of
+from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traffic import traffic
+from hf_dist_ext.planner.who_trains import depth
+from hf_dist_ext.planner.workload import workload_of
+from hf_dist_ext.run.config import load_run
+from hf_dist_ext.run.presets import presets
+
+BASE = {"model_type": "bert"}  # 109M parameters
+DECODER = {
+    "model_type": "qwen3", "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144,
+}  # fmt: skip
+
+
+@pytest.fixture
+def make_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_DYNAMO_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def make_run(model=BASE, later=None, **fields):
+        content = {"dataset_name": "code-search", "model_config": model, "max_length": 128, **fields}
+        Path("run.json").write_text(json.dumps(content), encoding="utf-8")
+        run = load_run(["--config", "run.json"])
+        run.given |= later or {}
+        return run
+
+    return make_run
+
+
+def workload(run):
+    return workload_of(run, read_model_config(run.run.model_config, None))
+
+
+def strategy(name):
+    return next(one for one in STRATEGIES if one.name == name)
+
+
+def option(plan, name):
+    return next(one for one in plan.options if one.strategy.name == name)
+
+
+def bytes_of(run, name, devices=1, **settings):
+    return estimate(workload(run), strategy(name), Hardware(devices), Settings(**settings))
+
+
+def test_every_strategy_names_a_preset_of_ours_or_says_that_there_is_none(make_run):
+    plan = make_plan(make_run(), Hardware(4, 80 * GIB))
+    for one in plan.options:
+        assert (one.preset in presets()) or one.why_not == f"there is no preset {one.preset}"
+    assert plan.best.preset in presets()
+
+
+def test_memory_that_is_assumed_is_said_to_be(make_run, monkeypatch, capsys):
+    monkeypatch.setattr("hf_dist_ext.planner.devices.device_memory_bytes", lambda: None)
+    make_run()
+    cli.main(["plan", "--config", "run.json", "--num_devices", "2"])
+    assert "note: no device is visible here: 80 GiB per device are assumed." in capsys.readouterr().out
+    cli.main(["plan", "--config", "run.json", "--num_devices", "2", "--device_memory_gib", "80"])
+    assert "per device are assumed" not in capsys.readouterr().out
+
+
+def test_a_small_model_on_several_devices_is_ddp_and_on_one_single(make_run):
+    assert make_plan(make_run(), Hardware(4, 24 * GIB)).best.strategy.name == "DDP"
+    plan = make_plan(make_run(), Hardware(1, 24 * GIB))
+    assert plan.best.strategy.name == "single" and plan.changes == {}
+
+
+def test_weights_that_do_not_fit_one_device_are_sharded(make_run):
+    run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=4, bf16=True)
+    needed = bytes_of(run, "DDP", 4).total
+    assert make_plan(run, Hardware(4, 1.01 * needed)).best.strategy.name == "DDP"
+    plan = make_plan(run, Hardware(4, 0.99 * needed))
+    assert plan.best.preset == "multi_gpu_fsdp" and plan.best.fits
+    assert plan.changes["accelerate_config"] == "multi_gpu_fsdp"
+    assert any("FSDP" in reason and "DDP does not fit" in reason or "only with" in reason for reason in plan.reasons)
+
+
+def test_activations_that_do_not_fit_become_smaller_chunks_or_checkpointing(make_run):
+    run = make_run(per_device_train_batch_size=4096)
+    plan = make_plan(run, Hardware(1, 8 * GIB))
+    assert not plan.best.fits and plan.best.fitted.total <= 8 * GIB
+    assert plan.changes["gradient_cache_chunk_size"] >= 16
+    again = make_plan(make_run(per_device_train_batch_size=4096, **plan.changes), Hardware(1, 8 * GIB))
+    assert again.best.fits and again.changes == {}
+
+
+def test_a_batch_without_a_gradient_cache_is_accumulated(make_run):
+    llava = {"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": 2}}
+    run = make_run(llava, per_device_train_batch_size=64, loss=None, max_length=1024)
+    run.run.task = "image-text-to-text"
+    plan = make_plan(run, Hardware(1, 24 * GIB))
+    rows, steps = (plan.changes[f"{name}"] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    assert rows * steps == 64 and plan.best.fitted.total <= 24 * GIB
+
+
+def test_nothing_that_fits_is_said_with_what_to_do(make_run):
+    plan = make_plan(make_run(DECODER), Hardware(2, 2 * GIB))
+    assert plan.best is None and any("adamw_bnb_8bit" in reason for reason in plan.reasons)
+
+
+def test_frozen_parts_have_no_gradients_and_no_state(make_run):
+    full, frozen = bytes_of(make_run(), "DDP", 2), None
+    run = make_run(projection_dim=64, later={"trainable_modules": ["projection"]})
+    frozen = bytes_of(run, "DDP", 2)
+    trained = 64 * 768
+    assert model_of(workload(run)).whole.trained == trained
+    assert frozen.gradients == 4 * trained and frozen.optimizer == 8 * trained and frozen.buffers == 4 * trained
+    assert frozen.weights == pytest.approx(full.weights, rel=0.01) and frozen.activations < full.activations / 10
+
+
+def test_lora_trains_its_adapters_only(make_run):
+    later = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["query", "value"]}
+    assert model_of(workload(make_run(later=later))).whole.trained == 12 * 2 * 2 * 4 * 768
+
+
+@pytest.mark.parametrize(
+    ("optim", "per_parameter"), [("adamw_torch", 8), ("adamw_bnb_8bit", 2), ("sgd", 0), ("adafactor", 0.02)]
+)
+def test_optimizers_differ(make_run, optim, per_parameter):
+    run = make_run(optim=optim)
+    elements = model_of(workload(run)).whole.elements
+    assert bytes_of(run, "single").optimizer == pytest.approx(per_parameter * elements, rel=0.1, abs=0.02 * elements)
+
+
+def test_an_optimizer_that_is_not_known_is_said(make_run):
+    assert "counted as AdamW" in make_plan(make_run(optim="galore_adamw"), Hardware()).notes[0]
+
+
+def test_memory_follows_the_chunk_not_the_batch(make_run):
+    small = bytes_of(make_run(per_device_train_batch_size=256, gradient_cache_chunk_size=16), "single")
+    large = bytes_of(make_run(per_device_train_batch_size=4096, gradient_cache_chunk_size=16), "single")
+    assert large.activations == small.activations > 0
+    assert 0 < small.embeddings < large.embeddings < 24 * small.embeddings
+    assert bytes_of(make_run(per_device_train_batch_size=256), "single").activations > 10 * small.activations
+
+
+def test_half_precision_keeps_masters_under_autocast(make_run):
+    found = bytes_of(make_run(bf16=True), "single")
+    elements = model_of(workload(make_run())).whole.elements
+    assert found.master_weights == 4 * elements
+    assert 1.5 * elements < found.weights < 2 * 2 * elements  # copies of what is multiplied, per column
+
+
+def test_sharding_divides_by_the_number_of_devices(make_run):
+    run = make_run(per_device_train_batch_size=64, gradient_cache_chunk_size=8)
+    two, four = (bytes_of(run, "FSDP memory", devices) for devices in (2, 4))
+    assert two.optimizer == 2 * four.optimizer and two.gradients == 2 * four.gradients
+    whole = bytes_of(run, "DDP", 4)
+    assert bytes_of(run, "ZeRO-1", 4).gradients == whole.gradients
+
+
+def test_zero_keeps_whole_gradients_between_the_backwards_of_an_update_or_reduces_each(make_run):
+    """As tests/distributed/test_deepspeed.py counts: one reduction per update, or one per chunk."""
+    batch = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 8}
+    speed, memory = (make_run(**batch, gradient_cache_fsdp=mode) for mode in ("speed", "memory"))
+    chunks = workload(speed).num_chunks(8)
+    for name in ("ZeRO-2", "ZeRO-3"):
+        kept, shared = bytes_of(speed, name, 4), bytes_of(memory, name, 4)
+        assert kept.gradients == 4 * shared.gradients
+        once, often = (
+            traffic(workload(run), strategy(name), Hardware(4), Settings()).collectives["reduce_scatter"]
+            - 1  # the loss's
+            for run in (speed, memory)
+        )
+        assert often == chunks * once
+    assert (
+        bytes_of(make_run(per_device_train_batch_size=64), "ZeRO-2", 4).gradients == shared.gradients
+    )  # one backward
+
+
+def test_collectives_are_those_counted_on_real_processes(make_run):
+    """tests/distributed/test_trainer.py counts them: 6 chunks and 4 units under FSDP."""
+    model = {"model_type": "bert", "num_hidden_layers": 3}
+    run = make_run(model, per_device_train_batch_size=48, gradient_cache_chunk_size=16)
+    of = {
+        name: traffic(workload(run), strategy(name), Hardware(2), Settings()).collectives
+        for name in ("DDP", "FSDP speed", "FSDP memory")
+    }
+    loss = {"all_gather": 3, "reduce_scatter": 1}
+    assert workload(run).num_chunks() == 6
+    assert of["DDP"] == {"all_reduce": 1, **loss}
+    assert of["FSDP speed"] == {"all_gather": 4 + 3, "reduce_scatter": 4 + 1}
+    assert of["FSDP memory"] == {"all_gather": 60 + 3, "reduce_scatter": 24 + 1}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "name", "found"),
+    [
+        (["projector"], "model.multi_modal_projector.linear_1.weight", 2),
+        (["language"], "lm_head.weight", 1),
+        (["encoder.layer.3"], "backbone.encoder.layer.3.output.dense.weight", 4),
+        (["encoder.layer.3"], "backbone.encoder.layer.31.output.dense.weight", 0),
+        (r".*\.layer\.\d", "backbone.encoder.layer.3.output.dense.weight", 4),
+    ],
+)
+def test_freezing_patterns_match_as_in_training(patterns, name, found):
+    assert depth(patterns, name) == found
+
+
+# ---- the command ----
+
+
+def test_the_command_prints_a_table_json_and_a_picture(make_run, capsys):
+    make_run(per_device_train_batch_size=256, gradient_cache_chunk_size=16)
+    words = ["plan", "--config", "run.json", "--num_devices", "2", "--device_memory_gib", "24"]
+    cli.main(words)
+    output = capsys.readouterr().out
+    assert "recommended: DDP (preset multi_gpu_ddp)" in output and "parameters train" in output
+    cli.main([*words, "--json", "--optim", "sgd", "--png", "plan.png"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended"]["preset"] == "multi_gpu_ddp"
+    assert {one["strategy"] for one in found["strategies"]} >= {"DDP", "FSDP memory", "ZeRO-3", "FSDP offload"}
+    assert all(one["bytes"]["optimizer"] == 0 for one in found["strategies"])
+    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num_devices", "3", "--num_nodes", "2"], "share equally"),
+        (["--device_memory_gib", "-1"], "positive number of GiB"),
+        (["--png", "nowhere/plan.png"], "cannot be written"),
+        (["--optimm", "sgd"], "Unknown field"),
+    ],
+)
+def test_mistakes_are_one_line(make_run, capsys, words, message):
+    make_run()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "--config", "run.json", *words])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(make_run, monkeypatch):
+    import sys
+
+    from hf_dist_ext.planner.report import write_png
+
+    plan = make_plan(make_run(), Hardware())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match="pip install matplotlib"):
+        write_png(plan, Path("plan.png"))
+
+
+# ---- "auto" ----
+
+
+def on_machine(monkeypatch, memory_gib):
+    monkeypatch.setattr(auto, "device_memory_bytes", lambda: memory_gib and memory_gib * GIB)
+    monkeypatch.setattr(auto, "links", lambda: "nvlink")
+
+
+def test_auto_shards_what_does_not_fit_and_stores_why(make_run, monkeypatch, capsys):
+    run = make_run(
+        DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=4, bf16=True, accelerate_config="auto"
+    )
+    on_machine(monkeypatch, 80)
+    assert launch.plan_launch(run, 4).kind == "MULTI_GPU"
+    on_machine(monkeypatch, 24)
+    monkeypatch.setattr(launch, "count_devices", lambda: 4)
+    monkeypatch.setattr(launch, "_run_launcher", lambda *arguments: 0)
+    with pytest.raises(SystemExit):
+        launch.hand_over_if_needed(run)
+    stored = json.loads(Path(run.training["output_dir"], "plan.json").read_text(encoding="utf-8"))
+    assert stored["preset"] == "multi_gpu_fsdp" and stored["plan"]["hardware"]["num_devices"] == 4
+    said = capsys.readouterr().err
+    assert "auto: multi_gpu_fsdp" in said and all(reason in said for reason in stored["reasons"])
+
+
+def test_auto_counts_devices_where_nothing_can_be_computed_and_says_so(make_run, monkeypatch):
+    run = make_run()
+    assert "no GPU" in auto.choose(run, 0).reasons[0]
+    on_machine(monkeypatch, None)
+    assert "does not tell" in auto.choose(run, 2).reasons[0]
+    on_machine(monkeypatch, 24)
+    run.run.model_config, run.run.model_name_or_path = None, "nobody/has-this-model"
+    choice = auto.choose(run, 2)
+    assert choice.preset == "multi_gpu_ddp" and "the model was not read" in choice.reasons[0]
+
+
+def test_auto_warns_when_the_run_may_not_fit(make_run, monkeypatch):
+    on_machine(monkeypatch, 8)
+    choice = auto.choose(make_run(per_device_train_batch_size=4096), 1)
+    assert choice.preset == "single_gpu" and "gradient_cache_chunk_size" in choice.warnings[0]

@@ -1,0 +1,286 @@
+"""The closed form against what autograd, optimizers and transformers really hold."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
+
+from hf_dist_ext.engine.budget import peak_bytes
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.architectures import FAMILIES, TWO_TOWERS, embed, embed_tower, generate
+from hf_dist_ext.planner.shape_config import read_model_config, with_defaults
+from hf_dist_ext.planner.tape import Recipe, Tape
+from hf_dist_ext.planner.text_architectures import Rows, bert
+from hf_dist_ext.planner.vision_language import TOWERS, image_tokens
+from hf_dist_ext.planner.who_trains import depth
+from hf_dist_ext.strategies.fsdp import is_multiplied
+from tests.parity.memory_table import BERT, CASES, CLIP, LLAMA, ON_TWO, error, rows_of
+from tests.parity.memory_worker import PARTS
+
+NO_AUTO_MODEL = ("siglip_text_model",)
+
+
+PICTURE = 64
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*FAMILIES, *TWO_TOWERS) if kind not in NO_AUTO_MODEL])
+def test_parameters_have_the_names_and_sizes_of_transformers(kind):
+    """And are gathered in half precision by FSDP where the plan says so."""
+    with torch.device("meta"):
+        config = AutoConfig.for_model(kind)
+        auto = AutoModelForImageTextToText if kind in TOWERS else AutoModel
+        poolerless = {"add_pooling_layer": False} if FAMILIES.get(kind) is bert else {}
+        model = auto.from_config(config, **poolerless)
+    tape, full = Tape(), with_defaults({"model_type": kind})
+    if kind in TOWERS:
+        generate(tape, full, Rows(1, 600, 1))
+    elif kind in TWO_TOWERS:
+        embed_tower(tape, full, Rows(1, 64), is_image=False)
+        embed_tower(tape, full, Rows(1, 64), is_image=True)
+    else:
+        embed(tape, full, Rows(1, 64))
+    ours = {name.removeprefix("backbone."): (one.elements, one.is_multiplied) for name, one in tape.parameters.items()}
+    theirs = {
+        name: (one.numel(), is_multiplied(model.get_submodule(name.rpartition(".")[0]), one))
+        for name, one in model.named_parameters()
+        if not name.startswith("logit_")
+    }
+    assert len(theirs) > 20 and ours == theirs
+
+
+QUICK = (
+    "bert", "bert, no cache", "bert, chunk 8 and 2 graphs kept", "bert, checkpointing", "bert, LoRA",
+    "bert, last layer and projection", "bert, projection only",
+    "llama", "llama, bf16 autocast and checkpointing", "llama, first layer only",
+    "mixtral", "clip", "clip, image tower frozen", "bert, adafactor",
+)  # fmt: skip
+
+
+def test_one_process_holds_what_was_predicted():
+    rows = rows_of("single", [one for one in CASES if one["name"] in QUICK])
+    assert len(rows) == len(QUICK)
+    for row in rows:
+        assert min(row["measured"].values()) > 1024
+        assert {part: error(row, part) for part in PARTS} == pytest.approx(dict.fromkeys(PARTS, 0), abs=0.1), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["DDP 2", "FSDP2 2"])
+def test_each_of_two_processes_holds_what_was_predicted(way):
+    rows = rows_of(way, ON_TWO[:3])
+    assert len(rows) == 3
+    for row in rows:
+        assert {part: error(row, part) for part in PARTS} == pytest.approx(dict.fromkeys(PARTS, 0), abs=0.1), row
+
+
+TEXT = {**CLIP["text_config"], "num_key_value_heads": 2}
+VISION = CLIP["vision_config"]
+LLAVA = {
+    "model_type": "llava",
+    "vision_config": {**VISION, "model_type": "clip_vision_model"},
+    "text_config": {**TEXT, "model_type": "llama"},
+    "image_token_index": 63,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+QWEN_VISION = {"depth": 3, "num_heads": 4, "patch_size": 4, "hidden_size": 64, "out_hidden_size": 64}
+TINY = {
+    "llava": LLAVA,
+    "llava_next": {**LLAVA, "model_type": "llava_next", "image_grid_pinpoints": [[32, 32]]},
+    "idefics3": {
+        "model_type": "idefics3", "vision_config": VISION, "text_config": {**TEXT, "model_type": "llama"},
+        "image_token_id": 63,
+    },
+    "internvl": {
+        "model_type": "internvl", "vision_config": VISION, "text_config": {**TEXT, "model_type": "qwen2"},
+        "image_token_id": 63,
+    },
+    "qwen2_vl": {
+        "model_type": "qwen2_vl", "vision_config": {**QWEN_VISION, "embed_dim": 48, "mlp_ratio": 3},
+        "text_config": {**TEXT, "rope_parameters": ROPE}, "image_token_id": 63,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl", "text_config": {**TEXT, "rope_parameters": ROPE}, "image_token_id": 63,
+        "vision_config": {**QWEN_VISION, "intermediate_size": 96, "fullatt_block_indexes": [1], "window_size": 32},
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl", "image_token_id": 63,
+        "text_config": {**TEXT, "head_dim": 16, "rope_parameters": ROPE},
+        "vision_config": {
+            **QWEN_VISION, "intermediate_size": 96, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+        },
+    },
+}  # fmt: skip
+
+
+def picture_inputs(kind: str, config: dict, rows: int) -> tuple[dict, int]:
+    """Random pictures, one per row, as the model takes them, and how many tokens each becomes."""
+    side = 32
+    if kind.startswith("qwen"):
+        side = PICTURE // 8 * 8 // 4  # in patches
+        grid = torch.tensor([[1, side, side]] * rows)
+        return {"pixel_values": torch.randn(rows * side * side, 3 * 2 * 16), "image_grid_thw": grid}, side * side // 4
+    full, more = image_tokens(with_defaults(config)), {}
+    tiles = config.get("tiles_of_picture", 1)
+    shape = (rows * tiles, 3, side, side)
+    if kind == "llava_next":
+        shape, more = (rows, 2, 3, side, side), {"image_sizes": torch.tensor([[side, side]] * rows)}
+    if kind == "idefics3":
+        shape = (rows, tiles, 3, side, side)
+    return {"pixel_values": torch.randn(shape), **more}, full
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "autocast"),
+    [
+        *(("llava", trained, autocast) for trained in ("", "projector", "language") for autocast in (None, 2)),
+        *((kind, "", None) for kind in TINY if kind != "llava"),
+        ("internvl", "", 2), ("qwen3_vl", "", 2), ("qwen2_5_vl", "language", None), ("idefics3", "projector", None),
+    ],
+)  # fmt: skip
+def test_a_vision_language_model_saves_what_was_predicted(monkeypatch, kind, trained, autocast):
+    monkeypatch.setattr("hf_dist_ext.planner.vision_language.PICTURE", PICTURE)
+    check_saved_bytes(kind, TINY[kind], trained, autocast)
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "internvl"])
+def test_tiles_of_a_picture_are_counted(kind):
+    one, five = (check_saved_bytes(kind, {**TINY[kind], "tiles_of_picture": tiles}, "", None) for tiles in (1, 5))
+    assert five > 2 * one
+
+
+def check_saved_bytes(kind, shape, trained, autocast) -> float:
+    torch.manual_seed(0)
+    config = {name: value for name, value in shape.items() if name not in ("model_type", "tiles_of_picture")}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **config)).train()
+    trains = (lambda name: bool(depth([trained], name))) if trained else lambda name: True
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(name))
+    pictures, count = picture_inputs(kind, shape, 8)
+    ids = torch.randint(3, 60, (8, count + 24))
+    ids[:, :count] = 63
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pictures}
+    if kind.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (ids == 63).int()
+    known = [*model.parameters(), *model.buffers(), *inputs.values()]
+    with peak_bytes(torch.device("cpu"), known) as peak, torch.autocast("cpu", enabled=autocast is not None):
+        model(**inputs, labels=ids).loss.backward()
+    tape = Tape(Recipe(trains=trains, autocast_bytes=autocast, mask_bytes=0))
+    generate(tape, with_defaults(shape), Rows(8, count + 24, images=1))
+    assert peak() > 2**18 and tape.cost().total == pytest.approx(peak(), rel=0.1)
+    return peak()
+
+
+SIZES = [(1, 1), (40, 3000), (3000, 40), (700, 650), (364, 364), (365, 365), (2000, 2000)]
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("kind", ["idefics3", "internvl"])
+def test_the_most_tiles_are_those_of_the_processors_file(tmp_path, kind, splits):
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    (tmp_path / "config.json").write_text(json.dumps(TINY[kind]))
+    if kind == "idefics3":
+        edges = {"size": {"longest_edge": 3 * 364}, "max_image_size": {"longest_edge": 364}}
+        processor = Idefics3ImageProcessorPil(do_image_splitting=splits, **edges)
+    else:
+        size = {"height": 32, "width": 32}
+        processor = GotOcr2ImageProcessorPil(crop_to_patches=splits, max_patches=6, size=size)
+    processor.save_pretrained(tmp_path)
+    counts = [processor.get_number_of_image_patches(height, width, {}) for height, width in SIZES]
+    counts = [max(1, count[0] if isinstance(count, tuple) else count) for count in counts]  # 0: not cut
+    config = read_model_config(None, str(tmp_path))
+    assert config["tiles_of_picture"] == max(counts) and (max(counts) > 1) == splits
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_parts_of_vision_language_models_are_those_that_freezing_finds(kind):
+    from hf_dist_ext.frozen.plan import module_groups
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind))
+    names = [name for name, _ in model.named_parameters()]
+    for part, group in module_groups(model).items():
+        theirs = {name for name in names if group.depth(name)}
+        assert theirs and {name for name in names if depth([part], name)} == theirs
+
+
+def test_a_frozen_model_below_the_projection_saves_nothing_of_its_layers():
+    tape = Tape(Recipe(trains=lambda name: name.startswith("projection")))
+    embed(tape, with_defaults(BERT), Rows(8, 64), projection_dim=16)
+    assert all(layer.saved == 0 for layer in tape.layers)
+    assert 0 < tape.cost().total < 100 * 8 * 64
+    assert tape.cost(lambda layer: True).total == tape.cost().total  # nothing to checkpoint either
+
+
+def test_defaults_come_from_the_installed_transformers():
+    assert with_defaults({"model_type": "bert"})["hidden_size"] == AutoConfig.for_model("bert").hidden_size
+    given = with_defaults({"model_type": "distilbert", "hidden_size": 48})
+    assert given["dim"] == given["hidden_size"] == 48 and given["hidden_dim"] == 4 * 768
+    experts = with_defaults({"model_type": "qwen3_moe", "num_experts": 4})
+    assert experts["num_experts"] == experts["num_local_experts"] == 4
+
+
+def test_a_configuration_is_read_from_a_folder(tmp_path):
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 48}), encoding="utf-8")
+    assert read_model_config(None, str(tmp_path))["hidden_size"] == 48
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="model_type"):
+        read_model_config(None, str(tmp_path))
+
+
+def test_a_model_that_is_nowhere_is_an_error_that_says_what_to_do(monkeypatch):
+    with pytest.raises(UsageError, match="config.json.*model_config or a folder"):
+        read_model_config(None, "nobody/has-this-model")
+    with pytest.raises(UsageError, match='"bertt" is not one of the installed'):
+        with_defaults({"model_type": "bertt"})
+
+
+# ---- the second engine ----
+
+
+@pytest.fixture
+def small_run(tmp_path):
+    import json
+
+    from hf_dist_ext.run.config import load_run
+
+    def make(model, **fields):
+        content = {"dataset_name": "code-search", "model_config": model, "max_length": 64, **fields}
+        content |= {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 16}
+        (tmp_path / "run.json").write_text(json.dumps(content), encoding="utf-8")
+        return load_run(["--config", str(tmp_path / "run.json")])
+
+    return make
+
+
+@pytest.mark.parametrize("model", [BERT, LLAMA], ids=["bert", "llama"])
+@pytest.mark.parametrize("fields", [{}, {"use_gradient_checkpointing": True}, {"trainable_modules": ["0"]}], ids=str)
+def test_torch_s_tracker_agrees_with_the_closed_form(small_run, model, fields):
+    model = model | {"hidden_size": 128, "intermediate_size": 384}  # shaped like real ones, whose widest value leads
+    from hf_dist_ext.planner.workload import workload_of
+    from hf_dist_ext.tasks.trace import compare
+
+    run = small_run(model, **fields)
+    work = workload_of(run, read_model_config(run.run.model_config, None))
+    found = compare(run, dataclasses.replace(work, mask_bytes=0, has_padding=False))
+    assert found["traced"]["activations"] > 2**20
+    for part in ("parameters", "gradients", "optimizer", "total"):
+        assert found["closed_form"][part] == pytest.approx(found["traced"][part], rel=0.1, abs=4096), part
+    assert found["closed_form"]["activations"] == pytest.approx(found["traced"]["activations"], rel=0.15)
+
+
+def test_a_family_without_a_closed_form_is_traced(small_run):
+    from hf_dist_ext.planner.catalog import GIB, Hardware
+    from hf_dist_ext.planner.choose import make_plan
+
+    model = {"model_type": "electra", "hidden_size": 64, "num_attention_heads": 4, "embedding_size": 64}
+    plan = make_plan(small_run({**model, "num_hidden_layers": 2, "intermediate_size": 128}), Hardware(2, 8 * GIB))
+    assert "no closed form" in plan.notes[-1]
+    assert plan.as_dict()["parameters"] == 64 * (30522 + 512 + 2 + 2) + 2 * (
+        4 * 64 * 65 + 64 * 129 + 128 * 65 + 4 * 64
+    )
+    assert plan.best.unchecked.activations > plan.best.checkpointed.activations > 2**20

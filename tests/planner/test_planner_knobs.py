@@ -1,0 +1,223 @@
+"""What the run file says about sharding, compression, frozen parts, adapters and stages is in the plan."""
+
+import json
+
+import pytest
+
+from hf_dist_ext import cli
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP, Hardware, adapted
+from hf_dist_ext.planner.choose import make_plan, plan_workload
+from hf_dist_ext.planner.memory import Settings, estimate, model_of
+from hf_dist_ext.planner.traffic import arithmetic, traffic
+from hf_dist_ext.run.presets import find_preset, load_preset
+from tests.planner.test_choose import DECODER, bytes_of, make_run, option, strategy, workload  # noqa: F401, a fixture
+
+LARGE = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "bf16": True}
+FOUR = Hardware(4, 80 * GIB)
+
+
+def names(plan, **only):
+    return {one.strategy.name for one in plan.options if not one.why_not}
+
+
+def units(run, name="FSDP memory", devices=FOUR):
+    return traffic(workload(run), strategy(name), devices, Settings()).collectives
+
+
+# ---- FSDP's knobs ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "possible"),
+    [
+        ({"sharding": "FULL_SHARD"}, {"FSDP memory", "FSDP offload"}),
+        ({"sharding": "SHARD_GRAD_OP"}, {"FSDP speed", "FSDP offload"}),
+        ({"sharding": "HYBRID_SHARD", "sharding_group_size": 2}, {"HSDP"}),
+        ({"sharding": "NO_SHARD"}, {"DDP"}),
+        ({"cpu_offload": True}, {"FSDP speed", "FSDP memory", "FSDP offload"}),
+        ({"cpu_offload": False}, {"FSDP speed", "FSDP memory"}),
+        ({"ddp_comm_hook": "fp16"}, {"DDP"}),
+    ],
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
+)
+def test_only_what_a_knob_allows_can_be_chosen(make_run, fields, possible):  # noqa: F811
+    found = names(make_plan(make_run(DECODER, **LARGE, **fields), FOUR))
+    assert {name for name in found if not name.startswith(("ZeRO", "TP"))} == possible
+    if "ddp_comm_hook" in fields or fields.get("sharding") != "NO_SHARD":
+        assert not any(name.startswith("ZeRO") for name in found)
+
+
+def test_groups_share_a_copy_each(make_run):  # noqa: F811
+    run = make_run(DECODER, **LARGE, sharding="HYBRID_SHARD", sharding_group_size=2)
+    plan = make_plan(run, FOUR)
+    whole = bytes_of(make_run(DECODER, **LARGE), "FSDP memory", 4)
+    assert plan.best.preset == "multi_gpu_fsdp" and plan.best.given.optimizer == 2 * whole.optimizer > 0
+    run = make_run(DECODER, **LARGE, sharding="HYBRID_SHARD", sharding_group_size=3)
+    assert "groups of 3" in option(make_plan(run, FOUR), "HSDP").why_not
+
+
+def test_offloading_moves_state_to_the_host(make_run):  # noqa: F811
+    on, off = (
+        option(make_plan(make_run(DECODER, **LARGE, cpu_offload=offload), FOUR), "FSDP memory").given
+        for offload in (True, False)
+    )
+    assert off.host == 0 < on.host and on.optimizer == 0 < off.optimizer and on.total < off.total
+
+
+def test_layers_below_min_num_params_are_no_units(make_run):  # noqa: F811
+    every, none = units(make_run()), units(make_run(min_num_params=10**9))
+    assert every["all_gather"] > none["all_gather"] and none["reduce_scatter"] == 1 + len(workload(make_run()).columns)
+
+
+def test_a_wider_reduction_sends_twice_as_much(make_run):  # noqa: F811
+    half, full = (make_run(DECODER, **LARGE, **more) for more in ({"reduce_dtype": "bfloat16"}, {}))
+    sent = [traffic(workload(run), strategy("FSDP speed"), FOUR, Settings()).bytes for run in (half, full)]
+    trained = model_of(workload(half)).whole.trained
+    assert sent[1] - sent[0] == pytest.approx(trained * 2 * 3 / 4, rel=1e-6)
+    narrow, wide = (bytes_of(run, "FSDP speed", 4) for run in (half, full))
+    assert wide.buffers > narrow.buffers
+    assert wide.gradients - narrow.gradients == pytest.approx(trained * 2)  # whole ones wait for the one reduction
+
+
+# ---- compression ----
+
+
+def compression(run, interconnect):
+    plan = make_plan(run, Hardware(4, 80 * GIB, 1, interconnect))
+    return next(reason for reason in plan.reasons if reason.startswith("Reducing"))
+
+
+def test_compression_is_pointless_where_the_reduction_hides_behind_arithmetic(make_run):  # noqa: F811
+    large = {"per_device_train_batch_size": 4096, "gradient_cache_chunk_size": 64}
+    said = compression(make_run(**large, ddp_comm_hook="fp16"), "nvlink")
+    assert "pointless" in said and 'remove ddp_comm_hook="fp16"' in said
+    assert "pointless" in compression(make_run(**large), "nvlink")
+    small = {"per_device_train_batch_size": 8}
+    assert '"ddp_comm_hook": "fp16" would' in compression(make_run(**small), "ethernet")
+    said = compression(make_run(**small, ddp_comm_hook="power_sgd"), "ethernet")
+    assert "makes it" in said and "warm-up" in said
+
+
+def test_a_hook_sends_less_and_power_sgd_keeps_what_it_left_out(make_run):  # noqa: F811
+    def ddp(**fields):
+        run = make_run(**fields)
+        return traffic(workload(run), strategy("DDP"), FOUR, Settings()), bytes_of(run, "DDP", 4)
+
+    (whole, plain), (half, _), (low, kept) = ddp(), ddp(ddp_comm_hook="fp16"), ddp(ddp_comm_hook="power_sgd")
+    gradients = model_of(workload(make_run())).whole.trained_stored
+    assert whole.bytes - half.bytes == pytest.approx(0.75 * gradients)
+    assert low.bytes < 0.1 * whole.bytes and kept.buffers - plain.buffers > gradients
+
+
+# ---- frozen parts ----
+
+FROZEN = {"projection_dim": 64, "trainable_modules": ["projection"], "gradient_cache_chunk_size": 8}
+
+
+def test_frozen_parts_are_whole_under_fsdp_where_training_leaves_them_so(make_run):  # noqa: F811
+    def weights(memory_gib, **fields):
+        work = workload(make_run(**FROZEN, **fields))
+        devices = Hardware(4, memory_gib * GIB)
+        chosen = adapted(strategy("FSDP memory"), work, devices)
+        return chosen.replicates_frozen, estimate(work, chosen, devices, Settings()).weights
+
+    size = 4 * model_of(workload(make_run())).whole.elements
+    assert weights(80) == weights(1, frozen_parts_fsdp="replicate")
+    assert weights(80)[0] and weights(80)[1] > 0.99 * size
+    for sharded in (weights(80, frozen_parts_fsdp="shard"), weights(1)):  # a quarter of 1 GiB is less than BERT
+        assert not sharded[0] and sharded[1] < 0.8 * size
+    plan = make_plan(make_run(**FROZEN, frozen_parts_fsdp="shard"), FOUR)
+    assert option_names(plan).isdisjoint({"FSDP frozen whole"})
+    assert "FSDP frozen whole" in option_names(make_plan(make_run(**FROZEN), Hardware(4, 1 * GIB)))
+
+
+def option_names(plan):
+    return {one.strategy.name for one in plan.options}
+
+
+def test_a_frozen_backbone_is_encoded_once_and_a_stored_one_not_at_all(make_run):  # noqa: F811
+    given = {"per_device_train_batch_size": 64, **FROZEN}
+    once, stored = workload(make_run(**given)), workload(make_run(**given, frozen_feature_cache="features"))
+    all_trains = workload(make_run(**{**given, "trainable_modules": None}))
+    rows = sum(column.rows for column in once.columns)
+    projection = 2 * rows * 64 * 768 * 2  # forward, and the backward of its weight
+    assert arithmetic(stored, Settings()) == pytest.approx(projection)
+    assert arithmetic(once, Settings()) == pytest.approx(0.25 * arithmetic(all_trains, Settings()), rel=0.01)
+    assert units(make_run(**given))["reduce_scatter"] == 2  # the projection's, and that of the loss
+    few, none = (estimate(work, strategy("single"), Hardware(), Settings()).activations for work in (once, stored))
+    assert 0 < none < few and none == pytest.approx(rows * 4 * (768 + 2 * 64 + 2), rel=0.01)
+    assert estimate(stored, strategy("single"), Hardware(), Settings()).weights > 4e8  # they stay where they were
+
+
+# ---- adapters ----
+
+
+def test_a_run_file_with_adapters_is_planned(make_run):  # noqa: F811
+    run = make_run(DECODER, use_lora=True, lora_r=16, lora_target_modules=["q_proj", "v_proj"])
+    assert model_of(workload(run)).whole.trained == 28 * 16 * (2048 + 2048 + 2048 + 1024)
+    assert names(make_plan(run, FOUR)) >= {"DDP"} and "FSDP frozen whole" not in option_names(make_plan(run, FOUR))
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "qwen3", "gemma2"])
+def test_adapters_without_targets_are_where_peft_puts_them(kind, make_run):  # noqa: F811
+    import torch
+    from transformers import AutoConfig
+
+    from hf_dist_ext.models.embedding_model import EmbeddingModel
+    from hf_dist_ext.tasks.adapters import add_adapters
+
+    run = make_run({"model_type": kind, "num_hidden_layers": 2}, use_lora=True)
+    with torch.device("meta"):
+        model = add_adapters(EmbeddingModel.from_config(AutoConfig.for_model(kind, num_hidden_layers=2)), run.run)
+    theirs = {name for name, one in model.named_parameters() if one.requires_grad}
+    theirs = {name.removeprefix("base_model.model.").replace(".default", "") for name in theirs}
+    ours = {name for name, one in workload(run).parameters().items() if one.trains}
+    assert len(ours) >= 4 and ours == theirs
+
+
+def test_adapters_that_find_no_layer_are_refused_as_in_training(make_run):  # noqa: F811
+    with pytest.raises(UsageError, match="no layer called q_proj"):
+        make_plan(make_run({"model_type": "mpnet"}, use_lora=True), FOUR)
+
+
+# ---- stages ----
+
+
+def test_stages_are_planned_one_by_one_and_the_largest_decides(make_run, capsys):  # noqa: F811
+    stages = [
+        {"name": "align", "trainable_modules": ["projection"], "max_length": 32},
+        {"name": "all", "per_device_train_batch_size": 4096},
+    ]
+    run = make_run(projection_dim=64, per_device_train_batch_size=256, gradient_cache_chunk_size=64, stages=stages)
+    plan = make_plan(run, Hardware(2, 24 * GIB))
+    align, everything = plan.stages
+    assert plan.run.name == "all" and everything["needs"] > align["needs"] and plan.work.batch == 4096
+    assert align["fits"] and 'Stage "all" needs most' in plan.reasons[0] and 'Stage "align" then' in plan.reasons[-1]
+    cli.main(["plan", "--config", "run.json", "--num_devices", "2", "--device_memory_gib", "24"])
+    assert 'stage "all" of 2' in capsys.readouterr().out
+    cli.main(["plan", "--config", "run.json", "--num_devices", "2", "--device_memory_gib", "24", "--json"])
+    assert json.loads(capsys.readouterr().out)["stage"] == "all"
+
+
+def test_the_memory_of_the_cpu_is_no_easier_way_than_smaller_chunks(make_run):  # noqa: F811
+    run = make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512)
+    needs = {name: bytes_of(run, name, 4).total for name in ("FSDP memory", "FSDP offload")}
+    between = Hardware(4, (needs["FSDP memory"] + needs["FSDP offload"]) / 2)
+    plan = make_plan(run, between)
+    assert option(plan, "FSDP offload").fits and not option(plan, "FSDP memory").fits
+    assert plan.best.preset == "multi_gpu_fsdp" and plan.changes["gradient_cache_chunk_size"] < 16
+
+
+def test_tensor_parallelism_is_planned_as_its_preset_runs_it_and_comes_last(make_run):  # noqa: F811
+    sizes = load_preset(find_preset("tp"))["parallelism_config"]
+    assert sizes == {"parallelism_config_tp_size": TENSOR_PARALLEL_GROUP}
+    run = make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512, bf16=True)
+    roomy = make_plan(run, Hardware(4, 80 * GIB))
+    assert option(roomy, "TP").fits and roomy.best.preset != "multi_gpu_tp"
+    only = plan_workload(roomy.work, Hardware(4, 80 * GIB), available=["multi_gpu_tp"])
+    assert only.best.preset == "multi_gpu_tp" and "contrastive batch is 512 rows" in " ".join(only.reasons)
+    others = [make_run(), make_run(DECODER | {"num_experts": 4, "num_experts_per_tok": 2})]
+    others += [make_run(DECODER, use_lora=True)]
+    for other in others:
+        assert "TP" not in {found.strategy.name for found in make_plan(other, Hardware(4, 80 * GIB)).options}

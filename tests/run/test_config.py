@@ -1,0 +1,451 @@
+"""The run file: what is accepted, what it becomes, and that every refusal names its remedy in one line."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints.folder import check_output_dir, checkpoint_to_resume, missing_from_checkpoint
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import config, fields, help, short_names
+from hf_dist_ext.run.config import load_run
+
+MINIMAL = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}}
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """load("--field", "value", key=value): a run from a JSON of MINIMAL and the keys, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DIST_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+
+    def load(*argv, **keys):
+        Path("my_run.json").write_text(json.dumps(MINIMAL | keys), encoding="utf-8")
+        return load_run(["--config", "my_run.json", *argv])
+
+    return load
+
+
+def error_of(call, *argv, **keys) -> str:
+    with pytest.raises(UsageError) as caught:
+        call(*argv, **keys)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_fields_go_to_the_run_or_to_the_training_arguments(load):
+    run = load(temperature=0.1, learning_rate=2e-5, _note="a comment")
+    assert run.run.temperature == 0.1 and run.run.loss == "infonce" and run.run.task == "embedding"
+    assert run.training == {"learning_rate": 2e-5, "output_dir": str(Path("outputs", "my_run"))}
+    assert run.echo == [] and run.path == Path("my_run.json")
+
+
+def test_reading_fields_agrees_with_the_imported_dataclasses():
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    ours = config.all_fields()
+    theirs = {one.name: one for one in dataclasses.fields(TrainingArguments) if one.init}
+    assert len(theirs) > 100 and set(theirs) <= set(ours)
+    compared = 0
+    for name, one in theirs.items():
+        if one.default is dataclasses.MISSING or ours[name].default == fields.UNKNOWN:
+            continue
+        assert ours[name].default == one.default, name
+        assert ours[name].help == one.metadata["help"].replace("%%", "%"), name
+        compared += 1
+    assert compared > 100
+    run_fields = {one.name: one for one in dataclasses.fields(config.RunConfig)}
+    for name, one in run_fields.items():
+        assert (ours[name].default, ours[name].help) == (one.default, one.metadata["help"])
+        assert fields.accepts(ours[name].type, one.default), name
+
+
+def test_our_training_fields_are_read_from_source():
+    source = Path(config.__file__).parents[1] / "training" / "arguments.py"
+    ours = fields.read_fields(source, "DistTrainingArguments")
+    assert {"gradient_cache_chunk_size", "gradient_cache_chunk_tokens", "overwrite_output_dir"} <= set(ours)
+    assert all(one.help for one in ours.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--learning_rate", "2e-5"], {"learning_rate": 2e-5}),
+        (["--learning-rate=1"], {"learning_rate": 1}),
+        (["--bf16"], {"bf16": True}),
+        (["--bf16", "false"], {"bf16": False}),
+        (["--max_steps", "-1"], {"max_steps": -1}),
+        (["--report_to", "wandb", "tensorboard"], {"report_to": ["wandb", "tensorboard"]}),
+        (["--report_to", '["wandb"]'], {"report_to": ["wandb"]}),
+        (["--report_to", "none"], {"report_to": "none"}),
+        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], {"lr_scheduler_kwargs": {"num_cycles": 2}}),
+        (["--matryoshka_dims", "64", "32"], {"matryoshka_dims": [64, 32]}),
+        (["--matryoshka_dims", "64"], {"matryoshka_dims": [64]}),
+        (["--matryoshka_dims", "null"], {"matryoshka_dims": None}),
+        (["--max_length", "128"], {"max_length": 128}),
+        (["--max_length", '{"query": 64}'], {"max_length": {"query": 64}}),
+        (["--run_name", "null"], {"run_name": None}),
+        (["--run_name", "12"], {"run_name": "12"}),
+        (["--run_name=--odd"], {"run_name": "--odd"}),
+        (["--save_total_limit", "null"], {"save_total_limit": None}),
+        (["--gradient_cache_chunk_size", "auto"], {"gradient_cache_chunk_size": "auto"}),
+        (["--gradient_cache_chunk_size", "32"], {"gradient_cache_chunk_size": 32}),
+        (["--fsdp_config", "fsdp.json"], {"fsdp_config": "fsdp.json"}),
+        (["--seed", "1", "--seed", "2"], {"seed": 2}),
+    ],
+)
+def test_command_line_values_have_the_field_s_type(load, words, expected):
+    run = load(*words)
+    for name, value in expected.items():
+        found = run.given[name]
+        assert found == value and type(found) is type(value)
+
+
+def test_the_command_line_goes_over_the_file(load):
+    run = load("--seed", "7", "--temperature", "0.2", seed=1, temperature=0.1, weight_decay=0.5)
+    assert (run.training["seed"], run.run.temperature, run.training["weight_decay"]) == (7, 0.2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"batch_sise": 8}, ["batch_sise", "my_run.json", "batch_size"]),
+        ({"temprature": 0.1}, ["temperature"]),
+        ({"group_by_length": True}, ["train_sampling_strategy"]),
+        ({"seed": "8"}, ["seed", '"8"', "text", "int"]),
+        ({"seed": 8.0}, ["8.0", "a float", "int"]),
+        ({"seed": True}, ["true", "int"]),
+        ({"bf16": 1}, ["1", "an int", "true/false"]),
+        ({"learning_rate": None}, ["null", "float"]),
+        ({"matryoshka_dims": [64, "32"]}, ["a list of int"]),
+        ({"matryoshka_dims": []}, ["must not be empty"]),
+        ({"matryoshka_dims": [64, 0]}, ["at least 1"]),
+        ({"matryoshka_dims": [64, 32], "matryoshka_weights": [1]}, ["1 entries", "2 matryoshka_dims"]),
+        ({"columns": {"query": 3}}, ["an object of"]),
+        ({"pooling": "max"}, ['"max"', '"mean"', '"cls"']),
+        ({"eval_strategy": "step"}, ['"step"', '"steps"']),
+        ({"optim": "adamw_torch_fuzed"}, ["adamw_torch_fused", "closest"]),
+        ({"log_level": "loud"}, ['"warning"']),
+        ({"parallelism_config": {"tp_size": 2}}, ["ParallelismConfig", "JSON"]),
+        ({"gradient_cache_chunk_size": 0}, ["=0", "at least 1", '"auto"', "null"]),
+        ({"gradient_cache_chunk_size": -3}, ["=-3", "at least 1"]),
+        ({"gradient_cache_chunk_size": 2.5}, ["=2.5", "int", '"auto"']),
+        ({"gradient_cache_chunk_size": "big"}, ['"big"', "int", '"auto"']),
+        ({"gradient_cache_chunk_size": True}, ["true", "int"]),
+        ({"gradient_cache_chunk_size": 8, "loss": None}, ["gradient_cache_chunk_size=8", "loss", "infonce"]),
+        ({"gradient_cache_chunk_size": "auto", "loss": "none"}, ["gradient_cache_chunk_size", "loss"]),
+        ({"temperature": 0}, ["temperature=0", "above 0"]),
+        ({"temperature": -1}, ["above 0"]),
+        ({"warmup_ratio": 1.5}, ["warmup_ratio=1.5", "at least 0", "below 1"]),
+        ({"per_device_train_batch_size": 0}, ["at least 1"]),
+        ({"max_length": {"query": 0}}, ["at least 1"]),
+        ({"bf16": True, "fp16": True}, ["bf16", "fp16"]),
+        ({"model_name_or_path": "x"}, ["model_config", "Both"]),
+        ({"model_config": {"hidden_size": 3}}, ["model_type"]),
+        ({"dataset_name": None}, ["dataset_name", "code-search"]),
+        ({"eval_holdout": 5, "eval_split": "test"}, ["eval_holdout", "eval_split"]),
+        ({"deepspeed": "zero.json"}, ["deepspeed", "pip install"]),
+        ({"batch_size": 4, "per_device_train_batch_size": 8}, ["batch_size=4", "per_device_train_batch_size=8"]),
+        ({"mixed_precision": "bf16", "bf16": False}, ["mixed_precision", "bf16=false"]),
+        ({"mixed_precision": "bf16", "precision": "16-mixed"}, ["mixed_precision", "precision"]),
+        ({"epochs": 1, "num_epochs": 2}, ["epochs=1", "num_epochs=2"]),
+        ({"use_gradient_cache": False, "gradient_cache_chunk_size": 8}, ["use_gradient_cache", "=8"]),
+        ({"use_fsdp": True, "accelerate_config": "ddp"}, ["use_fsdp", '"ddp"']),
+        ({"use_fsdp": False, "accelerate_config": "fsdp2"}, ["use_fsdp", '"fsdp2"']),
+        ({"log_to_wandb": True, "report_to": "none"}, ["log_to_wandb", '"none"']),
+        ({"log_to_wandb": False, "report_to": ["wandb"]}, ["log_to_wandb", '"wandb"']),
+        ({"precision": "bf16"}, ["bf16-mixed"]),
+    ],
+)
+def test_wrong_values_are_refused_with_the_remedy(load, monkeypatch, keys, words):
+    monkeypatch.setattr(config.deepspeed_install, "find_spec", lambda name: None)
+    message = error_of(load, **keys)
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--sede", "1"], ["sede", "the command line", '"seed"']),
+        (["--seed"], ["--seed", "value is missing", "int"]),
+        (["--seed", "1", "2"], ["a list", "int"]),
+        (["--seed", "x"], ['"x"', "int"]),
+        (["--columns", '{"query": '], ["--columns", "not JSON", "column"]),
+        (["--bf16", "maybe"], ['"maybe"', "true/false"]),
+    ],
+)
+def test_wrong_words_on_the_command_line_are_refused(load, argv, words):
+    message = error_of(load, *argv)
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{\n  "seed": 1,\n}', ["line 3", "column 1"]),
+        ('{"seed": 1} x', ["line 1", "column 13"]),
+        ('{"seed": 1, "seed": 2}', ['"seed"', "twice"]),
+        ('{"columns": {"query": "a", "query": "b"}}', ['"query"', "twice"]),
+        ("[1]", ["a list", "object"]),
+        ('{"temperature": NaN}', ["NaN", "finite"]),
+        ('{"temperature": 1e999}', ["finite"]),
+        ("", ["line 1", "column 1"]),
+    ],
+)
+def test_a_file_that_is_not_a_json_object_is_refused(tmp_path, text, words):
+    path = tmp_path / "bad.json"
+    path.write_text(text, encoding="utf-8")
+    message = error_of(load_run, ["--config", str(path)])
+    for word in words:
+        assert word in message, message
+
+
+def test_a_missing_file_is_refused_with_the_nearest_one(load, tmp_path):
+    load()
+    assert "my_run.json" in error_of(load_run, ["--config", "my_rum.json"])
+    assert "no such file" in error_of(load_run, ["--config", "nowhere/x.json"])
+    assert "cannot be read" in error_of(load_run, ["--config", str(tmp_path)])
+    assert "--config" in error_of(load_run, [])
+    assert "--config my_run.json" in error_of(load_run, ["my_run.json"])
+    Path("latin.json").write_bytes(b'{"run_name": "\xe9"}')
+    assert "UTF-8" in error_of(load_run, ["--config", "latin.json"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"batch_size": 4}, {"per_device_train_batch_size": 4}),
+        ({"batch_size": 4, "per_device_train_batch_size": 4}, {"per_device_train_batch_size": 4}),
+        ({"eval_batch_size": 4}, {"per_device_eval_batch_size": 4}),
+        ({"epochs": 2}, {"num_train_epochs": 2}),
+        ({"num_epochs": 2.5}, {"num_train_epochs": 2.5}),
+        ({"num_workers": 2}, {"dataloader_num_workers": 2}),
+        ({"mixed_precision": "no"}, {"bf16": False, "fp16": False}),
+        ({"mixed_precision": "fp16"}, {"bf16": False, "fp16": True}),
+        ({"mixed_precision": "bf16", "bf16": True}, {"bf16": True, "fp16": False}),
+        ({"precision": "32-true"}, {"bf16": False, "fp16": False}),
+        ({"precision": "16-mixed"}, {"bf16": False, "fp16": True}),
+        ({"precision": "bf16-mixed"}, {"bf16": True, "fp16": False}),
+        ({"gradient_clip": 0.5}, {"max_grad_norm": 0.5}),
+        ({"gradient_accumulation": 4}, {"gradient_accumulation_steps": 4}),
+        ({"use_gradient_cache": True}, {"gradient_cache_chunk_size": "auto"}),
+        ({"use_gradient_cache": True, "gradient_cache_chunk_size": 8}, {"gradient_cache_chunk_size": 8}),
+        ({"use_gradient_cache": True, "gradient_cache_chunk_tokens": 99}, {"gradient_cache_chunk_tokens": 99}),
+        ({"use_gradient_cache": False}, {"gradient_cache_chunk_size": None}),
+        ({"use_fsdp": True}, {"accelerate_config": "multi_gpu_fsdp"}),
+        ({"use_fsdp": True, "accelerate_config": "fsdp2"}, {"accelerate_config": "multi_gpu_fsdp"}),
+        ({"use_fsdp": False, "accelerate_config": "ddp"}, {"accelerate_config": "multi_gpu_ddp"}),
+        ({"accelerate_config": "single"}, {"accelerate_config": "single_gpu"}),
+        ({"loss_type": "contrastive"}, {"loss": "infonce"}),
+        ({"mrl_dims": [64, 32]}, {"matryoshka_dims": [64, 32]}),
+        ({"log_to_wandb": True, "log_to_tensorboard": True}, {"report_to": ["wandb", "tensorboard"]}),
+        ({"log_to_wandb": True, "report_to": "tensorboard"}, {"report_to": ["tensorboard", "wandb"]}),
+        ({"log_to_wandb": True, "report_to": ["wandb"]}, {"report_to": ["wandb"]}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+        ({"save_top_k": 3}, {"save_total_limit": 3}),
+        (
+            {"save_top_k": 3, "eval_strategy": "epoch", "save_strategy": "epoch"},
+            {"save_total_limit": 3, "load_best_model_at_end": True},
+        ),
+        ({"save_top_k": -1}, {"save_total_limit": None}),
+        ({"save_top_k": 0}, {"save_strategy": "no"}),
+    ],
+)
+def test_short_names_are_mapped_and_echoed(load, keys, expected):
+    run = load(**keys)
+    assert {name: run.given.get(name, "absent") for name in expected} == expected
+    presets = [name for name in keys if str(keys[name]) in short_names.PRESET_SHORT_NAMES]
+    short = [name for name in keys if name in short_names.SHORT_NAMES] + presets
+    assert len(run.echo) == len(short)
+    for name in short:
+        assert any(line.startswith(f"{name}=") for line in run.echo)
+
+
+def test_model_name_and_checkpointing_short_names(load):
+    run = load(model_name="some/model", model_config=None, use_gradient_checkpointing=True)
+    assert run.run.model_name_or_path == "some/model"
+    long_name = "activation_checkpointing" if "activation_checkpointing" in config.all_fields() else None
+    assert run.training[long_name or "gradient_checkpointing"] is True
+
+
+def test_short_names_on_the_command_line_override_long_ones_of_the_file(load):
+    assert load("--batch_size", "4", per_device_train_batch_size=8).training["per_device_train_batch_size"] == 4
+    assert load("--per_device_train_batch_size", "4", batch_size=8).training["per_device_train_batch_size"] == 4
+    assert load("--mixed_precision", "bf16", fp16=True).training["fp16"] is False
+    assert load("--use_gradient_cache", gradient_cache_chunk_size=8).training["gradient_cache_chunk_size"] == 8
+    off = load("--use_gradient_cache", "false", gradient_cache_chunk_size=8, gradient_cache_chunk_tokens=99).training
+    assert off["gradient_cache_chunk_size"] is None and off["gradient_cache_chunk_tokens"] is None
+    assert load("--use_fsdp", "false", accelerate_config="fsdp").run.accelerate_config is None
+    assert load("--log_to_wandb", report_to="none").training["report_to"] == ["wandb"]
+    assert load("--log_to_wandb", "false", report_to=["wandb", "x"]).training["report_to"] == ["x"]
+
+
+def test_secrets_are_neither_echoed_nor_stored(load):
+    run = load(hub_token="hf_secret")
+    assert run.training["hub_token"] == "hf_secret"
+    assert run.flat()["hub_token"] == "***" and "hf_secret" not in json.dumps(run.flat()) + " ".join(run.echo)
+    assert "12345" not in error_of(load, hub_token=12345)
+
+
+def test_push_to_hub_while_offline_is_refused(load, monkeypatch):
+    assert load(push_to_hub=True).training["push_to_hub"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in error_of(load, push_to_hub=True)
+
+
+CHECKPOINT_FILES = ["model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+
+
+def make_checkpoint(folder: Path, without: str = "", is_committed: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    for name in CHECKPOINT_FILES:
+        if name != without:
+            (folder / name).write_text("{}", encoding="utf-8")
+    if is_committed:
+        manifest.commit(folder, manifest.record(folder, manifest.files_in(folder)), {})
+    return folder
+
+
+def test_resume_takes_the_newest_complete_checkpoint_and_never_starts_afresh(load):
+    assert "no checkpoint-N folder" in error_of(load, "--resume_from_checkpoint")
+    assert "no such folder" in error_of(load, resume_from_checkpoint="gone")
+    unmarked = make_checkpoint(Path("outputs/my_run/checkpoint-8"))
+    message = error_of(load, "--resume_from_checkpoint")
+    assert "no complete checkpoint" in message and f"--resume_from_checkpoint {unmarked}" in message
+    assert load(resume_from_checkpoint=str(unmarked)).training["resume_from_checkpoint"] == str(unmarked)
+    make_checkpoint(Path("outputs/my_run/checkpoint-9"), is_committed=True)
+    newest = make_checkpoint(Path("outputs/my_run/checkpoint-10"), is_committed=True)
+    assert load("--resume_from_checkpoint").training["resume_from_checkpoint"] is True
+    assert load(resume_from_checkpoint=str(newest)).training["resume_from_checkpoint"] == str(newest)
+    assert "resume_from_checkpoint" not in load(resume_from_checkpoint=False).training
+    (newest / "optimizer.pt").unlink()
+    message = error_of(load, resume_from_checkpoint=str(newest))
+    assert "optimizer.pt is missing" in message and "checkpoint-10" in message and "checkpoint-9" in message
+    passed_over = {}
+    assert checkpoint_to_resume(True, newest.parent, passed_over) == newest.parent / "checkpoint-9"
+    assert passed_over.pop(newest) == "optimizer.pt is missing"
+    assert passed_over == {unmarked: "no manifest.json: the save did not end, or another program wrote it"}
+    check_output_dir(load("--resume_from_checkpoint").training)
+
+
+@pytest.mark.parametrize("lost", CHECKPOINT_FILES)
+def test_each_part_of_a_checkpoint_is_missed(tmp_path, lost):
+    assert missing_from_checkpoint(make_checkpoint(tmp_path / "whole")) == []
+    assert len(missing_from_checkpoint(make_checkpoint(tmp_path / "torn", without=lost))) == 1
+    empty = make_checkpoint(tmp_path / "empty")
+    (empty / lost).write_bytes(b"")
+    assert len(missing_from_checkpoint(empty)) == 1
+
+
+def test_a_shard_that_the_index_names_is_missed(tmp_path):
+    folder = make_checkpoint(tmp_path / "c", without="model.safetensors")
+    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}), encoding="utf-8")
+    (folder / names["a"]).write_text("x", encoding="utf-8")
+    assert missing_from_checkpoint(folder) == [f"{names['b']} is missing"]
+
+
+@pytest.mark.parametrize("mark", ["checkpoint-3/x", "metrics.json", "model.safetensors", "adapter_model.safetensors"])
+def test_an_output_dir_with_another_run_is_refused(load, mark):
+    path = Path("outputs/my_run", mark)
+    path.parent.mkdir(parents=True)
+    path.write_text("{}", encoding="utf-8")
+    message = error_of(check_output_dir, load().training)
+    assert mark.split("/")[0] in message and "--overwrite_output_dir" in message
+    assert ("--resume_from_checkpoint" in message) == mark.startswith("checkpoint")
+    check_output_dir(load("--overwrite_output_dir").training)
+    check_output_dir(load("--output_dir", "elsewhere").training)
+
+
+def test_an_output_dir_may_be_continued_but_not_from_elsewhere(load):
+    inside, outside = make_checkpoint(Path("outputs/my_run/checkpoint-3")), make_checkpoint(Path("old/checkpoint-3"))
+    check_output_dir(load(resume_from_checkpoint=str(inside)).training)
+    assert "not in it" in error_of(check_output_dir, load(resume_from_checkpoint=str(outside)).training)
+    check_output_dir(load("--output_dir", "new", resume_from_checkpoint=str(outside)).training)
+    Path("new/runs").mkdir(parents=True)
+    check_output_dir(load("--output_dir", "new").training)
+
+
+def test_the_schema_accepts_runs_and_refuses_what_load_run_refuses():
+    schema = help.json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    good = MINIMAL | {
+        "$schema": "run.schema.json",
+        "_comment": ["anything"],
+        "batch_size": 8,
+        "gradient_cache_chunk_size": "auto",
+        "max_length": {"query": 64},
+        "columns": {"query": "a", "negative": ["b", "c"]},
+        "report_to": None,
+        "accelerate_config": "ddp",
+        "resume_from_checkpoint": True,
+    }
+    assert list(validator.iter_errors(good)) == []
+    bad = [{"temprature": 1}, {"seed": "1"}, {"seed": True}, {"gradient_cache_chunk_size": "big"}]
+    bad += [{"gradient_cache_chunk_size": 0}, {"gradient_cache_chunk_size": 2.5}, {"optim": "adam"}, {"batch_size": 0}]
+    bad += [{"temperature": 0}, {"matryoshka_dims": []}, {"pooling": None}, {"columns": {"query": 1}}]
+    for keys in bad:
+        assert list(validator.iter_errors(MINIMAL | keys)), keys
+    for name, one in config.all_fields().items():
+        described = schema["properties"][name]
+        assert described["description"] == one.help
+        if "default" in described and one.default is not None:
+            jsonschema.Draft202012Validator(described).validate(one.default)
+
+
+def test_help_is_grouped_and_names_every_field():
+    text = help.help_text()
+    for name in [*config.all_fields(), *short_names.SHORT_NAMES]:
+        assert re.search(rf"^  --{name}:", text, re.MULTILINE), name
+    positions = [
+        text.index(title) for title in ("Model:", "Data:", "Loss:", "Gradient cache", "Optimizer:", "Short names:")
+    ]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize(("rank", "output"), [(None, "error: no\n"), ("0", "error: no\n")])
+def test_a_usage_error_is_one_line_and_exit_code_2(monkeypatch, capsys, rank, output):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("HF_DIST_DEBUG", raising=False)
+    if rank:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as stopped, config.exit_on_usage_error():
+        raise UsageError("no")
+    assert stopped.value.code == 2 and capsys.readouterr().err == output
+
+
+def test_other_ranks_let_rank_0_speak_first(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(config.time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as stopped, config.exit_on_usage_error():
+        raise UsageError("no")
+    assert stopped.value.code == 2 and waited == [4] and "rank 1" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("HF_DIST_DEBUG", "1")
+    with pytest.raises(UsageError), config.exit_on_usage_error():
+        raise UsageError("no")
+
+
+def test_loading_a_run_imports_neither_torch_nor_transformers(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(MINIMAL), encoding="utf-8")
+    code = (
+        "import sys\nfrom hf_dist_ext.run.config import load_run\nload_run(['--config', sys.argv[1]])\n"
+        "assert not {'torch', 'transformers', 'yaml'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)

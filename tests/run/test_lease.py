@@ -1,0 +1,259 @@
+"""One run per folder: refused while the owner lives, taken over when it is gone, removed at the end."""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.run import lease
+from tests.launching import ROOT, environment
+
+HOLD = "import sys; from hf_dist_ext.run import lease; held = lease.take(sys.argv[1]); print('held', flush=True); "
+HOLD += "sys.stdin.read()"
+# What a file system without locks answers. It cannot be mounted in a test.
+NO_LOCKS = "import fcntl\ndef flock(*_): raise OSError(37, 'No locks available')\nfcntl.flock = flock\n"
+QUICK = "from hf_dist_ext.run import lease; lease.HEARTBEAT_SECONDS, lease.STALE_SECONDS = 0.05, 1\n"
+
+
+def start(code: str, folder: Path, *before: str, **more: str) -> subprocess.Popen:
+    command = [*before, sys.executable, "-c", code, str(folder)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, **pipes, env=environment(**more), cwd=ROOT)
+
+
+@contextlib.contextmanager
+def holding(folder: Path, before: str = "", **more: str):
+    process = start(before + HOLD, folder, **more)
+    try:
+        assert process.stdout.readline() == "held\n", process.stderr.read()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def holder(tmp_path):
+    with holding(tmp_path) as process:
+        yield process
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    def flock(*arguments):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 1)
+
+
+def content(folder: Path) -> dict:
+    return json.loads((folder / lease.NAME).read_text())
+
+
+def test_a_second_run_is_refused_naming_the_first_and_takes_over_when_it_was_killed(tmp_path, holder, capsys):
+    with pytest.raises(UsageError, match=f"in use by process {holder.pid} on .* since 20.*another --output_dir"):
+        lease.take(tmp_path)
+    assert content(tmp_path)["pid"] == holder.pid
+    holder.kill()
+    holder.wait()
+    held = lease.take(tmp_path)
+    assert content(tmp_path)["pid"] == os.getpid() and "took over" in capsys.readouterr().err
+    assert lease.take(tmp_path) is held, "a process does not refuse itself"
+    held.check()
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_removed_when_the_process_ends(tmp_path):
+    with holding(tmp_path) as process:
+        process.communicate("", timeout=20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_owner_that_is_stopped_still_owns_the_folder(tmp_path, holder):
+    holder.send_signal(signal.SIGSTOP)
+    with pytest.raises(UsageError, match="in use by process"):
+        lease.take(tmp_path)
+
+
+def test_a_file_that_says_anything_at_all_keeps_nobody_out(tmp_path):
+    """Numbers of processes, names of hosts and times of the clock only inform."""
+    for owner in ({"host": "elsewhere", "pid": 1, "token": "t", "since": "9999"}, {"pid": os.getppid()}, ["x"], ""):
+        (tmp_path / lease.NAME).write_text(json.dumps(owner))
+        os.utime(tmp_path / lease.NAME, (time.time() + 3600,) * 2)
+        lease.take(tmp_path).release()
+
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare") or subprocess.run([*NAMESPACE, "true"]).returncode != 0,
+    reason="no process namespace of one's own is allowed here",
+)
+def test_a_run_in_another_process_namespace_is_refused_too(tmp_path):
+    first = start(HOLD, tmp_path, *NAMESPACE)
+    try:
+        assert first.stdout.readline() == "held\n" and content(tmp_path)["pid"] == 1
+        for other in (NAMESPACE, ()):
+            second = start(HOLD, tmp_path, *other)
+            _, words = second.communicate("", timeout=20)
+            assert second.returncode == 1 and "in use by process 1 on" in words
+        first.communicate("", timeout=20)
+        with holding(tmp_path):
+            pass
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_rank_0_shares_the_lease_of_its_launcher_and_keeps_it_when_the_launcher_is_killed(tmp_path, holder):
+    with holding(tmp_path, **{lease.TOKEN: content(tmp_path)["token"]}) as rank_0:
+        assert content(tmp_path)["pid"] == rank_0.pid
+        holder.kill()
+        holder.wait()
+        with pytest.raises(UsageError, match=f"in use by process {rank_0.pid}"):
+            lease.take(tmp_path)
+        rank_0.communicate("", timeout=20)
+    assert not (tmp_path / lease.NAME).exists()
+
+
+def test_the_launcher_keeps_the_lease_when_rank_0_has_ended(tmp_path, holder):
+    with holding(tmp_path, **{lease.TOKEN: content(tmp_path)["token"]}) as rank_0:
+        rank_0.communicate("", timeout=20)
+    with pytest.raises(UsageError, match="in use by process"):
+        lease.take(tmp_path)
+    holder.communicate("", timeout=20)
+    assert not (tmp_path / lease.NAME).exists()
+
+
+def test_a_forked_worker_does_not_keep_the_folder_of_a_killed_parent(tmp_path):
+    fork = "import os, time; from hf_dist_ext.run import lease; import sys; lease.take(sys.argv[1])\n"
+    fork += "if not os.fork(): time.sleep(3); os._exit(0)\n"
+    with holding(tmp_path, fork) as process:
+        process.kill()
+        process.wait()
+        lease.take(tmp_path).release()
+
+
+def test_of_many_that_start_at_once_one_gets_it(tmp_path):
+    code = "import sys; from hf_dist_ext import errors; from hf_dist_ext.run import lease\n"
+    code += "try:\n    lease.take(sys.argv[1]); print('got', flush=True); sys.stdin.read()\n"
+    code += "except errors.UsageError: print('refused', flush=True)"
+    (tmp_path / lease.NAME).write_text(json.dumps({"host": "here", "pid": 2**22 + 1, "token": "t"}))
+    started = [start(code, tmp_path) for _ in range(5)]
+    answers = sorted(process.stdout.readline().strip() for process in started)
+    for process in started:
+        process.communicate("")
+    assert answers == ["got"] + ["refused"] * 4
+
+
+def test_a_folder_that_is_emptied_under_its_owner_is_locked_again(tmp_path):
+    held = lease.take(tmp_path)
+    (tmp_path / lease.NAME).unlink()
+    lease.check()
+    with holding_fails(tmp_path):
+        pass
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def holding_fails(folder: Path):
+    second = start(HOLD, folder)
+    _, words = second.communicate("", timeout=20)
+    assert f"in use by process {os.getpid()}" in words
+    yield
+
+
+def test_an_owner_whose_file_was_deleted_does_not_write_beside_the_next_one(tmp_path):
+    held = lease.take(tmp_path)
+    (tmp_path / lease.NAME).unlink()
+    with holding(tmp_path) as second:
+        with pytest.raises(RunError, match=f"taken over by process {second.pid} on .*writes nothing more"):
+            lease.check()
+        held.release()
+        assert content(tmp_path)["pid"] == second.pid
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_local"),
+    [
+        ("ext4", "rw", False), ("nfs4", "rw,vers=4.2,local_lock=none", False), ("nfs", "rw,local_lock=all", True),
+        ("nfs", "rw,nolock", True), ("lustre", "rw,flock", False), ("lustre", "rw,localflock", True),
+        ("fuse.gcsfuse", "rw", True), ("fuseblk", "rw", False), ("virtiofs", "rw", True),
+    ],
+)  # fmt: skip
+def test_locks_that_other_hosts_do_not_see_are_known_by_their_mount(kind, options, is_local):
+    assert lease.is_of_one_host(kind, options) == is_local
+
+
+# Without locks: a heartbeat ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_without_locks_a_run_lives_as_long_as_it_is_touched_whatever_the_clocks_say(
+    tmp_path, hours, without_locks, capsys
+):
+    """The owner's clock, or the file system's, may be an hour off in either direction."""
+    stepped = f"import os; touch = os.utime; os.utime = lambda path: touch(path, (__import__('time').time() + {hours} "
+    stepped += "* 3600,) * 2)\n"
+    with holding(tmp_path, NO_LOCKS + QUICK + stepped) as owner:
+        time.sleep(0.2)
+        with pytest.raises(UsageError, match=f"in use by process {owner.pid}"):
+            lease.take(tmp_path)
+        owner.kill()
+        owner.wait()
+        held = lease.take(tmp_path)
+        assert content(tmp_path)["pid"] == os.getpid()
+    words = capsys.readouterr().err
+    assert "no locks that other hosts see" in words and "waiting 1 s for a sign of life" in words
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_an_error_of_the_file_system_does_not_end_the_heartbeat(tmp_path, without_locks, monkeypatch):
+    tried, touch = threading.Semaphore(0), os.utime
+
+    def utime(*arguments, **options):
+        tried.release()
+        if not is_back.is_set():
+            raise OSError(116, "Stale file handle")
+        touch(*arguments, **options)
+
+    is_back = threading.Event()
+    monkeypatch.setattr(os, "utime", utime)
+    held = lease.take(tmp_path)
+    touch(tmp_path / lease.NAME, (1, 1))
+    assert tried.acquire(timeout=10) and (tmp_path / lease.NAME).stat().st_mtime == 1
+    is_back.set()
+    for _ in range(200):
+        if (tmp_path / lease.NAME).stat().st_mtime > 1:
+            break
+        time.sleep(0.05)
+    assert (tmp_path / lease.NAME).stat().st_mtime > 1
+    held.release()
+
+
+def test_without_locks_rank_0_makes_the_launchers_file_its_own(tmp_path, without_locks, monkeypatch):
+    with holding(tmp_path, NO_LOCKS + QUICK) as launcher:
+        monkeypatch.setenv(lease.TOKEN, content(tmp_path)["token"])
+        held = lease.take(tmp_path)
+        assert content(tmp_path)["pid"] == os.getpid()
+        held.check()
+        held.release()
+        assert not (tmp_path / lease.NAME).exists()
+        launcher.communicate("", timeout=20)
+        assert launcher.returncode == 0

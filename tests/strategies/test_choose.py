@@ -1,0 +1,121 @@
+"""A loss over embeddings meets processes that share rows only where it is exact: tensor parallelism, by name."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from accelerate import ParallelismConfig
+from torch import nn
+from transformers import BertConfig, LlamaConfig, LlamaModel, MixtralConfig
+from transformers.distributed import DistributedConfig
+
+from hf_dist_ext.checkpoints import manifest, resume
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import collectives, tensor_parallel
+from hf_dist_ext.strategies.choose import check
+from hf_dist_ext.strategies.tensor_parallel import check_can_be_split, launched_config
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.tiny_models import needs_tensor_parallelism
+
+
+def embedder() -> EmbeddingModel:
+    config = LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    return EmbeddingModel(LlamaModel(config), pooling="last")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("tp", "whole on every process"), ("cp", "context parallelism"), ("sp", "sequence parallelism")],
+)
+def test_a_yaml_that_shares_rows_is_refused(monkeypatch, tmp_path, name, words):
+    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    check(embedder(), args)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
+    check(embedder(), args)  # every process has rows of its own
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "2")
+    with pytest.raises(UsageError, match=f"{name}_size=2.*{words}.*multi_gpu_fsdp"):
+        DistTrainer(embedder(), args, loss=InfoNCELoss())
+
+
+def test_a_parallelism_config_of_the_arguments_is_looked_at(tmp_path):
+    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    args.parallelism_config = ParallelismConfig(tp_size=4)
+    with pytest.raises(UsageError, match="tp_size=4"):
+        check(embedder(), args)
+
+
+@needs_tensor_parallelism
+@pytest.mark.parametrize("by_init", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "is_inside", "words"),
+    [
+        ({"fsdp_size": 2}, False, "EmbeddingModel was split with tp_size=1.*multi_gpu_hsdp"),
+        ({"tp_size": 2, "dp_replicate_size": 2}, False, "dp_replicate_size=2"),
+        ({"tp_size": 2}, True, "inside Sequential"),
+    ],
+)
+def test_other_splits_are_refused(tmp_path, by_init, sizes, is_inside, words):
+    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    backbone = embedder().backbone
+    backbone._is_distributed_loading_by_transformers = True  # what from_pretrained(distributed_config=) sets
+    backbone.config.distributed_config = DistributedConfig(**sizes)
+    model = EmbeddingModel(backbone, pooling="last")
+    model = nn.Sequential(backbone) if is_inside else model
+    given = {"model_init": lambda: model} if by_init else {"model": model}
+    with pytest.raises(UsageError, match=words):
+        DistTrainer(args=args, loss=InfoNCELoss(), **given)
+
+
+@needs_tensor_parallelism
+@pytest.mark.parametrize(
+    ("config", "size", "words"),
+    [
+        (BertConfig(), 2, 'no tensor-parallel plan for "bert"'),
+        (LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4, "num_key_value_heads=2.*groups of 4"),
+        (MixtralConfig(), 2, "was not measured to be exact"),
+    ],
+)
+def test_what_can_not_be_split_is_said_before_weights_are_read(config, size, words):
+    with pytest.raises(UsageError, match=words):
+        check_can_be_split(config, size)
+
+
+@pytest.mark.skipif(tensor_parallel.is_supported(), reason="this transformers has what splitting needs")
+def test_a_transformers_without_the_plans_is_refused_before_weights_are_read():
+    with pytest.raises(UsageError, match="needs transformers 5.23"):
+        check_can_be_split(LlamaConfig(), 2)
+
+
+@pytest.mark.parametrize("processes", [3, 5])
+def test_processes_that_make_no_groups_are_refused(monkeypatch, processes):
+    assert launched_config() is None
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    with pytest.raises(UsageError, match=f"{processes} processes do not make groups of 2"):
+        launched_config()
+
+
+@pytest.mark.parametrize(("before", "now"), [("tp 2", ""), ("", "tp 2"), ("tp 2", "tp 2 x fsdp 2")])
+def test_a_checkpoint_of_another_way_of_splitting_is_refused(monkeypatch, before, now):
+    content = {"sharding": before or "ddp", "tensor_parallel_size": 2 if before else 1}
+    monkeypatch.setattr(manifest, "read", lambda folder: content)
+    split = SimpleNamespace(describe=lambda: now) if now else None
+    with pytest.raises(UsageError, match="tensor parallelism.*resume_weights_only"):
+        resume._check_split(SimpleNamespace(_split=split), Path("checkpoint-2"))
+    more_groups = SimpleNamespace(_split=SimpleNamespace(describe=lambda: "tp 2 x fsdp 8"))
+    content |= {"sharding": "tp 2 x fsdp 2", "tensor_parallel_size": 2}
+    resume._check_split(more_groups, Path("checkpoint-2"))
+
+
+def test_the_gather_takes_one_rank_of_each_group(monkeypatch):
+    assert collectives.one_of_each([0, 1, 2, 3]) == [0, 1, 2, 3]
+    monkeypatch.setattr(collectives, "_sharing", collectives._RowSharing(2))
+    assert collectives.one_of_each([0, 1, 2, 3]) == [0, 2]

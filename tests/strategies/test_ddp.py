@@ -1,0 +1,75 @@
+"""Rules of the communication and learning-rate fields that need no second process."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.training import learning_rate
+from hf_dist_ext.training.arguments import DistTrainingArguments
+
+
+def arguments(tmp_path, **more) -> DistTrainingArguments:
+    return DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **more)
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"ddp_comm_hook": "gzip"}, "power_sgd"),
+    ({"ddp_power_sgd_rank": 2}, "ddp_comm_hook"),
+    ({"ddp_comm_hook": "power_sgd", "ddp_power_sgd_warmup_steps": 1}, "at least 2"),
+    ({"ddp_comm_hook": "batched_power_sgd"}, "AssertionError"),
+    ({"lr_scale_rule": "linear"}, "lr_base_batch_size"),
+    ({"lr_base_batch_size": 8}, "lr_scale_rule"),
+    ({"sharding": "ALL"}, "FULL_SHARD"),
+    ({"sharding": "FULL_SHARD", "gradient_cache_fsdp": "speed"}, "Keep one"),
+    ({"sharding": "NO_SHARD", "cpu_offload": True}, "cpu_offload"),
+    ({"sharding": "FULL_SHARD", "sharding_group_size": 2}, "HYBRID_SHARD"),
+    ({"reduce_dtype": "int8"}, "bfloat16"),
+])  # fmt: skip
+def test_contradictions_are_refused(tmp_path, given, words):
+    with pytest.raises(UsageError, match=words):
+        arguments(tmp_path, **given)
+
+
+def test_batched_power_sgd_is_still_broken_in_torch():
+    """When this fails, communication.check may let it through."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize
+
+    with pytest.raises(AssertionError):
+        _orthogonalize(torch.ones(4, 1))  # what batched_powerSGD_hook hands over
+
+
+@pytest.mark.parametrize("rule, factor", [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+def test_the_rate_is_scaled_once(tmp_path, rule, factor):
+    base = None if rule == "none" else 8
+    args = arguments(
+        tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=2, learning_rate=1e-3,
+        learning_rates={"projection": 1e-2}, lr_scale_rule=rule, lr_base_batch_size=base,
+    )  # fmt: skip
+    for _ in range(2):
+        learning_rate.scale(args)
+    assert args.learning_rate == pytest.approx(1e-3 * factor)
+    assert args.learning_rates["projection"] == pytest.approx(1e-2 * factor)
+
+
+@pytest.mark.parametrize("before, now, kept, words", [
+    ((4, 2), (2, 2), 4, "keeps the effective batch of 64"),
+    ((2, 3), (1, 3), 6, "keeps the effective batch of 48"),
+    ((2, 2), (4, 2), 1, "keeps the effective batch of 32"),
+    ((2, 2), (2, 2), 2, None),
+    ((3, 2), (5, 2), 2, "40 rows of a forward over all devices do not divide it"),
+    ((4, 1), (2, 3), 3, "was changed too"),
+])  # fmt: skip
+def test_accumulation_keeps_the_effective_batch(monkeypatch, before, now, kept, words):
+    """before, now: processes, and steps that were accumulated; 8 rows per device."""
+    said = []
+    monkeypatch.setattr(learning_rate.logger, "warning", said.append)
+    content = {"world_size": before[0], "per_device_train_batch_size": 8, "gradient_accumulation_steps": before[1]}
+    monkeypatch.setattr(manifest, "read", lambda folder: content)
+    args = SimpleNamespace(world_size=now[0], train_batch_size=8, gradient_accumulation_steps=now[1])
+    trainer = SimpleNamespace(args=args, is_deepspeed_enabled=False, is_world_process_zero=lambda: True)
+    learning_rate.keep_effective_batch(trainer, "checkpoint-3")
+    assert args.gradient_accumulation_steps == kept
+    assert words in said[0] if words else not said

@@ -1,0 +1,405 @@
+"""LoRA from the run file: what trains, what stays, what a folder holds, on one process and FSDP ranks."""
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+
+from hf_dist_ext import cli
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.digits import build_processor
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.tasks.adapters import add_adapters, merged_weights
+from hf_dist_ext.tasks.image_text import build_model
+from hf_dist_ext.tasks.search import embed, load
+from hf_dist_ext.training import final_model
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.forked import Run
+from tests.launching import environment, launch
+from tests.tasks.test_stages import CONFIG, SCRIPT, main, weights, write_config
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_vision_language import tiny_llava
+
+LLAVA = json.loads(CONFIG.read_text())["model_config"]
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    draw = torch.Generator().manual_seed(0)
+    text = lambda n: " ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=draw))  # noqa: E731
+    rows = [{"query": f"{text(3)} {i}", "positive": f"{text(6)} {i}"} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    torch.manual_seed(0)
+    config = model_config("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    EmbeddingModel.from_config(config).save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+
+    def write(**more) -> Path:
+        fields = {
+            "model_name_or_path": str(tmp_path / "base"), "dataset_name": str(tmp_path / "rows.jsonl"),
+            "eval_holdout": 8, "batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2,
+            "use_lora": True, "lora_r": 4, "lora_dropout": 0.1, "learning_rate": 1e-2, "use_cpu": True,
+            "disable_tqdm": True, "report_to": "none", "output_dir": str(tmp_path / "out"),
+        }  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps(fields | more))
+        return tmp_path / "run.json"
+
+    return write
+
+
+def adapters(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_adapters_train_with_a_gradient_cache_and_resume_bit_for_bit(run_file, tmp_path):
+    path = run_file()
+    main(path)
+    out = tmp_path / "out"
+    whole = adapters(out)
+    assert whole and all("lora_" in name for name in whole)
+    assert all(value.abs().sum() > 0 for name, value in whole.items() if "lora_B" in name), "they start at zero"
+    report = json.loads((out / "metrics.json").read_text())
+    assert 0 < report["trained_share"] < 0.2 and report["num_chunks"] > 3 and report["after"] != report["before"]
+    model = PeftModel.from_pretrained(EmbeddingModel.from_pretrained(tmp_path / "base"), out)
+    features = tiny_tokenizer()(["parse a date"], return_tensors="pt")
+    features.pop("token_type_ids", None)
+    with torch.no_grad():
+        adapted = model(**features).embeddings
+        with model.disable_adapter():
+            assert not torch.allclose(adapted, model(**features).embeddings, atol=1e-4)
+    shutil.rmtree(out / "checkpoint-4")
+    main(path, "--resume_from_checkpoint", "true")
+    again = adapters(out)
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+def test_checkpoints_of_adapters_are_the_same_when_they_are_written_while_training_goes_on(run_file, tmp_path):
+    main(run_file())
+    main(run_file(save_async=True, output_dir=str(tmp_path / "async")))
+    for name in ("checkpoint-2", "checkpoint-4", ""):
+        expected, found = adapters(tmp_path / "out" / name), adapters(tmp_path / "async" / name)
+        assert expected.keys() == found.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def embeddings(model, tokenizer, role: str = "query") -> torch.Tensor:
+    texts = ["parse a date from text read file into list of lines", "sort the numbers", "key"]
+    return embed(model, tokenizer, texts, role)
+
+
+def cosine(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(ours.double(), theirs.double()).min().item()
+
+
+SERVED = {
+    "pooling": "last", "prompts": {"query": "search : ", "positive": "file : "}, "lora_alpha": 32, "max_steps": 3,
+    "max_length": {"query": 6, "positive": 9}, "learning_rate": 5e-2,
+}  # fmt: skip
+
+
+def load_as_printed(printed: str, saves: str, folder: Path) -> None:
+    """The line that a run ends with, in a Python of its own, then `saves`."""
+    (line,) = [line for line in printed.splitlines() if line.startswith("load it:")]
+    code = f"{line.removeprefix('load it:').strip()}\n{saves}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("more", [{}, {"projection_dim": 8, "lora_target_modules": "all-linear"}], ids=["", "dense"])
+def test_every_reader_of_the_folder_at_the_end_has_the_model_that_was_trained(run_file, tmp_path, capsys, more):
+    base = EmbeddingModel.from_pretrained(tmp_path / "base")
+    base.backbone.save_pretrained(tmp_path / "plain")
+    tiny_tokenizer().save_pretrained(tmp_path / "plain")
+    main(run_file(**SERVED, **more, model_name_or_path=str(tmp_path / "plain")))
+    out, merged, tokenizer = tmp_path / "out", tmp_path / "merged", tiny_tokenizer()
+    saves = "import torch; torch.save(model.state_dict(), 'printed.pt')"
+    load_as_printed(capsys.readouterr().out, saves, tmp_path)
+    cli.main(["merge", str(out), "--output", str(merged)])
+    expected = EmbeddingModel.from_pretrained(merged)
+    assert expected.pooling == "last" and expected.lengths == {"query": 6, "document": 9}
+    assert (expected.embedding_dim, expected.prompts["query"]) == (more.get("projection_dim", 32), "search : ")
+    printed = torch.load(tmp_path / "printed.pt")
+    for name, weight in expected.state_dict().items():
+        torch.testing.assert_close(printed[name], weight, rtol=0, atol=1e-6)
+    for folder in (out, out / "checkpoint-3"):
+        loaded, _ = load(str(folder))  # what hf-dist search embeds with
+        for role in ("query", "document"):
+            wanted = embeddings(expected, tokenizer, role)
+            assert cosine(embeddings(loaded, tokenizer, role), wanted) > 1 - 1e-6
+            served = SentenceTransformer(str(folder), device="cpu")
+            texts = ["parse a date from text read file into list of lines", "sort the numbers", "key"]
+            theirs = getattr(served, f"encode_{role}")(texts, convert_to_tensor=True)
+            assert cosine(theirs, wanted) > 1 - 1e-6
+        options = {"pooling": "last"} | {name: more[name] for name in ("projection_dim",) if name in more}
+        start = EmbeddingModel.from_pretrained(tmp_path / "plain", **options)
+        if "projection_dim" in more:
+            start.projection.load_state_dict(expected.projection.state_dict())
+        start.prompts, start.lengths = expected.prompts, expected.lengths
+        untrained = embeddings(start, tokenizer)
+        adapted = PeftModel.from_pretrained(start, folder).eval().get_base_model()
+        assert cosine(embeddings(adapted, tokenizer), embeddings(expected, tokenizer)) > 1 - 1e-6
+        assert cosine(untrained, embeddings(expected, tokenizer)) < 0.999
+    cli.main(["merge", str(out / "checkpoint-3"), "--output", str(tmp_path / "again")])
+    again = EmbeddingModel.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], weight) for name, weight in expected.state_dict().items())
+
+
+def test_the_folder_of_a_vision_language_model_with_adapters_loads_as_printed_and_is_merged(tmp_path, capsys):
+    torch.manual_seed(0)
+    processor = build_processor()
+    build_model(RunConfig(task="image-text-to-text", model_config=LLAVA), processor).save_pretrained(tmp_path / "base")
+    processor.save_pretrained(tmp_path / "base")
+    more = {"use_lora": True, "max_steps": 2, "learning_rate": 1e-2, "eval_on_start": False}
+    start = {"model_name_or_path": str(tmp_path / "base"), "model_config": None, "stages": None}
+    fields = json.loads(write_config(tmp_path, **start, **more).read_text())
+    (tmp_path / "run.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not None}))
+    main(tmp_path / "run.json")
+    saves = "import torch; torch.save({k: v for k, v in model.named_parameters() if 'lora_B' in k}, 'printed.pt')"
+    load_as_printed(capsys.readouterr().out, saves, tmp_path)
+    printed = torch.load(tmp_path / "printed.pt")
+    assert printed and all(weight.abs().sum() > 0 for weight in printed.values())
+    cli.main(["merge", str(tmp_path / "out"), "--output", str(tmp_path / "merged")])
+    merged, before = weights(tmp_path / "merged"), weights(tmp_path / "base")
+    assert {name for name in merged if not torch.equal(merged[name], before[name])}
+    assert all("self_attn" in name for name in merged if not torch.equal(merged[name], before[name]))
+
+
+@pytest.mark.parametrize("mode", ["fsdp-sharded", "fsdp-full"])
+def test_folder_and_checkpoint_of_sharded_adapters_are_merged_into_the_model_at_the_end(run_file, tmp_path, mode):
+    run_file()
+    texts = ["parse a date", "read file", "sort numbers by key", "list of lines"] * 4
+
+    def train(say) -> str:
+        torch.set_num_threads(1)
+        base = EmbeddingModel.from_pretrained(tmp_path / "base", pooling="cls")
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=2, save_steps=2, learning_rate=1e-2, report_to=[],
+            per_device_train_batch_size=4, disable_tqdm=True, use_cpu=True, gradient_cache_chunk_size=2,
+        )  # fmt: skip
+        trainer = DistTrainer(
+            add_adapters(base, RunConfig(use_lora=True, lora_r=4)), args, loss=InfoNCELoss(),
+            train_dataset=Dataset.from_dict({"query": texts, "positive": texts[::-1]}),
+            data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"]),
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_model()
+        trainer.accelerator.wait_for_everyone()
+        return str(trainer.is_fsdp_enabled)
+
+    assert Run(mode, tmp_path / "log", train).result() == "True"
+    expected = EmbeddingModel.from_pretrained(tmp_path / "run")
+    base = EmbeddingModel.from_pretrained(tmp_path / "base").state_dict()
+    assert expected.pooling == "cls"
+    assert any(not torch.equal(base[name], value) for name, value in expected.state_dict().items())
+    for name in ("", "checkpoint-2"):
+        cli.main(["merge", str(tmp_path / "run" / name), "--output", str(tmp_path / f"merged{name}")])
+        merged = EmbeddingModel.from_pretrained(tmp_path / f"merged{name}")
+        assert merged.pooling == "cls"
+        assert all(torch.equal(merged.state_dict()[k], v) for k, v in expected.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("mode", "writer", "adapts"),
+    [
+        ("ddp", "transformers.Trainer._save", True),
+        ("fsdp-sharded", "transformers.Trainer._save", True),
+        ("ddp", "hf_dist_ext.models.adapter_folder.write", True),
+        ("ddp", "hf_dist_ext.checkpoints.loss_state.save_description", False),
+    ],
+)
+def test_a_full_disk_at_the_end_is_met_by_all_processes(run_file, tmp_path, monkeypatch, mode, writer, adapts):
+    """Whatever file it cuts short, and though one process alone writes."""
+    run_file()
+
+    def fails(*arguments, **options):
+        if os.environ["RANK"] == "0":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    def train(say) -> str:
+        torch.set_num_threads(1)
+        base = EmbeddingModel.from_pretrained(tmp_path / "base", pooling="cls", projection_dim=8)
+        texts = {"query": ["parse a date", "read file"] * 4, "positive": ["sort numbers by key", "lines"] * 4}
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path / "run"), max_steps=1, save_strategy="no", report_to=[], use_cpu=True,
+            per_device_train_batch_size=4, disable_tqdm=True, gradient_cache_chunk_size=2, ddp_timeout=20,
+            trainable_modules=None if adapts else ["projection"],
+        )  # fmt: skip
+        trainer = DistTrainer(
+            add_adapters(base, RunConfig(use_lora=True, lora_r=4)) if adapts else base, args, loss=InfoNCELoss(),
+            train_dataset=Dataset.from_dict(texts),
+            data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"]),
+        )  # fmt: skip
+        trainer.train()
+        monkeypatch.setattr(writer, fails)
+        with pytest.raises(RunError, match="is full") as found:
+            final_model.save(trainer)
+        trainer.accelerator.wait_for_everyone()
+        return str(found.value)
+
+    assert "the trained model was" in Run(mode, tmp_path / "log", train).result()
+
+
+def test_adapters_on_another_base_are_refused_instead_of_left_out(run_file, tmp_path):
+    main(run_file(save_strategy="no", max_steps=1))
+    torch.manual_seed(1)
+    other = model_config("bert", num_hidden_layers=1)
+    EmbeddingModel.from_config(other).save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    with pytest.raises(UsageError, match="do not fit"):
+        EmbeddingModel.from_pretrained(tmp_path / "out")
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(UsageError, match="neither a folder here"):
+        EmbeddingModel.from_pretrained(tmp_path / "out")
+
+
+def test_adapters_of_a_model_that_is_in_no_folder_end_merged(run_file, tmp_path):
+    start = {"model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "base"), "max_steps": 2}
+    path = run_file(**start)
+    fields = json.loads(path.read_text())
+    del fields["model_name_or_path"]
+    path.write_text(json.dumps(fields))
+    main(path)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    assert EmbeddingModel.from_pretrained(tmp_path / "out").backbone.config.num_hidden_layers == 2
+
+
+def test_adapters_beside_a_trained_projection_are_searched_without_a_merged_folder(run_file, tmp_path, capsys):
+    main(run_file(trainable_modules=["projection"], projection_dim=8, max_steps=2))
+    with pytest.raises(UsageError, match="hf-dist merge"):
+        EmbeddingModel.from_pretrained(tmp_path / "out")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("merge it:")]
+    cli.main(shlex.split(line.removeprefix("merge it:"), comments=True)[1:])
+    loaded, tokenizer = load(str(tmp_path / "out"))
+    expected = EmbeddingModel.from_pretrained(tmp_path / "out-merged")
+    assert cosine(embeddings(loaded, tokenizer), embeddings(expected, tokenizer)) > 1 - 1e-6
+
+
+def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_file, tmp_path, capsys):
+    lora, projection = {"use_lora": True, "lora_r": 4}, {"trainable_modules": ["projection"]}
+    kinds = {"whole": {}, "adapters": lora, "both": lora | projection, "projection": projection, "last": lora}
+    listed = [{"name": name, "max_steps": 2} | more for name, more in kinds.items()]
+    path = run_file(**SERVED, stages=listed, projection_dim=8, save_strategy="no", normalize=True)
+    fields = json.loads(path.read_text())
+    path.write_text(
+        json.dumps({k: v for k, v in fields.items() if k not in ("use_lora", "lora_r", "lora_dropout", "lora_alpha")})
+    )
+    main(path)
+    out = tmp_path / "out"
+    folders = [out / f"stage_{i}_{name}" for i, name in enumerate(kinds)][:-1] + [out]
+    states = [EmbeddingModel.from_pretrained(folder).state_dict() for folder in folders]
+    parts = []
+    for before, after in zip(states, states[1:], strict=False):
+        assert before.keys() == after.keys()
+        changed = {name for name in after if not torch.equal(before[name], after[name])}
+        parts.append({"projection" if name.startswith("projection") else "query, value" for name in changed})
+        assert all(name.startswith("projection") or ".query." in name or ".value." in name for name in changed)
+    assert parts == [{"query, value"}, {"query, value", "projection"}, {"projection"}, {"query, value"}]
+    reports = json.loads((out / "metrics.json").read_text())["stages"]
+    for before, after in zip(reports, reports[1:], strict=False):
+        assert before["after"] == pytest.approx(after["before"])
+    assert not list(out.glob("adapter*"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("load it:")]
+    said: dict = {}
+    exec(line.removeprefix("load it:").strip(), said)
+    model = said["model"]
+    assert (model.pooling, model.prompts["query"], model.lengths["query"]) == ("last", "search : ", 6)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy):
+    more = {"lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}
+    more |= {"pooling": "cls", "projection_dim": 8}
+    path = run_file(output_dir=str(tmp_path / "two"), batch_size=4, **more)
+    launch("python", 1, SCRIPT, "--config", path, "--accelerate_config", strategy, "--num_processes", 2)
+    main(run_file(output_dir=str(tmp_path / "alone"), **more))
+    two, alone = adapters(tmp_path / "two"), adapters(tmp_path / "alone")
+    assert two.keys() == alone.keys() and any(value.abs().sum() > 0 for name, value in alone.items() if "B" in name)
+    for name, value in alone.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+    loaded = [EmbeddingModel.from_pretrained(tmp_path / name) for name in ("two", "alone")]
+    assert loaded[0].pooling == loaded[1].pooling == "cls"
+    merged = [embeddings(model, tiny_tokenizer()) for model in loaded]
+    torch.testing.assert_close(*merged, rtol=1e-3, atol=1e-3)
+    cli.main(["merge", str(tmp_path / "two"), "--output", str(tmp_path / "merged")])
+
+
+@pytest.mark.slow
+def test_adapters_under_ddp_resume_bit_for_bit(run_file, tmp_path):
+    arguments = "--config", run_file(batch_size=4), "--accelerate_config", "ddp", "--num_processes", 2
+    launch("python", 1, SCRIPT, *arguments)
+    whole = adapters(tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    launch("python", 1, SCRIPT, *arguments, "--resume_from_checkpoint", "true")
+    again = adapters(tmp_path / "out")
+    assert whole and all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+def test_in_a_vision_language_model_only_the_language_model_gets_adapters():
+    config = RunConfig(task="image-text-to-text", model_config=LLAVA, use_lora=True)
+    model = add_adapters(build_model(config, build_processor()), config)
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trains and all("language_model" in name and "lora_" in name for name in trains)
+    config.lora_target_modules = ["fc1"]
+    model = add_adapters(build_model(config, build_processor()), config)
+    assert all("vision_tower" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def test_a_projector_trains_whole_beside_adapters(run_file, tmp_path):
+    fields = {
+        "task": "image-text-to-text", "model_name_or_path": None, "model_config": LLAVA, "dataset_name": "digits",
+        "trainable_modules": ["projector"], "gradient_cache_chunk_size": ..., "eval_holdout": ...,
+        "max_eval_samples": 4,
+    }  # fmt: skip
+    path = run_file(**{name: value for name, value in fields.items() if value is not ...})
+    given = {k: v for k, v in json.loads(path.read_text()).items() if fields.get(k) is not ...}
+    path.write_text(json.dumps(given))
+    main(path)
+    checkpoint = load_file(tmp_path / "out" / "checkpoint-4" / "trainable.safetensors")
+    kinds = {"lora" if "lora_" in name else "projector" if "projector" in name else name for name in checkpoint}
+    assert kinds == {"lora", "projector"}
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"use_lora": False}, "lora_r=4 needs adapters"),
+    ({"lora_r": 0}, "lora_r=0 must be at least 1"),
+    ({"lora_dropout": 1.0}, "lora_dropout=1.0 must be"),
+    ({"lora_target_modules": ["quary"]}, "lora_target_modules=['quary']"),
+])  # fmt: skip
+def test_mistakes_are_one_line(run_file, capsys, change, words):
+    with pytest.raises(SystemExit):
+        main(run_file(**change))
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_without_the_usual_layers_says_so():
+    with pytest.raises(UsageError, match="has no layer called"):
+        add_adapters(torch.nn.Sequential(torch.nn.Linear(2, 2)), RunConfig(use_lora=True))
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+def test_merged_weights_are_those_that_peft_merges_in_place(targets):
+    torch.manual_seed(0)
+    model = add_adapters(tiny_llava(), RunConfig(use_lora=True, lora_r=2, lora_alpha=6, lora_target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    found = merged_weights(model, model.state_dict())
+    before = tiny_llava().state_dict()
+    expected = model.merge_and_unload().state_dict()
+    assert found.keys() == expected.keys() == before.keys()
+    assert any(not torch.equal(found[name], before[name]) for name in found)
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in found)

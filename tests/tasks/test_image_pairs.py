@@ -1,0 +1,204 @@
+"""Pairs of a caption and a picture from a run file: one tower trains against the other, which is locked."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPProcessor,
+    SiglipConfig,
+    SiglipImageProcessorPil,
+    SiglipModel,
+    SiglipProcessor,
+)
+
+from hf_dist_ext.checkpoints.merge import merge
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.towers import TowerModel
+from tests.tasks.test_stages import main
+from tests.tiny_models import SPECIAL_IDS, WORDS, tiny_tokenizer
+
+LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {**LAYERS, "vocab_size": 32, "max_position_embeddings": 16, **SPECIAL_IDS}
+VISION = {**LAYERS, "image_size": 16, "patch_size": 8}
+
+
+def dual_encoder(family: str, folder: Path) -> None:
+    """A model folder as the hub has them: one model of both towers, one processor."""
+    torch.manual_seed(0)
+    size, tokenizer = {"height": 16, "width": 16}, tiny_tokenizer(max_length=16)
+    if family == "clip":
+        model = CLIPModel(CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=16))
+        processor = CLIPProcessor(CLIPImageProcessorPil(size=size, crop_size=size), tokenizer)
+    else:
+        model = SiglipModel(SiglipConfig(text_config=TEXT | {"projection_size": 32}, vision_config=VISION))
+        processor = SiglipProcessor(SiglipImageProcessorPil(size=size), tokenizer)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    def write(family: str = "clip", rows: list | None = None, **more) -> Path:
+        dual_encoder(family, tmp_path / "model")
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        given = []
+        for number in range(24):
+            file = f"{number}.png"
+            Image.new("RGB", (20, 20), (number * 10, 255 - number * 10, 80)).save(tmp_path / "pictures" / file)
+            given.append({"caption": f"{WORDS[number % 12]} {WORDS[number // 2]} {number}", "file": file})
+        text = "\n".join(json.dumps(row) for row in (given if rows is None else given + rows))
+        (tmp_path / "pairs.jsonl").write_text(text)
+        fields = {
+            "model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "pairs.jsonl"),
+            "columns": {"query": "caption", "positive": "file"}, "image_columns": ["positive"],
+            "image_folder": str(tmp_path / "pictures"), "trainable_modules": ["text"], "eval_holdout": 8,
+            "batch_size": 8, "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
+            "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+        }  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps(fields | more))
+        return tmp_path / "run.json"
+
+    return write
+
+
+@pytest.mark.parametrize("family, trained", [("clip", "text"), ("siglip", "text"), ("siglip", "image")])
+def test_one_tower_trains_and_the_other_stays_bit_identical(run_file, tmp_path, family, trained):
+    main(run_file(family, trainable_modules=[trained]))
+    model = TowerModel.from_pretrained(tmp_path / "out")
+    whole = (CLIPModel if family == "clip" else SiglipModel).from_pretrained(tmp_path / "model")
+    before = whole.state_dict()
+    parts = {"text": "text_model", "image": "vision_model"}
+    changed = {}
+    for name, tower in model.towers.items():
+        after = tower.state_dict()
+        shared = [key for key in after if f"{parts[name]}.{key.removeprefix(parts[name] + '.')}" in before]
+        assert len(shared) > 10
+        pairs = [(before[f"{parts[name]}.{key.removeprefix(parts[name] + '.')}"], after[key]) for key in shared]
+        changed[name] = any(not torch.equal(one, other) for one, other in pairs)
+    assert changed == {name: name == trained for name in parts}
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert 0 < report["trained_share"] < 1 and report["contrastive_batch_size"] == 8 and report["num_chunks"] > 3
+    assert 0 < report["after"]["mrr@10"] <= 1 and report["before"] != report["after"]
+
+
+@pytest.mark.parametrize("field, trained", [("freeze_vision", "text"), ("freeze_language", "image")])
+def test_short_names_freeze_the_towers_of_a_dual_encoder(run_file, tmp_path, field, trained):
+    path = run_file(**{field: True}, max_steps=1, save_strategy="no")
+    fields = json.loads(path.read_text())
+    del fields["trainable_modules"]
+    path.write_text(json.dumps(fields))
+    main(path)
+    before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
+    after = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    after = {name: value for name, value in after.items() if not torch.equal(value, before[name.split(".", 2)[2]])}
+    assert after and all(name.startswith(f"towers.{trained}.") for name in after)
+
+
+def test_a_run_of_towers_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
+    path = run_file()
+    main(path)
+    whole = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    main(path, "--resume_from_checkpoint", "true")
+    again = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[key], value) for key, value in whole.items())
+
+
+def test_adapters_on_towers_end_merged_in_a_run_and_in_every_stage(run_file, tmp_path):
+    lora = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
+    single = json.loads(run_file(max_steps=2, save_strategy="no").read_text())
+    del single["trainable_modules"]
+    (tmp_path / "run.json").write_text(json.dumps(single | lora))
+    main(tmp_path / "run.json")
+    alone = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    kinds = {
+        "adapters": lora,
+        "text": {"trainable_modules": ["text"]},
+        "both": lora | {"trainable_modules": ["image"]},
+    }
+    listed = [{"name": name, "max_steps": 2} | more for name, more in kinds.items()]
+    (tmp_path / "run.json").write_text(json.dumps(single | {"stages": listed, "output_dir": str(tmp_path / "staged")}))
+    main(tmp_path / "run.json")
+    folders = [tmp_path / "staged" / name for name in ("stage_0_adapters", "stage_1_text", ".")]
+    first, second, last = (TowerModel.from_pretrained(folder).state_dict() for folder in folders)
+    assert alone.keys() == first.keys() == last.keys()
+    for name, weight in alone.items():
+        torch.testing.assert_close(first[name], weight, rtol=0, atol=1e-6)
+    before = CLIPModel.from_pretrained(tmp_path / "model").state_dict()
+    moved = {name for name in alone if not torch.equal(alone[name], before[name.split(".", 2)[2]])}
+    assert moved and all("q_proj" in name or "v_proj" in name for name in moved)
+    moved = {name.split(".")[1] for name in first if not torch.equal(first[name], second[name])}
+    assert moved == {"text"} and any(not torch.equal(second[name], last[name]) for name in last if "image" in name)
+
+
+def test_a_folder_of_towers_starts_another_run(run_file, tmp_path):
+    main(run_file(max_steps=1))
+    first = TowerModel.from_pretrained(tmp_path / "out").state_dict()
+    more = ("--trainable_modules", '["image"]', "--output_dir", str(tmp_path / "second"))
+    main(run_file(max_steps=1), "--model_name_or_path", str(tmp_path / "out"), *more)
+    second = TowerModel.from_pretrained(tmp_path / "second").state_dict()
+    moved = {key.split(".")[1] for key, value in first.items() if not torch.equal(second[key], value)}
+    assert moved == {"image"}
+
+
+def test_towers_are_built_from_a_config(run_file, tmp_path):
+    config = {"model_type": "clip", "text_config": TEXT, "vision_config": VISION, "projection_dim": 16}
+    more = {"model_config": config, "model_name_or_path": None, "tokenizer_name": str(tmp_path / "model")}
+    main(run_file(max_steps=1, **more))
+    assert TowerModel.from_pretrained(tmp_path / "out").towers["text"].config.hidden_size == 32
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"rows": [{"caption": "a", "file": "gone.png"}]}, "row 24 (counted from 0)"),
+    ({"image_columns": ["picture"]}, 'image_columns has "picture"'),
+    ({"image_folder": "nowhere"}, 'image_folder="nowhere" is no folder'),
+    ({"projection_dim": 8}, "projection_dim is given"),
+    ({"trainable_modules": ["txt"]}, "txt"),
+    ({"model_config": {"model_type": "bert"}, "model_name_or_path": None}, "the model embeds text only"),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_line(run_file, capsys, change, words):
+    with pytest.raises(SystemExit):
+        main(run_file(**change))
+    assert words in capsys.readouterr().err
+
+
+def test_siglips_texts_have_the_full_width(run_file, tmp_path):
+    from hf_dist_ext.run.config import load_run
+    from hf_dist_ext.tasks import image_pairs
+
+    run = load_run(["--config", str(run_file("siglip"))])
+    model = image_pairs.build_towers(run, ["query", "positive"], ["positive"])
+    collate = image_pairs.build_collator(run, model, image_pairs.load_pair_processor(run.run), ["query", "positive"])
+    picture = Image.new("RGB", (16, 16))
+    batch = collate([{"query": "parse", "positive": picture}, {"query": "parse a date " * 9, "positive": picture}])
+    assert batch["query"]["input_ids"].shape == (2, 16) and batch["positive"]["pixel_values"].shape == (2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+@pytest.mark.parametrize("trained", [["text"], None], ids=["one tower", "both"])
+def test_a_checkpoint_of_towers_is_merged_into_the_folder_the_run_ends_with(run_file, tmp_path, family, trained):
+    main(run_file(family, trainable_modules=trained))
+    end = TowerModel.from_pretrained(tmp_path / "out")
+    checkpoint, merged = tmp_path / "out" / "checkpoint-4", tmp_path / "merged"
+    assert (checkpoint / "trainable.safetensors").is_file() == (trained is not None)
+    merge(checkpoint, merged)
+    model = TowerModel.from_pretrained(merged)
+    assert model.column_to_tower == end.column_to_tower and model.normalize == end.normalize
+    weights = end.state_dict()
+    assert weights.keys() == model.state_dict().keys() and len(weights) > 20
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert (merged / "tokenizer_config.json").is_file()
+    if trained is not None:
+        merge(checkpoint, tmp_path / "again", base=str(merged))  # a folder of towers is a base too
+        image = merged / "image" / "model.safetensors"
+        save_file({name: value + 1 for name, value in load_file(image).items()}, image, metadata={"format": "pt"})
+        with pytest.raises(UsageError, match="frozen weights .* other values"):
+            merge(checkpoint, tmp_path / "wrong", base=str(merged))

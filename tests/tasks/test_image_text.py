@@ -1,0 +1,110 @@
+"""Task "image-text-to-text" as a user runs it on local files, rows with and without pictures; its one-line errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import LlavaForConditionalGeneration, Qwen2VLConfig
+
+from hf_dist_ext.data.digits import WORDS, build_processor
+from tests.launching import launch
+from tests.tasks.test_stages import CONFIG, SCRIPT, main
+
+KEPT = ("task", "model_config", "per_device_eval_batch_size")
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """Rows in LLaVA's form, the second half of them without a picture, in batches of two as they come."""
+    rows = []
+    for number in range(8):
+        Image.new("L", (8, 8), number * 20).save(tmp_path / f"{number}.png")
+        has_picture = number < 4
+        asked = ("<image>\n" if has_picture else "") + "which digit is this ?"
+        row = {
+            "conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": f"this is {WORDS[number]}"}]
+        }
+        rows.append(row | ({"image": f"{number}.png"} if has_picture else {}))
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    build_processor().save_pretrained(tmp_path / "processor")
+
+    def write(**more) -> Path:
+        fields = {key: value for key, value in json.loads(CONFIG.read_text()).items() if key in KEPT} | {
+            "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(tmp_path),
+            "tokenizer_name": str(tmp_path / "processor"), "trainable_modules": ["projector"], "batch_size": 2,
+            "train_sampling_strategy": "sequential", "epochs": 1, "learning_rate": 1e-2, "weight_decay": 0.0,
+            "output_dir": str(tmp_path / "out"), "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+            "report_to": "none", "logging_steps": 1,
+        }  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps(fields | more))
+        return tmp_path / "run.json"
+
+    return write
+
+
+def losses(out: Path) -> list[float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_batches_without_a_picture_train_like_any_other(run_file, tmp_path):
+    main(run_file(eval_dataset_name=str(tmp_path / "rows.json"), generate_max_new_tokens=3))
+    assert len(losses(tmp_path / "out")) == 4 and all(loss > 0 for loss in losses(tmp_path / "out"))
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert 0 < report["trained_share"] < 0.06 and set(report["after"]) == {"loss", "answer_accuracy"}
+
+
+def test_ranks_without_a_picture_wait_for_nobody(run_file, tmp_path):
+    """Two FSDP processes, one row each: in the last steps one rank has a picture and the other has none."""
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    mixed = [rows[i] for i in (0, 4, 1, 5, 6, 2, 7, 3)]
+    (tmp_path / "rows.json").write_text(json.dumps(mixed))
+    path = run_file(batch_size=1, frozen_parts_fsdp="shard")
+    launch("multi_gpu_fsdp", 2, SCRIPT, "--config", path)
+    sharded = losses(tmp_path / "out")
+    main(run_file(output_dir=str(tmp_path / "alone")))
+    assert len(sharded) == 4 and sharded == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)
+    ours, alone = (LlavaForConditionalGeneration.from_pretrained(tmp_path / name) for name in ("out", "alone"))
+    for (name, one), other in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"temperature": 0.1}, 'temperature=0.1 belongs to task "embedding"'),
+    ({"loss": "infonce"}, 'loss="infonce" is a loss over embeddings'),
+    ({"max_length": {"query": 3}}, "max_length is an object"),
+    ({"prompts": {"query": "x"}}, 'prompts={"query": "x"}: with task'),
+    ({"tokenizer_name": None}, "needs a processor: set tokenizer_name"),
+    ({"tokenizer_name": "no/such"}, 'no processor can be loaded from "no/such"'),
+    ({"image_folder": "nowhere"}, 'image_folder="nowhere" is no folder'),
+    ({"model_config": {"model_type": "bert"}}, "model_config cannot be built"),
+    ({"task": "embedding", "trainable_modules": None, "image_folder": None, "generate_max_new_tokens": 3},
+     'generate_max_new_tokens=3 belongs to task "image-text-to-text"'),
+])  # fmt: skip
+def test_mistakes_are_one_line(run_file, capsys, monkeypatch, change, words):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it asks the hub, and waits for it
+    with pytest.raises(SystemExit) as exit_:
+        main(run_file(**change))
+    assert exit_.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_processor_with_a_video_part_says_what_it_lacks(run_file, tmp_path, capsys):
+    try:
+        import torchvision  # noqa: F401
+
+        pytest.skip("torchvision is here")
+    except ImportError:
+        pass
+    folder = tmp_path / "qwen"
+    build_processor().tokenizer.save_pretrained(folder)
+    kind = {"processor_class": "Qwen2VLProcessor"}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(kind | {"image_processor_type": "Qwen2VLImageProcessor"})
+    )
+    (folder / "processor_config.json").write_text(json.dumps(kind))
+    Qwen2VLConfig().save_pretrained(folder)
+    with pytest.raises(SystemExit):
+        main(run_file(tokenizer_name=str(folder)))
+    assert "Processors with a video part need torchvision" in capsys.readouterr().err

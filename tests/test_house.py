@@ -1,0 +1,233 @@
+"""The house: which package may import which, no circle of files, and what imports without torch or transformers.
+
+Arrows are read from the source of every import, those inside functions and those for types included. What breaks a
+rule today is listed in `ARROWS_LEFT`, `CIRCLES_LEFT` and `PARALLELISM_LEFT`; these lists may only shrink.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hf_dist_ext"
+FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
+FILES = {name: path for name, path in FILES.items() if not name.endswith("__init__")}
+
+# Package -> the packages that its files may import. Everything may import the files named in COMMON.
+ALLOWED = {
+    "engine": "",
+    "strategies": "engine",
+    "models": "strategies",
+    "frozen": "engine strategies models",
+    "checkpoints": "strategies models",
+    "data": "run",
+    "planner": "run",
+    "run": "checkpoints",  # manifest and folder alone: they need the standard library only
+    "training": "engine strategies frozen data checkpoints run",
+    "tasks": "engine strategies models frozen data checkpoints training run planner",
+    "cli": "launch run planner checkpoints tasks",
+    "launch": "run planner checkpoints tasks",
+}
+COMMON = {"errors", "policy", "failures", "lazy"}
+RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
+
+ARROWS_LEFT = """
+checkpoints.async_save -> training.trainer
+checkpoints.commit -> data.position
+checkpoints.commit -> frozen.plan
+checkpoints.commit -> run.lease
+checkpoints.commit -> training.trainer
+checkpoints.keeper -> data.stream_order
+checkpoints.keeper -> training.arguments
+checkpoints.keeper -> training.learning_rate
+checkpoints.loss_state -> training.trainer
+checkpoints.merge -> training.trainer
+checkpoints.resume -> training.trainer
+checkpoints.trainable -> training.trainer
+data.position -> checkpoints.manifest
+data.position -> strategies.collectives
+frozen.feature_cache -> training.trainer
+frozen.freeze -> training.trainer
+planner.devices -> launch
+strategies.ddp -> training.trainer
+strategies.tensor_parallel -> checkpoints.trainable
+strategies.zero -> checkpoints.trainable
+strategies.zero -> frozen.plan
+strategies.zero -> training.trainer
+strategies.zero_checkpoint -> checkpoints.loss_state
+strategies.zero_checkpoint -> checkpoints.manifest
+strategies.zero_checkpoint -> training.trainer
+"""
+CIRCLES_LEFT = """
+checkpoints.async_save
+checkpoints.commit
+checkpoints.hub
+checkpoints.keeper
+checkpoints.loss_state
+checkpoints.merge
+checkpoints.resume
+checkpoints.trainable
+checkpoints.weights
+data.image_files
+data.load
+frozen.encode_once
+frozen.feature_cache
+frozen.freeze
+frozen.leading_part
+launch
+models.adapter_folder
+models.backbones
+models.embedding_model
+models.towers
+planner.auto
+planner.choose
+planner.devices
+planner.reasons
+run.config
+run.help
+run.stages
+strategies.choose
+strategies.ddp
+strategies.tensor_parallel
+strategies.zero
+strategies.zero_checkpoint
+training.arguments
+training.checks
+training.health
+training.learning_rate
+training.loss_scale
+training.scaling
+training.step
+training.trainer
+"""
+# File -> lines that ask which parallelism runs. They belong behind the seam in strategies/.
+PARALLELISM_LEFT = {
+    "checkpoints.async_save": 1,
+    "checkpoints.commit": 2,
+    "checkpoints.folder": 1,
+    "checkpoints.keeper": 5,
+    "checkpoints.loss_state": 1,
+    "checkpoints.merge": 1,
+    "checkpoints.resume": 1,
+    "checkpoints.trainable": 9,
+    "data.bad_rows": 1,
+    "engine.budget": 1,
+    "failures": 2,
+    "frozen.freeze": 1,
+    "frozen.plan": 1,
+    "models.embedding_model": 1,
+    "run.config": 1,
+    "run.deepspeed_install": 1,
+    "run.preemption": 1,
+    "training.arguments": 1,
+    "training.checks": 4,
+    "training.health": 4,
+    "training.learning_rate": 2,
+    "training.nonfinite": 1,
+    "training.step": 6,
+    "training.trainer": 9,
+}
+PARALLELISM = re.compile(
+    r"is_fsdp_enabled|is_deepspeed_enabled|\bDTensor\b|\bds_[a-z]+|DistributedType|FullyShardedDataParallel"
+    r"|DistributedDataParallel|ACCELERATE_USE_|\"FSDP_|LOCAL_RANK|WORLD_SIZE|\"RANK\""
+)
+
+
+def imports(name: str) -> set[str]:
+    """The files of the package that a file imports, as "engine.chunks"."""
+    found = set()
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_dist_ext"):
+            inner = node.module.removeprefix("hf_dist_ext").removeprefix(".")
+            for alias in node.names:
+                module = ".".join(filter(None, [inner, alias.name]))
+                found.add(module if module in FILES else inner)
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("hf_dist_ext.") for a in node.names if a.name.startswith("hf_dist_ext.")}
+    return found & FILES.keys() - {name}
+
+
+ARROWS = {name: imports(name) for name in FILES}
+
+
+def is_allowed(source: str, target: str) -> bool:
+    home, other = source.partition(".")[0], target.partition(".")[0]
+    if home == other or target in COMMON:
+        return True
+    if home == "run" and other == "checkpoints":
+        return target in RUN_READS
+    return other in ALLOWED.get(home, "").split()
+
+
+def circles() -> set[str]:
+    """The files from which imports lead back to themselves."""
+    reached = {name: set(targets) for name, targets in ARROWS.items()}
+    while True:
+        more = {name: set.union(targets, *(reached[t] for t in targets)) for name, targets in reached.items()}
+        if more == reached:
+            return {name for name, targets in reached.items() if name in targets}
+        reached = more
+
+
+def test_packages_import_only_what_they_may():
+    found = {
+        f"{source} -> {target}" for source in FILES for target in ARROWS[source] if not is_allowed(source, target)
+    }
+    assert found == set(filter(None, ARROWS_LEFT.split("\n")))
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert circles() == set(CIRCLES_LEFT.split())
+
+
+def test_only_strategies_ask_which_parallelism_runs():
+    found = {}
+    for name, path in FILES.items():
+        if not name.startswith(("strategies.", "planner.")) and name != "launch":
+            count = sum(bool(PARALLELISM.search(line)) for line in path.read_text(encoding="utf-8").splitlines())
+            found |= {name: count} if count else {}
+    assert found == PARALLELISM_LEFT
+
+
+BLOCKED_IMPORT = """
+import importlib, sys
+
+blocked, modules = (words.split(",") for words in sys.argv[1:])
+for name in blocked:
+    sys.modules[name] = None  # an import of it raises ModuleNotFoundError
+for module in modules:
+    importlib.import_module(f"hf_dist_ext.{module}")
+"""
+WITHOUT_TORCH = ("run.", "planner.")
+ALONE = ["launch", "cli", "errors", "policy", "failures", "checkpoints.manifest", "checkpoints.folder"]
+
+
+@pytest.mark.parametrize("blocked, modules", [
+    ("transformers accelerate datasets peft evaluate", [name for name in FILES if name.startswith("engine.")]),
+    ("torch transformers accelerate datasets peft numpy",
+     [name for name in FILES if name.startswith(WITHOUT_TORCH)] + ALONE),
+], ids=["engine needs torch only", "what runs before ranks exist needs no torch"])  # fmt: skip
+def test_it_imports_with_others_blocked(blocked, modules):
+    command = [sys.executable, "-c", BLOCKED_IMPORT, ",".join(blocked.split()), ",".join(modules)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert len(modules) > 6 and done.returncode == 0, done.stderr
+
+
+def test_the_package_itself_imports_nothing_and_names_its_parts():
+    code = (
+        "import sys, hf_dist_ext, hf_dist_ext.engine, hf_dist_ext.data\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "from hf_dist_ext import UsageError\n"
+        "assert issubclass(UsageError, ValueError) and hf_dist_ext.__version__\n"
+        "assert {'DistTrainer', 'InfoNCELoss'} <= set(dir(hf_dist_ext))\n"
+        "assert not hasattr(hf_dist_ext, 'nonsense')\n"
+        "for package in (hf_dist_ext, hf_dist_ext.engine, hf_dist_ext.data):\n"
+        "    assert all(hasattr(package, name) for name in package.__all__), package\n"
+        "import pickle\n"
+        "assert hf_dist_ext.DistTrainingArguments.__module__ == 'hf_dist_ext'\n"
+        "assert pickle.loads(pickle.dumps(hf_dist_ext.DistTrainingArguments)) is hf_dist_ext.DistTrainingArguments"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

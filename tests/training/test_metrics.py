@@ -1,0 +1,143 @@
+"""Ranks and the metrics made of them, against loops; what a broken model gets; evaluation in parts."""
+
+import inspect
+import math
+from pathlib import Path
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import ndcg_score
+
+from hf_dist_ext.training.metrics import retrieval_metrics, retrieval_ranks
+from hf_dist_ext.training.retrieval_metrics.retrieval_metrics import RetrievalMetrics
+
+
+def unit_vectors(rows, dim=8, seed=0):
+    vectors = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(vectors, dim=1)
+
+
+def right_of(targets) -> torch.Tensor:
+    return torch.stack([torch.arange(len(targets)), torch.as_tensor(targets)], dim=1)
+
+
+def flat(ranks: list[list[int]]) -> list[int]:
+    assert all(len(of_query) == 1 for of_query in ranks)
+    return [rank for of_query in ranks for rank in of_query]
+
+
+def test_ranks_equal_a_sort_for_every_tile():
+    queries, documents = unit_vectors(23, seed=1), unit_vectors(40, seed=2)
+    target = torch.randint(0, 40, (23,), generator=torch.Generator().manual_seed(3))
+    naive = []
+    for query, wanted in zip(queries, target.tolist(), strict=True):
+        order = sorted(range(40), key=lambda j, query=query: -float(query.double() @ documents[j].double()))
+        naive.append(order.index(wanted))
+    assert len(set(naive)) > 10
+    for tile in (1, 7 * 40, 23 * 40, 40 * 40, 4096):
+        assert flat(retrieval_ranks(queries, documents, right_of(target), tile=tile)) == naive
+    # splitting the queries over processes changes nothing
+    parts = [retrieval_ranks(queries[p], documents, right_of(target[p])) for p in (slice(0, 9), slice(9, 23))]
+    assert flat(parts[0] + parts[1]) == naive
+    assert len(retrieval_ranks(queries.bfloat16(), documents.bfloat16(), right_of(target))) == 23
+
+
+@pytest.mark.parametrize("with_groups", [False, True])
+@pytest.mark.parametrize("most", [None, 1, 3])
+def test_ranks_of_several_right_documents_equal_a_sort(with_groups, most):
+    generator = torch.Generator().manual_seed(4)
+    queries, documents = (torch.randint(-2, 3, (rows, 4), generator=generator).float() for rows in (17, 30))
+    right = torch.stack([torch.randint(0, n, (60,), generator=generator) for n in (17, 30)], dim=1)
+    right = torch.cat([right, right_of(torch.arange(17))])
+    groups = torch.randint(0, 40, (len(right),), generator=generator) if with_groups else None
+    expected = []
+    for query in range(17):
+        rows = [i for i, (q, _) in enumerate(right.tolist()) if q == query]
+        if with_groups:
+            own = {int(groups[i]) for i in rows}
+            rows += [i for i in range(len(right)) if int(groups[i]) in own]
+        wanted = {int(right[i, 1]) for i in rows}
+        order = sorted(range(30), key=lambda j: (-float(queries[query] @ documents[j]), j in wanted))
+        expected.append([order.index(j) for j in order if j in wanted][:most])
+    assert max(map(len, expected)) >= (most or 5)
+    for tile in (30, 4 * 30, 10000):
+        assert retrieval_ranks(queries, documents, right, groups, most, tile) == expected
+
+
+def test_a_collapsed_or_broken_model_ranks_last():
+    same = torch.ones(30, 8) / 8**0.5
+    assert flat(retrieval_ranks(same, same)) == [29] * 30
+    # as collapsed as float32 can tell
+    assert flat(retrieval_ranks(same + 1e-8 * torch.randn(30, 8), same)) == [29] * 30
+    assert flat(retrieval_ranks(torch.full((30, 8), torch.nan), same)) == [29] * 30
+    documents = unit_vectors(30)
+    documents[5] = torch.nan
+    assert flat(retrieval_ranks(unit_vectors(30), documents))[5] == 29
+    assert set(retrieval_metrics(same, same).values()) == {0.0}
+
+
+def test_copies_of_the_wanted_document_do_not_compete_with_it():
+    documents = unit_vectors(6).repeat(2, 1)
+    queries = documents[:6]
+    assert flat(retrieval_ranks(queries, documents, right_of(torch.arange(6)))) == [1] * 6
+    ids = torch.arange(6).repeat(2)[:, None].expand(-1, 2) + 7
+    assert retrieval_metrics(documents, documents, ids)["recall@1"] == 1.0
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_metrics_equal_their_definitions(k):
+    ranks = [0, 2, 9, 10, 400, 1, 0]
+    expected = {
+        f"mrr@{k}": sum(1 / (rank + 1) for rank in ranks if rank < k) / 7,
+        f"ndcg@{k}": sum(1 / math.log2(rank + 2) for rank in ranks if rank < k) / 7,
+        "recall@1": 2 / 7,
+        f"recall@{k}": sum(rank < k for rank in ranks) / 7,
+    }
+    assert RetrievalMetrics(keep_in_memory=True).compute(ranks=ranks, k=k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_ndcg_equals_scikit_learns():
+    queries, documents = unit_vectors(30, seed=1), unit_vectors(30, seed=2) + 0.5 * unit_vectors(30, seed=1)
+    expected = ndcg_score(torch.eye(30).numpy(), (queries @ documents.T).numpy(), k=10)
+    assert 0.1 < expected < 0.99
+    assert retrieval_metrics(queries, documents)["ndcg@10"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_metric_fed_in_parts_equals_one_fed_at_once():
+    ranks = torch.randint(0, 30, (101,), generator=torch.Generator().manual_seed(0))
+    whole = RetrievalMetrics(keep_in_memory=True).compute(ranks=ranks)
+    assert 0 < whole["mrr@10"] < 1
+    metric = RetrievalMetrics(keep_in_memory=True)
+    for part in (ranks[60:], ranks[:7], ranks[7:60]):  # as processes would deliver them
+        metric.add_batch(ranks=part)
+    assert metric.compute() == pytest.approx(whole, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_metrics_of_several_right_documents_equal_their_definitions(k):
+    ranks = [[0, 2, 5], [4], [12, 1], [11, 14]]
+    gains = [sum(1 / math.log2(rank + 2) for rank in row if rank < k) for row in ranks]
+    ideals = [sum(1 / math.log2(place + 2) for place in range(min(len(row), k))) for row in ranks]
+    best = [min(row) for row in ranks]
+    expected = {
+        f"mrr@{k}": sum(1 / (rank + 1) for rank in best if rank < k) / 4,
+        f"ndcg@{k}": sum(gain / ideal for gain, ideal in zip(gains, ideals, strict=True)) / 4,
+        "recall@1": 1 / 4,
+        f"recall@{k}": sum(rank < k for rank in best) / 4,
+    }
+    assert RetrievalMetrics(keep_in_memory=True).compute(ranks=ranks, k=k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_evaluate_loads_the_folder_without_a_hub(tmp_path):
+    folder = Path(inspect.getfile(RetrievalMetrics)).parent
+    metric = evaluate.load(str(folder), cache_dir=str(tmp_path))
+    assert metric.compute(ranks=[0, 1]) == {
+        "mrr@10": 0.75,
+        "ndcg@10": pytest.approx(0.8154648768),
+        "recall@1": 0.5,
+    } | {"recall@10": 1.0}
+    metric.add_batch(ranks=np.array([3, 0], dtype=np.int64))
+    assert metric.compute(k=2)["recall@2"] == 0.5
+    assert metric.compute(ranks=[[0, 1], [7]], k=5)["recall@5"] == 0.5

@@ -1,0 +1,146 @@
+"""What DistTrainer refuses, logs and writes, in this process."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.collectives import row_weight
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+
+
+def collate(rows: list[int]) -> dict:
+    def features(shift: int) -> dict:
+        width = 3 + shift + max(rows) % 4
+        mask = torch.stack([(torch.arange(width) < 2 + (row + shift) % (width - 1)).long() for row in rows])
+        return {
+            "input_ids": (torch.arange(width) * (torch.tensor(rows)[:, None] + shift)) % 49 * mask,
+            "attention_mask": mask,
+        }
+
+    ids = torch.tensor(rows)
+    return {"query": features(1), "positive": features(5), "ids": {"query": ids, "positive": ids}}
+
+
+class Tiny(nn.Module):
+    def __init__(self, middle: nn.Module | None = None):
+        super().__init__()
+        self.tokens, self.middle = nn.Embedding(50, 8), middle or nn.Linear(8, 8)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.tokens(input_ids) * attention_mask[..., None]
+        return self.middle(hidden.sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+class NoEmbeddings(Tiny):
+    def forward(self, input_ids, attention_mask):
+        return {"logits": super().forward(input_ids, attention_mask)}
+
+
+def trainer(folder, model=None, num_rows=32, loss=None, collator=collate, **more) -> DistTrainer:
+    torch.manual_seed(0)
+    arguments = dict(gradient_cache_chunk_size=3, per_device_train_batch_size=8, max_steps=3, logging_steps=1) | more
+    arguments = dict(save_strategy="no") | arguments
+    args = DistTrainingArguments(output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, **arguments)
+    return DistTrainer(
+        model or Tiny(), args, data_collator=collator, train_dataset=list(range(num_rows)),
+        eval_dataset=list(range(20)), loss=loss or InfoNCELoss(learnable_temperature=True),
+    )  # fmt: skip
+
+
+def test_a_batch_norm_is_refused_by_name_unless_it_stays_in_eval(tmp_path):
+    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with pytest.raises(UsageError, match="'middle.1'"):
+        trainer(tmp_path, Tiny(norm))
+    trainer(tmp_path, Tiny(norm), gradient_cache_chunk_size=None)
+
+    class Frozen(Tiny):
+        def train(self, mode: bool = True):
+            super().train(mode)
+            self.middle[1].eval()
+            return self
+
+    trainer(tmp_path, Frozen(norm))
+
+
+def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(UsageError, match="DataParallel"):
+        trainer(tmp_path)
+
+
+@pytest.mark.parametrize("build, words", [
+    (lambda path: trainer(path, NoEmbeddings()).train(), "does not return embeddings"),
+    (lambda path: trainer(path, num_rows=7).train(), "fewer than one global batch of 8"),
+    (lambda path: trainer(path, collator=lambda rows: {"input_ids": torch.ones(2, 2)}).train(), "column -> features"),
+    (lambda path: trainer(path, collator=lambda rows: {"query": collate(rows)["query"]}).train(), "positive column"),
+    (lambda path: DistTrainer(Tiny(), TrainingArguments(output_dir=str(path)), loss=InfoNCELoss()),
+     "DistTrainingArguments"),
+    (lambda path: trainer(path, no_duplicates_in_batch=True).train(), "ContrastiveCollator"),
+])  # fmt: skip
+def test_bad_setups_are_one_clear_error(tmp_path, build, words):
+    with pytest.raises(UsageError, match=words):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("gradient_cache_chunk_size", 0), ("gradient_cache_chunk_size", -3), ("gradient_cache_chunk_size", 2.5),
+    ("gradient_cache_chunk_size", "big"), ("gradient_cache_chunk_size", True), ("gradient_cache_chunk_tokens", 0),
+    ("gradient_cache_keep_graph", -1), ("gradient_cache_fsdp", "fast"), ("gradient_cache_memory_gib", 0.0),
+])  # fmt: skip
+def test_arguments_out_of_range_name_themselves(tmp_path, name, value):
+    with pytest.raises(UsageError, match=name):
+        DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+def test_every_logged_line_is_in_the_metrics_file(tmp_path):
+    trained = trainer(tmp_path, eval_strategy="steps", eval_steps=3)
+    trained.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == len(trained.state.log_history) == 5
+    step = lines[0]
+    assert step["num_chunks"] == 6 and step["contrastive_batch_size"] == 8
+    assert step["rows_per_second"] > 0 and step["tokens_per_second"] > 0
+    assert 0 < step["padding_share"] < 1 and 0 <= step["accuracy"] <= 1
+    assert step["temperature"] == pytest.approx(0.05)
+    assert {"eval_loss", "eval_mrr@10", "eval_ndcg@10", "eval_recall@1", "eval_recall@10"} <= lines[3].keys()
+
+
+def test_evaluation_uses_the_loss_of_training(tmp_path):
+    evaluated = trainer(tmp_path, per_device_eval_batch_size=20)
+    found = evaluated.evaluate()["eval_loss"]
+    batch, model = collate(list(range(20))), evaluated.model.eval()
+    own = {name: model(**batch[name]) for name in ("query", "positive")}
+    assert found == pytest.approx(evaluated.loss(own, ids=batch["ids"]).loss.item(), rel=1e-5)
+
+
+def test_the_hub_token_reaches_no_file(tmp_path):
+    saved = trainer(tmp_path, save_steps=1, hub_token="hf_SECRET")
+    saved.args.save_strategy = "steps"
+    saved.train()
+    saved.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in files)
+    assert not [path for path in files if b"hf_SECRET" in path.read_bytes()]
+    assert saved.args.hub_token == "hf_SECRET"
+
+
+def test_ranks_weigh_by_their_rows():
+    counts = [3, 5, 4]
+    assert sum(row_weight(rows, counts) for rows in counts) == pytest.approx(3)
+    assert row_weight(5, counts) == pytest.approx(3 * 5 / 12)
+
+
+def test_a_user_loss_is_any_callable_over_embeddings(tmp_path):
+    def loss(own, everyone=None, row_offset=0, ids=None):
+        return nn.functional.mse_loss(own["query"], (everyone or own)["positive"])
+
+    trained = trainer(tmp_path, loss=loss)
+    before = trained.evaluate()["eval_loss"]
+    trained.train()
+    assert trained.evaluate()["eval_loss"] < before
