@@ -148,7 +148,7 @@ def _say_choice(plan: LaunchPlan, run: Run, devices: int) -> None:
     from hf_dist_ext.planner.auto import store
 
     store(plan.choice, run.training["output_dir"])
-    if devices or run.run.accelerate_config == "auto":
+    if devices or run.options.accelerate_config == "auto":
         _say(f"auto: {plan.choice.preset}. {' '.join(plan.choice.reasons)}")
     for warning in plan.choice.warnings:
         _say(f"warning: {warning}")
@@ -156,7 +156,7 @@ def _say_choice(plan: LaunchPlan, run: Run, devices: int) -> None:
 
 def plan_launch(run: Run, devices: int) -> LaunchPlan:
     """What a run asks for on a machine with so many visible devices. Raises UsageError when that cannot be."""
-    asked, wanted = run.run.accelerate_config or "auto", run.run.num_processes
+    asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     choice = None
     if asked == "auto":
         from hf_dist_ext.planner.auto import choose  # it imports this module to count devices
@@ -358,7 +358,7 @@ def _in_words(kind: str, fsdp_version: int, group: int = 1) -> str:
 
 def _what_is_asked(run: Run, kind: str, processes: int) -> str | None:
     """What the run file asks for, in words, when that is not what runs."""
-    asked, wanted = run.run.accelerate_config or "auto", run.run.num_processes
+    asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     if asked != "auto":
         preset = load_preset(find_preset(asked))
         asked_kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")

@@ -31,7 +31,7 @@ class Choice:
 
 def choose(run: Run, devices: int) -> Choice:
     """The preset of a run on a machine with so many visible devices (0: the CPU)."""
-    processes = run.run.num_processes or devices
+    processes = run.options.num_processes or devices
     counted = "multi_gpu_ddp" if processes > 1 else "single_gpu"
     if devices == 0:  # (1)
         return Choice(

@@ -156,7 +156,7 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
     """
     if run.stages:
         return _plan_stages(run, hardware, available)
-    config = run.run
+    config = run.options
     shape = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
     work = workload_of(run, shape)
     if not is_known(shape):

@@ -264,7 +264,7 @@ def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
 
 def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     """A parsed run (`config.Run`) and its model's complete configuration (planner/shape_config.py) -> Workload."""
-    given, fields = run.given, run.run
+    given, fields = run.given, run.options
     knobs = knobs_of(given)
     notes: list[str] = []
     is_embedding = getattr(fields, "task", "embedding") == "embedding"
@@ -312,7 +312,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
 
 def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:
     """(1)"""
-    fields, given = run.run, run.given
+    fields, given = run.options, run.given
     rows = given.get("per_device_train_batch_size") or 8
     text = config.get("text_config") or config
     longest = text.get("max_position_embeddings") or DEFAULT_LENGTH

@@ -1,7 +1,7 @@
 """The JSON run file: strict parsing, command-line overrides, errors that name the remedy.
 
     run = load_run(["--config", "configs/code_search.json", "--learning_rate", "2e-5"])
-    run.run.temperature, run.training["learning_rate"], run.echo, run.flat()
+    run.options.temperature, run.training["learning_rate"], run.echo, run.flat()
 
 (1) the fields: `RunConfig` below, `DistTrainingArguments` and `TrainingArguments`, all read from source
     (run/fields.py)
@@ -231,7 +231,7 @@ class Run:
     `echo` the short names that were mapped, a line each; `given` all that was set, by long name."""
 
     path: Path
-    run: RunConfig
+    options: RunConfig
     training: dict[str, Any]
     echo: list[str]
     given: dict[str, Any]
@@ -254,7 +254,7 @@ def load_run(argv: list[str]) -> Run:
     path, overrides = _parse_command_line(argv)
     layers = [(_read_json(path), str(path)), (overrides, "the command line")]
     run = _from_layers(path, layers)
-    if run.run.stages is not None:
+    if run.options.stages is not None:
         from hf_dist_ext.run.stages import plan_stages
 
         run.stages = plan_stages(run, layers, functools.partial(_from_layers, path))
@@ -391,7 +391,7 @@ def _check_bounds(name: str, value: Any, bounds: dict[str, Any], alternatives: T
 
 
 def _check_rules(run: Run) -> None:
-    config, given = run.run, run.given
+    config, given = run.options, run.given
     check_task_fields(config.task, given)
     useless = [name for name in CONTRASTIVE_FIELDS if given.get(name) not in (None, False)]
     if config.loss is None and useless:

@@ -33,7 +33,7 @@ FOLDERS = "stage_*"
 
 def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Run]) -> list[Run]:
     """The stages of a run, in order. `layers`: the run file and the command line; `parse` makes a run of layers."""
-    if not run.run.stages:
+    if not run.options.stages:
         raise UsageError("stages=[] is empty. Give at least one stage, or null for a run without stages.")
     if run.given.get("push_to_hub"):
         raise UsageError(
@@ -41,7 +41,7 @@ def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Ru
             "Upload output_dir afterwards: hf upload NAME output_dir --exclude 'stage_*'"
         )
     stages: list[Run] = []
-    for index, fields in enumerate(run.run.stages):
+    for index, fields in enumerate(run.options.stages):
         name = _name_of(fields, index, [stage.name for stage in stages])
         where = f'stage {index} "{name}"'
         if alien := OF_THE_WHOLE_RUN & fields.keys():
@@ -77,7 +77,7 @@ def _name_of(fields: dict[str, Any], index: int, earlier: list[str]) -> str:
 def _check_paths(stage: Run) -> None:
     """Data that is clearly a file here must be here: a stage's turn may come after days."""
     for field in ("dataset_name", "eval_dataset_name", "image_folder"):
-        value = getattr(stage.run, field)
+        value = getattr(stage.options, field)
         is_path = value is not None and (
             field == "image_folder" or re.match(r"[.~/]|.*\.(jsonl?|csv|parquet)$", value)
         )

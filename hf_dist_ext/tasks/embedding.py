@@ -35,7 +35,7 @@ LOSS_OPTIONS = (
 
 
 def build(run: Run, args: DistTrainingArguments) -> Parts:
-    config = run.run
+    config = run.options
     distributed_config = _distributed_config(run)
     train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
     columns = column_names(config, train_dataset)
@@ -72,17 +72,17 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
-    if image_pairs.has_towers(run.run):
+    if image_pairs.has_towers(run.options):
         return [_to_load("TowerModel")]
     lines = [_to_load("EmbeddingModel")]
-    lengths = run.run.max_length
+    lengths = run.options.max_length
     if isinstance(lengths, Mapping) and (len(lengths) < NUM_PAIR_COLUMNS or len(set(lengths.values())) > 1):
         listed = ", ".join(f"{column} {length} tokens" for column, length in lengths.items())
         lines.append(
             f"lengths:  {listed}, as encode_query and encode_document of sentence-transformers 6.2 cut texts; its "
             "encode, and other programs, cut all at the longest."
         )
-    if run.run.dataset_name == CODE_SEARCH:
+    if run.options.dataset_name == CODE_SEARCH:
         lines.append('try it:   hf-dist search --model {folder} "parse a date string"')
     return lines
 
@@ -93,7 +93,7 @@ def _to_load(kind: str) -> str:
 
 def build_tokenizer(run: Run, train_dataset: Any) -> Any:
     """The tokenizer that is named, the model's own, or for the built-in dataset one trained on its train split."""
-    config = run.run
+    config = run.options
     name = config.tokenizer_name or config.model_name_or_path
     if name is not None:
         options = {"revision": config.model_revision} if name == config.model_name_or_path else {}
@@ -154,15 +154,15 @@ def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
     """
     if model.normalize:
         return True
-    if "normalize" not in run.given and isinstance(model, EmbeddingModel) and not _is_for_dots(run.run):
+    if "normalize" not in run.given and isinstance(model, EmbeddingModel) and not _is_for_dots(run.options):
         model.normalize = True
         logger.warning(
             "the model's folder does not normalise; this run trains cosines, so its own will: normalize=true."
         )
         return True
     logger.warning(
-        f"embeddings are not normalised: scores are dot products, divided by temperature={run.run.temperature}. Its "
-        "default is meant for cosines."
+        f"embeddings are not normalised: scores are dot products, divided by temperature={run.options.temperature}. "
+        "Its default is meant for cosines."
     )
     return False
 
@@ -175,7 +175,7 @@ def _is_for_dots(config: RunConfig) -> bool:
 
 def _distributed_config(run: Run) -> Any:
     """How the launcher's tensor parallelism splits the model; None without."""
-    config, found = run.run, tensor_parallel.launched_config()
+    config, found = run.options, tensor_parallel.launched_config()
     if found is None:
         return None
     given = {"use_lora": config.use_lora, "loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}
@@ -188,7 +188,7 @@ def _distributed_config(run: Run) -> Any:
 
 
 def build_model(run: Run, tokenizer: Any, distributed_config: Any = None) -> EmbeddingModel:
-    config = run.run
+    config = run.options
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
         "matryoshka_dims": config.matryoshka_dims, "dtype": config.dtype,

@@ -44,7 +44,7 @@ def has_towers(config: RunConfig) -> bool:
 
 def build_towers(run: Run, columns: list[str], image_columns: list[str]) -> TowerModel:
     """A `TowerModel` for the run's columns."""
-    config = run.run
+    config = run.options
     for name in ("pooling", "projection_dim"):
         if name in run.given:
             raise UsageError(f"{name} is given, but a model of towers ends in its own vectors. Remove {name}.")
@@ -95,7 +95,7 @@ def _config_of(config: RunConfig) -> PreTrainedConfig:
 
 def build_collator(run: Run, model: TowerModel, processor: Any, columns: list[str]) -> ContrastiveCollator:
     """Texts through the processor's tokenizer, pictures through its image processor."""
-    config, text = run.run, getattr(model.towers[TEXT], "config", None)
+    config, text = run.options, getattr(model.towers[TEXT], "config", None)
     tokenizer = getattr(processor, "tokenizer", processor)
     max_length, multiple = config.max_length, None
     if reads_fixed_width(text):  # (3)

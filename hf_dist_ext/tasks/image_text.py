@@ -27,7 +27,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 
 
 def build(run: Run, args: DistTrainingArguments) -> Parts:
-    config = run.run
+    config = run.options
     train_dataset, eval_dataset = load_conversations(config, args.max_bad_rows or 0)
     processor = load_processor(config)
     model = build_model(config, processor)

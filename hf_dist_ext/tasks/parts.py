@@ -82,7 +82,7 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     if training.get("max_nonfinite_steps", "auto") == "auto":
         training["max_nonfinite_steps"] = LIMIT
     training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))
-    if run.run.use_lora and run.run.model_config is not None and not run.name:
+    if run.options.use_lora and run.options.model_config is not None and not run.name:
         training.setdefault("save_full_model", True)  # the base of the adapters is nowhere else
     try:
         return DistTrainingArguments(**training)
@@ -91,10 +91,10 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
 
 
 def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
-    if (size := launched_tensor_parallel_size()) > 1 and run.run.task != "embedding":
+    if (size := launched_tensor_parallel_size()) > 1 and run.options.task != "embedding":
         raise UsageError(
-            f'tp_size={size} in the accelerate YAML: task "{run.run.task}" does not run under tensor parallelism. Use '
-            "multi_gpu_fsdp."
+            f'tp_size={size} in the accelerate YAML: task "{run.options.task}" does not run under tensor parallelism. '
+            "Use multi_gpu_fsdp."
         )
     set_seed(args.seed)  # every process builds the same weights
     _keep_precision_of_frozen_weights(run, args)
@@ -130,8 +130,8 @@ def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> 
     if launched_tensor_parallel_size() > 1:
         return
     has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None
-    if run.run.dtype is None and run.run.model_name_or_path and has_frozen_part and (args.bf16 or args.fp16):
-        run.run.dtype = "auto"
+    if run.options.dtype is None and run.options.model_name_or_path and has_frozen_part and (args.bf16 or args.fp16):
+        run.options.dtype = "auto"
 
 
 def hints(run: Run) -> list[str]:
@@ -140,4 +140,4 @@ def hints(run: Run) -> list[str]:
 
 
 def _module(run: Run) -> ModuleType:
-    return importlib.import_module(f"{__package__}.{TASKS[run.run.task]}")
+    return importlib.import_module(f"{__package__}.{TASKS[run.options.task]}")

@@ -132,7 +132,7 @@ def _start_from(stage: Run, before: Run | None) -> None:
         return
     folder = before.training["output_dir"]
     dtype = manifest.read(folder)["dtype"]
-    config = stage.run
+    config = stage.options
     config.model_name_or_path, config.dtype = folder, dtype
     config.model_config = config.model_revision = config.tokenizer_name = None
 

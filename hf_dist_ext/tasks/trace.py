@@ -63,7 +63,7 @@ def build(run: Any, work: Workload) -> nn.Module:
     from hf_dist_ext.models.backbones import parse_config
     from hf_dist_ext.models.embedding_model import EmbeddingModel
 
-    fields = run.run
+    fields = run.options
     if fields.model_config is not None:
         config = parse_config(fields.model_config)
     else:
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> None:
     wants_shape = "--shape" in argv
     with exit_on_usage_error():
         run = load_run([word for word in argv if word != "--shape"])
-        config = run.run
+        config = run.options
         full = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
         # the trace's kernels are a CPU's, and its masks hide nothing
         work = replace(workload_of(run, full), mask_bytes=0, has_padding=False)

@@ -29,10 +29,10 @@ def write(folder: Path, run: Run, report: Mapping[str, Any], to_load: Sequence[s
 
 
 def text(folder: Path, run: Run, report: Mapping[str, Any], to_load: Sequence[str]) -> str:
-    given, base = run.flat(), run.run.model_name_or_path
+    given, base = run.flat(), run.options.model_name_or_path
     head = [f"base_model: {json.dumps(base)}"] if base and not Path(base).exists() else []
     made_from = (
-        f"`{base}`" if base else f"a new `{run.run.model_config['model_type']}`, not pretrained (`model_config`)"
+        f"`{base}`" if base else f"a new `{run.options.model_config['model_type']}`, not pretrained (`model_config`)"
     )
     lives = report.get("stages") or [report]
     lines = [
@@ -44,8 +44,8 @@ def text(folder: Path, run: Run, report: Mapping[str, Any], to_load: Sequence[st
         *(f"* Trained: {_stage(life)}{life['trained_share']:.2%} of the parameters." for life in lives),
         *_fields("What trains", given, _TRAINED),
         *_fields("Data", given, _DATA),
-        f"* Task: `{run.run.task}`. Processes: {report['world_size']}. Every setting of the run is in `run.json`, all "
-        "logged figures are in `metrics.jsonl`.",
+        f"* Task: `{run.options.task}`. Processes: {report['world_size']}. Every setting of the run is in `run.json`, "
+        "all logged figures are in `metrics.jsonl`.",
         *_metrics(lives),
         "",
         "    " + "\n    ".join(line.format(folder=folder) for line in to_load),

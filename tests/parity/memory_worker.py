@@ -122,7 +122,7 @@ def run_of(case: dict, folder: str):
 
 
 def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
-    config = run.run
+    config = run.options
     shape = read_model_config(config.model_config, config.model_name_or_path)
     work = replace(workload_of(run, shape), mask_bytes=0)  # a CPU's dropout masks are of the values' own type
     hardware = catalog.Hardware(world)
@@ -190,7 +190,7 @@ class Rows(torch.utils.data.Dataset):
 
 def build(case: dict, run, embedding_model):
     """Model and collator. Every text row has one padding token, so that attention takes a mask."""
-    config = run.run
+    config = run.options
     lengths = config.max_length
 
     def texts(rows: list[int], column: str) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ def make_run(tmp_path, monkeypatch):
 
 
 def workload(run):
-    return workload_of(run, read_model_config(run.run.model_config, None))
+    return workload_of(run, read_model_config(run.options.model_config, None))
 
 
 def strategy(name):
@@ -101,7 +101,7 @@ def test_activations_that_do_not_fit_become_smaller_chunks_or_checkpointing(make
 def test_a_batch_without_a_gradient_cache_is_accumulated(make_run):
     llava = {"model_type": "llava", "text_config": {"model_type": "llama", "num_hidden_layers": 2}}
     run = make_run(llava, per_device_train_batch_size=64, loss=None, max_length=1024)
-    run.run.task = "image-text-to-text"
+    run.options.task = "image-text-to-text"
     plan = make_plan(run, Hardware(1, 24 * GIB))
     rows, steps = (plan.changes[f"{name}"] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     assert rows * steps == 64 and plan.best.fitted.total <= 24 * GIB
@@ -286,7 +286,7 @@ def test_auto_counts_devices_where_nothing_can_be_computed_and_says_so(make_run,
     on_machine(monkeypatch, None)
     assert "does not tell" in auto.choose(run, 2).reasons[0]
     on_machine(monkeypatch, 24)
-    run.run.model_config, run.run.model_name_or_path = None, "nobody/has-this-model"
+    run.options.model_config, run.options.model_name_or_path = None, "nobody/has-this-model"
     choice = auto.choose(run, 2)
     assert choice.preset == "multi_gpu_ddp" and "the model was not read" in choice.reasons[0]
 

@@ -265,7 +265,7 @@ def test_torch_s_tracker_agrees_with_the_closed_form(small_run, model, fields):
     from hf_dist_ext.tasks.trace import compare
 
     run = small_run(model, **fields)
-    work = workload_of(run, read_model_config(run.run.model_config, None))
+    work = workload_of(run, read_model_config(run.options.model_config, None))
     found = compare(run, dataclasses.replace(work, mask_bytes=0, has_padding=False))
     assert found["traced"]["activations"] > 2**20
     for part in ("parameters", "gradients", "optimizer", "total"):

@@ -169,7 +169,7 @@ def test_adapters_without_targets_are_where_peft_puts_them(kind, make_run):  # n
 
     run = make_run({"model_type": kind, "num_hidden_layers": 2}, use_lora=True)
     with torch.device("meta"):
-        model = add_adapters(EmbeddingModel.from_config(AutoConfig.for_model(kind, num_hidden_layers=2)), run.run)
+        model = add_adapters(EmbeddingModel.from_config(AutoConfig.for_model(kind, num_hidden_layers=2)), run.options)
     theirs = {name for name, one in model.named_parameters() if one.requires_grad}
     theirs = {name.removeprefix("base_model.model.").replace(".default", "") for name in theirs}
     ours = {name for name, one in workload(run).parameters().items() if one.trains}

@@ -42,7 +42,7 @@ def error_of(call, *argv, **keys) -> str:
 
 def test_fields_go_to_the_run_or_to_the_training_arguments(load):
     run = load(temperature=0.1, learning_rate=2e-5, _note="a comment")
-    assert run.run.temperature == 0.1 and run.run.loss == "infonce" and run.run.task == "embedding"
+    assert run.options.temperature == 0.1 and run.options.loss == "infonce" and run.options.task == "embedding"
     assert run.training == {"learning_rate": 2e-5, "output_dir": str(Path("outputs", "my_run"))}
     assert run.echo == [] and run.path == Path("my_run.json")
 
@@ -112,7 +112,7 @@ def test_command_line_values_have_the_field_s_type(load, words, expected):
 
 def test_the_command_line_goes_over_the_file(load):
     run = load("--seed", "7", "--temperature", "0.2", seed=1, temperature=0.1, weight_decay=0.5)
-    assert (run.training["seed"], run.run.temperature, run.training["weight_decay"]) == (7, 0.2, 0.5)
+    assert (run.training["seed"], run.options.temperature, run.training["weight_decay"]) == (7, 0.2, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_short_names_are_mapped_and_echoed(load, keys, expected):
 
 def test_model_name_and_checkpointing_short_names(load):
     run = load(model_name="some/model", model_config=None, use_gradient_checkpointing=True)
-    assert run.run.model_name_or_path == "some/model"
+    assert run.options.model_name_or_path == "some/model"
     long_name = "activation_checkpointing" if "activation_checkpointing" in config.all_fields() else None
     assert run.training[long_name or "gradient_checkpointing"] is True
 
@@ -286,7 +286,7 @@ def test_short_names_on_the_command_line_override_long_ones_of_the_file(load):
     assert load("--use_gradient_cache", gradient_cache_chunk_size=8).training["gradient_cache_chunk_size"] == 8
     off = load("--use_gradient_cache", "false", gradient_cache_chunk_size=8, gradient_cache_chunk_tokens=99).training
     assert off["gradient_cache_chunk_size"] is None and off["gradient_cache_chunk_tokens"] is None
-    assert load("--use_fsdp", "false", accelerate_config="fsdp").run.accelerate_config is None
+    assert load("--use_fsdp", "false", accelerate_config="fsdp").options.accelerate_config is None
     assert load("--log_to_wandb", report_to="none").training["report_to"] == ["wandb"]
     assert load("--log_to_wandb", "false", report_to=["wandb", "x"]).training["report_to"] == ["x"]
 

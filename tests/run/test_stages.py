@@ -38,9 +38,9 @@ def test_a_stage_sets_fields_over_the_file_and_the_command_line_over_both(plan):
     assert align.training["learning_rate"] == 1e-3 and tune.training["learning_rate"] == 5e-4
     assert tune.training["num_train_epochs"] == 2 and "num_train_epochs" not in align.training
     assert {stage.training["weight_decay"] for stage in run.stages} == {0.5}
-    assert {stage.run.max_train_samples for stage in run.stages} == {7}
+    assert {stage.options.max_train_samples for stage in run.stages} == {7}
     assert [stage.training["output_dir"] for stage in run.stages] == ["out/stage_0_align", "out/stage_1_tune"]
-    assert run.training["output_dir"] == "out" and align.run.stages is None
+    assert run.training["output_dir"] == "out" and align.options.stages is None
     assert plan("--output_dir", "elsewhere").stages[1].training["output_dir"] == "elsewhere/stage_1_tune"
 
 

@@ -207,8 +207,8 @@ def test_weights_of_two_precisions_are_carried_bit_for_bit(tmp_path):
     from hf_dist_ext.tasks.image_text import build_model
 
     run = load_run(["--config", str(short_config(tmp_path))])
-    run.run.dtype = "bfloat16"
-    model = build_model(run.run, build_processor())
+    run.options.dtype = "bfloat16"
+    model = build_model(run.options, build_processor())
     model.model.multi_modal_projector.float()
     with torch.no_grad():
         for parameter in model.model.multi_modal_projector.parameters():
@@ -221,7 +221,7 @@ def test_weights_of_two_precisions_are_carried_bit_for_bit(tmp_path):
     assert facts["dtype"] == "bfloat16"
     assert facts["carried"] and all("projector" in name for name in facts["carried"]), facts["carried"]
     stages._start_from(run.stages[1], run.stages[0])
-    again = build_model(run.stages[1].run, build_processor())
+    again = build_model(run.stages[1].options, build_processor())
     stages._carry(again, folder)
     expected = dict(model.named_parameters())
     assert {p.dtype for p in expected.values()} == {torch.float32, torch.bfloat16}
