@@ -40,9 +40,6 @@ checkpoints.commit -> data.position
 checkpoints.commit -> frozen.plan
 checkpoints.commit -> run.lease
 checkpoints.commit -> training.trainer
-checkpoints.keeper -> data.stream_order
-checkpoints.keeper -> training.arguments
-checkpoints.keeper -> training.learning_rate
 checkpoints.loss_state -> training.trainer
 checkpoints.merge -> training.trainer
 checkpoints.resume -> training.trainer
@@ -65,7 +62,6 @@ CIRCLES_LEFT = """
 checkpoints.async_save
 checkpoints.commit
 checkpoints.hub
-checkpoints.keeper
 checkpoints.loss_state
 checkpoints.merge
 checkpoints.resume
@@ -95,6 +91,7 @@ strategies.tensor_parallel
 strategies.zero
 strategies.zero_checkpoint
 training.arguments
+training.checkpoint_hooks
 training.checks
 training.health
 training.learning_rate
@@ -108,7 +105,6 @@ PARALLELISM_LEFT = {
     "checkpoints.async_save": 1,
     "checkpoints.commit": 2,
     "checkpoints.folder": 1,
-    "checkpoints.keeper": 5,
     "checkpoints.loss_state": 1,
     "checkpoints.merge": 1,
     "checkpoints.resume": 1,
@@ -123,6 +119,7 @@ PARALLELISM_LEFT = {
     "run.deepspeed_install": 1,
     "run.preemption": 1,
     "training.arguments": 1,
+    "training.checkpoint_hooks": 5,
     "training.checks": 4,
     "training.health": 4,
     "training.learning_rate": 2,

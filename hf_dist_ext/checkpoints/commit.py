@@ -238,7 +238,7 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
         "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
         "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
         "dtype": dtype_of_base(bare),
-        "base_model": base_model(trainer),
+        "base_model": base_model(model),
         "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
         "frozen_fingerprint": None if digests is None else trainable.fingerprint(digests),
         "stage": getattr(trainer, "stage", None),
@@ -247,9 +247,8 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
     }
 
 
-def base_model(trainer: DistTrainer) -> str | None:
+def base_model(model: Any) -> str | None:
     """The folder or hub id that the weights came from; None for a model that was built from a configuration."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     name = getattr(getattr(model, "config", None), "_name_or_path", None) or None
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 

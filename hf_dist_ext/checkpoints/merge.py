@@ -258,6 +258,11 @@ def has_adapters(trainer: DistTrainer) -> bool:
     return hasattr(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), "merge_and_unload")
 
 
+def can_stand_alone(model: nn.Module) -> bool:
+    """Whether a folder of its adapters says all about an `EmbeddingModel`: its base lies somewhere."""
+    return adapter_folder.can_be_written(model) and commit.base_model(model) is not None
+
+
 def check_can_save_merged(trainer: DistTrainer) -> None:
     """Before training: the copy that is merged would have to be whole on one process."""
     if (trainer.is_fsdp_enabled or is_zero3(trainer)) and has_adapters(trainer):
@@ -302,7 +307,7 @@ def complete_adapters(trainer: DistTrainer, folder: Path, state_dict: dict[str, 
         if not trainer.args.should_save:
             return
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        base, dtype = commit.base_model(trainer), commit.dtype_of_base(model.get_base_model())
+        base, dtype = commit.base_model(model), commit.dtype_of_base(model.get_base_model())
         adapter_folder.write(model, state_dict, folder, base, dtype, projection, tokenizer)
 
     agreed.together(write)

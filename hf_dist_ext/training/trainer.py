@@ -24,7 +24,6 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import loss_state
-from hf_dist_ext.checkpoints.keeper import CheckpointHooks
 from hf_dist_ext.data.position import PositionHooks
 from hf_dist_ext.data.sampling import no_duplicates_sampler
 from hf_dist_ext.errors import UsageError
@@ -35,6 +34,7 @@ from hf_dist_ext.strategies import choose, collectives, ddp, fsdp, tensor_parall
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 from hf_dist_ext.training import checks, loss_scale, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.checkpoint_hooks import CheckpointHooks
 from hf_dist_ext.training.health import SafeTrainer
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes

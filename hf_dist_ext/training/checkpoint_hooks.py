@@ -24,7 +24,6 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import async_save, commit, hub, loss_state, merge, resume, trainable
 from hf_dist_ext.checkpoints.safe_reading import trusted_reading
 from hf_dist_ext.data import stream_order
-from hf_dist_ext.models import adapter_folder
 from hf_dist_ext.strategies import agreed, collectives, ddp, tensor_parallel, zero_checkpoint
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -60,7 +59,7 @@ class CheckpointHooks(Trainer):
     def saves_complete_model(self) -> bool:
         """Whether `save_model` ends with a folder that from_pretrained loads: not when only a part was trained, unless
         it was asked for, or the rest is in no folder and on no hub."""
-        return not self._saves_trainable_only or self.args.save_full_model or commit.base_model(self) is None
+        return not self._saves_trainable_only or self.args.save_full_model or commit.base_model(self._bare) is None
 
     @property
     def _merges_adapters(self) -> bool:
@@ -72,8 +71,11 @@ class CheckpointHooks(Trainer):
         """Whether a folder holds the adapters of an `EmbeddingModel`, whose base lies somewhere, and no more."""
         if not self._has_own_arguments or self._saves_trainable_only or self.args.save_full_model:
             return False
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        return adapter_folder.can_be_written(model) and commit.base_model(self) is not None
+        return merge.can_stand_alone(self._bare)
+
+    @property
+    def _bare(self) -> nn.Module:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     # ---- (1) ----
 
@@ -171,8 +173,7 @@ class CheckpointHooks(Trainer):
         if self._has_own_arguments and self.args.save_full_model:
             merge.check_can_save_merged(self)
         if self._saves_trainable_only and self._frozen_digests is None:
-            bare = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            self._frozen_digests = trainable.frozen_digests(bare, self.freeze_plan.saved)
+            self._frozen_digests = trainable.frozen_digests(self._bare, self.freeze_plan.saved)
         if self._has_own_arguments:
             resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
             learning_rate.keep_effective_batch(self, resume_from_checkpoint)
