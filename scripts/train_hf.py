@@ -72,7 +72,7 @@ def train(run: Run) -> None:
 
 def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:
     """One life of a trainer, and its report."""
-    from hf_dist_ext.frozen.plan import num_elements
+    from hf_dist_ext.strategies.tensors import num_elements
 
     trainer = parts.make_trainer(args)  # (2)
     trainer.stage = run.name or None

@@ -37,7 +37,6 @@ RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
 ARROWS_LEFT = """
 checkpoints.async_save -> training.trainer
 checkpoints.commit -> data.position
-checkpoints.commit -> frozen.plan
 checkpoints.commit -> run.lease
 checkpoints.commit -> training.trainer
 checkpoints.loss_state -> training.trainer
@@ -50,9 +49,6 @@ frozen.feature_cache -> training.trainer
 frozen.freeze -> training.trainer
 planner.devices -> launch
 strategies.ddp -> training.trainer
-strategies.tensor_parallel -> checkpoints.trainable
-strategies.zero -> checkpoints.trainable
-strategies.zero -> frozen.plan
 strategies.zero -> training.trainer
 strategies.zero_checkpoint -> checkpoints.loss_state
 strategies.zero_checkpoint -> checkpoints.manifest
@@ -66,18 +62,13 @@ checkpoints.loss_state
 checkpoints.merge
 checkpoints.resume
 checkpoints.trainable
-checkpoints.weights
 data.image_files
 data.load
-frozen.encode_once
 frozen.feature_cache
 frozen.freeze
-frozen.leading_part
 launch
 models.adapter_folder
-models.backbones
 models.embedding_model
-models.towers
 planner.auto
 planner.choose
 planner.devices
@@ -85,9 +76,7 @@ planner.reasons
 run.config
 run.help
 run.stages
-strategies.choose
 strategies.ddp
-strategies.tensor_parallel
 strategies.zero
 strategies.zero_checkpoint
 training.arguments
@@ -108,13 +97,10 @@ PARALLELISM_LEFT = {
     "checkpoints.loss_state": 1,
     "checkpoints.merge": 1,
     "checkpoints.resume": 1,
-    "checkpoints.trainable": 9,
+    "checkpoints.trainable": 1,
     "data.bad_rows": 1,
-    "engine.budget": 1,
     "failures": 2,
     "frozen.freeze": 1,
-    "frozen.plan": 1,
-    "models.embedding_model": 1,
     "run.config": 1,
     "run.deepspeed_install": 1,
     "run.preemption": 1,
@@ -123,7 +109,6 @@ PARALLELISM_LEFT = {
     "training.checks": 4,
     "training.health": 4,
     "training.learning_rate": 2,
-    "training.nonfinite": 1,
     "training.step": 6,
     "training.trainer": 9,
 }

@@ -32,9 +32,9 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import async_save, manifest, trainable
 from hf_dist_ext.data.position import data_fingerprint
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.frozen.plan import num_elements
 from hf_dist_ext.run import lease
 from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies.tensors import num_elements
 
 if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer

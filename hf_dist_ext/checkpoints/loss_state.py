@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
-from hf_dist_ext.checkpoints.trainable import bare_optimizer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import tensor_parallel
+from hf_dist_ext.strategies.tensors import bare_optimizer
 
 if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer

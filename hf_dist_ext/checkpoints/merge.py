@@ -29,6 +29,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel, load_weights
 from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
 from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_tower
 from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.strategies.zero import is_zero3
 
 if TYPE_CHECKING:
@@ -301,7 +302,7 @@ def complete_adapters(trainer: DistTrainer, folder: Path, state_dict: dict[str, 
         for name, value in trainable.named(model.named_parameters()).items()
         if name.startswith(start)
     }
-    projection = dict(trainable.gathered(parts, trainer.args.should_save))
+    projection = dict(gathered(parts, trainer.args.should_save))
 
     def write() -> None:
         if not trainer.args.should_save:

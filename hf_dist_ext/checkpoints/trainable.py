@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +22,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, gathered, is_split, put, whole
 
 if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer
@@ -75,13 +74,6 @@ def optimizer_state(trainer: DistTrainer) -> tuple[dict[str, torch.Tensor], list
     return dict(sorted(state.items())), groups
 
 
-def bare_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's wrapper."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 # ---- (2) ----
 
 
@@ -96,9 +88,9 @@ def save_weights(trainer: DistTrainer, folder: Path, may_shard: bool = True) -> 
     if may_shard and is_sharded(trainer):
         dcp.save({name: tensor.detach() for name, tensor in tensors.items()}, checkpoint_id=folder / SHARDED_WEIGHTS)
     else:
-        whole = {name: tensor for name, tensor in gathered(tensors, trainer.args.should_save)}
+        weights = dict(gathered(tensors, trainer.args.should_save))
         if trainer.args.should_save:
-            save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+            save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     if trainer.args.should_save:
         (folder / FROZEN).write_text(json.dumps(trainer._frozen_digests or {}, indent=1), encoding="utf-8")
 
@@ -116,32 +108,10 @@ def save_optimizer(trainer: DistTrainer, folder: Path) -> None:
         torch.save(content, folder / OPTIMIZER)
 
 
-def gathered(tensors: Mapping[str, torch.Tensor], keep: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors on the CPU, one after the other (each may be a collective); yielded only where `keep`."""
-    for name, tensor in tensors.items():
-        with whole_under_zero(tensor):
-            whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-            whole = whole.cpu().clone().contiguous() if keep else None
-        if keep:
-            yield name, whole
-
-
-@contextlib.contextmanager
-def whole_under_zero(tensor: torch.Tensor) -> Iterator[None]:
-    """While inside, a weight that ZeRO-3 holds in parts is whole on every rank."""
-    if not hasattr(tensor, "ds_id"):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([tensor]):
-        yield
-
-
 def _check_can_be_sharded(trainer: DistTrainer, state: Mapping[str, torch.Tensor]) -> None:
     """A plain tensor beside a sharded parameter is this rank's own affair: the format would keep one rank's."""
-    sharded = {name for name, p in named(trainer.model.named_parameters()).items() if isinstance(p, DTensor)}
-    local = [n for n, v in state.items() if n.rpartition("/")[0] in sharded and v.dim() and not isinstance(v, DTensor)]
+    sharded = {name for name, p in named(trainer.model.named_parameters()).items() if is_split(p)}
+    local = [n for n, v in state.items() if n.rpartition("/")[0] in sharded and v.dim() and not is_split(v)]
     if local:
         raise UsageError(
             f"optim={trainer.args.optim} keeps {local[0]!r} per process, which no checkpoint of frozen parts can "
@@ -184,16 +154,6 @@ def _stored_shards(folder: Path, trust: bool) -> Stored:
         safe_reading.load({name: tensor.detach() for name, tensor in tensors.items()}, folder, trust)
 
     return Stored({name: tuple(entry.size) for name, entry in entries.items()}, fill)
-
-
-def put(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a whole tensor, or this rank's part of it."""
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        # no rank sends: all of them read the same file
-        whole = whole.to(tensor.device, tensor.dtype)
-        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(whole)
 
 
 def load_weights(model: nn.Module, saved: frozenset[str] | None, folder: Path, trust: bool = False) -> None:
@@ -253,12 +213,12 @@ def load_optimizer(trainer: DistTrainer, folder: Path, trust: bool = False) -> N
     )
     state = dict(content["rest"])
     if "state" in content:
-        for entry, whole in content["state"].items():
-            state[entry] = _like(parameters[entry.rpartition("/")[0]], whole.shape, whole.dtype)
-            put(state[entry], whole)
+        for entry, value in content["state"].items():
+            state[entry] = empty_like(parameters[entry.rpartition("/")[0]], value.shape, value.dtype)
+            put(state[entry], value)
     else:
         tensors = {
-            entry: _like(parameters[entry.rpartition("/")[0]], one.size, one.properties.dtype)
+            entry: empty_like(parameters[entry.rpartition("/")[0]], one.size, one.properties.dtype)
             for entry, one in safe_reading.read_entries(folder / SHARDED_OPTIMIZER, trust).items()
         }
         _stored_shards(folder / SHARDED_OPTIMIZER, trust).fill(tensors)
@@ -275,13 +235,6 @@ def load_optimizer(trainer: DistTrainer, folder: Path, trust: bool = False) -> N
     optimizer.load_state_dict({"state": by_position, "param_groups": groups})
 
 
-def _like(parameter: torch.Tensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor of a global size, sharded as the parameter is when it has its shape."""
-    if isinstance(parameter, DTensor) and tuple(size) == tuple(parameter.shape):
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    return torch.empty(tuple(size), dtype=dtype, device="cpu" if len(size) == 0 else parameter.device)
-
-
 # ---- (4) ----
 
 
@@ -294,8 +247,8 @@ def frozen_digests(model: nn.Module, saved: frozenset[str]) -> dict[str, str]:
     for name, tensor in named(model.state_dict(keep_vars=True).items()).items():
         if name not in left_out and id(tensor) not in tied and isinstance(tensor, torch.Tensor):
             # split over processes already (tensor parallelism): gathered, one after the other
-            with whole_under_zero(tensor):
-                digests[name] = digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach())
+            with whole(tensor) as content:
+                digests[name] = digest_of(content)
     return digests
 
 

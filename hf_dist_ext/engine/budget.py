@@ -389,8 +389,10 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-    return local.untyped_storage().data_ptr()
+    if hasattr(tensor, "__tensor_flatten__"):  # a tensor that wraps another one has no memory of its own
+        (name, *_), _ = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, name)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _name(device: torch.device) -> str:

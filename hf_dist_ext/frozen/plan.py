@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.tensors import num_elements
 
 Patterns = Sequence[str] | str | None
 
@@ -371,11 +372,6 @@ def report(model: nn.Module, optimizer_bytes_per_parameter: float = 8) -> list[G
     ]
     everything = _line("total", list(model.parameters()), optimizer_bytes_per_parameter)
     return [*lines, everything]
-
-
-def num_elements(parameter: nn.Parameter) -> int:
-    """Of the whole weight, also where ZeRO-3 holds a part of it."""
-    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _line(name: str, parameters: Sequence[nn.Parameter], optimizer_bytes: float) -> GroupReport:

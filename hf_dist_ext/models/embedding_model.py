@@ -41,6 +41,7 @@ from hf_dist_ext.models.model_folder import (
     write_model_folder,
 )
 from hf_dist_ext.strategies.layers import repeated_layer_classes
+from hf_dist_ext.strategies.tensors import is_split
 
 logger = logging.getLogger(__name__)
 
@@ -413,7 +414,7 @@ def check_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], sou
 
 
 def _check_can_be_saved(model: EmbeddingModel, state_dict: Mapping[str, torch.Tensor]) -> None:
-    if any(type(weight).__name__ == "DTensor" for weight in state_dict.values()):
+    if any(map(is_split, state_dict.values())):
         raise UsageError("The weights are sharded. Pass the full ones: state_dict=accelerator.get_state_dict(model).")
     if any(".lora_" in key or ".base_layer." in key for key in state_dict):
         raise UsageError(

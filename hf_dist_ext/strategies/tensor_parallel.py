@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_dist_ext.checkpoints.trainable import gathered
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.tensors import gathered, held_here
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +132,7 @@ class SplitModel:
         parameters = [p for module in self.partial for p in module.parameters() if p.grad is not None]
         if not parameters:
             return
-        own = [_local(p.grad) for p in parameters]
+        own = [held_here(p.grad) for p in parameters]
         flat = torch.cat([gradient.flatten() for gradient in own])
         dist.all_reduce(flat, group=self.group)
         for gradient, part in zip(own, flat.split([gradient.numel() for gradient in own]), strict=True):
@@ -204,7 +204,7 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
     for parameter in parameters:
         if parameter.grad is not None:
-            of_copies[_copies(parameter.grad)].append(_local(parameter.grad))
+            of_copies[_copies(parameter.grad)].append(held_here(parameter.grad))
     squares = [nn.utils.get_total_norm(those) ** 2 / copies for copies, those in of_copies.items()]
     if not squares:
         return torch.zeros(())
@@ -301,11 +301,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     for name, tensor in model.state_dict().items():
         if name not in theirs or theirs[name].shape != tensor.shape:
             raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
-        _local(tensor).copy_(_local(theirs[name]))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        held_here(tensor).copy_(held_here(theirs[name]))
 
 
 def _number(content: bytes) -> int:

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dist_ext.checkpoints.trainable import bare_optimizer
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.frozen.plan import num_elements
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 
 if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from hf_dist_ext.checkpoints import commit
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.frozen.plan import num_elements
 from hf_dist_ext.strategies.agreed import together
+from hf_dist_ext.strategies.tensors import num_elements
 
 if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer

@@ -20,9 +20,9 @@ import torch
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.checkpoints.trainable import bare_optimizer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.tensors import bare_optimizer
 
 if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer

@@ -20,6 +20,7 @@ import torch
 
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.tensors import held_here
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str, de
 
     One pass over the weights where they are, one number to the host; `device` is the one that ranks exchange on.
     """
-    trained = {name: _local(p) for name, p in named if p.requires_grad and _local(p).numel()}
+    held = {name: held_here(p).detach() for name, p in named if p.requires_grad}
+    trained = {name: weight for name, weight in held.items() if weight.numel()}
     groups: dict[tuple, list[torch.Tensor]] = {}
     for weight in trained.values():
         groups.setdefault((weight.device, weight.dtype), []).append(weight)
@@ -87,11 +89,6 @@ def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str, de
         f"{', '.join(str(rank) for rank, bad in enumerate(ranks) if bad)}. Earlier checkpoints are untouched: resume "
         "from the newest with a lower learning_rate."
     )
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    held = getattr(parameter, "ds_tensor", parameter)  # this rank's part under ZeRO-3
-    return getattr(held, "_local_tensor", held).detach()
 
 
 def describe_rows(inputs: object, tokenizer: object = None) -> str:

@@ -31,7 +31,8 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_dist_ext.checkpoints import async_save, manifest, trainable
+from hf_dist_ext.checkpoints import async_save, manifest
+from hf_dist_ext.strategies import tensors
 from hf_dist_ext.strategies.collectives import sharded_on_cpu
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -87,7 +88,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
     trainer.train(resume_from_checkpoint=resume)
     digest = hashlib.sha256()
     for parameter in trainer.model.parameters():
-        with trainable.whole_under_zero(parameter):
+        with tensors.whole_under_zero(parameter):
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()

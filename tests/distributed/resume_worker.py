@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext.checkpoints import safe_reading, trainable
 from hf_dist_ext.checkpoints.merge import merge
+from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import MODES, Run
@@ -56,14 +57,14 @@ def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None:
                 state, _ = trainable.optimizer_state(self)
-                read.update(trainable.gathered(state, keep=True))
+                read.update(gathered(state, keep=True))
 
     trainer = Reading(LlamaForCausalLM(config), args, train_dataset=rows)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
     if saves_model:
         trainer.save_model()
     weights = trainable.named(trainer.model.named_parameters())
-    weights = dict(trainable.gathered(weights, keep=True))
+    weights = dict(gathered(weights, keep=True))
     if trainer.is_world_process_zero():
         save_file(weights, folder / f"end-{mode}.safetensors")
         save_file(read, folder / "read.safetensors")

@@ -23,12 +23,13 @@ from torch import nn
 from transformers import AutoModel, Qwen3Config, TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from hf_dist_ext.checkpoints import manifest, trainable
+from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import tensor_parallel
 from hf_dist_ext.strategies.collectives import launched_processes, launched_tensor_parallel_size, rank
+from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
@@ -92,7 +93,7 @@ def evaluated(base: Path, folder: Path) -> dict[str, float]:
 
 def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
     tensors = trainer.model.state_dict() | {f"loss.{k}": v for k, v in trainer.loss.state_dict().items()}
-    return {name: value.clone() for name, value in trainable.gathered(tensors, keep=True)}
+    return {name: value.clone() for name, value in gathered(tensors, keep=True)}
 
 
 def largest_difference(one: dict, other: dict) -> float:

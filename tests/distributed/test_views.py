@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
-from hf_dist_ext.checkpoints import manifest, resume, trainable
-from hf_dist_ext.strategies import agreed
+from hf_dist_ext.checkpoints import manifest, resume
+from hf_dist_ext.strategies import agreed, tensors
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
@@ -126,7 +126,7 @@ def one_machine(say, views: list[Path], job, seconds: float) -> str:
         trainer = job(views[rank])
         digest = hashlib.sha256()
         for parameter in trainer.model.parameters():
-            with trainable.whole_under_zero(parameter):
+            with tensors.whole_under_zero(parameter):
                 whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
                 digest.update(whole.detach().numpy().tobytes())
         found.write_text(json.dumps({"began_at": trainer.began_at, "digest": digest.hexdigest()}))
