@@ -62,8 +62,6 @@ checkpoints.loss_state
 checkpoints.merge
 checkpoints.resume
 checkpoints.trainable
-data.image_files
-data.load
 frozen.feature_cache
 frozen.freeze
 launch

@@ -1,6 +1,7 @@
 """Rows, their order, and the batches made of them.
 
-`load.py` opens a dataset and checks its rows; `conversations.py` and `image_files.py` do so for pictures, and
+`load.py` opens a dataset: `columns.py` gives its columns our names, `row_check.py` looks at every row, `hold_out.py`
+takes evaluation rows from the training split. `conversations.py` and `image_files.py` read rows with pictures;
 `code_search.py` and `digits.py` are the datasets that need no download. `epoch_order.py`, `sampling.py` and
 `stream_order.py` put rows in order, `position.py` finds the place in that order at a resume. `collator.py` and
 `image_text_collator.py` make batches. `bad_rows.py` and `storage.py` deal with rows and files that can not be read.

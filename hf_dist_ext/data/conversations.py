@@ -32,9 +32,12 @@ import datasets
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from hf_dist_ext.data import digits, load
+from hf_dist_ext.data import digits
 from hf_dist_ext.data.collator import as_list
+from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of, require_column, type_name
 from hf_dist_ext.data.image_files import find_image
+from hf_dist_ext.data.load import load_datasets, open_splits
+from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
@@ -55,22 +58,22 @@ class Example:
     where: str  # for errors
 
 
-def load_conversations(run: RunConfig, max_bad_rows: int = 0) -> tuple[load.AnyDataset, load.AnyDataset | None]:
+def load_conversations(run: RunConfig, max_bad_rows: int = 0) -> tuple[AnyDataset, AnyDataset | None]:
     """The run's training and evaluation rows; UsageError for what is not there or does not fit together."""
-    return load.load_datasets(run, open_rows, check_rows, max_bad_rows)
+    return load_datasets(run, open_rows, check_rows, max_bad_rows)
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 
-def open_rows(name: str, run: RunConfig) -> Mapping[str, load.AnyDataset]:
+def open_rows(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
     if name == digits.NAME:
         return digits.load_digits(run.dataset_config_name)
     path = Path(name).expanduser()
     if path.suffix in (".json", ".jsonl") and path.is_file() and not run.streaming:
         names = run.columns or {}
         return {"train": _kept(path, {names.get(column, column) for column in COLUMNS}, names)}
-    return load.open_splits(name, run)
+    return open_splits(name, run)
 
 
 def _kept(path: Path, kept: set[str], names: Mapping[str, Any]) -> Dataset:
@@ -122,9 +125,9 @@ def _text(value: Any) -> str | None:
 # (2) ---------------------------------------------------------------------------------------------------------------
 
 
-def check_rows(dataset: load.AnyDataset, run: RunConfig, check: load.RowCheck) -> load.AnyDataset:
+def check_rows(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
     """The columns that are read, with numbered rows; every row of a dataset that is not a stream is checked."""
-    available = load.columns_of(dataset)
+    available = columns_of(dataset)
     reader = ConversationReader(run, available, check.name)
     dataset = dataset.select_columns(list(reader.columns.values()))
     if isinstance(dataset, IterableDataset):  # whose readers each would count from 0
@@ -147,8 +150,8 @@ def _pictures(dataset: Dataset, column: str | None) -> Iterator[list[str | None]
     is_list, is_image = inner is not feature, isinstance(inner, datasets.Image)
     is_text = isinstance(inner, datasets.Value) and ("string" in inner.dtype or inner.dtype == "null")
     if not is_image and not is_text:
-        raise UsageError(f'column "{column}" holds {load.type_name(feature)}; image must be pictures or file names.')
-    for table in load.arrow_batches(dataset.select_columns([column])):
+        raise UsageError(f'column "{column}" holds {type_name(feature)}; image must be pictures or file names.')
+    for table in arrow_batches(dataset.select_columns([column])):
         values = table.column(column)
         if is_text:
             for value in values.to_pylist():
@@ -276,7 +279,7 @@ def _resolve(columns: Any, available: list[str], name: str) -> dict[str, str]:
             raise UsageError(f'columns has "{column}"; task "image-text-to-text" knows {", ".join(COLUMNS)}.')
         if not isinstance(source, str):
             raise UsageError(f'columns["{column}"] is a list; here every column is one of the dataset.')
-        load.require_column(source, available, name, f'columns["{column}"]')
+        require_column(source, available, name, f'columns["{column}"]')
     if "conversations" not in columns and "answer" not in columns:
         raise UsageError(
             f"{name} has the columns {', '.join(available)}, neither conversations nor answer. Map them: "

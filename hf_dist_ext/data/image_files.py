@@ -1,7 +1,7 @@
 """Columns of image file names -> columns of pictures, which are opened when their row is read.
 
 (1) a name stays below `image_folder`: one that is absolute or climbs out of it is an error, in every task
-(2) every file of a dataset that is not a stream must exist, as data.RowCheck looks before a model is built
+(2) every file of a dataset that is not a stream must exist, as `RowCheck` looks before a model is built
 (3) names become paths, paths become `datasets` images
 """
 
@@ -16,7 +16,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset
 
-from hf_dist_ext.data.load import RowCheck
+from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
@@ -57,7 +57,7 @@ def _is_file(path: str) -> bool:
 
 
 def with_images(dataset: Any, sources: dict[str, str | list[str]], run: RunConfig, check: RowCheck) -> Any:
-    """The dataset with the columns behind `run.image_columns` as pictures; `sources` as data.resolve_columns gives."""
+    """The dataset with the columns behind `run.image_columns` as pictures; `sources` come from `resolve_columns`."""
     if run.image_folder is not None and not os.path.isdir(run.image_folder):
         raise UsageError(f'image_folder="{run.image_folder}" is no folder. Paths start at {Path.cwd()}.')
     for column in run.image_columns or ():

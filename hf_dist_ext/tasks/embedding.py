@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from hf_dist_ext.data.code_search import train_tokenizer
-from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
-from hf_dist_ext.data.load import CODE_SEARCH, ContrastiveCollator, column_names, load_datasets
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator
+from hf_dist_ext.data.columns import column_names
+from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role

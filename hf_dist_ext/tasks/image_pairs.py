@@ -14,7 +14,7 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.images import reads_fixed_width
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype, shortened

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 from hf_dist_ext.data import digits
+from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.conversations import ConversationReader, load_conversations
 from hf_dist_ext.data.image_text_collator import ImageTextCollator
-from hf_dist_ext.data.load import columns_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype, shortened
 from hf_dist_ext.run.config import Run, RunConfig

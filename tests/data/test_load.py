@@ -14,7 +14,8 @@ from PIL import Image
 
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import ContrastiveCollator, content_id
-from hf_dist_ext.data.load import column_names, load_datasets
+from hf_dist_ext.data.columns import column_names
+from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.row_ids import numbered, shared_ids
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig

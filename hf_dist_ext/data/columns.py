@@ -1,0 +1,120 @@
+"""The columns of a dataset: which there are, the names that training gives them, and their values as they are stored.
+
+The order of the columns of a run has a meaning: the first is the query, the second its positive, others are negatives.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+from datasets.features.features import require_decoding
+
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, as_list
+from hf_dist_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    from hf_dist_ext.run.config import RunConfig
+
+DEFAULT_COLUMNS = ("query", "positive", "negative")
+
+AnyDataset = Dataset | IterableDataset
+Source = str | list[str]  # one dataset column, or several that are joined into a list per row
+
+
+def column_names(run: RunConfig, dataset: AnyDataset) -> list[str]:
+    """The columns of a dataset from `load_datasets` that are embedded, in order: anchor, positive, negatives."""
+    names = list(run.columns) if run.columns else DEFAULT_COLUMNS
+    available = columns_of(dataset)
+    return [name for name in names if name in available]
+
+
+def columns_of(dataset: AnyDataset) -> list[str]:
+    """A stream may know its columns only once a row is read."""
+    return list(dataset.column_names or next(iter(dataset), {}))
+
+
+def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], name: str) -> dict[str, Source]:
+    """Our column name -> the dataset's column or columns, all of which exist."""
+    if columns is None:
+        columns = {column: column for column in DEFAULT_COLUMNS if column in available}
+        if len(columns) < NUM_PAIR_COLUMNS or list(columns)[1] != "positive":
+            raise UsageError(
+                f"{name} has the columns {', '.join(available)}, not query and positive. "
+                'Map them: columns={"query": "...", "positive": "..."}.'
+            )
+    if len(columns) < NUM_PAIR_COLUMNS:
+        raise UsageError(f"columns={dict(columns)} names {len(columns)} column. A query and its positive are needed.")
+    for index, (column, source) in enumerate(columns.items()):
+        if column == "ids":
+            raise UsageError(
+                'columns: the name "ids" is reserved for the rows\' ids. Call that column something else.'
+            )
+        if not isinstance(source, str) and index < NUM_PAIR_COLUMNS:
+            raise UsageError(
+                f'columns["{column}"] is a list, but a row has one {column}. Only negatives may be several.'
+            )
+        for dataset_column in [source] if isinstance(source, str) else source:
+            require_column(dataset_column, available, name, f'columns["{column}"]')
+    return dict(columns)
+
+
+def require_column(column: str, available: list[str], name: str, option: str) -> None:
+    if column not in available:
+        nearest = difflib.get_close_matches(column, available, n=1)
+        hint = f' Closest: "{nearest[0]}".' if nearest else ""
+        raise UsageError(f'{option}: {name} has no column "{column}". Columns: {", ".join(available)}.{hint}')
+
+
+def rename(dataset: AnyDataset, columns: dict[str, Source], available: list[str]) -> AnyDataset:
+    """Exactly `columns`, in that order. Several negative columns become one column of lists."""
+    sources = list(columns.values())
+    if all(isinstance(source, str) for source in sources) and len(set(sources)) == len(sources):
+        dataset = dataset.select_columns(sources)
+        # `datasets` refuses to rename a column to its own name.
+        changes = {source: column for column, source in columns.items() if source != column}
+        return (_renamed(dataset, changes) if changes else dataset).select_columns(list(columns))
+    return dataset.map(join_columns, batched=True, remove_columns=available, fn_kwargs={"columns": columns})
+
+
+def _renamed(dataset: AnyDataset, changes: dict[str, str]) -> AnyDataset:
+    """A stream is renamed by a map(), for which `datasets` would decode every picture, and encode it again."""
+    if isinstance(dataset, Dataset) or not any(map(require_decoding, (dataset.features or {}).values())):
+        return dataset.rename_columns(changes)
+    return dataset.decode(False).rename_columns(changes).decode(num_threads=0)
+
+
+def join_columns(rows: dict[str, list], columns: dict[str, Source]) -> dict[str, list]:
+    """A row's texts of several columns as one list. A column without text in a row is one negative less."""
+    joined = {}
+    for column, source in columns.items():
+        if isinstance(source, str):
+            joined[column] = rows[source]
+        else:
+            several = zip(*(rows[dataset_column] for dataset_column in source), strict=True)
+            joined[column] = [[text for value in values for text in as_list(value) if text] for values in several]
+    return joined
+
+
+def type_name(feature: Any) -> str:
+    return feature.dtype if isinstance(feature, datasets.Value) else type(feature).__name__
+
+
+def arrow_batches(dataset: Dataset, num_rows: int = 10_000) -> Iterator[pa.Table]:
+    return dataset.with_format("arrow").iter(batch_size=num_rows)
+
+
+def stored(dataset: AnyDataset) -> AnyDataset:
+    """With pictures as they are stored, not decoded."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.decode(False) if dataset.features else dataset
+    for name, feature in dataset.features.items():
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return dataset

@@ -1,0 +1,139 @@
+"""Every row is looked at before training: a `RowCheck` notes those that cannot be used, and too many are an error.
+
+One process of each machine does the looking (`first_of_node`), and the others take from the caches what it has made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch.distributed as dist
+from datasets import Dataset
+
+from hf_dist_ext.data.columns import Source, arrow_batches, type_name
+from hf_dist_ext.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def first_of_node() -> Iterator[bool]:
+    """Its first process goes through before the others do; whether this is the first. One process: it is."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield True
+        return
+    from accelerate import PartialState
+
+    state = PartialState()
+    with state.local_main_process_first():
+        yield state.is_local_main_process
+
+
+@dataclass
+class RowCheck:
+    """Looks at all rows before training. More than `may_be_bad` that cannot be used are an error, fewer a warning."""
+
+    name: str
+    may_be_bad: int = 0
+    is_on: bool = True  # in the first process of a node
+    bad: dict[int, str] = field(default_factory=dict)  # row -> what is wrong with it
+
+    def rows(self, values: Iterable, look: Callable[[Any], Any], column: str | None = None) -> None:
+        """`look(value)` of every row raises UsageError for one that cannot be used."""
+        for row, value in enumerate(values if self.is_on else ()):
+            try:
+                look(value)
+            except UsageError as error:
+                self.add(row, str(error), column)
+
+    def add(self, row: int, what: str, column: str | None = None) -> None:
+        where = "" if column is None else f', column "{column}"'
+        self.bad.setdefault(row, f"{self.name}, row {row} (counted from 0){where}: {what}")
+        if len(self.bad) <= self.may_be_bad:
+            return
+        if self.may_be_bad:
+            raise UsageError(
+                f"{self.bad[row]} Rows like it: {len(self.bad)}, more than max_bad_rows={self.may_be_bad}."
+            )
+        raise UsageError(self.bad[row])
+
+    def finish(self) -> set[int]:
+        """The rows that cannot be used, in every process."""
+        if self.bad:
+            first = next(iter(self.bad.values()))
+            logger.warning(f"{first} max_bad_rows={self.may_be_bad} lets {len(self.bad)} such row(s) be replaced.")
+        everyone = [set(self.bad)]
+        if self.may_be_bad and dist.is_available() and dist.is_initialized():
+            everyone = [set()] * dist.get_world_size()
+            dist.all_gather_object(everyone, set(self.bad))
+        return set().union(*everyone)
+
+
+def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, check: RowCheck) -> None:
+    """Every row of a query or positive has a text (or an image); of a column of negatives at least one row."""
+    sources = [source] if isinstance(source, str) else source
+    kinds = [column_kind(dataset.features[dataset_column]) for dataset_column in sources]
+    for dataset_column, kind in zip(sources, kinds, strict=True):
+        if kind is None or (is_pair and kind == "texts"):
+            allowed = "text or images" if is_pair else "text, lists of text or images"
+            raise UsageError(
+                f'{check.name}, column "{dataset_column}" (row 0 and all others) holds '
+                f"{type_name(dataset.features[dataset_column])}; {column} must be {allowed}. Choose another column."
+            )
+    if not check.is_on:
+        return
+    row_offset, found, shown = 0, 0, '", "'.join(sources)
+    for table in arrow_batches(dataset.select_columns(list(dict.fromkeys(sources)))):
+        # (rows,) booleans: this row has something to embed in at least one of the sources
+        has_content = np.zeros(len(table), dtype=bool)
+        for dataset_column in sources:
+            has_content |= content_mask(table.column(dataset_column))
+        for row in np.flatnonzero(~has_content) if is_pair else ():
+            check.add(
+                row_offset + int(row), f"every row needs a {column}, this is empty or null. Remove the row.", shown
+            )
+        found += int(has_content.sum())
+        row_offset += len(table)
+    if not found:
+        raise UsageError(f'{check.name}, column "{shown}": no row has a {column}. Leave it out of columns.')
+
+
+def check_no_nulls(dataset: Dataset, column: str, check: RowCheck) -> None:
+    row_offset = 0
+    for table in arrow_batches(dataset.select_columns([column])) if check.is_on else ():
+        for row in np.flatnonzero(table.column(column).is_null().to_numpy()):
+            check.add(row_offset + int(row), f'id_column "{column}" is null. Give every row an id.')
+        row_offset += len(table)
+
+
+def column_kind(feature: Any) -> str | None:
+    """ "text", "texts" (a list per row), "image", or None for what can not be embedded."""
+    if isinstance(feature, datasets.Image):
+        return "image"
+    if isinstance(feature, datasets.Value):
+        # A column of nothing but nulls is typed "null"; the row check names its first row.
+        return "text" if "string" in feature.dtype or feature.dtype == "null" else None
+    inner = getattr(feature, "feature", None) if isinstance(feature, (datasets.List, datasets.LargeList)) else None
+    return "texts" if inner is not None and column_kind(inner) == "text" else None
+
+
+def content_mask(values: pa.ChunkedArray) -> np.ndarray:
+    """(rows,) True where a text is not empty, a list holds a text, an image is there."""
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    if isinstance(values.type, (pa.ListType, pa.LargeListType, pa.FixedSizeListType)):
+        mask = np.zeros(len(values), dtype=bool)
+        # (texts,) the row of each text, without null rows
+        rows = pc.list_parent_indices(values).to_numpy()
+        mask[rows[content_mask(pc.list_flatten(values))]] = True
+        return mask
+    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+        return pc.fill_null(pc.greater(pc.binary_length(values), 0), False).to_numpy(zero_copy_only=False)
+    return pc.is_valid(values).to_numpy(zero_copy_only=False)
