@@ -45,8 +45,6 @@ checkpoints.resume -> training.trainer
 checkpoints.trainable -> training.trainer
 data.position -> checkpoints.manifest
 data.position -> strategies.collectives
-frozen.feature_cache -> training.trainer
-frozen.freeze -> training.trainer
 planner.devices -> launch
 strategies.ddp -> training.trainer
 strategies.zero -> training.trainer
@@ -62,8 +60,6 @@ checkpoints.loss_state
 checkpoints.merge
 checkpoints.resume
 checkpoints.trainable
-frozen.feature_cache
-frozen.freeze
 launch
 models.adapter_folder
 models.embedding_model
@@ -81,9 +77,6 @@ training.arguments
 training.checkpoint_hooks
 training.checks
 training.health
-training.learning_rate
-training.loss_scale
-training.scaling
 training.step
 training.trainer
 """
@@ -98,17 +91,14 @@ PARALLELISM_LEFT = {
     "checkpoints.trainable": 1,
     "data.bad_rows": 1,
     "failures": 2,
-    "frozen.freeze": 1,
     "run.config": 1,
     "run.deepspeed_install": 1,
     "run.preemption": 1,
     "training.arguments": 1,
-    "training.checkpoint_hooks": 5,
-    "training.checks": 4,
+    "training.checkpoint_hooks": 6,
     "training.health": 4,
-    "training.learning_rate": 2,
     "training.step": 6,
-    "training.trainer": 9,
+    "training.trainer": 13,
 }
 PARALLELISM = re.compile(
     r"is_fsdp_enabled|is_deepspeed_enabled|\bDTensor\b|\bds_[a-z]+|DistributedType|FullyShardedDataParallel"

@@ -1,11 +1,11 @@
 """`frozen_feature_cache`: what a frozen leading part makes of the training rows, computed once, used in every epoch,
 run and rank.
 
-(1) before the model is wrapped, the ranks share the rows, collate them and compute what the folder lacks; the first
-    batch is collated and computed twice, and what differs then is refused: random features must not be frozen
-(2) the disk it takes is estimated from that batch and said before the rest is computed
-(3) while training, the collator replaces the part's inputs by the stored features; a batch with a row that is not
-    stored (another text, another picture) is computed as without a cache
+Before the model is wrapped, the ranks share the rows, collate them and compute what the folder lacks. The first batch
+is collated and computed twice, and features that differ then are refused: random features must not be frozen. The disk
+that the features take is estimated from that batch and said before the rest is computed. While training, the collator
+replaces the part's inputs by the stored features; a batch with a row that is not stored (another text, another
+picture) is computed as without a cache.
 
 Features are stored as they are computed, in the precision of the run. They equal those of a step without the cache up
 to float rounding, since a row's neighbours in a batch differ.
@@ -15,45 +15,45 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Subset
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
+from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.leading_part import FEATURES, ImageEncoder, LeadingPart, frozen_leading_part
 from hf_dist_ext.strategies import collectives
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 logger = logging.get_logger(__name__)
 
 
 WAITS = (1, 2, 4)  # seconds
+Autocast = Callable[[], AbstractContextManager]  # the run's precision, around a forward
 
 
 class FeatureCache:
-    """The store of one model's frozen part, and the way of its features into training batches."""
+    """The store of one model's frozen part, and the way of its features into training batches. Loader workers get a
+    copy of it. `model`: without its wrappers."""
 
-    def __init__(self, trainer: DistTrainer):
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    def __init__(self, model: nn.Module, args: Any):
         self.part: LeadingPart = frozen_leading_part(model)
         config = getattr(model, "config", None)
         facts = (
             type(model).__name__,
-            trainer.args.bf16,
-            trainer.args.fp16,
+            args.bf16,
+            args.fp16,
             None if config is None else config.to_dict(),
         )
         digest = part_digest(self.part.modules, *facts)
-        self.store = FeatureStore(Path(trainer.args.frozen_feature_cache) / digest)
+        self.store = FeatureStore(Path(args.frozen_feature_cache) / digest)
         self.keeps_left_padding = getattr(config, "rope_parameters", None) is None
         self.must_have_all = False  # set where a forward of the part is a collective
 
@@ -61,7 +61,8 @@ class FeatureCache:
         return row_keys(inputs, self.part.salt(name), self.keeps_left_padding)
 
     def replace(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """(3); all of a batch or nothing, so that one forward has one kind of input."""
+        """Stored features in place of the part's inputs: all or none of a batch, so that a forward has one kind of
+        input."""
         keys = {name: self.keys(name, inputs) for name, inputs in self.part.inputs(batch).items()}
         if not all(key in self.store for of_name in keys.values() for key in of_name):
             if self.must_have_all:
@@ -75,21 +76,31 @@ class FeatureCache:
             batch = self.part.put(batch, name, self.store.get(of_name))
         return batch
 
-    # ---- (1), (2) ----
+    def take(self, inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """Hand a batch's stored image features to the encoder's stand-in; other batches pass unchanged."""
+        if not isinstance(self.part, ImageEncoder):
+            return inputs
+        self.part.withdraw()
+        if FEATURES not in inputs:
+            return inputs
+        self.part.provide(inputs[FEATURES].to(device))
+        return {key: value for key, value in inputs.items() if key != FEATURES}
 
-    def fill(self, trainer: DistTrainer) -> None:
+    # ---- filling ----
+
+    def fill(self, model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast) -> None:
         """Compute what is missing of the training rows. Every rank must call it; an error on one is raised on all."""
         error: UsageError | None = None
         try:
-            self._fill(trainer)
+            self._fill(model, dataset, collate, args, autocast)
         except UsageError as found:
             error = found
-        failed = [row[0] for row in collectives.exchange([int(error is not None)], trainer.args.device)]
+        failed = [row[0] for row in collectives.exchange([int(error is not None)], args.device)]
         if error is not None:
             raise error
         if any(failed):
             raise UsageError(f"frozen_feature_cache: rank {failed.index(1)} failed; its message says why.")
-        self._load_everyones(trainer.args.device)
+        self._load_everyones(args.device)
 
     def _load_everyones(self, device: torch.device) -> None:
         """A folder on the network may show another machine's files a little later."""
@@ -106,8 +117,7 @@ class FeatureCache:
                 "machines share."
             )
 
-    def _fill(self, trainer: DistTrainer) -> None:
-        dataset, args = trainer.train_dataset, trainer.args
+    def _fill(self, model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 "frozen_feature_cache needs a dataset with a length, not a stream. Set streaming to false."
@@ -116,12 +126,12 @@ class FeatureCache:
         loader = DataLoader(
             Subset(dataset, own),
             batch_size=args.per_device_eval_batch_size,
-            collate_fn=trainer.data_collator,
+            collate_fn=collate,
             num_workers=args.dataloader_num_workers,
         )
         places = [(module, next(module.parameters()).device) for module in self.part.modules]
-        was_training = trainer.model.training
-        trainer.model.eval()
+        was_training = model.training
+        model.eval()
         progress = tqdm(
             loader, "frozen features", disable=args.disable_tqdm or not args.should_log or collectives.rank() > 0
         )
@@ -129,9 +139,10 @@ class FeatureCache:
             for module, _ in places:
                 module.to(args.device)  # FSDP leaves the model where it was loaded
             for number, batch in enumerate(progress):
-                found = self._compute(trainer, batch)
+                found = self._compute(batch, args.device, autocast)
                 if number == 0 and found:
-                    self._check_repeatable(trainer, own, found)
+                    rows = collate([dataset[i] for i in own[: args.per_device_eval_batch_size]])
+                    _check_repeatable(found, self._compute(rows, args.device, autocast, again=True))
                     self._check_disk(found, len(own))
                 for keys, features in found:
                     self.store.add(keys, features)
@@ -139,9 +150,11 @@ class FeatureCache:
         finally:
             for module, device in places:
                 module.to(device)
-            trainer.model.train(was_training)
+            model.train(was_training)
 
-    def _compute(self, trainer: DistTrainer, batch: dict, again: bool = False) -> list[tuple[list, torch.Tensor]]:
+    def _compute(
+        self, batch: dict, device: torch.device, autocast: Autocast, again: bool = False
+    ) -> list[tuple[list, torch.Tensor]]:
         """(keys, features) of every input of the batch that has a row which is not stored."""
         found = []
         for name, inputs in self.part.inputs(batch).items():
@@ -150,8 +163,8 @@ class FeatureCache:
             is_known = not isinstance(self.part, ImageEncoder) or self.part.shapes is not None
             if all(key in self.store for key in keys) and is_known and not again:
                 continue
-            placed = {key: value.to(trainer.args.device) for key, value in inputs.items()}
-            with torch.no_grad(), trainer.accelerator.autocast():
+            placed = {key: value.to(device) for key, value in inputs.items()}
+            with torch.no_grad(), autocast():
                 features = self.part.compute(name, placed)
             if len(features) != len(keys):
                 raise UsageError(
@@ -159,21 +172,6 @@ class FeatureCache:
                 )
             found.append((keys, features))
         return found
-
-    def _check_repeatable(self, trainer: DistTrainer, own: range, found: list) -> None:
-        rows = [trainer.train_dataset[i] for i in own[: trainer.args.per_device_eval_batch_size]]
-        again = self._compute(trainer, trainer.data_collator(rows), again=True)
-        first = [keys for keys, _ in found]
-        if first != [keys for keys, _ in again][: len(first)]:
-            raise UsageError(
-                "frozen_feature_cache: collating the same rows twice gave different inputs (augmentation, random "
-                "cropping?), so their features are not constants. Make the collator repeatable or drop the cache."
-            )
-        if not all(torch.equal(one, other) for (_, one), (_, other) in zip(found, again, strict=False)):
-            raise UsageError(
-                "frozen_feature_cache: the frozen part gave different features for the same rows (dropout in its own "
-                "code, or a random operation), so they are not constants. Drop the cache."
-            )
 
     def _check_disk(self, found: list, rows: int) -> None:
         """A first batch says what a row takes; the ranks share the rows evenly."""
@@ -192,6 +190,21 @@ def _size(number: float) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
+def _check_repeatable(found: list, again: list) -> None:
+    """Of the first batch: (keys, features) as they were found, and as they are once more."""
+    first = [keys for keys, _ in found]
+    if first != [keys for keys, _ in again][: len(first)]:
+        raise UsageError(
+            "frozen_feature_cache: collating the same rows twice gave different inputs (augmentation, random "
+            "cropping?), so their features are not constants. Make the collator repeatable or drop the cache."
+        )
+    if not all(torch.equal(one, other) for (_, one), (_, other) in zip(found, again, strict=False)):
+        raise UsageError(
+            "frozen_feature_cache: the frozen part gave different features for the same rows (dropout in its own "
+            "code, or a random operation), so they are not constants. Drop the cache."
+        )
+
+
 class CachingCollator:
     """The trainer's collator, whose batches go on from stored features."""
 
@@ -207,41 +220,20 @@ class CachingCollator:
         return getattr(self.collate, name)
 
 
-@contextmanager
-def features_in_batches(trainer: DistTrainer) -> Iterator[None]:
-    """While the training loader is made: fill the cache once, and let the loader's collator use it."""
-    if trainer.feature_cache is None:
-        trainer.feature_cache = FeatureCache(trainer)
-        trainer.feature_cache.fill(trainer)
-        _share_with_stand_in(trainer)
-    cache, collate = trainer.feature_cache, trainer.data_collator
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    cache.must_have_all = trainer.forwards_are_collective and getattr(plugin, "ignored_modules", None) is None
-    trainer.data_collator = CachingCollator(collate, cache)
-    try:
-        yield
-    finally:
-        trainer.data_collator = collate
+def filled(
+    model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast, stand_in: ImageStandIn | None
+) -> FeatureCache:
+    """The cache of a model without its wrappers, with all training rows.
 
-
-def _share_with_stand_in(trainer: DistTrainer) -> None:
-    """A blank picture goes on from its features as well: a rank that stands in must not run an encoder, whose shards
-    the others do not gather."""
-    part, stand_in = trainer.feature_cache.part, getattr(trainer, "image_stand_in", None)
-    if not isinstance(part, ImageEncoder) or stand_in is None:
-        return
-    with torch.no_grad(), trainer.accelerator.autocast():
-        encoder_device = next(part.encoder.parameters()).device
-        blank = part.compute("images", {key: value.to(encoder_device) for key, value in stand_in.blank.items()})
-    stand_in.before = lambda: part.provide(blank)
-
-
-def take_features(trainer: DistTrainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Hand a batch's stored image features to the encoder's stand-in; other batches pass unchanged."""
-    if trainer.feature_cache is None or not isinstance(trainer.feature_cache.part, ImageEncoder):
-        return inputs
-    trainer.feature_cache.part.withdraw()
-    if FEATURES not in inputs:
-        return inputs
-    trainer.feature_cache.part.provide(inputs[FEATURES].to(trainer.args.device))
-    return {key: value for key, value in inputs.items() if key != FEATURES}
+    stand_in: its blank picture goes on from its features as well: a rank that stands in must not run an encoder, whose
+    shards the others do not gather.
+    """
+    cache = FeatureCache(model, args)
+    cache.fill(model, dataset, collate, args, autocast)
+    part = cache.part
+    if isinstance(part, ImageEncoder) and stand_in is not None:
+        with torch.no_grad(), autocast():
+            encoder_device = next(part.encoder.parameters()).device
+            blank = part.compute("images", {key: value.to(encoder_device) for key, value in stand_in.blank.items()})
+        stand_in.before = lambda: part.provide(blank)
+    return cache

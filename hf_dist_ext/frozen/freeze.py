@@ -1,17 +1,16 @@
-"""Frozen-part training in Trainer's hooks: `freezing` decides, `frozen_mode` runs, this file wires.
+"""Frozen-part training in a run: `plan.py` decides who trains, `run_mode.py` says how the rest runs.
 
-(1) before anything wraps the model: the plan is made and applied, frozen modules get their run-time mode
-(2) FSDP2: frozen parts are sharded like the rest, or replicated on every rank with no collective for them
-(3) a learning rate per group
-(4) at train begin the report is printed; the plan is asserted before the optimizer is made and at every step; after
-    the first backward every trainable parameter must have a gradient
+Before anything wraps the model the plan is made and applied, and frozen modules get their run-time mode. FSDP2 shards
+frozen parts like the rest, or leaves them whole on every rank with no collective for them. Groups of parameters may
+have learning rates of their own. `FreezeWatch` asserts the plan before the optimizer is made and at every step, prints
+the report when training begins, and after the first backward asks every trainable parameter for its gradient.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,9 +33,6 @@ from hf_dist_ext.frozen.run_mode import fully_frozen_roots, set_frozen_mode
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.fsdp import FROZEN_PARTS
 
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
-
 logger = logging.get_logger(__name__)
 
 # What optimizers keep per trainable parameter, bytes; the rest keep AdamW's two float32 numbers.
@@ -45,7 +41,7 @@ REPLICATED_SHARE = 0.25  # of a device's free memory, that replicated frozen wei
 REPLICATED_BYTES_ON_CPU = 4 * 2**30
 
 
-# ---- (1) ----
+# ---- who trains ----
 
 
 def freeze(model: nn.Module | None, args: Any) -> FreezePlan | None:
@@ -59,20 +55,21 @@ def freeze(model: nn.Module | None, args: Any) -> FreezePlan | None:
     return plan
 
 
-def stand_in_for_images(trainer: DistTrainer) -> ImageStandIn | None:
+def stand_in_for_images(
+    model: nn.Module, processor: Any, has_loss: bool, forwards_are_collective: Callable[[], bool]
+) -> ImageStandIn | None:
     """Let batches without images run the image part on a blank picture, when the processor can make one.
 
     A loss over embeddings needs it where forwards are collectives, or where nothing but the image part trains;
-    elsewhere zero gradients do for DDP (`distributed.Reduction`).
+    elsewhere zero gradients do for DDP (`collectives.Reduction`). `model`: without its wrappers.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     model = base.backbone if isinstance(base, EmbeddingModel) else model
-    groups, makes_pictures = module_groups(model), getattr(trainer.processing_class, "image_processor", None)
+    groups, makes_pictures = module_groups(model), getattr(processor, "image_processor", None)
     if makes_pictures is None or "vision" not in groups or not hasattr(model, "get_image_features"):
         return None
     language_trains = any(p.requires_grad and groups["language"].depth(name) for name, p in model.named_parameters())
-    if trainer.loss is not None and language_trains and not trainer.forwards_are_collective:
+    if has_loss and language_trains and not forwards_are_collective():
         return None
     from PIL import Image
 
@@ -81,10 +78,10 @@ def stand_in_for_images(trainer: DistTrainer) -> ImageStandIn | None:
     methods = [holder.get_image_features for holder in holders if hasattr(holder, "get_image_features")]
     taken = {name for method in methods for name in inspect.signature(method).parameters}
     blank = {key: value for key, value in features.items() if key in taken and isinstance(value, torch.Tensor)}
-    return ImageStandIn(model, blank, is_collective=lambda: trainer.forwards_are_collective)
+    return ImageStandIn(model, blank, is_collective=forwards_are_collective)
 
 
-# ---- (2) ----
+# ---- FSDP2 ----
 
 
 def replicate_frozen_parts(plugin: Any, model: nn.Module, plan: FreezePlan | None, choice: str) -> None:
@@ -127,7 +124,7 @@ def _replicated_limit() -> int:
     return int(REPLICATED_SHARE * total)
 
 
-# ---- (3) ----
+# ---- a learning rate per group ----
 
 
 def split_by_learning_rate(
@@ -167,7 +164,7 @@ def rates_for_log(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[st
     return {f"learning_rate_{name}": float(group["lr"]) for name, group in rates if name != "default"}
 
 
-# ---- (4) ----
+# ---- the plan is asserted ----
 
 
 def optimizer_bytes(args: Any) -> float:
@@ -175,40 +172,43 @@ def optimizer_bytes(args: Any) -> float:
     return next((number for part, number in OPTIMIZER_BYTES.items() if part in name), 8)
 
 
-def freeze_report(trainer: DistTrainer) -> list[GroupReport]:
-    """What trains, per group, with the bytes of the whole model; a stage may print and store it."""
-    return report(_bare_model(trainer), optimizer_bytes(trainer.args))
-
-
 class FreezeWatch(TrainerCallback):
-    """Asserts the plan while training."""
+    """Asserts the plan while training.
 
-    def __init__(self, trainer: DistTrainer):
-        self.trainer, self._has_checked_gradients = trainer, False
+    Args:
+        plan, model: those of the trainer now; the model without its wrappers.
+        is_skipped: whether the update at hand is left out.
+        holds_gradients: whether gradients are still there before an update; DeepSpeed has used them by then.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[], FreezePlan],
+        model: Callable[[], nn.Module],
+        is_skipped: Callable[[], bool],
+        holds_gradients: bool,
+    ):
+        self.plan, self.model, self.is_skipped = plan, model, is_skipped
+        self.holds_gradients, self._has_checked_gradients = holds_gradients, False
+        self._lines: list[GroupReport] = []
+
+    def check_before_optimizer(self, args: Any) -> None:
+        """Raises UsageError when what trains is no longer what was planned."""
+        model = self.model()
+        self.plan().check(model, "before the optimizer is made")
+        self._lines = report(model, optimizer_bytes(args))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._has_checked_gradients = False
         if state.is_world_process_zero:
-            tqdm.write(format_report(self.trainer.freeze_lines))  # the progress bar is there already
+            tqdm.write(format_report(self._lines))  # the progress bar is there already
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self.trainer.freeze_plan.check(_bare_model(self.trainer), f"step {state.global_step + 1}")
+        self.plan().check(self.model(), f"step {state.global_step + 1}")
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        guard = self.trainer.guard
-        if guard is not None and guard.in_a_row:
-            return  # the update is skipped and its gradients dropped, as in the first steps of fp16: look at the next
-        has_gradients = not self.trainer.is_deepspeed_enabled  # its engine has used them up by now
-        if has_gradients and not self._has_checked_gradients and not args.ddp_find_unused_parameters:
-            self.trainer.freeze_plan.check_gradients(_bare_model(self.trainer))
+        if self.is_skipped():
+            return  # its gradients are dropped, as in the first steps of fp16: look at the next
+        if self.holds_gradients and not self._has_checked_gradients and not args.ddp_find_unused_parameters:
+            self.plan().check_gradients(self.model())
         self._has_checked_gradients = True
-
-
-def check_before_optimizer(trainer: DistTrainer) -> None:
-    """Raises UsageError when what trains is no longer what was planned."""
-    trainer.freeze_plan.check(_bare_model(trainer), "before the optimizer is made")
-    trainer.freeze_lines = freeze_report(trainer)
-
-
-def _bare_model(trainer: DistTrainer) -> nn.Module:
-    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from hf_dist_ext.data.image_text_collator import IGNORED
-from hf_dist_ext.frozen.freeze import stand_in_for_images
 from hf_dist_ext.training.trainer import DistTrainer
 
 
@@ -29,7 +28,7 @@ class GeneratingTrainer(DistTrainer):
         self.eval_collator, self.max_new_tokens = eval_collator, max_new_tokens
         super().__init__(*arguments, **options)
         if self.freeze_plan is None:  # with one it is there already
-            self.image_stand_in = stand_in_for_images(self)
+            self.image_stand_in = self.make_image_stand_in()
 
     def get_eval_dataloader(self, eval_dataset: Any = None):
         for_training, self.data_collator = self.data_collator, self.eval_collator

@@ -176,7 +176,7 @@ class CheckpointHooks(Trainer):
             self._frozen_digests = trainable.frozen_digests(self._bare, self.freeze_plan.saved)
         if self._has_own_arguments:
             resume_from_checkpoint = resume.choose(self, resume_from_checkpoint)
-            learning_rate.keep_effective_batch(self, resume_from_checkpoint)
+            learning_rate.keep_effective_batch(self.args, resume_from_checkpoint, self.is_deepspeed_enabled)
             learning_rate.scale(self.args, self.args.world_size // collectives.ranks_per_rows())
         with async_save.ended(self):
             return super().train(resume_from_checkpoint, *arguments, **options)
@@ -192,7 +192,7 @@ class CheckpointHooks(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         takes_given = checkpoint is not None and self._has_own_arguments
-        given = learning_rate.given(self) if takes_given else None
+        given = learning_rate.given(self.optimizer, self.lr_scheduler) if takes_given else None
         with loss_state.loss_state_apart(self, load_from=checkpoint), trusted_reading(self._trusts):
             is_empty = checkpoint is not None and self.is_fsdp_enabled and _has_no_optimizer_state(checkpoint)
             if checkpoint is not None and (self._saves_optimizer_by_name or is_empty):
@@ -203,7 +203,7 @@ class CheckpointHooks(Trainer):
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
         if given is not None:
-            learning_rate.take_given(self, given)
+            learning_rate.take_given(self.optimizer, self.lr_scheduler, given)
         loss_state.load_budget(self, checkpoint)
         ddp.load(self, checkpoint)
 

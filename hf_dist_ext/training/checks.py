@@ -1,31 +1,27 @@
-"""What `DistTrainer` refuses, in the order it looks: arguments, then the trainer it is, then its rows.
+"""What `DistTrainer` refuses.
 
-(1) arguments alone, before Trainer's constructor: fields that need a loss, fields that do not go with one
-(2) the trainer behind its constructor: what something else of the run leaves without effect
-(3) the model a gradient cache works on
-(4) the training rows, when the first batch is asked for
+Before Trainer's constructor it looks at the arguments alone: fields that need a loss, and fields that do not go with
+one. After the constructor it looks for what something else of the run leaves without effect, and at the model that a
+gradient cache works on. It looks at the training rows when the first batch is asked for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, zero
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 logger = logging.get_logger(__name__)
 
-# (1) ---------------------------------------------------------------------------------------------------------------
+# ---- arguments alone ----
 
-OF_A_LOSS = (
+LOSS_FIELDS = (
     "gradient_cache_chunk_size",
     "gradient_cache_chunk_tokens",
     "gradient_cache_chunk_patches",
@@ -35,7 +31,7 @@ OF_A_LOSS = (
 
 def refuse_without_loss(args: Any) -> None:
     """Fields that only a loss over embeddings reads."""
-    given = [name for name in OF_A_LOSS if getattr(args, name, None)]
+    given = [name for name in LOSS_FIELDS if getattr(args, name, None)]
     if given:
         raise UsageError(
             f"{given[0]}={getattr(args, given[0])!r} needs a loss over embeddings, and DistTrainer has none. Give "
@@ -77,20 +73,23 @@ def prepare_arguments(args: DistTrainingArguments) -> None:
         )
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
+# ---- after Trainer's constructor ----
 
 
-def check_what_is_read(trainer: DistTrainer) -> None:
-    """Fields that something else of this run would leave without effect, or make count wrongly."""
-    args, loader = trainer.args, trainer.accelerator.dataloader_config
-    if trainer.optimizer is not None and getattr(args, "learning_rates", None):
+def check_what_is_read(args: Any, accelerator: Any, has_optimizer: bool, has_loss: bool) -> None:
+    """Fields that something else of this run would leave without effect, or make count wrongly.
+
+    has_optimizer: one was handed to the trainer.
+    """
+    loader, deepspeed = accelerator.dataloader_config, accelerator.state.deepspeed_plugin
+    if has_optimizer and getattr(args, "learning_rates", None):
         raise UsageError(
             "learning_rates makes groups of the optimizer that Trainer builds, but one was given. Give it groups "
             "of its own, or remove learning_rates."
         )
     if not isinstance(args, DistTrainingArguments):
         return
-    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.hf_ds_config.get_value("optimizer"):
+    if deepspeed is not None and deepspeed.hf_ds_config.get_value("optimizer"):
         given = "learning_rates" if args.learning_rates else "lr_scale_rule" if args.lr_scale_rule != "none" else None
         if given is not None:
             raise UsageError(
@@ -105,34 +104,29 @@ def check_what_is_read(trainer: DistTrainer) -> None:
             "in the data, the effective batch and the rows of a global batch are counted by device. Remove it, and "
             f"divide the batch by {args.world_size}."
         )
-    if loader.dispatch_batches and trainer.loss is not None:
+    if loader.dispatch_batches and has_loss:
         raise UsageError(
             "dispatch_batches=true cuts a batch by the rows of its first column, and hard negatives that have more "
             "would be lost. Remove it: every process reads its own rows."
         )
 
 
-def warn_of_rounded_updates(trainer: DistTrainer) -> None:
-    """Weights that train in half precision. FSDP with mixed precision and DeepSpeed keep float32 ones of their own."""
-    keeps_copies = trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no"
-    if trainer.is_deepspeed_enabled or keeps_copies:
-        return
-    rounded = [name for name, p in trainer.model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
+def warn_of_rounded_updates(model: nn.Module) -> None:
+    """Weights that train in half precision, and of which the optimizer keeps no copy in float32."""
+    rounded = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
     if rounded:
-        dtype = str(trainer.model.get_parameter(rounded[0]).dtype).removeprefix("torch.")
+        dtype = str(model.get_parameter(rounded[0]).dtype).removeprefix("torch.")
         logger.warning(
             f"{len(rounded)} parameters that train ({rounded[0]!r}, ...) are stored in {dtype}, which rounds small "
             'updates away. Load the model with "dtype": "float32"; "bf16": true computes in bfloat16 all the same.'
         )
 
 
-# (3) ---------------------------------------------------------------------------------------------------------------
+# ---- the model ----
 
 
-def check_setup(trainer: DistTrainer) -> None:
-    args, model = trainer.args, trainer.model
-    if trainer.is_deepspeed_enabled:
-        zero.check(trainer)
+def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
+    """The model that a gradient cache works on."""
     if not args.uses_gradient_cache:
         return
     was_training = model.training
@@ -155,21 +149,21 @@ def check_setup(trainer: DistTrainer) -> None:
         )
 
 
-# (4) ---------------------------------------------------------------------------------------------------------------
+# ---- the rows ----
 
 
-def check_rows(trainer: DistTrainer) -> None:
+def check_rows(dataset: Any, no_duplicates: bool | None, per_device: int, batch: int) -> None:
+    """The training rows, when the first batch is asked for. `batch`: rows of a forward, of all devices."""
     try:
-        rows = len(trainer.train_dataset)
+        rows = len(dataset)
     except TypeError:  # streaming
-        if trainer.args.no_duplicates_in_batch:
-            refuse_stream(trainer.train_dataset)
+        if no_duplicates:
+            refuse_stream(dataset)
         return
-    batch = trainer.rows_per_micro_batch
     if rows < batch:
         of_groups = "processes" if collectives.ranks_per_rows() == 1 else "groups of processes"
         raise UsageError(
             f"the training set has {rows} rows, fewer than one global batch of {batch} "
-            f"({trainer._train_batch_size} per device x {batch // trainer._train_batch_size} {of_groups}). "
+            f"({per_device} per device x {batch // per_device} {of_groups}). "
             "Lower per_device_train_batch_size or add data."
         )

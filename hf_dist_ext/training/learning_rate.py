@@ -1,9 +1,9 @@
 """The learning rate follows the effective batch, and the effective batch survives another number of devices.
 
-(1) `scale`: rate x (effective batch / base batch), or its square root, once, before the optimizer exists
-(2) `keep_effective_batch`: on resume with another number of processes, accumulation makes up for it where it divides
-(3) `take_given`: on resume the rates and the optimizer's numbers are those of the arguments, which the checkpoint's
-    would replace without a word
+`scale` multiplies the rate by (effective batch / base batch), or its square root, once, before the optimizer exists.
+When a run resumes with another number of processes, `keep_effective_batch` changes gradient accumulation so that a
+step learns from as many rows as before, where that divides. When a run resumes, `take_given` keeps the rates and the
+optimizer's numbers of the arguments, which those of the checkpoint would replace without a word.
 
 The effective batch is the rows that an optimizer step learns from: rows per device x accumulation x data-parallel
 processes. linear: https://huggingface.co/papers/1706.02677 (section 2.1), for SGD; sqrt suits Adam
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.utils import logging
@@ -24,12 +24,9 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import bare_optimizer
 
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
-
 logger = logging.get_logger(__name__)
 
-# (1) ---------------------------------------------------------------------------------------------------------------
+# ---- the rate follows the batch ----
 
 
 def check(args: Any) -> None:
@@ -79,13 +76,16 @@ def scale(args: Any, data_parallel_size: int | None = None) -> None:
         logger.warning(f"{words}; learning_rate {rate:g} for {base} rows becomes {args.learning_rate:g} ({rule}).")
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
+# ---- the batch survives another number of devices ----
 
 
-def keep_effective_batch(trainer: DistTrainer, checkpoint: str | None) -> None:
-    """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed."""
+def keep_effective_batch(args: Any, checkpoint: str | None, is_fixed: bool) -> None:
+    """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed.
+
+    is_fixed: DeepSpeed was started with the number that there is.
+    """
     content = manifest.read(Path(checkpoint)) if checkpoint else None
-    args, now_parallel = trainer.args, trainer.args.world_size // collectives.ranks_per_rows()
+    now_parallel = args.world_size // collectives.ranks_per_rows()
     if not content:
         return
     parallel = content.get("data_parallel_size", content.get("world_size"))
@@ -97,45 +97,44 @@ def keep_effective_batch(trainer: DistTrainer, checkpoint: str | None) -> None:
         return
     devices = f"{parallel} processes before, {now_parallel} now"
     is_chosen = args.gradient_accumulation_steps != content["gradient_accumulation_steps"]
-    if is_chosen or before % per_micro_step or trainer.is_deepspeed_enabled:
+    if is_chosen or before % per_micro_step or is_fixed:
         why = (
             "gradient_accumulation_steps was changed too"
             if is_chosen
             else "DeepSpeed's accumulation is fixed when it starts"
-            if trainer.is_deepspeed_enabled
+            if is_fixed
             else f"{per_micro_step} rows of a forward over all devices do not divide it"
         )
         now = effective_batch(args, now_parallel)
-        _say(trainer, f"{devices}: the effective batch is {now} rows, it was {before}, because {why}.")
+        _say(f"{devices}: the effective batch is {now} rows, it was {before}, because {why}.")
         return
     args.gradient_accumulation_steps = before // per_micro_step
     _say(
-        trainer,
         f"{devices}: gradient_accumulation_steps is now {args.gradient_accumulation_steps}, which keeps the effective "
         f"batch of {before} rows. The contrastive batch, the rows of one forward over all devices, is "
-        f"{per_micro_step}; it was {before // content['gradient_accumulation_steps']}.",
+        f"{per_micro_step}; it was {before // content['gradient_accumulation_steps']}."
     )
 
 
-# (3) ---------------------------------------------------------------------------------------------------------------
+# ---- the arguments win over the checkpoint ----
 
 NUMBERS = ("weight_decay", "betas", "eps", "momentum")  # of an optimizer's groups, that the arguments set
 
 
-def given(trainer: DistTrainer) -> tuple[list[float], list[dict[str, Any]]]:
+def given(optimizer: Any, schedule: Any) -> tuple[list[float], list[dict[str, Any]]]:
     """(base rate of every group, its `NUMBERS`) of a new optimizer and schedule; empty without LambdaLR's base rates,
     which all schedules of transformers have but the one that follows a metric."""
-    schedule = _bare_schedule(trainer)
+    schedule = _bare(schedule)
     if not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
         return [], []
-    groups = bare_optimizer(trainer.optimizer).param_groups
+    groups = bare_optimizer(optimizer).param_groups
     return list(schedule.base_lrs), [{name: group[name] for name in NUMBERS if name in group} for group in groups]
 
 
-def take_given(trainer: DistTrainer, before: tuple[list[float], list[dict[str, Any]]]) -> None:
-    """Behind the loading of a checkpoint; `before` is what `given` found in front of it."""
+def take_given(optimizer: Any, schedule: Any, before: tuple[list[float], list[dict[str, Any]]]) -> None:
+    """After a checkpoint was loaded; `before` is what `given` found before that."""
     rates, numbers = before
-    schedule, groups = _bare_schedule(trainer), bare_optimizer(trainer.optimizer).param_groups
+    schedule, groups = _bare(schedule), bare_optimizer(optimizer).param_groups
     if not rates or len(rates) != len(groups) or len(schedule.base_lrs) != len(groups):
         return
     changed = {}
@@ -151,21 +150,18 @@ def take_given(trainer: DistTrainer, before: tuple[list[float], list[dict[str, A
                 group[name] = value
     if changed:
         words = ", ".join(f"{name} {old} -> {new}" for name, old, new in changed)
-        _say(
-            trainer,
-            f"the checkpoint was trained with other numbers, from here those given hold: {words}.",
-        )
+        _say(f"the checkpoint was trained with other numbers, from here those given hold: {words}.")
 
 
-def _bare_schedule(trainer: DistTrainer) -> Any:
+def _bare(schedule: Any) -> Any:
     """The schedule inside accelerate's wrapper."""
-    return getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    return getattr(schedule, "scheduler", schedule)
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _say(trainer: DistTrainer, text: str) -> None:
-    if trainer.is_world_process_zero():
+def _say(text: str) -> None:
+    if collectives.rank() == 0:
         logger.warning(text)

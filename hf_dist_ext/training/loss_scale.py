@@ -1,21 +1,19 @@
 """One warning when Trainer multiplies a model's own loss by the number of processes or of accumulated batches.
 
-(1) Trainer hands `num_items_in_batch` to every model whose forward takes `**kwargs`, and trusts that it divides by it:
-    it then multiplies the loss by the processes and leaves the division by accumulation out
-(2) many models take it and ignore it (transformers 5.23: BertForSequenceClassification and its like). In the first
-    step the number is watched: a model that computes nothing with it has a loss, and a gradient, that is a multiple
-(3) numbers stay Trainer's, which is what a drop-in promises; the warning says the factor and how to switch it off
+Trainer hands `num_items_in_batch` to every model whose forward takes `**kwargs`, and trusts that the model divides by
+it: Trainer then multiplies the loss by the processes and leaves the division by accumulation out. Many models take the
+number and ignore it (transformers 5.23: BertForSequenceClassification and its like). So the number of the first step
+is watched: a model that computes nothing with it has a loss, and a gradient, that is a multiple. The loss stays what
+Trainer makes of it, which is what a drop-in promises; the warning says the factor and how to switch it off.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import logging
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 logger = logging.get_logger(__name__)
 
@@ -39,41 +37,41 @@ class Watched(torch.Tensor):
             return function(*args, **(kwargs or {}))
 
 
-def watched(trainer: DistTrainer, num_items: Any) -> Any:
-    """(2) The number of the first step, to be given to `training_step`; others as they are."""
-    trainer._watches_items = trainer._watches_items and isinstance(num_items, torch.Tensor) and _factor(trainer) > 1
-    # A compiled model would be compiled anew for a tensor that watches.
-    is_compiled = trainer.args.torch_compile or any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl for module in trainer.model.modules()
-    )
-    is_possible = trainer.compute_loss_func is None and trainer.model_accepts_loss_kwargs and not is_compiled
-    if not (trainer._watches_items and is_possible):
-        trainer._watches_items = False
-        return num_items
-    return num_items.as_subclass(Watched)
+class ItemsWatch:
+    """Watches `num_items_in_batch` of a trainer's first step.
 
+    Args:
+        num_processes: by which Trainer multiplies the loss.
+        may_watch: Trainer hands the number to a model that is not compiled.
+        is_first: whether this process prints warnings.
+    """
 
-def warn_if_unused(trainer: DistTrainer, num_items: Any) -> None:
-    """(3) After the step."""
-    if not trainer._watches_items:
-        return
-    trainer._watches_items = False
-    if num_items.is_used or not trainer.is_world_process_zero():
-        return
-    name = type(trainer.accelerator.unwrap_model(trainer.model)).__name__
-    logger.warning(
-        f"{name} takes num_items_in_batch and does not use it, so Trainer makes its loss and gradient "
-        f"{_factor(trainer)} times the mean ({_processes(trainer)} process(es) x "
-        f"{trainer.current_gradient_accumulation_steps} accumulated). Set accepts_loss_kwargs = False on the model "
-        "before the trainer is made to train on the mean."
-    )
+    def __init__(self, num_processes: int, may_watch: bool, is_first: bool):
+        self.num_processes, self.may_watch, self.is_first = num_processes, may_watch, is_first
+        self._watched: Watched | None = None
 
+    def watched(self, num_items: Any, model: nn.Module, num_accumulated: int) -> Any:
+        """The number of the first step, to be given to Trainer's `training_step`; those of later steps as they are.
 
-def _processes(trainer: DistTrainer) -> int:
-    is_across = trainer.args.average_tokens_across_devices
-    return trainer.accelerator.num_processes // trainer.get_tp_size() if is_across else 1
+        num_accumulated: batches of this update; 1 where Trainer divides by them.
+        """
+        may_watch, self.may_watch = self.may_watch and isinstance(num_items, torch.Tensor), False
+        if not may_watch or self.num_processes * num_accumulated == 1:
+            return num_items
+        # A compiled model would be compiled anew for a tensor that watches.
+        if any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules()):
+            return num_items
+        self._watched = num_items.as_subclass(Watched)
+        return self._watched
 
-
-def _factor(trainer: DistTrainer) -> int:
-    scales = trainer.loss_is_scaled_for_ga
-    return _processes(trainer) * (1 if scales is False else trainer.current_gradient_accumulation_steps)
+    def warn_if_unused(self, model: nn.Module, num_accumulated: int) -> None:
+        """After the step. `model`: without its wrappers."""
+        items, self._watched = self._watched, None
+        if items is None or items.is_used or not self.is_first:
+            return
+        logger.warning(
+            f"{type(model).__name__} takes num_items_in_batch and does not use it, so Trainer makes its loss and "
+            f"gradient {self.num_processes * num_accumulated} times the mean ({self.num_processes} process(es) x "
+            f"{num_accumulated} accumulated). Set accepts_loss_kwargs = False on the model "
+            "before the trainer is made to train on the mean."
+        )

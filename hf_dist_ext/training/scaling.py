@@ -1,10 +1,9 @@
 """How well several processes are used: a run's throughput against a stored one of a single process.
 
-(1) rows and seconds from the end of the first update to the end of the last: waiting for data counts, evaluating and
-    saving do not
-(2) `samples_per_second` over all processes goes into metrics.json; Trainer's own runs have it with (3) only
-(3) `scaling_baseline` names the metrics.json of a single process; it is read before the first step, and a last line is
-    logged with `scaling_efficiency` = (throughput of N processes / throughput of one) / N
+Rows and seconds are counted from the end of the first update to the end of the last: waiting for data counts,
+evaluating and saving do not. `samples_per_second` over all processes goes into metrics.json; a run without our fields
+has it with `scaling_baseline` only. That field names the metrics.json of a single process. It is read before the first
+step, and a last line is logged with `scaling_efficiency` = (throughput of N processes / throughput of one) / N.
 
 Equal work per process is what makes the figure mean anything, so another batch per device is warned about. With a loss
 over embeddings the scores grow with N, which this counts as lost.
@@ -14,8 +13,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -23,17 +23,25 @@ from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
 
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
-
 logger = logging.get_logger(__name__)
 
 
 class Scaling(TrainerCallback):
-    """`report` is empty until the end, and after a run of one update."""
+    """`report` is empty until the end, and after a run of one update.
 
-    def __init__(self, trainer: DistTrainer):
-        self.trainer = trainer
+    Args:
+        rows: of a forward, (per process, of all processes).
+        stage: the name of the run's stage, None outside of stages.
+        log: the trainer's.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[], tuple[int, int]],
+        stage: Callable[[], str | None],
+        log: Callable[[dict[str, float]], None],
+    ):
+        self.rows, self.stage, self.log = rows, stage, log
         self.report: dict[str, float] = {}
         self._since: float | None = None  # of an evaluation without training
 
@@ -41,7 +49,7 @@ class Scaling(TrainerCallback):
         self.report, self._batches, self._seconds, self._since = {}, 0, 0.0, None
         self._baseline: float | None = None
         if (path := getattr(args, "scaling_baseline", None)) is not None:
-            self._baseline = read_baseline(path, getattr(self.trainer, "stage", None), self._batch)
+            self._baseline = read_baseline(path, self.stage(), self.rows()[0])
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._batches += self._since is not None
@@ -68,15 +76,11 @@ class Scaling(TrainerCallback):
             began = time.perf_counter()
             torch.accelerator.synchronize()
             self._seconds += time.perf_counter() - began
-        throughput = self._batches * self.trainer.rows_per_micro_batch / self._seconds
+        throughput = self._batches * self.rows()[1] / self._seconds
         self.report = {"samples_per_second": round(throughput, 3)}
         if self._baseline is not None:
             self.report["scaling_efficiency"] = round(throughput / self._baseline / args.world_size, 4)
-            self.trainer.log(dict(self.report))
-
-    @property
-    def _batch(self) -> int:
-        return self.trainer._train_batch_size
+            self.log(dict(self.report))
 
 
 def read_baseline(path: str, stage: str | None, batch: int) -> float:

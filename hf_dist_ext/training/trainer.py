@@ -58,9 +58,9 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     """
 
     args: DistTrainingArguments
-    _watches_items = True  # loss_scale, in the first step
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
+    freeze_watch: freeze.FreezeWatch | None = None
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
         self.loss, self._budget, self._rate_names, self._rates = loss, None, [], {}
@@ -82,23 +82,38 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             super().__init__(model, args, *more, **options)
         if self._split is not None:  # also for an evaluation that no training precedes
             tensor_parallel.copy_from_first(self.model)
-        checks.check_what_is_read(self)
-        if loss is not None or self.freeze_plan is not None:
-            checks.warn_of_rounded_updates(self)
+        checks.check_what_is_read(self.args, self.accelerator, self.optimizer is not None, loss is not None)
+        keeps_float32 = self.is_fsdp_enabled and self.accelerator.mixed_precision != "no"
+        if (loss is not None or self.freeze_plan is not None) and not (keeps_float32 or self.is_deepspeed_enabled):
+            checks.warn_of_rounded_updates(self.model)
         if self.freeze_plan is not None:
-            self.add_callback(freeze.FreezeWatch(self))
+            self.freeze_watch = freeze.FreezeWatch(
+                lambda: self.freeze_plan,
+                lambda: self.bare_model,
+                is_skipped=lambda: self.guard is not None and self.guard.in_a_row > 0,
+                holds_gradients=not self.is_deepspeed_enabled,
+            )
+            self.add_callback(self.freeze_watch)
         if self.freeze_plan is not None or loss is not None:
-            self.image_stand_in = freeze.stand_in_for_images(self)
+            self.image_stand_in = self.make_image_stand_in()
         self.meter = StepMeter()
         if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
             self.add_callback(MetricsFile())
-        self.scaling = Scaling(self)
+        self.scaling = Scaling(
+            lambda: (self._train_batch_size, self.rows_per_micro_batch), lambda: getattr(self, "stage", None), self.log
+        )
         if loss is not None or self.freeze_plan is not None or getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
         self._clock = StepClock(self.args.device)
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))
         if loss is None:
+            is_across = self.args.average_tokens_across_devices
+            self._items = loss_scale.ItemsWatch(
+                self.accelerator.num_processes // self.get_tp_size() if is_across else 1,
+                self.compute_loss_func is None and self.model_accepts_loss_kwargs and not self.args.torch_compile,
+                self.is_world_process_zero(),
+            )
             return
         self.add_callback(self._clock)
         if isinstance(loss, nn.Module):
@@ -110,7 +125,10 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self._proven = [0, 0, 0, 0]
         self._sizes = FittingSizes(self.args, loss) if self.args.uses_gradient_cache else None
         self._budget = self._make_budget()
-        checks.check_setup(self)
+        if self.is_deepspeed_enabled:
+            zero.check(self)
+        if self.args.uses_gradient_cache:
+            checks.check_model(self.model, self.args)
 
     # ---- setting up ----
 
@@ -134,6 +152,17 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             freeze.replicate_frozen_parts(
                 self.accelerator.state.fsdp_plugin, self.model, self.freeze_plan, self.args.frozen_parts_fsdp
             )
+
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without its wrappers."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def make_image_stand_in(self) -> ImageStandIn | None:
+        has_loss = self.loss is not None
+        return freeze.stand_in_for_images(
+            self.bare_model, self.processing_class, has_loss, lambda: self.forwards_are_collective
+        )
 
     @property
     def _will_be_split(self) -> bool:
@@ -180,8 +209,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         return model
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.freeze_plan is not None:
-            freeze.check_before_optimizer(self)
+        if self.freeze_watch is not None:
+            self.freeze_watch.check_before_optimizer(self.args)
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and getattr(self.args, "learning_rates", None):
@@ -209,11 +238,21 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def get_train_dataloader(self):
         if self.loss is not None:
-            checks.check_rows(self)
+            batch, per_device = self.rows_per_micro_batch, self._train_batch_size
+            checks.check_rows(self.train_dataset, self.args.no_duplicates_in_batch, per_device, batch)
         if getattr(self.args, "frozen_feature_cache", None) is None:
             return super().get_train_dataloader()
-        with feature_cache.features_in_batches(self):
+        collate, options = self.data_collator, (self.args, self.accelerator.autocast, self.image_stand_in)
+        if self.feature_cache is None:
+            self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, collate, *options)
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        is_sharded = self.forwards_are_collective and getattr(plugin, "ignored_modules", None) is None
+        self.feature_cache.must_have_all = is_sharded
+        self.data_collator = feature_cache.CachingCollator(collate, self.feature_cache)
+        try:
             return super().get_train_dataloader()
+        finally:
+            self.data_collator = collate
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is None:
@@ -248,10 +287,13 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.loss is None:
-            inputs = feature_cache.take_features(self, inputs)
-            items = loss_scale.watched(self, num_items_in_batch)
+            if self.feature_cache is not None:
+                inputs = self.feature_cache.take(inputs, self.args.device)
+            accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
+            items = self._items.watched(num_items_in_batch, self.model, accumulated)
             loss = super().training_step(model, inputs, items)
-            loss_scale.warn_if_unused(self, items)
+            if items is not num_items_in_batch:
+                self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
             return loss
         model.train()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
