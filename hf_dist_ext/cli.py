@@ -6,7 +6,7 @@ import argparse
 import json
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import exit_on_usage_error
+from hf_dist_ext.failures import exit_on_usage_error
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,7 +64,7 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
         print(json.dumps(json_schema(), indent=2))
         return
-    from hf_dist_ext.run.config import load_run
+    from hf_dist_ext.run.read import load_run
 
     run = load_run(["--config", arguments.explain, *overrides])
     for line in run.echo:
@@ -73,9 +73,8 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.launch import count_devices
-    from hf_dist_ext.run.preset_notes import NOTES, runs_here
-    from hf_dist_ext.run.presets import find_preset, preset_folder, presets
+    from hf_dist_ext.planner.devices import count_devices
+    from hf_dist_ext.run.presets import NOTES, find_preset, preset_folder, presets, runs_here
     from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
 
     devices = count_devices()
@@ -101,7 +100,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.planner.choose import make_plan, run_trace
     from hf_dist_ext.planner.devices import hardware_of
     from hf_dist_ext.planner.report import print_plan, to_json, write_png
-    from hf_dist_ext.run.config import load_run
+    from hf_dist_ext.run.read import load_run
 
     run = load_run(["--config", arguments.config, *overrides])
     hardware = hardware_of(

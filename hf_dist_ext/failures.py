@@ -1,6 +1,7 @@
 """The first error is the one you see: what an entry point and a watchdog do when one of several processes fails.
 
-(1) an entry point runs inside `first_error_only`: the error of a process that failed by itself is recorded for the
+(1) an entry point runs inside `exit_on_usage_error`, which prints an error that is meant to be read as one line. What
+    all ranks run is inside `first_error_only`: the error of a process that failed by itself is recorded for the
     launcher and raised; one that only lost its peers waits in silence, as the launcher is about to end it
 (2) every such error says where it happened: rank, step, phase
 (3) a watchdog per process knows step and phase. When a step takes longer than allowed, the processes leave notes in
@@ -69,6 +70,26 @@ phase = Phase()
 
 
 @contextlib.contextmanager
+def exit_on_usage_error() -> Iterator[None]:
+    """UsageError or RunError -> `error: ...` on stderr from one rank and its exit code; HF_DIST_DEBUG=1 shows the
+    traceback. Ctrl-C ends with exit code 130 and without one."""
+    try:
+        yield
+    except (UsageError, RunError) as error:
+        if os.environ.get("HF_DIST_DEBUG") == "1":
+            raise
+        record(str(error))
+        rank = _rank()
+        if rank:
+            # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
+            time.sleep(4)
+        print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+@contextlib.contextmanager
 def first_error_only() -> Iterator[None]:
     """Around what every rank runs. A lost peer is no error of this rank as long as a launcher acts on the real one."""
     try:
@@ -77,7 +98,7 @@ def first_error_only() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; there is no step to finish any more
         if isinstance(error, (UsageError, RunError)):
-            raise  # config.exit_on_usage_error says it
+            raise  # exit_on_usage_error says it
         place = f"[rank {_rank()}: {phase}]"
         if hasattr(error, "add_note"):
             error.add_note(place)

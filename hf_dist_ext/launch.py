@@ -12,29 +12,24 @@ The module imports no torch; the launcher is imported when it takes over.
 
 from __future__ import annotations
 
-import glob
-import importlib.metadata
 import logging
 import math
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner import auto
+from hf_dist_ext.planner.devices import count_devices
 from hf_dist_ext.run import deepspeed_install, lease, trackers
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
 from hf_dist_ext.run.presets import find_preset, is_shipped, load_preset
-
-if TYPE_CHECKING:
-    from hf_dist_ext.planner.auto import Choice
 
 HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
 CPU_PROCESSES = 2  # where no device says how many
@@ -82,42 +77,7 @@ def _say(text: str) -> None:
     print(f"hf-dist: {text}", file=sys.stderr, flush=True)
 
 
-# Devices -------------------------------------------------------------------------------------------------------------
-
-
-def count_devices() -> int:
-    """Visible GPUs, asked of the driver and not of torch, which takes seconds to import."""
-    if importlib.metadata.version("torch").endswith("+cpu"):
-        return 0  # this torch could not use them
-    nvidia = _count_nvidia()
-    if nvidia:
-        return _count_visible(nvidia, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    amd = 0
-    for path in glob.glob("/sys/class/kfd/kfd/topology/nodes/*/properties"):  # a node with compute units is a GPU
-        amd += re.search(r"^simd_count [1-9]", Path(path).read_text(encoding="utf-8"), re.MULTILINE) is not None
-    masks = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    return _count_visible(amd, next((os.environ[name] for name in masks if name in os.environ), None))
-
-
-def _count_nvidia() -> int:
-    if shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        if listed.returncode == 0:
-            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
-    return len(glob.glob("/dev/nvidia[0-9]*"))
-
-
-def _count_visible(installed: int, mask: str | None) -> int:
-    """How many of the installed devices a mask such as "0,2" shows. As in CUDA, a wrong entry hides what follows."""
-    if mask is None:
-        return installed
-    count = 0
-    for entry in mask.split(","):
-        entry = entry.strip()
-        if not entry or (entry.lstrip("-").isdigit() and not 0 <= int(entry) < installed):
-            break
-        count += 1
-    return min(count, installed) if "MIG" not in mask else count
+# (1) ---------------------------------------------------------------------------------------------------------------
 
 
 def _keep_one_device(devices: int) -> None:
@@ -139,15 +99,13 @@ class LaunchPlan:
     path: Path
     kind: str
     num_processes: int
-    choice: Choice | None = None  # of "auto"
+    choice: auto.Choice | None = None  # of "auto"
 
 
 def _say_choice(plan: LaunchPlan, run: Run, devices: int) -> None:
     if plan.choice is None:
         return
-    from hf_dist_ext.planner.auto import store
-
-    store(plan.choice, run.training["output_dir"])
+    auto.store(plan.choice, run.training["output_dir"])
     if devices or run.options.accelerate_config == "auto":
         _say(f"auto: {plan.choice.preset}. {' '.join(plan.choice.reasons)}")
     for warning in plan.choice.warnings:
@@ -159,9 +117,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
     asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     choice = None
     if asked == "auto":
-        from hf_dist_ext.planner.auto import choose  # it imports this module to count devices
-
-        choice = choose(run, devices)
+        choice = auto.choose(run, devices)
         asked = choice.preset
     path = find_preset(asked)
     preset = load_preset(path)

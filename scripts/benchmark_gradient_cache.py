@@ -50,8 +50,8 @@ from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.run.config import exit_on_usage_error
 
 TEMPERATURE = 0.05
 COLUMNS = ["query", "positive"]

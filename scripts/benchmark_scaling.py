@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import exit_on_usage_error
+from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.run.presets import find_preset
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,10 +22,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_dist_ext.failures import first_error_only
+from hf_dist_ext.failures import exit_on_usage_error, first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
-from hf_dist_ext.run.config import Run, exit_on_usage_error, load_run
+from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import StopSignals, exit_code
+from hf_dist_ext.run.read import load_run
 
 if TYPE_CHECKING:
     from hf_dist_ext.tasks.parts import Parts

@@ -12,8 +12,9 @@ import jsonschema
 import pytest
 
 from hf_dist_ext.cli import main as hf_dist
-from hf_dist_ext.run.config import all_fields, load_run
+from hf_dist_ext.run.config import all_fields
 from hf_dist_ext.run.help import json_schema
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES, SHORT_NAMES
 from tests.launching import ROOT, environment
 

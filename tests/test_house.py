@@ -45,7 +45,6 @@ checkpoints.resume -> training.trainer
 checkpoints.trainable -> training.trainer
 data.position -> checkpoints.manifest
 data.position -> strategies.collectives
-planner.devices -> launch
 strategies.ddp -> training.trainer
 strategies.zero -> training.trainer
 strategies.zero_checkpoint -> checkpoints.loss_state
@@ -60,16 +59,6 @@ checkpoints.loss_state
 checkpoints.merge
 checkpoints.resume
 checkpoints.trainable
-launch
-models.adapter_folder
-models.embedding_model
-planner.auto
-planner.choose
-planner.devices
-planner.reasons
-run.config
-run.help
-run.stages
 strategies.ddp
 strategies.zero
 strategies.zero_checkpoint
@@ -91,7 +80,6 @@ PARALLELISM_LEFT = {
     "checkpoints.trainable": 1,
     "data.bad_rows": 1,
     "failures": 2,
-    "run.config": 1,
     "run.deepspeed_install": 1,
     "run.preemption": 1,
     "training.arguments": 1,

@@ -13,8 +13,9 @@ import pytest
 
 from hf_dist_ext import launch
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import load_run
+from hf_dist_ext.planner import devices as planner_devices
 from hf_dist_ext.run.presets import find_preset
+from hf_dist_ext.run.read import load_run
 
 MINIMAL = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}}
 LAUNCHER_VARIABLES = (
@@ -117,7 +118,7 @@ def test_what_cannot_run_is_refused_before_any_process_exists(make_run, monkeypa
     + [(1, "MIG-a,MIG-b", 2), (0, "0,1", 0), (2, "0,-1,1", 1)],
 )
 def test_masks_are_read_as_the_driver_reads_them(installed, mask, visible):
-    assert launch._count_visible(installed, mask) == visible
+    assert planner_devices._count_visible(installed, mask) == visible
 
 
 def test_devices_are_counted_from_the_driver(monkeypatch, tmp_path):
@@ -127,12 +128,12 @@ def test_devices_are_counted_from_the_driver(monkeypatch, tmp_path):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0")
-    assert launch.count_devices() == 2
+    monkeypatch.setattr(planner_devices.importlib.metadata, "version", lambda name: "2.13.0")
+    assert planner_devices.count_devices() == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert launch.count_devices() == 1
-    monkeypatch.setattr(launch.importlib.metadata, "version", lambda name: "2.13.0+cpu")
-    assert launch.count_devices() == 0
+    assert planner_devices.count_devices() == 1
+    monkeypatch.setattr(planner_devices.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert planner_devices.count_devices() == 0
 
 
 @pytest.mark.parametrize(("mask", "kept"), [(None, "0"), ("3,1", "3"), ("GPU-a,GPU-b", "GPU-a")])
@@ -253,7 +254,8 @@ def test_only_the_first_process_looks_at_the_output_dir(make_run, devices, monke
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from hf_dist_ext.run.config import exit_on_usage_error, load_run
+from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.launch import hand_over_if_needed
 
@@ -268,7 +270,8 @@ with exit_on_usage_error():
         Path(f"pid{rank}").write_text(str(os.getpid()))
         time.sleep(60)
     names = ("WORLD_SIZE", "OMP_NUM_THREADS", "ACCELERATE_USE_FSDP", "FSDP_VERSION")
-    print(f"rank {rank}:", *(os.environ.get(name) for name in names), flush=True)
+    # one write, between whose words the other rank's cannot come
+    os.write(1, " ".join([f"rank {rank}:", *(str(os.environ.get(name)) for name in names)]).encode() + b"\\n")
 """
 
 

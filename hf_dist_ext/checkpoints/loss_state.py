@@ -115,7 +115,7 @@ def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
     """Load a model whose folder has key names of its own (checkpoints/weights.py says which): Trainer's loading would
     match nothing and say so in a warning only. False where the names agree, or FSDP reads its own format."""
     from hf_dist_ext.checkpoints.weights import weights_in_memory_names
-    from hf_dist_ext.models.embedding_model import load_weights
+    from hf_dist_ext.models.weights import load_weights
 
     if trainer._split is not None:
         tensor_parallel.load_weights(trainer.model, folder)

@@ -25,9 +25,10 @@ from transformers import Trainer
 from hf_dist_ext.checkpoints import commit, manifest, safe_reading, trainable
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import adapter_folder
-from hf_dist_ext.models.embedding_model import EmbeddingModel, load_weights
+from hf_dist_ext.models.embedding_model import EmbeddingModel, can_keep_adapters_alone
 from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
 from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_tower
+from hf_dist_ext.models.weights import load_weights
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.strategies.zero import is_zero3
@@ -261,7 +262,7 @@ def has_adapters(trainer: DistTrainer) -> bool:
 
 def can_stand_alone(model: nn.Module) -> bool:
     """Whether a folder of its adapters says all about an `EmbeddingModel`: its base lies somewhere."""
-    return adapter_folder.can_be_written(model) and commit.base_model(model) is not None
+    return can_keep_adapters_alone(model) and commit.base_model(model) is not None
 
 
 def check_can_save_merged(trainer: DistTrainer) -> None:

@@ -29,7 +29,7 @@ from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missin
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, load_loss
 from hf_dist_ext.checkpoints.weights import weights_in_memory_names
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import check_weights, load_weights
+from hf_dist_ext.models.weights import check_weights, load_weights
 from hf_dist_ext.strategies import agreed, collectives, tensor_parallel, zero_checkpoint
 
 if TYPE_CHECKING:

@@ -35,17 +35,6 @@ PEFT, BACKBONE = "base_model.model.", "backbone."  # in front of names: what pef
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 
-def can_be_written(model: Any) -> bool:
-    """Whether `model` is an `EmbeddingModel` whose backbone has one set of LoRA adapters, in peft's wrapper."""
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
-
-    config = getattr(model, "peft_config", {}).get("default")
-    if config is None or config.peft_type != "LORA" or config.modules_to_save or len(model.peft_config) > 1:
-        return False
-    is_ours = hasattr(model, "get_base_model") and isinstance(model.get_base_model(), EmbeddingModel)
-    return is_ours and all(name.startswith(BACKBONE) for name in model.base_model.targeted_module_names)
-
-
 def write(
     model: PeftModel,
     state_dict: dict[str, torch.Tensor] | None,

@@ -25,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.strategies import tensor_parallel
 
 logger = logging.getLogger(__name__)
@@ -106,11 +107,6 @@ def load_backbone(
 def hidden_size(config: PreTrainedConfig) -> int:
     """Width of `last_hidden_state`."""
     return config.get_text_config().hidden_size
-
-
-def shortened(names: list[str], limit: int = 5) -> str:
-    """The first names and how many more, for a message."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:

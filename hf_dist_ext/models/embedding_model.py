@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from transformers.utils import ModelOutput
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import adapter_folder
-from hf_dist_ext.models.backbones import build_backbone, hidden_size, load_backbone, shortened
+from hf_dist_ext.models.backbones import build_backbone, hidden_size, load_backbone
 from hf_dist_ext.models.model_folder import (
     ModelFolder,
     matryoshka_keys,
@@ -40,6 +39,7 @@ from hf_dist_ext.models.model_folder import (
     update_config,
     write_model_folder,
 )
+from hf_dist_ext.models.weights import accept_names_of_backbone, load_weights, names_without_adapters, shortened
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 from hf_dist_ext.strategies.tensors import is_split
 
@@ -99,7 +99,7 @@ class EmbeddingModel(PreTrainedModel):
         if self.matryoshka_dims and not all(1 <= dim <= self.embedding_dim for dim in self.matryoshka_dims):
             raise UsageError(f"matryoshka_dims={self.matryoshka_dims} must lie between 1 and {self.embedding_dim}.")
 
-        self.register_load_state_dict_pre_hook(_accept_names_of_backbone)
+        self.register_load_state_dict_pre_hook(accept_names_of_backbone)
         self._feature_names = frozenset(inspect.signature(backbone.forward).parameters)
         # post_init() would collect these from the backbone, but it also initializes every parameter that is not marked
         # as loaded, so a backbone with adapters, or with a part made by hand, would lose weights.
@@ -376,41 +376,14 @@ def pool_tokens(tokens: torch.Tensor, attention_mask: torch.Tensor | None, pooli
     return picked.to(wide).masked_fill(~is_real.any(dim=1, keepdim=True), 0)
 
 
-def unused_parameters(model: nn.Module, **features) -> list[str]:
-    """Names of trainable parameters without a gradient from the embeddings of `features`; one forward and backward.
-
-    Such a parameter makes DDP fail unless it searches the graph each step (`find_unused_parameters`).
-    """
-    names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True)
-    output = model(**features)
-    embeddings = output if isinstance(output, torch.Tensor) else output.embeddings
-    gradients = torch.autograd.grad(embeddings.sum(), parameters, allow_unused=True)
-    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
-
-
-def load_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], source: str = "the checkpoint") -> None:
-    """`module.load_state_dict`, all or nothing; UsageError that names what does not fit."""
-    check_weights(module, state_dict, source)
-    module.load_state_dict(state_dict)
-
-
-def check_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], source: str = "the checkpoint") -> None:
-    """UsageError if `state_dict` lacks, adds or reshapes a key of `module`, which may be sharded by FSDP2."""
-    own = module.state_dict()
-    differences = {
-        "missing": [key for key in own if key not in state_dict],
-        "surplus": [key for key in state_dict if key not in own],
-        "of another shape": [
-            f"{key} {tuple(state_dict[key].shape)} instead of {tuple(own[key].shape)}"
-            for key in own
-            if key in state_dict and state_dict[key].shape != own[key].shape
-        ],
-    }
-    problems = [f"{len(keys)} {kind}: {shortened(keys)}" for kind, keys in differences.items() if keys]
-    if problems:
-        raise UsageError(
-            f"{source} does not fit this model; weights {'; '.join(problems)}. Use the options it was saved with."
-        )
+def can_keep_adapters_alone(model: Any) -> bool:
+    """Whether `model` is an `EmbeddingModel` whose backbone has one set of LoRA adapters, in peft's wrapper: then
+    `adapter_folder.write` makes a folder of it that holds no weights of the base."""
+    config = getattr(model, "peft_config", {}).get("default")
+    if config is None or config.peft_type != "LORA" or config.modules_to_save or len(model.peft_config) > 1:
+        return False
+    is_ours = hasattr(model, "get_base_model") and isinstance(model.get_base_model(), EmbeddingModel)
+    return is_ours and all(name.startswith(adapter_folder.BACKBONE) for name in model.base_model.targeted_module_names)
 
 
 def _check_can_be_saved(model: EmbeddingModel, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -428,23 +401,6 @@ def _check_can_be_saved(model: EmbeddingModel, state_dict: Mapping[str, torch.Te
         raise UsageError(
             f"state_dict must hold every weight under the model's own keys; missing or surplus: {shortened(wrong)}."
         )
-
-
-def _accept_names_of_backbone(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Those of the files: adapters for instance have the names that AutoModel looks for (models/adapter_folder.py)."""
-    own = tuple(f"{prefix}{name}." for name, _ in model.named_children())
-    foreign = [key for key in state_dict if key.startswith(prefix) and not key.startswith(own)]
-    if foreign:
-        # peft 0.21 puts an adapter's name only into names that it knows.
-        full = {re.sub(r"(\.lora_\w+)\.\w+", r"\1", name): name for name, _ in model.named_parameters()}
-    for key in foreign:
-        name = f"backbone.{key.removeprefix(prefix)}"
-        state_dict[prefix + full.get(name, name)] = state_dict.pop(key)
-
-
-def names_without_adapters(model: nn.Module) -> list[str]:
-    """The keys of the model's state dict as they are once its adapters are merged."""
-    return [key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key]
 
 
 def _without_prefix(state_dict: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

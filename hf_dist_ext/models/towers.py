@@ -22,7 +22,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel, EmbeddingOutput, names_without_adapters
+from hf_dist_ext.models.embedding_model import EmbeddingModel, EmbeddingOutput
+from hf_dist_ext.models.weights import names_without_adapters
 
 # where a tower's output keeps the vector per row, the first that is there
 VECTOR_FIELDS = ("embeddings", "text_embeds", "image_embeds", "pooler_output")

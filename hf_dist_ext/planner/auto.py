@@ -16,8 +16,9 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import Hardware
-from hf_dist_ext.planner.choose import Plan, make_plan
+from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import device_memory_bytes, links
+from hf_dist_ext.planner.plan import Plan
 from hf_dist_ext.run.config import Run
 
 

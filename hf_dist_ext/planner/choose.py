@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,11 @@ from hf_dist_ext.planner.catalog import (
     refusal,
     tensor_parallel_size,
 )
-from hf_dist_ext.planner.memory import Bytes, Settings, estimate, is_cut, is_known_optimizer, model_of
+from hf_dist_ext.planner.memory import Settings, estimate, is_cut, is_known_optimizer, model_of
+from hf_dist_ext.planner.plan import Option, Plan, changes_for
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traffic import Traffic, traffic
+from hf_dist_ext.planner.traffic import traffic
 from hf_dist_ext.planner.workload import TracedWorkload, Workload, with_batch, workload_of
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
@@ -48,105 +49,6 @@ from hf_dist_ext.run.presets import presets
 # A chunk of few tokens leaves a device waiting: with this many it runs at half speed.
 HALF_SPEED_TOKENS = 512
 NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
-
-
-@dataclass
-class Option:
-    """One strategy: as the run stands (`given`), with the other checkpointing, and with what makes it fit."""
-
-    strategy: Strategy
-    preset: str
-    why_not: str  # "" when it can be chosen
-    given: Bytes
-    checkpointed: Bytes
-    unchecked: Bytes
-    traffic: Traffic
-    memory_bytes: float
-    settings: Settings | None = None  # None: nothing makes it fit
-    batch: int = 0
-    fitted: Bytes | None = None
-    seconds: float = float("inf")
-
-    @property
-    def fits(self) -> bool:
-        return self.given.total <= self.memory_bytes
-
-    @property
-    def is_last_resort(self) -> bool:
-        """The CPU holds what the devices do not: no easier than smaller chunks. Nor are groups of devices that share
-        rows, of which fewer then meet in the loss."""
-        return self.strategy.preset.endswith("_offload") or self.strategy.is_tensor_parallel
-
-    @property
-    def headroom(self) -> float:
-        return self.memory_bytes - self.given.total
-
-    def as_dict(self) -> dict[str, Any]:
-        fitted = None
-        if self.settings is not None and self.fitted is not None:
-            fitted = {
-                "chunk_rows": self.settings.chunk_rows,
-                "checkpointing": self.settings.is_checkpointed,
-                "per_device_batch": self.batch,
-                "bytes": self.fitted.as_dict(),
-            }
-        return {
-            "strategy": self.strategy.name,
-            "preset": self.preset,
-            "can_be_chosen": not self.why_not,
-            "why_not": self.why_not or None,
-            "fits": self.fits,
-            "headroom": round(self.headroom),
-            "bytes": self.given.as_dict(),
-            "activations_with_checkpointing": round(self.checkpointed.activations),
-            "activations_without_checkpointing": round(self.unchecked.activations),
-            "per_step": self.traffic.as_dict(),
-            "made_to_fit": fitted,
-        }
-
-
-@dataclass
-class Plan:
-    work: Workload
-    hardware: Hardware
-    options: list[Option]
-    best: Option | None
-    changes: dict[str, Any] = field(default_factory=dict)  # fields of the run file to set
-    reasons: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    trace: dict[str, Any] | None = None
-    run: Any = None  # the run that was planned: of several stages, the one that needs most
-    stages: list[dict[str, Any]] = field(default_factory=list)
-
-    def option(self, name: str) -> Option | None:
-        return next((option for option in self.options if option.strategy.name == name), None)
-
-    @property
-    def simplest(self) -> Option:
-        return self.option("DDP") or self.options[0]
-
-    def as_dict(self) -> dict[str, Any]:
-        model = model_of(self.work).whole
-        return {
-            "model_type": self.work.config["model_type"],
-            "parameters": int(model.elements),
-            "trained_parameters": int(model.trained),
-            "hardware": {
-                "num_devices": self.hardware.num_devices,
-                "num_nodes": self.hardware.num_nodes,
-                "device_memory": round(self.hardware.memory_bytes),
-                "interconnect": self.hardware.interconnect,
-            },
-            "recommended": None
-            if self.best is None
-            else {"strategy": self.best.strategy.name, "preset": self.best.preset, "set": self.changes},
-            "reasons": self.reasons,
-            "notes": self.notes,
-            "stage": self.run.name if self.stages else None,
-            "stages": self.stages,
-            "strategies": [option.as_dict() for option in self.options],
-            "trace": self.trace,
-        }
 
 
 def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
@@ -346,25 +248,3 @@ def _best(options: list[Option]) -> Option | None:
     possible = [option for option in possible if option.fits and not option.is_last_resort] or possible
     shortest = min((option.seconds for option in possible), default=0.0)
     return next((option for option in possible if option.seconds <= NEARLY * shortest), None)
-
-
-def changes_for(plan: Plan, best: Option, hardware: Hardware) -> dict[str, Any]:
-    """Fields of the run file that an option needs set."""
-    work, settings, changes = plan.work, best.settings, {}
-    if settings is None:
-        return {}
-    if hardware.num_devices > 1 or best.strategy.name != "single":
-        changes["accelerate_config"] = best.preset
-    is_plain = best.strategy.name in ("FSDP speed", "FSDP memory")
-    if is_plain and work.is_embedding and work.fsdp_mode == "auto":
-        changes["gradient_cache_fsdp"] = "speed" if best.strategy.keeps_whole else "memory"
-    if best.strategy.name == "FSDP frozen whole" and best.preset == "multi_gpu_fsdp":
-        changes["frozen_parts_fsdp"] = "replicate"
-    if settings.is_checkpointed and not work.is_checkpointed:
-        changes["gradient_checkpointing"] = True
-    if settings.chunk_rows is not None and not work.finds_chunk:
-        changes["gradient_cache_chunk_size"] = settings.chunk_rows
-    if best.batch != work.batch:
-        changes["per_device_train_batch_size"] = best.batch
-        changes["gradient_accumulation_steps"] = work.accumulation * -(-work.batch // best.batch)
-    return changes

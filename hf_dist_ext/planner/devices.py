@@ -1,26 +1,62 @@
-"""What this machine's devices are, asked of the driver and not of torch: memory and links, for the planner.
+"""What this machine's devices are, asked of the driver and not of torch: how many are visible, their memory and links.
 
-(1) memory: the least of the visible devices, from nvidia-smi or the kernel's files of AMD
-(2) links: NVLink where the driver names one between two devices, else PCIe
+The memory is the least of the visible devices', from nvidia-smi or the kernel's files of AMD. The links are NVLink
+where the driver names one between two devices, else PCIe.
 """
 
 from __future__ import annotations
 
 import glob
+import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.launch import count_devices
 from hf_dist_ext.planner.catalog import GIB, Hardware
 
 ASSUMED_GIB = 80.0  # where no device is at hand and none is named
 
 
+def count_devices() -> int:
+    """Visible GPUs, asked of the driver and not of torch, which takes seconds to import."""
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return 0  # this torch could not use them
+    nvidia = _count_nvidia()
+    if nvidia:
+        return _count_visible(nvidia, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    amd = 0
+    for path in glob.glob("/sys/class/kfd/kfd/topology/nodes/*/properties"):  # a node with compute units is a GPU
+        amd += re.search(r"^simd_count [1-9]", Path(path).read_text(encoding="utf-8"), re.MULTILINE) is not None
+    masks = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return _count_visible(amd, next((os.environ[name] for name in masks if name in os.environ), None))
+
+
+def _count_nvidia() -> int:
+    if shutil.which("nvidia-smi"):
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        if listed.returncode == 0:
+            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _count_visible(installed: int, mask: str | None) -> int:
+    """How many of the installed devices a mask such as "0,2" shows. As in CUDA, a wrong entry hides what follows."""
+    if mask is None:
+        return installed
+    count = 0
+    for entry in mask.split(","):
+        entry = entry.strip()
+        if not entry or (entry.lstrip("-").isdigit() and not 0 <= int(entry) < installed):
+            break
+        count += 1
+    return min(count, installed) if "MIG" not in mask else count
+
+
 def device_memory_bytes() -> float | None:
-    """(1) None when no driver says."""
+    """None when no driver says."""
     listed = _ask("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     found = [float(one) * 2**20 for one in re.findall(r"^\s*(\d+)\s*$", listed, re.MULTILINE)]
     for path in glob.glob("/sys/class/drm/card*/device/mem_info_vram_total"):
@@ -29,7 +65,6 @@ def device_memory_bytes() -> float | None:
 
 
 def links() -> str:
-    """(2)"""
     return "nvlink" if re.search(r"\bNV\d+\b", _ask("topo", "-m")) else "pcie"
 
 

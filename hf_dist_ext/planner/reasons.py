@@ -8,13 +8,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
 from hf_dist_ext.planner.memory import Bytes, is_cut, model_of
-
-if TYPE_CHECKING:
-    from hf_dist_ext.planner.choose import Option, Plan
+from hf_dist_ext.planner.plan import Option, Plan
 
 POINTLESS = 0.1  # a reduction shorter than this share of the arithmetic hides behind it
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB
-from hf_dist_ext.planner.choose import Option, Plan
 from hf_dist_ext.planner.memory import Bytes
+from hf_dist_ext.planner.plan import Option, Plan
 from hf_dist_ext.planner.reasons import count_of, gib
 from hf_dist_ext.planner.traffic import ARITHMETIC, BANDWIDTH
 

@@ -1,10 +1,13 @@
-"""Which fields belong to one task: given with another one they would be ignored, so they are refused."""
+"""Rules between fields of a run file: what contradicts another field, and what would be ignored, is refused."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import deepspeed_install
+from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
 
 CONTRASTIVE_FIELDS = (
@@ -19,6 +22,56 @@ OF_TASK = {
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
 }
+
+
+def check_rules(run: Run) -> None:
+    """UsageError for the first rule that a run without stages, or one stage, breaks."""
+    config, given = run.options, run.given
+    check_task_fields(config.task, given)
+    useless = [name for name in CONTRASTIVE_FIELDS if given.get(name) not in (None, False)]
+    if config.loss is None and useless:
+        raise UsageError(
+            f"{useless[0]}={show(given[useless[0]])} needs a loss over embeddings, but loss is null. "
+            f'Set "loss": "infonce" or remove {useless[0]}.'
+        )
+    if given.get("bf16") and given.get("fp16"):
+        raise UsageError("bf16 and fp16 are both true. Keep one.")
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if given.get(name):
+            raise UsageError(
+                f"{name}=true does nothing while training, and the evaluation at the end would round the weights that "
+                f"are saved behind it. Remove it; {name[:4]}=true evaluates in that precision too."
+            )
+    if (config.model_name_or_path is None) == (config.model_config is None):
+        found = "Neither is" if config.model_config is None else "Both are"
+        raise UsageError(f"{found} given: model_name_or_path (start from weights) or model_config (from scratch).")
+    if config.model_config and not isinstance(config.model_config.get("model_type"), str):
+        raise UsageError('model_config has no "model_type". Add one, such as "model_type": "bert".')
+    if config.model_config is not None and config.model_revision is not None:
+        raise UsageError(f"model_revision={show(config.model_revision)} is of a hub model, and model_config of none.")
+    if config.task == "embedding" and config.image_folder is not None and not config.image_columns:
+        raise UsageError(f"image_folder={show(config.image_folder)} is where image_columns are read from. Name them.")
+    if config.dataset_name is None:
+        raise UsageError('dataset_name is not given. Set "code-search", a hub id or the path of a data file.')
+    weights, dims = config.matryoshka_weights or [], config.matryoshka_dims or []
+    if weights and len(weights) != len(dims):
+        raise UsageError(
+            f"matryoshka_weights has {len(weights)} entries for {len(dims)} matryoshka_dims. Give as many, or none."
+        )
+    if config.eval_holdout and (config.eval_split or config.eval_dataset_name):
+        other = "eval_split" if config.eval_split else "eval_dataset_name"
+        raise UsageError(f"eval_holdout takes rows from the train split, but {other} is given too. Keep one.")
+    if given.get("resume_weights_only") and given.get("resume_from_checkpoint") in (None, False):
+        raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
+    if given.get("deepspeed"):
+        deepspeed_install.check("deepspeed is set: ")
+    offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(os.environ.get(name, ""))]
+    if given.get("push_to_hub") and offline:
+        raise UsageError(f"push_to_hub is true but {offline[0]} is set. Unset one of the two.")
+
+
+def _is_on(text: str) -> bool:
+    return text.strip().upper() in ("1", "ON", "YES", "TRUE")
 
 
 def check_task_fields(task: str, given: dict[str, Any]) -> None:

@@ -17,8 +17,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.images import reads_fixed_width
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype, shortened
+from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype
 from hf_dist_ext.models.towers import TowerModel, load_tower
+from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.run.config import Run, RunConfig
 
 TEXT, IMAGE = "text", "image"

@@ -18,7 +18,8 @@ from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.conversations import ConversationReader, load_conversations
 from hf_dist_ext.data.image_text_collator import ImageTextCollator
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype, shortened
+from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype
+from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.generation import GeneratingTrainer, answer_accuracy

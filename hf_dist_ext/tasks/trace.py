@@ -28,9 +28,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.workload import Column, Workload, workload_of
-from hf_dist_ext.run.config import exit_on_usage_error, load_run
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies.fsdp import is_multiplied
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 

@@ -11,7 +11,8 @@ import torch
 from hf_dist_ext.data import storage
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.errors import StorageError, UsageError
-from hf_dist_ext.run.config import RunConfig, exit_on_usage_error
+from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.run.config import RunConfig
 from tests.data.test_position import run
 from tests.launching import ROOT
 from tests.training.test_nonfinite import rows as regression_rows

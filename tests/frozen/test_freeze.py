@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import load_run
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_vision_language import BlankPictures, collate, row, tiny_llava

@@ -7,14 +7,24 @@ from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import (
     EmbeddingModel,
-    check_weights,
-    load_weights,
     pool_tokens,
-    unused_parameters,
 )
+from hf_dist_ext.models.weights import check_weights, load_weights
 from tests.tiny_models import CHECKPOINTING, EXPERTS_CONFIG, TEXT_CONFIGS, model_config
 
 DECODERS = ("qwen3", "llama")
+
+
+def unused_parameters(model: torch.nn.Module, **features) -> list[str]:
+    """Names of trainable parameters without a gradient from the embeddings of `features`; one forward and backward.
+
+    Such a parameter makes DDP fail unless it searches the graph each step (`find_unused_parameters`).
+    """
+    names, parameters = zip(*[(n, p) for n, p in model.named_parameters() if p.requires_grad], strict=True)
+    output = model(**features)
+    embeddings = output if isinstance(output, torch.Tensor) else output.embeddings
+    gradients = torch.autograd.grad(embeddings.sum(), parameters, allow_unused=True)
+    return [name for name, gradient in zip(names, gradients, strict=True) if gradient is None]
 
 
 def tiny(model_type="bert", seed=0, **options):

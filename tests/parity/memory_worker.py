@@ -28,7 +28,7 @@ from torch import nn
 from hf_dist_ext.planner import catalog, memory
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.workload import workload_of
-from hf_dist_ext.run.config import load_run
+from hf_dist_ext.run.read import load_run
 
 WHO_TRAINS = ("trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_target_modules")
 PARTS = ("parameters", "gradients", "optimizer", "activations")

@@ -15,8 +15,8 @@ from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traffic import traffic
 from hf_dist_ext.planner.who_trains import depth
 from hf_dist_ext.planner.workload import workload_of
-from hf_dist_ext.run.config import load_run
 from hf_dist_ext.run.presets import presets
+from hf_dist_ext.run.read import load_run
 
 BASE = {"model_type": "bert"}  # 109M parameters
 DECODER = {

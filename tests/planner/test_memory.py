@@ -246,7 +246,7 @@ def test_a_model_that_is_nowhere_is_an_error_that_says_what_to_do(monkeypatch):
 def small_run(tmp_path):
     import json
 
-    from hf_dist_ext.run.config import load_run
+    from hf_dist_ext.run.read import load_run
 
     def make(model, **fields):
         content = {"dataset_name": "code-search", "model_config": model, "max_length": 64, **fields}

@@ -9,11 +9,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from hf_dist_ext import failures
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import check_output_dir, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run import config, fields, help, short_names
-from hf_dist_ext.run.config import load_run
+from hf_dist_ext.run import config, fields, help, rules, short_names
+from hf_dist_ext.run.read import load_run
 
 MINIMAL = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}}
 
@@ -167,7 +168,7 @@ def test_the_command_line_goes_over_the_file(load):
     ],
 )
 def test_wrong_values_are_refused_with_the_remedy(load, monkeypatch, keys, words):
-    monkeypatch.setattr(config.deepspeed_install, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules.deepspeed_install, "find_spec", lambda name: None)
     message = error_of(load, **keys)
     for word in words:
         assert word in message, message
@@ -421,7 +422,7 @@ def test_a_usage_error_is_one_line_and_exit_code_2(monkeypatch, capsys, rank, ou
     monkeypatch.delenv("HF_DIST_DEBUG", raising=False)
     if rank:
         monkeypatch.setenv("RANK", rank)
-    with pytest.raises(SystemExit) as stopped, config.exit_on_usage_error():
+    with pytest.raises(SystemExit) as stopped, failures.exit_on_usage_error():
         raise UsageError("no")
     assert stopped.value.code == 2 and capsys.readouterr().err == output
 
@@ -429,15 +430,15 @@ def test_a_usage_error_is_one_line_and_exit_code_2(monkeypatch, capsys, rank, ou
 def test_other_ranks_let_rank_0_speak_first(monkeypatch, capsys):
     waited = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(config.time, "sleep", waited.append)
-    with pytest.raises(SystemExit) as stopped, config.exit_on_usage_error():
+    monkeypatch.setattr(failures.time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as stopped, failures.exit_on_usage_error():
         raise UsageError("no")
     assert stopped.value.code == 2 and waited == [4] and "rank 1" in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("HF_DIST_DEBUG", "1")
-    with pytest.raises(UsageError), config.exit_on_usage_error():
+    with pytest.raises(UsageError), failures.exit_on_usage_error():
         raise UsageError("no")
 
 
@@ -445,7 +446,7 @@ def test_loading_a_run_imports_neither_torch_nor_transformers(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(MINIMAL), encoding="utf-8")
     code = (
-        "import sys\nfrom hf_dist_ext.run.config import load_run\nload_run(['--config', sys.argv[1]])\n"
+        "import sys\nfrom hf_dist_ext.run.read import load_run\nload_run(['--config', sys.argv[1]])\n"
         "assert not {'torch', 'transformers', 'yaml'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)

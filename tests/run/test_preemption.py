@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import load_run
 from hf_dist_ext.run.preemption import MARK, REQUEUE, StopSignals, exit_code, forward_to_children
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import ROOT, environment

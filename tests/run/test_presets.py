@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run import preset_notes, presets
-from hf_dist_ext.run.preset_notes import NOTES
+from hf_dist_ext.run import presets
+from hf_dist_ext.run.presets import NOTES
 from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES
 
 NAMES = sorted(presets.presets())
@@ -77,8 +77,8 @@ def test_every_preset_is_explained_and_no_other_is():
     ("deepspeed_zero2", 8, False, "deepspeed"),
 ])  # fmt: skip
 def test_what_this_machine_can_run_is_said(monkeypatch, name, devices, runs, words):
-    monkeypatch.setattr(preset_notes.deepspeed_install, "find_spec", lambda module: None)
-    found, line = preset_notes.runs_here(presets.find_preset(name), devices)
+    monkeypatch.setattr(presets.deepspeed_install, "find_spec", lambda module: None)
+    found, line = presets.runs_here(presets.find_preset(name), devices)
     assert found is runs and words in line
 
 

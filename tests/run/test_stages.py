@@ -8,7 +8,7 @@ import pytest
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import load_run
+from hf_dist_ext.run.read import load_run
 
 STAGES = [
     {"name": "align", "trainable_modules": ["projector"], "learning_rate": 1e-3, "_": "a comment"},

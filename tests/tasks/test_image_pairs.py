@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_one_line(run_file, capsys, change, words):
 
 
 def test_siglips_texts_have_the_full_width(run_file, tmp_path):
-    from hf_dist_ext.run.config import load_run
+    from hf_dist_ext.run.read import load_run
     from hf_dist_ext.tasks import image_pairs
 
     run = load_run(["--config", str(run_file("siglip"))])

@@ -203,7 +203,7 @@ def test_a_pattern_that_matches_nothing_in_a_later_stage_is_found_before_the_fir
 def test_weights_of_two_precisions_are_carried_bit_for_bit(tmp_path):
     """A frozen part in bfloat16 beside a trained one in float32: from_pretrained alone would make them one."""
     from hf_dist_ext.data.digits import build_processor
-    from hf_dist_ext.run.config import load_run
+    from hf_dist_ext.run.read import load_run
     from hf_dist_ext.tasks.image_text import build_model
 
     run = load_run(["--config", str(short_config(tmp_path))])

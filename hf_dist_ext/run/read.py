@@ -1,0 +1,173 @@
+"""The JSON run file and the command line -> `Run`: strict parsing, and errors that name the remedy.
+
+    run = load_run(["--config", "configs/code_search.json", "--learning_rate", "2e-5"])
+    run.options.temperature, run.training["learning_rate"], run.echo, run.flat()
+
+(1) the file: JSON without duplicate keys, keys that begin with "_" are comments; the command line: any
+    `--field value`
+(2) types, short names (run/short_names.py) and bounds; the command line goes over the file
+(3) rules between fields (run/rules.py), the checkpoint to resume (checkpoints/folder.py), stages (run/stages.py)
+
+It imports the standard library only, so that errors are instant. The first error is reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import BOUNDS, Run, RunConfig, all_fields
+from hf_dist_ext.run.fields import Type, accepts, describe, from_text, kind_of, out_of_bounds, parse_type, show
+from hf_dist_ext.run.help import help_text
+from hf_dist_ext.run.rules import check_rules
+from hf_dist_ext.run.short_names import GONE, SHORT_BOUNDS, SHORT_NAMES, in_long_names
+from hf_dist_ext.run.stages import plan_stages
+
+
+def load_run(argv: list[str]) -> Run:
+    """`--config run.json --field value ...` -> Run. Prints the help and exits on `--help`. Raises UsageError."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        sys.exit(0)
+    path, overrides = _parse_command_line(argv)
+    layers = [(_read_json(path), str(path)), (overrides, "the command line")]
+    run = _from_layers(path, layers)
+    if run.options.stages is not None:
+        run.stages = plan_stages(run, layers, functools.partial(_from_layers, path))
+    return run
+
+
+def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:
+    """Fields in layers, each over those before it, with the words that say where it comes from."""
+    given: dict[str, Any] = {}
+    echo: list[str] = []
+    for layer, origin in layers:
+        for name, value in layer.items():
+            _check_value(name, value, origin)
+        given |= in_long_names(layer, given, all_fields(), echo)
+    for name, value in given.items():
+        _check_bounds(name, value, BOUNDS.get(name, {}), all_fields()[name].type)
+    return _assemble(path, given, echo)
+
+
+def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
+    given.setdefault("output_dir", str(Path("outputs", path.stem)))
+    own = {one.name for one in dataclasses.fields(RunConfig)}
+    config = RunConfig(**{name: value for name, value in given.items() if name in own})
+    config.loss = given.get("loss", "infonce" if config.task == "embedding" else None)
+    if config.loss == "none":
+        config.loss = None
+    training = {name: value for name, value in given.items() if name not in own}
+    run = Run(path, config, training, echo, given)
+    if config.stages is not None:  # each stage is checked and resumed as a run of its own
+        return run
+    check_rules(run)
+    if not decides_here():
+        return run
+    asked = training.pop("resume_from_checkpoint", None)
+    if asked == "auto":
+        asked = resume_or_start(training)
+    checkpoint = checkpoint_to_resume(asked, Path(training["output_dir"]))
+    if checkpoint is not None:  # true stays true: the trainer, which also knows the hashes, picks the newest complete
+        training["resume_from_checkpoint"] = True if asked is True else str(checkpoint)
+    return run
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any]]:
+    """`--config`, and the values of all other flags by field name; the last of a repeated flag counts."""
+    words: dict[str, list[str]] = {}
+    name = ""
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            words[name] = [value] if equals else []
+        elif name:
+            words[name].append(word)
+        else:
+            hint = f"Write: --config {word}" if word.endswith(".json") else "Write: --field value"
+            raise UsageError(f"Unexpected argument {word!r}. {hint}")
+    config = words.pop("config", [])
+    if len(config) != 1:
+        raise UsageError("--config takes one JSON file, such as --config configs/code_search.json. See --help.")
+    values = {}
+    for name, tokens in words.items():
+        alternatives = _type_of(name, "the command line")
+        try:
+            values[name] = from_text(alternatives, tokens)
+        except UsageError as error:
+            raise UsageError(f"--{name}: {error}") from None
+    return Path(config[0]), values
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if double := [name for name in names if names.count(name) > 1]:
+            raise UsageError(f"{path} gives {json.dumps(double[0])} twice. Keep one.")
+        return dict(pairs)
+
+    def refuse(word: str) -> None:
+        raise UsageError(f"{path} holds {word}, which is not JSON. Write a finite number or null.")
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        content = json.loads(text, object_pairs_hook=without_duplicates, parse_constant=refuse)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.json")], 1, 0.4)
+        hint = f"Closest: {path.parent / near[0]}" if near else "Give the path of a JSON file."
+        raise UsageError(f"--config {path}: no such file. {hint}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+    except OSError as error:
+        raise UsageError(f"--config {path} cannot be read: {error.strerror}. Give a JSON file.") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}. Mend it there; JSON has no "
+            'trailing comma and no // comment (a key that begins with "_" is one).'
+        ) from None
+    if not isinstance(content, dict):
+        raise UsageError(f'{path} holds {kind_of(content)}, not an object. Write {{"field": value, ...}}.')
+    return {name: value for name, value in content.items() if not name.startswith("_") and name != "$schema"}
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def _type_of(name: str, origin: str) -> Type:
+    if name in SHORT_NAMES:
+        return parse_type(SHORT_NAMES[name][0])
+    if name in all_fields():
+        return all_fields()[name].type
+    near = difflib.get_close_matches(name, [*all_fields(), *SHORT_NAMES], 1, 0.5)
+    hint = GONE.get(name) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
+    raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
+
+
+def _check_value(name: str, value: Any, origin: str) -> None:
+    alternatives = _type_of(name, origin)
+    if accepts(alternatives, value):
+        return _check_bounds(name, value, SHORT_BOUNDS.get(name, {}), alternatives)
+    takes = describe(alternatives)
+    choices = [detail for kind, detail in alternatives if kind == "literal"]
+    if len(choices) > 12:
+        near = [name for name in choices if name.startswith(str(value))]
+        near += difflib.get_close_matches(str(value), choices, 3, 0.3) or choices
+        takes = f"one of {len(choices)} names; closest: {', '.join(map(json.dumps, near[:3]))}"
+    raise UsageError(f"{name}={show(value, name)} in {origin} is {kind_of(value)}; it takes {takes}.")
+
+
+def _check_bounds(name: str, value: Any, bounds: dict[str, Any], alternatives: Type) -> None:
+    if broken := out_of_bounds(value, bounds):
+        others = [json.dumps(detail) for kind, detail in alternatives if kind in ("literal", "null")]
+        raise UsageError(f"{name}={show(value)} {' or '.join([broken, *others])}.")
