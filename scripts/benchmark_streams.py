@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from hf_dist_ext.data.stream_order import Dealer, Place, Ranks, loader
+from hf_dist_ext.data.stream_order import Dealer, Ranks, StreamState, loader
 
 
 def write_pictures(folder: Path, shards: int, rows: int, side: int) -> None:
@@ -54,7 +54,7 @@ def rows_per_second(folder: Path, batch: int, batches: int, workers: int, step: 
     files = sorted(str(path) for path in folder.glob("*.parquet"))
     stream = datasets.load_dataset("parquet", data_files={"train": files}, split="train", streaming=True)
     stream = stream.shuffle(seed=0, buffer_size=4 * batch)
-    dealer = Dealer(stream, batch, Ranks(0, 1, 1), Place(), workers)
+    dealer = Dealer(stream, batch, Ranks(0, 1, 1), StreamState(), workers)
     made = iter(loader(dealer, collate, num_workers=workers))
     next(made)  # the workers have started
     started = time.perf_counter()

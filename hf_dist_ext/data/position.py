@@ -31,7 +31,7 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.data import epoch_order, stream_order
+from hf_dist_ext.data import epoch_order, stream_order, stream_readers
 from hf_dist_ext.data.epoch_order import Begun, EpochBatches, StandIn
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
@@ -59,8 +59,8 @@ class Position:
 def data_fingerprint(dataset: Any) -> str | None:
     """Of columns, length and rows spread over a `datasets.Dataset`, by content; of a stream what its order depends on;
     None for other kinds."""
-    if stream_order.is_stream(dataset):
-        return stream_order.fingerprint(dataset)
+    if stream_readers.is_stream(dataset):
+        return stream_readers.fingerprint(dataset)
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "with_format") or not hasattr(dataset, "__len__"):
         return None
     raw, count = dataset.with_format("arrow"), len(dataset)  # as they are stored: nothing in them is decoded
@@ -91,7 +91,7 @@ def _check_data(trainer: PositionHooks, content: dict[str, Any], folder: str) ->
         "rows": f"the training set had {before['rows']} rows, now it has {now['rows']}",
         "content": "the rows of the training set are others",
     }
-    if stream_order.is_stream(dataset):
+    if stream_readers.is_stream(dataset):
         words["content"] = "the stream has other columns or shards, or is shuffled with another seed"
     found = "; ".join(words[name] for name in changed)
     if not args.allow_changed_data:
@@ -133,7 +133,7 @@ class PositionHooks(Trainer):
     position = Position()
     _resumed: Position | None = None  # (3): set when the run was changed
     _rows_of_epoch: int | None = None
-    _place: stream_order.Place | None = None  # of a stream in one order; that of the last batch that was used
+    _place: stream_order.StreamState | None = None  # of a stream in one order; that of the last batch that was used
     _order: EpochBatches | None = None  # of the present epoch; None of a stream
     _begun: dict[str, Any] = {}  # what a checkpoint tells of the epoch in which it was written, until it is read
     _dealer: stream_order.Dealer | None = None  # of the loader that was made last
@@ -149,7 +149,7 @@ class PositionHooks(Trainer):
         config = self.accelerator.dataloader_config
         return (
             hasattr(self.args, "allow_changed_data")
-            and stream_order.is_stream(self.train_dataset)
+            and stream_readers.is_stream(self.train_dataset)
             and not config.dispatch_batches
             and not config.split_batches
         )
@@ -177,7 +177,7 @@ class PositionHooks(Trainer):
         self._place, self._resumed_from, self._order, self._begun = None, None, None, {}
         if self.reads_in_one_order:
             self._check_stream()
-            self._place = stream_order.Place()
+            self._place = stream_order.StreamState()
         content = manifest.read(Path(resume_from_checkpoint)) if resume_from_checkpoint else None
         if content and "position" in content and hasattr(self.args, "allow_changed_data"):
             _check_data(self, content, resume_from_checkpoint)
@@ -203,7 +203,7 @@ class PositionHooks(Trainer):
         before = {"data_parallel_size": content["world_size"]} | content  # older manifests
         changed = [name for name in now if before.get(name, now[name]) != now[name]]
         self.position, self._begun = found, {name: content.get(name) for name in ("order_digest", "bad_rows")}
-        if stream_order.is_stream(self.train_dataset):
+        if stream_readers.is_stream(self.train_dataset):
             self._check_reading(content, changed, folder)
         is_unchanged = found.is_regular and not changed
         if self._place is not None:
@@ -271,7 +271,7 @@ class PositionHooks(Trainer):
             self.train_dataset,
             self._train_batch_size,
             stream_order.Ranks(args.process_index, args.world_size, shares),
-            self._place or stream_order.Place(),
+            self._place or stream_order.StreamState(),
             args.dataloader_num_workers,
             args.dataloader_multiprocessing_context,
             args.allow_changed_data,
@@ -299,7 +299,7 @@ class PositionHooks(Trainer):
 
     def _used(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._place = self._dealer.places.popleft()
+            self._place = self._dealer.states.popleft()
             yield batch
 
     # ---- the order ----
@@ -374,7 +374,7 @@ class PositionHooks(Trainer):
             if self.state.global_step >= max_steps:
                 return num_epochs, 0  # nothing is left
             return (0 if self._resumed is None else self._resumed.epoch), 0  # a stream itself begins at its place
-        if stream_order.is_stream(self.train_dataset) and self.position.samples:
+        if stream_readers.is_stream(self.train_dataset) and self.position.samples:
             # Trainer takes the steps of all epochs for batches of the first.
             return self.position.epoch, self.position.rows // self.rows_per_micro_batch
         if epochs or batches:  # also of a stock checkpoint

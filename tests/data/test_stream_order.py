@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.data import stream_order
-from hf_dist_ext.data.stream_order import Dealer, Place, Ranks
+from hf_dist_ext.data import stream_order, stream_readers
+from hf_dist_ext.data.stream_order import Dealer, Ranks, StreamState
 from hf_dist_ext.errors import UsageError
 from tests.data.test_position import run, table
 
@@ -110,7 +110,7 @@ def read_rows(log) -> list[int]:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["plain", "shuffled"])
 def test_rows_that_were_used_are_not_read_again(tmp_path, monkeypatch, kind, workers):
-    monkeypatch.setattr(stream_order, "ROUND_ROWS", 16)  # two of each reader
+    monkeypatch.setattr(stream_readers, "ROUND_ROWS", 16)  # two of each reader
 
     def stream():
         made = logged_stream(tmp_path / "log", rows=100)
@@ -128,8 +128,8 @@ def test_rows_that_were_used_are_not_read_again(tmp_path, monkeypatch, kind, wor
 
 
 def test_a_shard_that_was_read_is_not_opened_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(stream_order, "ROUND_ROWS", 8)
-    monkeypatch.setattr(stream_order, "MAX_READERS", 2)
+    monkeypatch.setattr(stream_readers, "ROUND_ROWS", 8)
+    monkeypatch.setattr(stream_readers, "MAX_READERS", 2)
     order = run(tmp_path, logged_stream(tmp_path / "log"), max_steps=19, save_steps=14).seen
     (tmp_path / "log").unlink()
     after = run(tmp_path, logged_stream(tmp_path / "log"), resume=14, max_steps=19, per_device_train_batch_size=2)
@@ -148,10 +148,10 @@ def test_a_shuffle_buffer_mixes_shards_and_rows_and_resumes_without_reading_agai
 
 
 def dealt(stream, window=4, start=None, number=lambda dealt: int(dealt.row["x"][0])):
-    """(place, rows) of every batch, of one process."""
-    dealer = Dealer(stream, window, Ranks(0, 1, 1), start or Place())
+    """(state after it, rows) of every batch, of one process."""
+    dealer = Dealer(stream, window, Ranks(0, 1, 1), start or StreamState())
     for batch in dealer:
-        yield dealer.places.popleft(), [number(row) for row in batch]
+        yield dealer.states.popleft(), [number(row) for row in batch]
 
 
 def test_a_reader_that_is_through_drops_out_until_the_epoch_ends():
@@ -200,11 +200,11 @@ def test_another_stream_is_refused_unless_it_is_meant(whole, stream, words):
 
 
 def test_a_state_that_leads_elsewhere_is_not_believed(caplog, monkeypatch):
-    monkeypatch.setattr(stream_order, "ROUND_ROWS", 5)
+    monkeypatch.setattr(stream_readers, "ROUND_ROWS", 5)
     rounds = [*itertools.islice(dealt(plain()), 3)]
-    place, following = rounds[1][0], rounds[2][1]
-    assert place.rows == 8 and place.round == 1
-    wrong = replace(place, states={reader: None for reader in place.states})
+    state, following = rounds[1][0], rounds[2][1]
+    assert state.rows == 8 and state.round == 1
+    wrong = replace(state, states={reader: None for reader in state.states})
     with caplog.at_level(logging.WARNING):
         assert next(dealt(plain(), start=wrong))[1] == following
     assert "the first 8 rows of epoch 0 are read again" in caplog.text
@@ -247,5 +247,5 @@ def test_what_can_not_be_is_said(tmp_path):
 
 def test_a_digest_is_the_content_of_a_row():
     rows = [{"a": 1}, {"a": 2}, {"a": "1"}, {"b": 1}, {"a": [1]}, {"a": torch.ones(1)}, {"a": torch.zeros(1)}]
-    assert len({stream_order.digest(row) for row in rows}) == len(rows)
-    assert stream_order.digest({"a": 1, "b": b"x"}) == stream_order.digest({"b": b"x", "a": 1})
+    assert len({stream_readers.digest(row) for row in rows}) == len(rows)
+    assert stream_readers.digest({"a": 1, "b": b"x"}) == stream_readers.digest({"b": b"x", "a": 1})

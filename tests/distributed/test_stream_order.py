@@ -11,7 +11,7 @@ import PIL.Image
 import pytest
 import torch
 
-from hf_dist_ext.data import stream_order
+from hf_dist_ext.data import stream_readers
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.data.test_position import Model
@@ -100,7 +100,7 @@ def slow(*values):
 
 @pytest.fixture(autouse=True)
 def short_rounds(monkeypatch):
-    monkeypatch.setattr(stream_order, "ROUND_ROWS", 16)  # two rows of each of eight readers
+    monkeypatch.setattr(stream_readers, "ROUND_ROWS", 16)  # two rows of each of eight readers
 
 
 @pytest.mark.parametrize(
