@@ -65,7 +65,6 @@ strategies.zero_checkpoint
 training.arguments
 training.checkpoint_hooks
 training.checks
-training.health
 training.step
 training.trainer
 """
@@ -84,9 +83,8 @@ PARALLELISM_LEFT = {
     "run.preemption": 1,
     "training.arguments": 1,
     "training.checkpoint_hooks": 6,
-    "training.health": 4,
     "training.step": 6,
-    "training.trainer": 13,
+    "training.trainer": 17,
 }
 PARALLELISM = re.compile(
     r"is_fsdp_enabled|is_deepspeed_enabled|\bDTensor\b|\bds_[a-z]+|DistributedType|FullyShardedDataParallel"

@@ -41,6 +41,7 @@ from hf_dist_ext.frozen.encode_once import (
 )
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.strategies import collectives, zero
+from hf_dist_ext.training.health import Health
 from hf_dist_ext.training.out_of_memory import (
     ALL_GRAPHS,
     PLACES,
@@ -80,7 +81,7 @@ class EmbeddingSteps(Trainer):
     loss: Callable | None
     _budget: ChunkBudget | None
     _sizes: FittingSizes | None
-    _inputs: list  # earlier micro-batches of this update
+    health: Health
     _before_update: RandomState
     _layout: Layout | None = None  # of the micro-batch that runs
     _proven: list[int]  # the largest `_demand` that was tried out
@@ -94,7 +95,7 @@ class EmbeddingSteps(Trainer):
     def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
         """One micro-batch. Where memory runs out on one process, the update so far is dropped, and its micro-batches
         are run again in smaller chunks from the random state before it."""
-        if not self._inputs:
+        if not self.health.inputs:
             self._before_update = RandomState(self.args.device)
         earlier: list[Any] = []
         while True:
@@ -113,7 +114,7 @@ class EmbeddingSteps(Trainer):
                 parameter.grad = None
             self._before_update.restore()
             empty_cache(self.args.device)
-            earlier = [*self._inputs]  # as the data loader gave them
+            earlier = [*self.health.inputs]  # as the data loader gave them
 
     def _attempt(self, model: nn.Module, batch: Batch, ids: Any) -> CachedStep:
         bare, budget = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), self._budget
@@ -122,7 +123,7 @@ class EmbeddingSteps(Trainer):
         chunked, wide, counts, num_kept, _ = layout
         encode = plain_encode = functools.partial(self._encode, model)
         sync, backward = self._reduction, self._backward
-        is_measured = budget is not None and budget.is_measuring and not self._inputs
+        is_measured = budget is not None and budget.is_measuring and not self.health.inputs
 
         def score(embeddings: dict[str, torch.Tensor]):
             if is_measured:
@@ -176,7 +177,7 @@ class EmbeddingSteps(Trainer):
         while True:
             layout = self._cut(batch)
             # With torch_compile the wrapper is another class, and what is compiled holds other tensors.
-            if self._sizes is None or self._inputs or not isinstance(model, DistributedDataParallel):
+            if self._sizes is None or self.health.inputs or not isinstance(model, DistributedDataParallel):
                 return layout
             if collectives.world_size() == 1 or self.is_deepspeed_enabled or not layout.is_larger:
                 return layout
@@ -267,7 +268,7 @@ class EmbeddingSteps(Trainer):
         args, budget, chunked = self.args, self._budget, self._lay_out(batch)
         if budget is not None:
             was_measuring = budget.is_measuring
-            if torch.is_grad_enabled() and not self._inputs:
+            if torch.is_grad_enabled() and not self.health.inputs:
                 budget.propose(may_settle=self.state.global_step > 0)
             everyone = collectives.exchange([longest_row(chunked), budget.proposed], args.device)
             longest, tokens = max(row[0] for row in everyone), min(row[1] for row in everyone)

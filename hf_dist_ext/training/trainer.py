@@ -3,9 +3,8 @@
 With `loss=None` every override hands straight to Trainer. Each base is one idea, wired to Trainer's hooks:
 
 (1) `EmbeddingSteps`: a step of a loss over embeddings, through the gradient cache
-(2) `SafeTrainer`: skips what is not finite, leaves on a signal, survives a lack of memory
-(3) `CheckpointHooks`: what is written, committed and read back
-(4) `PositionHooks`: the place in the data
+(2) `CheckpointHooks`: what is written, committed and read back
+(3) `PositionHooks`: the place in the data
 Here: arguments and wrapping, optimizer and loss parameters, the order of rows, evaluation, logs. No maths.
 """
 
@@ -21,12 +20,15 @@ import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.position import PositionHooks
 from hf_dist_ext.data.sampling import no_duplicates_sampler
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.failures import phase
 from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.plan import module_groups
@@ -35,7 +37,7 @@ from hf_dist_ext.strategies.layers import repeated_layer_classes
 from hf_dist_ext.training import checks, loss_scale, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.checkpoint_hooks import CheckpointHooks
-from hf_dist_ext.training.health import SafeTrainer
+from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.scaling import Scaling
@@ -45,7 +47,7 @@ from hf_dist_ext.training.timing import Profiler, StepClock
 logger = logging.get_logger(__name__)
 
 
-class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
+class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
@@ -58,6 +60,8 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     """
 
     args: DistTrainingArguments
+    health: Health
+    _initial_global_step = 0  # Trainer's, from the beginning of training on
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
     freeze_watch: freeze.FreezeWatch | None = None
@@ -80,6 +84,11 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self.freeze_plan = freeze.freeze(model, args)
         with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
             super().__init__(model, args, *more, **options)
+        uses_cache = loss is not None and self.args.uses_gradient_cache
+        self._sizes = FittingSizes(self.args, loss) if uses_cache else None
+        self.health = self._make_health()
+        if self.health.is_called_back:
+            self.add_callback(self.health)
         if self._split is not None:  # also for an evaluation that no training precedes
             tensor_parallel.copy_from_first(self.model)
         checks.check_what_is_read(self.args, self.accelerator, self.optimizer is not None, loss is not None)
@@ -90,7 +99,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             self.freeze_watch = freeze.FreezeWatch(
                 lambda: self.freeze_plan,
                 lambda: self.bare_model,
-                is_skipped=lambda: self.guard is not None and self.guard.in_a_row > 0,
+                is_skipped=lambda: self.health.is_update_skipped,
                 holds_gradients=not self.is_deepspeed_enabled,
             )
             self.add_callback(self.freeze_watch)
@@ -123,7 +132,6 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self._loss_gradients_are_used = True
         self._may_widen = True
         self._proven = [0, 0, 0, 0]
-        self._sizes = FittingSizes(self.args, loss) if self.args.uses_gradient_cache else None
         self._budget = self._make_budget()
         if self.is_deepspeed_enabled:
             zero.check(self)
@@ -157,6 +165,18 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
     def bare_model(self) -> nn.Module:
         """The model without its wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _make_health(self) -> Health:
+        has_scaler = getattr(self.accelerator, "scaler", None) is not None
+        return Health(
+            self.args,
+            is_guarded=self.loss is not None or self.freeze_plan is not None,
+            has_scaler=has_scaler or (self.is_deepspeed_enabled and self.args.fp16),
+            processor=self.processing_class,
+            sizes=self._sizes,
+            progress=lambda: (self.state.global_step, self._initial_global_step),
+            take_begun=lambda: self.take_begun("bad_rows"),
+        )
 
     def make_image_stand_in(self) -> ImageStandIn | None:
         has_loss = self.loss is not None
@@ -241,7 +261,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             batch, per_device = self.rows_per_micro_batch, self._train_batch_size
             checks.check_rows(self.train_dataset, self.args.no_duplicates_in_batch, per_device, batch)
         if getattr(self.args, "frozen_feature_cache", None) is None:
-            return super().get_train_dataloader()
+            return self._watched(super().get_train_dataloader())
         collate, options = self.data_collator, (self.args, self.accelerator.autocast, self.image_stand_in)
         if self.feature_cache is None:
             self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, collate, *options)
@@ -250,9 +270,14 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         self.feature_cache.must_have_all = is_sharded
         self.data_collator = feature_cache.CachingCollator(collate, self.feature_cache)
         try:
-            return super().get_train_dataloader()
+            return self._watched(super().get_train_dataloader())
         finally:
             self.data_collator = collate
+
+    def _watched(self, loader: Any) -> Any:
+        if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
+            self.health.bad_rows.watch(loader, self.train_dataset)
+        return loader
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is None:
@@ -283,6 +308,33 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             id_column=getattr(self.data_collator, "id_column", None),
         )
 
+    # ---- a run ----
+
+    @property
+    def was_preempted(self) -> bool:
+        """`train()` returned because of a signal, after a complete checkpoint (none before step 1)."""
+        return self.health.was_preempted
+
+    @property
+    def stop_signal(self) -> str | None:
+        """The name of the signal that asked this process to leave, if one did."""
+        return None if self.health.stop is None else self.health.stop.received
+
+    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
+        with self.health.running(is_search=self.hp_search_backend is not None):
+            try:
+                return super().train(*arguments, **options)
+            except LeaveEvaluation:  # the one before the first step: there is nothing to save
+                self.control.should_training_stop = True
+                return TrainOutput(self.state.global_step, 0.0, {})
+
+    def bad_rows_of_epoch(self) -> dict[str, Any] | None:
+        return self.health.bad_rows.of_epoch()
+
+    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+        with self._clock.part("data"), self.health.loading():
+            return super().get_batch_samples(*arguments, **options)
+
     # ---- a step ----
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -294,7 +346,7 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             loss = super().training_step(model, inputs, items)
             if items is not num_items_in_batch:
                 self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
-            return loss
+            return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
         model.train()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()  # as Trainer's step, which this one replaces
@@ -322,7 +374,14 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
             if self._split is not None:
                 self._split.complete_gradients()
         self.meter.add(step, chunked, counts)
-        return self._backward_done(step.loss / self.current_gradient_accumulation_steps, inputs)
+        loss = step.loss / self.current_gradient_accumulation_steps
+        return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+        found = super().compute_loss(model, inputs, return_outputs, **options)
+        if self.health.guard is None or not self.is_deepspeed_enabled or return_outputs or not torch.is_grad_enabled():
+            return found
+        return zero.poisoned(found, found.detach())
 
     def _clip_grad_norm(self, model: nn.Module):
         if self._split is not None:
@@ -333,9 +392,46 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
         parameters = chain(model.parameters(), self._loss_parameters())
         return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        phase.enter("clipping gradients, update")
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.is_deepspeed_enabled and self.health.guard is not None:
+            grad_norm = zero.norm_of_update(self, grad_norm)
+        if hasattr(grad_norm, "full_tensor"):  # of FSDP2: a collective, once; logging it would be another
+            grad_norm = grad_norm.full_tensor()
+        self.health.before_update(grad_norm, self.state.max_steps, self._drop_update)
+        return grad_norm
+
+    def _drop_update(self) -> None:
+        if self.is_deepspeed_enabled:
+            zero.check_skipped(self)
+        self.optimizer.zero_grad()
+
+    # ---- after a step ----
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *more: Any, **options: Any
+    ):
+        self.health.leave_if_asked(self.control)
+        try:
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *more, **options)
+        except LeaveEvaluation:
+            self.control.should_training_stop = True
+            self._save_checkpoint(model, trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.health.check_weights(model)
+        super()._save_checkpoint(model, trial)
+
+    def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
+        with self.health.finalizing(self.state):
+            return super()._finalize_training(*arguments, **options)
+
     # ---- evaluation ----
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        phase.leave_step("evaluating")
         started = time.perf_counter()
         found = super().evaluate(*arguments, **options)
         self.meter.exclude(time.perf_counter() - started)
@@ -360,15 +456,13 @@ class DistTrainer(SafeTrainer, EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     # ---- logging ----
 
-    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
-        with self._clock.part("data"):
-            return super().get_batch_samples(*arguments, **options)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.loss is not None and "loss" in logs:
             logs.update(self.meter.read(self.args.device) | self._clock.read())
         if "learning_rate" in logs:
             logs.update(self._rates)
+        if "loss" in logs:
+            logs.update(self.health.for_log())
         super().log(logs, start_time)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

@@ -190,7 +190,7 @@ def test_a_preempted_run_ends_with_its_checkpoint_complete(tmp_path, monkeypatch
 
     def signalled(*arguments, **options):
         if trainer.state.global_step == 1:
-            trainer._stop.received = "SIGTERM"
+            trainer.health.stop.received = "SIGTERM"
         return log(*arguments, **options)
 
     trainer.training_step = signalled

@@ -217,7 +217,7 @@ def bad_steps(limit: int, **arguments) -> dict:
         "moved": [not torch.equal(*pair) for pair in pairs(weights.seen)],
         "temperature_moved": [a != b for a, b in pairs(temperatures)],
         "finite": bool(weights.seen[-1].isfinite().all()),
-        "total": trainer.guard.total,
+        "total": trainer.health.guard.total,
         "message": message,
         "saved": saved,
     }

@@ -74,7 +74,11 @@ def moves(trainer: DistTrainer, ends: bool) -> dict:
         assert ends, error
         message = str(error)
     steps = zip(weights.seen, weights.seen[1:], strict=False)
-    return {"moved": [not torch.equal(a, b) for a, b in steps], "total": trainer.guard.total, "message": message}
+    return {
+        "moved": [not torch.equal(a, b) for a, b in steps],
+        "total": trainer.health.guard.total,
+        "message": message,
+    }
 
 
 def look(output: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_bad_step_moves_no_weight_and_the_next_one_does(tmp_path, value):
 
 def test_an_infinite_loss_is_bad_even_if_its_gradient_is_finite(tmp_path):
     trainer = train(tmp_path, InfiniteLossWithFiniteGradient(), rows({9: float("inf")}))
-    assert not moved(trainer)[2] and trainer.guard.total == 1
+    assert not moved(trainer)[2] and trainer.health.guard.total == 1
 
 
 def test_without_the_guard_one_bad_row_ruins_every_weight(tmp_path):
@@ -94,12 +94,12 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_the_step(tmp_path):
     data = rows({i: float("nan") for i in range(8, 16)})
     with pytest.raises(RunError, match="step 4: the loss of rank 0 is nan; 2 steps in a row"):
         train(tmp_path, data=data, max_nonfinite_steps=2)
-    assert train(tmp_path, data=data, max_nonfinite_steps=3).guard.total == 2
+    assert train(tmp_path, data=data, max_nonfinite_steps=3).health.guard.total == 2
 
 
 def test_one_bad_micro_batch_skips_the_whole_update(tmp_path):
     trainer = train(tmp_path, data=rows({9: float("nan")}), gradient_accumulation_steps=2, max_steps=3)
-    assert trainer.guard.total == 1
+    assert trainer.health.guard.total == 1
     assert moved(trainer) == [False, True, False, False, False, True]
 
 
@@ -125,7 +125,7 @@ def test_a_loss_over_embeddings_is_guarded_with_its_own_parameters(tmp_path):
     assert loss.temperature != temperature, "the first step trains"
     state, temperature = copy.deepcopy(trainer.model.state_dict()), loss.temperature
     trainer.train()  # its one step is the second call of the loss
-    assert loss.calls == 2 and trainer.guard.total == 1 and loss.temperature == temperature
+    assert loss.calls == 2 and trainer.health.guard.total == 1 and loss.temperature == temperature
     assert all(torch.equal(state[name], value) for name, value in trainer.model.state_dict().items())
     assert any(not torch.equal(state[name], start[name]) for name in state)
 
@@ -133,7 +133,7 @@ def test_a_loss_over_embeddings_is_guarded_with_its_own_parameters(tmp_path):
 def test_a_first_step_that_is_skipped_is_none_in_which_nothing_trains(tmp_path):
     """As the first ones of fp16 are, while the scale is found."""
     trained = train(tmp_path, data=rows({0: float("nan")}), trainable_modules=["line"], max_steps=4)
-    assert trained.guard.total == 1 and trained.state.global_step == 4
+    assert trained.health.guard.total == 1 and trained.state.global_step == 4
 
 
 def test_an_overflow_that_the_fp16_scaler_handles_counts_only_in_a_row():

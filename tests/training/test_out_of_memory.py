@@ -75,7 +75,7 @@ def test_the_step_is_run_again_in_smaller_chunks_with_the_same_result(tmp_path, 
     assert max(calls[-4:]) == 2
     assert torch.allclose(weights(short), weights(whole), atol=1e-6) and losses(short) == pytest.approx(losses(whole))
     accuracy = [[line["accuracy"] for line in of.state.log_history if "accuracy" in line] for of in (short, whole)]
-    assert accuracy[0] == accuracy[1] and short.guard.total == 0
+    assert accuracy[0] == accuracy[1] and short.health.guard.total == 0
     resumed = trainer(tmp_path / "short", **options)
     calls = short_of_memory(resumed, 1, 2)
     resumed.train()
