@@ -36,15 +36,12 @@ RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
 
 ARROWS_LEFT = """
 checkpoints.async_save -> training.trainer
-checkpoints.commit -> data.position
 checkpoints.commit -> run.lease
 checkpoints.commit -> training.trainer
 checkpoints.loss_state -> training.trainer
 checkpoints.merge -> training.trainer
 checkpoints.resume -> training.trainer
 checkpoints.trainable -> training.trainer
-data.position -> checkpoints.manifest
-data.position -> strategies.collectives
 strategies.ddp -> training.trainer
 strategies.zero -> training.trainer
 strategies.zero_checkpoint -> checkpoints.loss_state
@@ -77,7 +74,6 @@ PARALLELISM_LEFT = {
     "checkpoints.merge": 1,
     "checkpoints.resume": 1,
     "checkpoints.trainable": 1,
-    "data.bad_rows": 1,
     "failures": 2,
     "run.deepspeed_install": 1,
     "run.preemption": 1,

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, manifest, trainable
-from hf_dist_ext.data.position import data_fingerprint
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.run import lease
 from hf_dist_ext.strategies import agreed, collectives
@@ -219,11 +218,11 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
     args, state = trainer.args, trainer.state
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    dataset, plan, digests = trainer.train_dataset, trainer.freeze_plan, trainer._frozen_digests
+    plan, digests = trainer.freeze_plan, trainer._frozen_digests
     return {
         "step": state.global_step,
         "epoch": state.epoch,
-        **trainer.position_facts(),
+        **trainer.data_position.facts(trainer.health.bad_rows.of_epoch()),
         "world_size": args.world_size,
         "data_parallel_size": args.world_size // collectives.ranks_per_rows(),
         "tensor_parallel_size": collectives.ranks_per_rows(),
@@ -231,8 +230,6 @@ def facts(trainer: DistTrainer) -> dict[str, Any]:
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "seed": args.seed,
         "data_seed": args.data_seed,
-        "data_fingerprint": data_fingerprint(dataset),
-        "data_length": len(dataset) if hasattr(dataset, "__len__") else None,
         "sharding": _sharding(trainer),
         "model": _class_name(bare),
         "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,

@@ -15,7 +15,6 @@ A stream that fails while it is iterated, before its row reaches the collator, c
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -101,9 +100,9 @@ class GuardedCollator:
 
     def __init__(
         self, collate: Callable, rows: GuardedRows | None, name: str, tally: Tally, can_replace: bool,
-        is_numbered: bool = True,
+        is_numbered: bool = True, rank: int = 0,
     ):  # fmt: skip
-        self.collate, self.rows, self.name = collate, rows, name
+        self.collate, self.rows, self.name, self.rank = collate, rows, name, rank
         self.tally, self.can_replace, self.is_numbered = tally, can_replace, is_numbered
         self.num_seen, self.last_good = 0, None
 
@@ -168,7 +167,7 @@ class GuardedCollator:
         raise UsageError(f"{self.name}: row {number} cannot be used, and none of the {TRIES} rows after it can.")
 
     def _in_words(self, number: int, row: Any, reason: Exception) -> str:
-        rank, remedy = os.environ.get("RANK", "0"), "Mend or remove the row, or let max_bad_rows replace some."
+        rank, remedy = self.rank, "Mend or remove the row, or let max_bad_rows replace some."
         row_number, is_ours = original_row(self.rows, number), isinstance(reason, UsageError | RunError)
         if is_ours and re.search(rf"\brow {row_number}\b", str(reason)):  # it names the row, and better
             return f"{reason} (Found on rank {rank}. {remedy})"
@@ -195,7 +194,7 @@ class GuardedCollator:
         return next(iter([*said, *empty]), None)
 
 
-def guard_rows(loader: DataLoader, name: str, max_bad_rows: int | None) -> Tally:
+def guard_rows(loader: DataLoader, name: str, max_bad_rows: int | None, rank: int) -> Tally:
     """Let a loader do (1) to (4). Its sampling, sharding and workers stay what they are."""
     can_replace = bool(max_bad_rows)
     loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
@@ -205,7 +204,7 @@ def guard_rows(loader: DataLoader, name: str, max_bad_rows: int | None) -> Tally
         rows = GuardedRows(loader.dataset)
         object.__setattr__(loader, "dataset", rows)  # DataLoader guards the name, but for its batches, which stay
         rows = None if isinstance(rows.dataset, DealtRows) else rows
-    loader.collate_fn = GuardedCollator(loader.collate_fn, rows, name, tally, can_replace, is_numbered)
+    loader.collate_fn = GuardedCollator(loader.collate_fn, rows, name, tally, can_replace, is_numbered, rank)
     return tally
 
 

@@ -38,7 +38,7 @@ from datasets.features.features import decode_nested_example
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers.utils import logging
 
-from hf_dist_ext.data.stream_readers import Block, Blocks, Readers, number_of_readers
+from hf_dist_ext.data.stream_readers import Block, Blocks, Readers, fingerprint, number_of_readers
 from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
@@ -81,6 +81,31 @@ class Ranks(NamedTuple):
     def reading(self, reader: int) -> int:
         """The rank that owns a reader, the first of its group."""
         return reader % self.shares * self.per_share
+
+
+def check_stream(args: Any, stream: Any) -> None:
+    """Raises UsageError for what would make processes or epochs disagree about the one order."""
+    by_epoch = [
+        name for name in ("eval_strategy", "save_strategy", "logging_strategy") if getattr(args, name) == "epoch"
+    ]
+    if by_epoch:
+        raise UsageError(
+            f"{by_epoch[0]}='epoch' with a stream: its epochs follow each other inside of a batch. Set it to 'steps'."
+        )
+    if args.world_size == 1:
+        return
+    if getattr(stream, "_distributed", None) is not None:
+        raise UsageError(
+            "the stream was split by split_dataset_by_node, and would be split again here. Give every process the "
+            "whole stream."
+        )
+    prints: list[Any] = [None] * args.world_size
+    dist.all_gather_object(prints, fingerprint(stream))
+    if len(set(prints)) > 1:
+        raise UsageError(
+            "the stream is not the same on every process: other columns or shards, or shuffled without a seed. Give "
+            "shuffle(seed=...)."
+        )
 
 
 def describe_readers(stream: Any, readers: int, ranks: Ranks) -> str | None:

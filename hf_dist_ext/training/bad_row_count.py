@@ -36,7 +36,7 @@ class BadRowCount:
         self._loader, self._name = loader, name_of(dataset)
         # In a stream a row has no number that another run would know it by.
         self._has_numbers = not isinstance(dataset, IterableDataset)
-        self._tally = guard_rows(loader, self._name, self.limit)
+        self._tally = guard_rows(loader, self._name, self.limit, collectives.rank())
 
     def begin_epoch(self, begun: dict[str, Any] | None) -> None:
         """`begun`: what `of_epoch` gave to the checkpoint from which this epoch goes on."""

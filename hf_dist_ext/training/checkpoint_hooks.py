@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, hub, loss_state, merge, resume, trainable
 from hf_dist_ext.checkpoints.safe_reading import trusted_reading
-from hf_dist_ext.data import stream_order
 from hf_dist_ext.strategies import agreed, collectives, ddp, tensor_parallel, zero_checkpoint
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -117,8 +116,8 @@ class CheckpointHooks(Trainer):
                 super()._save_optimizer_and_scheduler(output_dir)
         loss_state.save_budget(self, output_dir)
         ddp.save(self, output_dir)
-        if self._place is not None and self.args.should_save:
-            stream_order.save(self._place, output_dir)
+        if self.args.should_save:
+            self.data_position.save(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._put_off is not None:

@@ -25,7 +25,6 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import loss_state
-from hf_dist_ext.data.position import PositionHooks
 from hf_dist_ext.data.sampling import no_duplicates_sampler
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import phase
@@ -40,6 +39,7 @@ from hf_dist_ext.training.checkpoint_hooks import CheckpointHooks
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
+from hf_dist_ext.training.position_hooks import PositionHooks
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.step import EmbeddingSteps, forward_parameters, split_ids
 from hf_dist_ext.training.timing import Profiler, StepClock
@@ -109,7 +109,9 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
             self.add_callback(MetricsFile())
         self.scaling = Scaling(
-            lambda: (self._train_batch_size, self.rows_per_micro_batch), lambda: getattr(self, "stage", None), self.log
+            lambda: (self._train_batch_size, self.data_position.rows_per_micro_batch),
+            lambda: getattr(self, "stage", None),
+            self.log,
         )
         if loss is not None or self.freeze_plan is not None or getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
@@ -175,7 +177,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
             processor=self.processing_class,
             sizes=self._sizes,
             progress=lambda: (self.state.global_step, self._initial_global_step),
-            take_begun=lambda: self.take_begun("bad_rows"),
+            take_begun=lambda: self.data_position.take_begun("bad_rows"),
         )
 
     def make_image_stand_in(self) -> ImageStandIn | None:
@@ -258,7 +260,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def get_train_dataloader(self):
         if self.loss is not None:
-            batch, per_device = self.rows_per_micro_batch, self._train_batch_size
+            batch, per_device = self.data_position.rows_per_micro_batch, self._train_batch_size
             checks.check_rows(self.train_dataset, self.args.no_duplicates_in_batch, per_device, batch)
         if getattr(self.args, "frozen_feature_cache", None) is None:
             return self._watched(super().get_train_dataloader())
@@ -303,7 +305,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         return no_duplicates_sampler(
             dataset,
             columns[:2],
-            window=self.rows_per_micro_batch,
+            window=self.data_position.rows_per_micro_batch,
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
             id_column=getattr(self.data_collator, "id_column", None),
         )
@@ -327,9 +329,6 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
             except LeaveEvaluation:  # the one before the first step: there is nothing to save
                 self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
-
-    def bad_rows_of_epoch(self) -> dict[str, Any] | None:
-        return self.health.bad_rows.of_epoch()
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
         with self._clock.part("data"), self.health.loading():

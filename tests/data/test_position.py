@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 
-from hf_dist_ext.data.position import data_fingerprint
+from hf_dist_ext.data.fingerprint import data_fingerprint
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer

@@ -88,7 +88,7 @@ def train(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     class Noting(DistTrainer):
         def training_step(self, model, inputs, *more):
             rows = [] if isinstance(inputs, StandIn) else inputs["ids"]["row"].tolist()
-            seen.append([self.position.epoch, rows])
+            seen.append([self.data_position.used.epoch, rows])
             return super().training_step(model, inputs, *more)
 
         def _get_train_sampler(self, dataset=None):

@@ -123,7 +123,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
             for name, value in manifest.read(folder / "checkpoint-4").items()
             if name in ("world_size", "data_parallel_size", "tensor_parallel_size", "samples_seen", "sharding")
         },
-        "rows_per_step": trainer.rows_per_micro_batch,
+        "rows_per_step": trainer.data_position.rows_per_micro_batch,
         "logged_batch": trainer.state.log_history[0]["contrastive_batch_size"],
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
     }
