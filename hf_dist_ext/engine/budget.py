@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 import torch.utils.checkpoint
 
-from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch, ChunkLimits
-from hf_dist_ext.engine.gradient_cache import Phase
+from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.gradient_cache import KEEP, SCORE, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class ChunkBudget:
         self._found: list[_Point] = []  # of the step that is measured
         self._peak: Peak | None = None
         self._tokens = self._graphs = self._width = self._before = self._largest_now = 0
-        self._is_over = self._is_in_loss = self._has_warned = False
+        self._has_warned = False
 
     @property
     def is_measuring(self) -> bool:
@@ -176,9 +176,8 @@ class ChunkBudget:
 
     @contextmanager
     def measured_step(self) -> Iterator[None]:
-        """Around a step that is run with the functions below."""
+        """Around a step that is run with `phase`."""
         self._tokens = self._graphs = self._width = self._largest_now = 0
-        self._is_over = self._is_in_loss = False
         self._found = []
         with peak_bytes(self.device, self.weights()) as self._peak:
             yield
@@ -188,60 +187,30 @@ class ChunkBudget:
         self.measured.width = max(self.measured.width, self._longest)
         self._fit()
 
-    def encode(self, encode: Callable[[Chunk], torch.Tensor]) -> Callable[[Chunk], torch.Tensor]:
-        """The same function, noting the tokens of what is encoded with a graph (or at all, where none has one)."""
-
-        def noting(chunk: Chunk, **more: object) -> torch.Tensor:
-            if torch.is_grad_enabled() or self.forward_bytes is not None:
-                width = chunk.width or 1
-                self._tokens += chunk.num_rows * width
-                self._graphs += 1
-                self._width = max(self._width, width)
-                self._largest_now = max(self._largest_now, chunk.num_rows * width)
-            return encode(chunk, **more)
-
-        return noting
-
-    def backward(self, backward: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """The same function: graphs alive at once go through one backward."""
-
-        def noting(loss: torch.Tensor) -> None:
-            self._is_over = True
-            backward(loss)
-
-        return noting
-
-    def score(self, score: Callable) -> Callable:
-        """The same function; what is held from here to the next chunk is the loss's."""
-
-        def noting(embeddings: object) -> object:
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Around every part of a step that is measured: the peak from a graph's forward to its backward (of a forward
+        where no chunk has a graph), and that of the loss."""
+        is_forward = self.forward_bytes is not None
+        if phase.kind == SCORE:
             self._peak.restart()
-            self._is_in_loss = True
-            return score(embeddings)
-
-        return noting
-
-    def sync(self, sync: Callable[[Phase], object]) -> Callable[[Phase], object]:
-        """The same context, measuring the peak from a graph's forward to its backward."""
-
-        @contextmanager
-        def measuring(phase: Phase) -> Iterator[None]:
-            if self._is_in_loss:
-                self.reserve(self._peak())
-                self._is_in_loss = False
-            is_forward = self.forward_bytes is not None
-            if phase.with_graph == is_forward:
-                with sync(phase):
-                    yield
-                return
-            if not self._tokens:
-                self._before = self._peak.restart()
-            with sync(phase):
-                yield
-            if self._is_over or is_forward:
-                self._add_point(is_forward)
-
-        return measuring
+            yield
+            self.reserve(self._peak())
+            return
+        if phase.has_graph == is_forward:
+            yield
+            return
+        if not self._tokens:
+            self._before = self._peak.restart()
+        if phase.chunk is not None:
+            width = phase.chunk.width or 1
+            self._tokens += phase.chunk.num_rows * width
+            self._graphs += 1
+            self._width = max(self._width, width)
+            self._largest_now = max(self._largest_now, phase.chunk.num_rows * width)
+        yield
+        if phase.kind != KEEP:
+            self._add_point(is_forward)
 
     def _add_point(self, is_forward: bool) -> None:
         peak, now = self._peak(), self._peak.now()
@@ -251,7 +220,6 @@ class ChunkBudget:
             self._found.append(_Point(self._tokens, self._width, peak, now - self._before))
             self.measured.graphs_at_once = max(self.measured.graphs_at_once, self._graphs)
         self._tokens = self._graphs = self._width = 0
-        self._is_over = False
 
     def _fit(self) -> None:
         """(2), through the costliest chunk and a clearly smaller one of like width."""

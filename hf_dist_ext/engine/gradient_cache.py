@@ -21,7 +21,8 @@ one chunk, or all kept, the step costs what the plain step costs.
     >>> encoder.weight.grad.shape, step.num_chunks
     (torch.Size([4, 8]), 13)
 
-This file knows no wrapper, rank or scaler: it is told how to encode, score, run backward and which part reduces.
+This file knows no wrapper, rank or scaler: it is told how to encode, score and run backward. Whoever has something to
+do around a part of a step (reduce gradients, measure time or memory) does it in `phase`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,35 @@ from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.errors import UsageError
 
 Embeddings = dict[str, torch.Tensor]
+Encode = Callable[[Chunk], torch.Tensor]
+Score = Callable[[Embeddings], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+# What a phase of a step does.
+ENCODE = "a forward without a graph"
+KEEP = "a forward whose graph lives until a later phase"
+SCORE = "the loss and its gradient with respect to the embeddings"
+REPLAY = "a forward and its backward"
+BACKWARD = "a backward of graphs that were kept"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a forward or backward is for, so that the caller can set up collectives around it.
+    """A part of a step, of one of the kinds above.
 
-    with_graph: pass 3, or a chunk whose graph is kept; False is pass 1.
-    is_last: the one forward-and-backward of this step after which gradients are complete on this rank.
+    chunk: the one that is encoded; None where none is.
+    is_last: the one forward or backward of its kind of this step after which gradients are complete on this rank.
     """
 
-    with_graph: bool
+    kind: str
+    chunk: Chunk | None = None
     is_last: bool = False
+
+    @property
+    def has_graph(self) -> bool:
+        return self.kind in (KEEP, REPLAY, BACKWARD)
+
+
+Door = Callable[[Phase], AbstractContextManager]
 
 
 @dataclass
@@ -60,6 +78,209 @@ class CachedStep:
     num_chunks: int
     num_forwards: int
     drew_randomness: bool
+
+
+def _no_phase(phase: Phase) -> AbstractContextManager:
+    return nullcontext()
+
+
+def cached_step(
+    batch: ChunkedBatch,
+    encode: Encode,
+    score: Score,
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    phase: Door = _no_phase,
+    loss_parameters: Iterable[torch.nn.Parameter] = (),
+    keep_graph: int = 0,
+    backward_together: bool = True,
+    last_reaches_all: bool = True,
+    wide: ChunkedBatch | None = None,
+    is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
+) -> CachedStep:
+    """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
+
+    Args:
+        encode: chunk -> embeddings (b, D); called once per chunk without a graph and once with one.
+        score: column -> (rows, D) leaves, to (scalar loss, metrics). Collectives belong in here.
+        backward: runs a scalar's backward; the place for gradient accumulation's division and the fp16 scale, which
+            so enter exactly once.
+        phase: context around every part of the step: each forward, each backward and the score. Its `Phase` says what
+            is done and which part completes the gradients.
+        loss_parameters: parameters used by `score` only (a temperature); they receive their exact gradient.
+        keep_graph: number of chunks whose graph is kept from pass 1 (at least as many as there are chunks: all).
+        backward_together: chunks whose graphs are alive at once go through one backward, as the plain step does. False
+            runs one backward per chunk (wrappers whose hooks count forwards, such as FSDP2).
+        last_reaches_all: the backward that completes the gradients reaches every tower, so it is of a chunk of each.
+            False: of one chunk, and no two replayed graphs are alive at once (ZeRO-3).
+        wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
+            forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
+        is_frozen: chunks whose rows train nothing (their column's tower is frozen): encoded once, and not in (3).
+
+    Raises:
+        UsageError: nothing that was encoded requires a gradient.
+    """
+    chunks = batch.chunks()
+    order = _order(chunks, is_frozen, keep_graph, backward_together, last_reaches_all)
+    passes = _Passes(chunks, order, encode, backward, phase)
+
+    embeddings = passes.embed(batch, wide)  # (1)
+    with phase(Phase(SCORE)):  # (2)
+        loss, metrics, gradients, loss_terms = _scored(embeddings, score, loss_parameters)
+        cache = batch.to_chunks(gradients, chunks)
+    passes.replay(cache, loss_terms)  # (3)
+
+    return CachedStep(loss.detach(), metrics, len(chunks), passes.num_forwards, passes.drew_randomness)
+
+
+def encode_without_graph(batch: ChunkedBatch, encode: Encode, phase: Door) -> Embeddings:
+    """Column -> (rows, D) in the batch's order: pass 1 alone, for rows whose features train nothing."""
+    chunks, outputs = batch.chunks(), []
+    for chunk in chunks:
+        with phase(Phase(ENCODE, chunk)), torch.no_grad():
+            outputs.append(encode(chunk))
+    return batch.to_columns(outputs, chunks)
+
+
+def _scored(
+    embeddings: Embeddings, score: Score, loss_parameters: Iterable[torch.nn.Parameter]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], Embeddings, list[torch.Tensor]]:
+    """Loss, metrics, gradients (column -> one per embedding), and for every parameter of the loss a term of the last
+    backward, which gives it its gradient."""
+    loss_parameters = [p for p in loss_parameters if p.requires_grad]
+    leaves = {}
+    for name, rows in embeddings.items():
+        # Half precision leaves would round the cache before the fp16 scale is applied; the plain step scales first.
+        leaves[name] = (rows.float() if rows.dtype.itemsize < 4 else rows.detach()).requires_grad_()
+    loss, metrics = score(leaves)
+    gradients = torch.autograd.grad(loss, [*leaves.values(), *loss_parameters], allow_unused=True)
+    of_embeddings = {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False)
+    }
+    terms = [
+        (parameter * gradient.detach()).sum()
+        for parameter, gradient in zip(loss_parameters, gradients[len(leaves) :], strict=True)
+        if gradient is not None
+    ]
+    return loss, metrics, of_embeddings, terms
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Numbers of chunks, in the order in which they take part."""
+
+    frozen: list[int]  # encoded in (1) only
+    trained: list[int]  # the rest, as (1) encodes them
+    kept: set[int]  # of those, whose graph (1) keeps
+    early: list[list[int]]  # kept graphs that go through a backward together, before any replay
+    replayed: list[int]  # encoded again in (3), each followed by its backward
+    final: list[int]  # whose backward completes the gradients
+
+
+def _order(
+    chunks: Sequence[Chunk],
+    is_frozen: Callable[[Chunk], bool],
+    keep_graph: int,
+    backward_together: bool,
+    last_reaches_all: bool,
+) -> _Order:
+    """Kept graphs come first in (3), as they hold memory, then replays, and last one chunk of every tower."""
+    frozen = [i for i, chunk in enumerate(chunks) if is_frozen(chunk)]
+    trained = [i for i in range(len(chunks)) if i not in frozen]
+    if not trained:
+        _refuse_nothing_trains()
+    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
+    trained = [*(i for i in trained if i not in final), *final]
+    if keep_graph >= len(trained) or len(trained) == 1:
+        final = trained if backward_together else trained[-1:]
+        early = [[i] for i in sorted(trained) if i not in final]
+        return _Order(frozen, trained, set(trained), early, [], final)
+    kept = [i for i in trained if i not in final][:keep_graph]
+    early = [sorted(kept)] if backward_together and kept else [[i] for i in sorted(kept)]
+    replayed = [i for i in trained if i not in kept and i not in final]
+    return _Order(frozen, trained, set(kept), early, replayed, final)
+
+
+class _Passes:
+    """(1) and (3): the forwards and backwards of one step, and what (3) needs to know of (1)."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        order: _Order,
+        encode: Encode,
+        backward: Callable[[torch.Tensor], None],
+        phase: Door,
+    ):
+        self.chunks, self.order, self.encode, self.backward, self.phase = chunks, order, encode, backward, phase
+        self.num_forwards = 0
+        self.drew_randomness = False
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._states: dict[int, RandomState] = {}
+        self._cache: Sequence[torch.Tensor] = ()
+        self._has_trained = False
+
+    def embed(self, batch: ChunkedBatch, wide: ChunkedBatch | None) -> Embeddings:
+        chunks, kept, start = self.chunks, self.order.kept, RandomState(self.chunks[0].device)
+        if wide is not None and not kept:
+            embeddings = encode_without_graph(wide, self.encode, self.phase)
+            self.num_forwards = len(wide.chunks())
+            if start.is_now():
+                return embeddings
+            start.restore()
+        # Frozen chunks first: none may run between the forward that completes the step and its backward.
+        for i in [*self.order.frozen, *self.order.trained]:
+            is_last = i in kept and i == self.order.final[-1]
+            if i not in kept:
+                self._states[i] = RandomState(start.device)
+            with (
+                self.phase(Phase(KEEP if i in kept else ENCODE, chunks[i], is_last)),
+                torch.set_grad_enabled(i in kept),
+            ):
+                self._outputs[i] = self.encode(chunks[i])
+        self.num_forwards += len(chunks)
+        self.drew_randomness = not start.is_now()
+        return batch.to_columns([self._outputs[i].detach() for i in range(len(chunks))], chunks)
+
+    def replay(self, cache: Sequence[torch.Tensor], loss_terms: Sequence[torch.Tensor]) -> None:
+        """Backward of <embedding, its gradient in `cache`> for every chunk; `loss_terms` are added to the last one."""
+        self._cache = cache
+        for group in self.order.early:
+            terms = [self._term(i, self._outputs.pop(i)) for i in group]
+            with self.phase(Phase(BACKWARD)):
+                self._run_backward(terms)
+        for i in self.order.replayed:
+            with self.phase(Phase(REPLAY, self.chunks[i])):
+                self._run_backward([self._term(i, self._encode_again(i))])
+        terms = []
+        *others, last = self.order.final
+        if last in self.order.kept:
+            terms += [self._term(i, self._outputs[i]) for i in self.order.final]
+            with self.phase(Phase(BACKWARD, is_last=True)):
+                self._run_backward([*terms, *loss_terms])
+        else:
+            for i in others:
+                with self.phase(Phase(KEEP, self.chunks[i])):
+                    terms.append(self._term(i, self._encode_again(i)))
+            with self.phase(Phase(REPLAY, self.chunks[last], is_last=True)):
+                terms.append(self._term(last, self._encode_again(last)))
+                self._run_backward([*terms, *loss_terms])
+        if not self._has_trained:
+            _refuse_nothing_trains()
+
+    def _encode_again(self, i: int) -> torch.Tensor:
+        self.num_forwards += 1
+        with _replayed(self._states[i]) if self.drew_randomness else nullcontext():
+            return self.encode(self.chunks[i])
+
+    def _term(self, i: int, output: torch.Tensor) -> torch.Tensor | None:
+        return (output * self._cache[i]).sum() if output.requires_grad else None
+
+    def _run_backward(self, terms: Sequence[torch.Tensor | None]) -> None:
+        terms = [term for term in terms if term is not None]
+        if terms:
+            self.backward(terms[0] if len(terms) == 1 else torch.stack([term.reshape(()) for term in terms]).sum())
+            self._has_trained = True
 
 
 class RandomState:
@@ -93,169 +314,11 @@ def _replayed(state: RandomState):
         after.restore()
 
 
-def _no_phase(phase: Phase) -> AbstractContextManager:
-    return nullcontext()
-
-
-def cached_step(
-    batch: ChunkedBatch,
-    encode: Callable[[Chunk], torch.Tensor],
-    score: Callable[[Embeddings], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
-    sync: Callable[[Phase], AbstractContextManager] = _no_phase,
-    loss_parameters: Iterable[torch.nn.Parameter] = (),
-    keep_graph: int = 0,
-    backward_together: bool = True,
-    last_reaches_all: bool = True,
-    wide: ChunkedBatch | None = None,
-    is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
-) -> CachedStep:
-    """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
-
-    Args:
-        encode: chunk -> embeddings (b, D); called once per chunk without a graph and once with one.
-        score: column -> (rows, D) leaves, to (scalar loss, metrics). Collectives belong in here.
-        backward: runs a scalar's backward; the place for gradient accumulation's division and the fp16 scale, which
-            so enter exactly once.
-        sync: context around every forward and backward; told by its `Phase` which one completes the gradients.
-        loss_parameters: parameters used by `score` only (a temperature); they receive their exact gradient.
-        keep_graph: number of chunks whose graph is kept from pass 1 (at least as many as there are chunks: all).
-        backward_together: chunks whose graphs are alive at once go through one backward, as the plain step does. False
-            runs one backward per chunk (wrappers whose hooks count forwards, such as FSDP2).
-        last_reaches_all: the backward that completes the gradients reaches every tower, so it is of a chunk of each.
-            False: of one chunk, and no two replayed graphs are alive at once (ZeRO-3).
-        wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
-            forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
-        is_frozen: chunks whose rows train nothing (their column's tower is frozen): encoded once, and not in (3).
-
-    Raises:
-        UsageError: nothing that was encoded requires a gradient.
-    """
-    chunks = batch.chunks()
-    loss_parameters = [p for p in loss_parameters if p.requires_grad]
-    frozen = {i for i, chunk in enumerate(chunks) if is_frozen(chunk)}
-    trained = [i for i in range(len(chunks)) if i not in frozen]
-    if not trained:
-        _refuse_nothing_trains()
-    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
-    trained = [*(i for i in trained if i not in final), *final]
-    keep_all = keep_graph >= len(trained) or len(trained) == 1
-    kept = set(trained) if keep_all else set([i for i in trained if i not in final][:keep_graph])
-
-    # (1)
-    start = RandomState(chunks[0].device)
-    columns, num_forwards = None, 0
-    if wide is not None and not kept:
-        columns, num_forwards = encode_without_graph(wide, encode, sync), len(wide.chunks())
-        if not start.is_now():
-            start.restore()
-            columns = None
-    outputs: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
-    states: list[RandomState | None] = [None] * len(chunks)
-    # Frozen chunks first: none may run between the forward that completes the step and its backward.
-    for i in [*sorted(frozen), *trained] if columns is None else ():
-        has_graph = i in kept
-        states[i] = None if has_graph else RandomState(start.device)
-        with sync(Phase(has_graph, is_last=keep_all and i == trained[-1])), torch.set_grad_enabled(has_graph):
-            outputs[i] = encode(chunks[i])
-        num_forwards += 1
-    drew_randomness = not start.is_now()
-    if columns is None:
-        columns = batch.to_columns([output.detach() for output in outputs], chunks)
-
-    # (2)
-    leaves = {}
-    for name, rows in columns.items():
-        # Half precision leaves would round the cache before the fp16 scale is applied; the plain step scales first.
-        leaves[name] = (rows.float() if rows.dtype.itemsize < 4 else rows.detach()).requires_grad_()
-    loss, metrics = score(leaves)
-    gradients = torch.autograd.grad(loss, [*leaves.values(), *loss_parameters], allow_unused=True)
-    column_gradients = {
-        name: torch.zeros_like(leaf) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False)
-    }
-    cache = batch.to_chunks(column_gradients, chunks)
-    parameter_terms = [
-        (parameter * gradient.detach()).sum()
-        for parameter, gradient in zip(loss_parameters, gradients[len(leaves) :], strict=True)
-        if gradient is not None
-    ]
-
-    # (3) kept graphs first (they hold memory), then replays, and last one chunk of every tower: that backward reduces.
-    def surrogate(i: int, output: torch.Tensor) -> torch.Tensor | None:
-        return (output * cache[i]).sum() if output.requires_grad else None
-
-    def replay(i: int) -> torch.Tensor:
-        with _replayed(states[i]) if drew_randomness else nullcontext():
-            return encode(chunks[i])
-
-    num_backwards = 0
-    kept_not_last = [i for i in sorted(kept) if not (keep_all and i == trained[-1])]
-    if keep_all and backward_together:
-        kept_not_last = []
-    for group in [kept_not_last] if backward_together else [[i] for i in kept_not_last]:
-        terms = [t for t in (surrogate(i, outputs[i]) for i in group) if t is not None]
-        if terms:
-            with sync(Phase(True)):
-                backward(_total(terms))
-            num_backwards += 1
-        for i in group:
-            outputs[i] = outputs[i].detach()
-    for i in trained:
-        if i in kept or i in final:
-            continue
-        with sync(Phase(True)):
-            term = surrogate(i, replay(i))
-            num_forwards += 1
-            if term is not None:
-                backward(term)
-                num_backwards += 1
-    if keep_all:
-        alive = trained if backward_together else trained[-1:]
-        terms = [surrogate(i, outputs[i]) for i in alive]
-        with sync(Phase(True, is_last=True)):
-            num_backwards += _finish(terms + parameter_terms, backward)
-    else:
-        terms = []
-        for i in final[:-1]:
-            with sync(Phase(True)):
-                terms.append(surrogate(i, replay(i)))
-        with sync(Phase(True, is_last=True)):
-            terms.append(surrogate(final[-1], replay(final[-1])))
-            num_backwards += _finish(terms + parameter_terms, backward)
-        num_forwards += len(final)
-    if num_backwards == 0:
-        _refuse_nothing_trains()
-    return CachedStep(loss.detach(), metrics, len(chunks), num_forwards, drew_randomness)
-
-
 def _refuse_nothing_trains() -> NoReturn:
     raise UsageError(
         "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
         "Check which parameters have requires_grad."
     )
-
-
-def encode_without_graph(
-    batch: ChunkedBatch, encode: Callable[[Chunk], torch.Tensor], sync: Callable[[Phase], AbstractContextManager]
-) -> Embeddings:
-    """Column -> (rows, D) in the batch's order: pass 1 alone, for rows whose features train nothing."""
-    chunks, outputs = batch.chunks(), []
-    for chunk in chunks:
-        with sync(Phase(with_graph=False)), torch.no_grad():
-            outputs.append(encode(chunk))
-    return batch.to_columns(outputs, chunks)
-
-
-def _finish(terms: Sequence[torch.Tensor | None], backward: Callable[[torch.Tensor], None]) -> int:
-    terms = [term for term in terms if term is not None]
-    if terms:
-        backward(_total(terms))
-    return len(terms)
-
-
-def _total(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    return terms[0] if len(terms) == 1 else torch.stack([term.reshape(()) for term in terms]).sum()
 
 
 def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:

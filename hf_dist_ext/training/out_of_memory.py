@@ -18,7 +18,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from hf_dist_ext import policy
+from hf_dist_ext.engine import gradient_cache as engine
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Phase
 from hf_dist_ext.errors import RunError
@@ -192,25 +193,11 @@ class FittingSizes:
         new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(new, self.path)  # a reader finds all of it or what was there before
 
-    # ---- where a step is ----
-
-    def score(self, score: Callable) -> Callable:
-        """The same function; `place` is the loss from here to the next chunk."""
-
-        def noting(embeddings: Any) -> Any:
-            self.place = LOSS
-            return score(embeddings)
-
-        return noting
-
-    def sync(self, sync: Callable[[Phase], AbstractContextManager]) -> Callable[[Phase], AbstractContextManager]:
-        """The same contexts, noted."""
-
-        def noting(phase: Phase) -> AbstractContextManager:
-            self.place = LAST if phase.is_last else REPLAY if phase.with_graph else ENCODE
-            return sync(phase)
-
-        return noting
+    def phase(self, phase: Phase) -> AbstractContextManager:
+        """Around every part of a step: `place` is where a lack of memory comes from."""
+        forwards = ENCODE if phase.kind == engine.ENCODE else REPLAY
+        self.place = LOSS if phase.kind == engine.SCORE else LAST if phase.is_last else forwards
+        return nullcontext()
 
 
 def _nothing_left(place: str) -> str:

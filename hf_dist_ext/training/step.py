@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -31,7 +31,14 @@ from hf_dist_ext import policy
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row, widened
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch, ChunkLimits, lay_out
-from hf_dist_ext.engine.gradient_cache import CachedStep, RandomState, cached_step, encode_without_graph
+from hf_dist_ext.engine.gradient_cache import (
+    SCORE,
+    CachedStep,
+    Phase,
+    RandomState,
+    cached_step,
+    encode_without_graph,
+)
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import (
     batch_of_pooled,
@@ -121,8 +128,7 @@ class EmbeddingSteps(Trainer):
         frozen = frozen_columns(bare, batch)
         layout = self._layout = self._fitting_layout(model, batch)
         chunked, wide, counts, num_kept, _ = layout
-        encode = plain_encode = functools.partial(self._encode, model)
-        sync, backward = self._reduction, self._backward
+        encode = functools.partial(self._encode, model)
         is_measured = budget is not None and budget.is_measuring and not self.health.inputs
 
         def score(embeddings: dict[str, torch.Tensor]):
@@ -130,24 +136,19 @@ class EmbeddingSteps(Trainer):
                 budget.reserve(self._loss_bytes(layout, next(iter(embeddings.values())).shape[1]))
             return self._score(embeddings, ids, counts)
 
-        if is_measured:
-            encode, score, backward = budget.encode(encode), budget.score(score), budget.backward(backward)
-            sync = budget.sync(sync)
-        if self._sizes is not None:
-            score, sync = self._sizes.score(score), self._sizes.sync(sync)
-        score, sync = self._clock.score(score), self._clock.sync(sync)
         with budget.measured_step() if is_measured else nullcontext():
-            to_train = chunked
+            to_train, watches = chunked, functools.partial(self._phase, is_measured, is_measured)
             if self._encodes_once(bare):
-                pooled = encode_without_graph(wide or chunked, functools.partial(encode, stops_at_pooled=True), sync)
-                to_train, wide, encode = batch_of_pooled(pooled), None, plain_encode
+                to_pooled = functools.partial(encode, stops_at_pooled=True)
+                to_train, wide = batch_of_pooled(encode_without_graph(wide or chunked, to_pooled, watches)), None
+                watches = functools.partial(self._phase, False, is_measured)
             zero.check_chunks(self, num_kept, len(to_train.chunks()))
             step = cached_step(
                 to_train,
                 encode,
                 score,
-                backward=backward,
-                sync=sync,
+                backward=self._backward,
+                phase=watches,
                 loss_parameters=self._loss_parameters(),
                 keep_graph=num_kept,
                 backward_together=not self.forwards_are_collective,
@@ -157,6 +158,19 @@ class EmbeddingSteps(Trainer):
             )
         self._may_widen = not step.drew_randomness
         return replace(step, num_chunks=len(chunked.chunks()))
+
+    @contextmanager
+    def _phase(self, measures_chunks: bool, measures_score: bool, phase: Phase) -> Iterator[None]:
+        """Whoever watches the parts of a step. A score has collectives of its own."""
+        with ExitStack() as watched:
+            watched.enter_context(self._clock.phase(phase))
+            if self._sizes is not None:
+                watched.enter_context(self._sizes.phase(phase))
+            if measures_score if phase.kind == SCORE else measures_chunks:
+                watched.enter_context(self._budget.phase(phase))
+            if phase.kind != SCORE:
+                watched.enter_context(self._reduction(phase))
+            yield
 
     @property
     def _step_number(self) -> int:

@@ -15,16 +15,17 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from hf_dist_ext.engine.gradient_cache import Phase
+from hf_dist_ext.engine.gradient_cache import BACKWARD, ENCODE, KEEP, REPLAY, SCORE, Phase
 
 PARTS = ("data", "encode", "loss", "replay", "last_backward", "optimizer")
+OF_PHASES = {ENCODE: "encode", SCORE: "loss", KEEP: "replay", REPLAY: "replay", BACKWARD: "replay"}
 WARM_UP_STEPS = 2
 
 
@@ -46,25 +47,9 @@ class StepClock(TrainerCallback):
         finally:
             self._spans.append((name, began, self._now()))
 
-    def sync(self, sync: Callable[[Phase], AbstractContextManager]) -> Callable[[Phase], AbstractContextManager]:
-        """The same context, measured."""
-
-        @contextmanager
-        def measured(phase: Phase) -> Iterator[None]:
-            name = "last_backward" if phase.is_last else "replay" if phase.with_graph else "encode"
-            with self.part(name), sync(phase):
-                yield
-
-        return measured
-
-    def score(self, score: Callable) -> Callable:
-        """The same function, measured."""
-
-        def measured(embeddings: Any) -> Any:
-            with self.part("loss"):
-                return score(embeddings)
-
-        return measured
+    def phase(self, phase: Phase) -> AbstractContextManager:
+        """Around every part of a step with a loss over embeddings."""
+        return self.part("last_backward" if phase.is_last else OF_PHASES[phase.kind])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._optimizer_began = self._now()

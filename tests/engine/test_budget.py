@@ -16,15 +16,12 @@ from tests.training.test_trainer import trainer
 CPU = torch.device("cpu")
 
 
-def run(model, chunked, budget=None, **options):
-    encode = lambda chunk: model(**chunk.features)  # noqa: E731
-    sync = lambda phase: torch.enable_grad() if phase.with_graph else torch.no_grad()  # noqa: E731
-    score, backward = naive_score(torch.tensor(0.1)), torch.Tensor.backward
+def run(model, chunked, budget=None, score=None, **options):
+    score, encode = score or naive_score(torch.tensor(0.1)), lambda chunk: model(**chunk.features)
     if budget is None:
-        return cached_step(chunked, encode, score, sync=sync, **options)
-    encode, score, sync = budget.encode(encode), budget.score(score), budget.sync(sync)
+        return cached_step(chunked, encode, score, **options)
     with budget.measured_step():
-        return cached_step(chunked, encode, score, sync=sync, backward=budget.backward(backward), **options)
+        return cached_step(chunked, encode, score, phase=budget.phase, **options)
 
 
 def batch(rows: int = 120):
@@ -200,22 +197,17 @@ def test_kept_graphs_leave_room_for_the_loss(monkeypatch):
     device = model.device = Formula(model, 2_000_000, 10_000, 500, of_loss)
     monkeypatch.setattr(torch, "get_device_module", lambda *_: device)
     budget = ChunkBudget(torch.device("cuda"), None, finds_size=False, keeps_graphs=True)
-    score = budget.score
 
-    def scoring(scored):
-        def held(embeddings):
-            device.hold(of_loss)
-            return scored(embeddings)
+    def holding(embeddings):
+        device.hold(of_loss)
+        return naive_score(torch.tensor(0.1))(embeddings)
 
-        return score(held)
-
-    budget.score = scoring
     for number in range(4):
         model.zero_grad()
         chunked = cut(budget, data, ChunkLimits(max_rows=8), may_settle=number > 0)
         if not budget.is_measuring:
             break
-        run(model, chunked, budget)
+        run(model, chunked, budget, score=holding)
     costliest = costliest_chunk(chunked)
     kept, free = budget.keep_graph(costliest), (device.total - device.memory_allocated()) * 0.95
     gradients = device.bytes_of(model.parameters())

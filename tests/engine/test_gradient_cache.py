@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
-from hf_dist_ext.engine.gradient_cache import Phase, cached_step
+from hf_dist_ext.engine.gradient_cache import SCORE, Phase, cached_step
 
 WIDTH = 16
 
@@ -195,20 +195,21 @@ def test_exactly_one_phase_completes_the_gradients_and_it_is_the_last():
     for keep_graph in (0, 3, 1000):
         model, phases = Encoder(), []
 
-        def sync(phase: Phase, phases=phases):
+        def noted(phase: Phase, phases=phases):
             phases.append(phase)
-            return torch.enable_grad() if phase.with_graph else torch.no_grad()
+            return torch.enable_grad() if phase.has_graph or phase.kind == SCORE else torch.no_grad()
 
         cached_step(
             lay_out(three_columns(), ChunkLimits(max_rows=5)),
             lambda chunk, model=model: model(**chunk.features),
             naive_score(torch.tensor(0.1)),
-            sync=sync,
+            phase=noted,
             keep_graph=keep_graph,
             backward_together=False,
         )
         assert phases[-1].is_last
-        assert all(phase.with_graph for phase in phases if phase.is_last)
+        assert [phase.kind for phase in phases].count(SCORE) == 1
+        assert all(phase.has_graph for phase in phases if phase.is_last)
 
 
 def test_the_fp16_scale_enters_once_and_before_anything_is_rounded():
