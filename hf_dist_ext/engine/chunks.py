@@ -1,11 +1,11 @@
 """A batch of features -> chunks that fit, and embeddings or gradients back to the batch's own order.
 
-(1) `column_layout` brings to the host what must be known: every row's first and last real token, its images
+(1) `columns.py` brings to the host what must be known: every row's first and last real token, its images
 (2) rows of all columns that share a tower are laid into one table
 (3) rows are sorted, those without images first and then by length, and packed by rows, tokens and image patches;
     ranks may ask for more chunks than packing needs
 (4) a chunk is a slice of the sorted rows, trimmed to its own longest one, with the images they own; its features are
-    gathered from the collator's tensors when it runs (`row_features`)
+    gathered from the collator's tensors when it runs (`rows.py`)
 (5) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
 Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is

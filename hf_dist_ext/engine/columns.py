@@ -1,8 +1,8 @@
 """What the host knows of a batch's columns before they are cut: rows, lengths, and where every feature keeps its rows.
 
-(1) every column says which small integer tensors it needs the values of; all columns' values come in one copy
-(2) every feature gets a layout: entries one per row (`RowLayout`), or several (`UnitLayout`, images)
-(3) a feature whose rows can not be told without doubt is refused: a wrong guess would train on mixed-up rows
+Every column says which small integer tensors it needs the values of, and the values of all columns come to the host in
+one copy. Every feature then gets a layout: entries one per row (`RowLayout`), or several (`UnitLayout`, images). A
+feature whose rows can not be told without doubt is refused, since a wrong guess would train on mixed-up rows.
 
 Letters: R rows, L token width.
 """
@@ -134,7 +134,7 @@ def _read_column(
     return column
 
 
-# ---- (2) and (3) ----
+# ---- a layout for every feature ----
 
 
 def _named_layout(
@@ -206,7 +206,7 @@ def _token_width(features: Mapping[str, Any]) -> int:
     return 0
 
 
-# ---- (1) ----
+# ---- values that come to the host ----
 
 
 def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:

@@ -2,13 +2,12 @@
 
 Processors lay images out as their models like it: one entry per image, per tile, per packed patch, or padded per row.
 What they share: entries stand in the order of the rows, so a row owns one run of them, and numbers of entries per row
-are all that is needed to cut. This file knows the model families; `chunking` does the cutting.
+are all that is needed to cut. This file knows the model families; `chunks.py` does the cutting.
 
-(1) `questions` names small integer tensors whose values the host must know; chunking copies them all at once
-(2) entries per row are what the collator counted, else every row's placeholder tokens are walked, image by image, and
-    must come out even: nothing is ever assumed about how many images a row has
-(3) every image key gets its `UnitLayout`; a chunk that owns none of its entries goes without the key
-(4) patches per row, for the budget
+`questions` names small integer tensors whose values the host must know; `columns.py` copies them all at once. How many
+entries a row has is what the collator counted; else every row's placeholder tokens are walked, image by image, and
+must come out even: nothing is ever assumed about how many images a row has. Every image key gets its `UnitLayout`; a
+chunk that owns none of its entries goes without the key. Patches per row are counted for the budget.
 
 Letters: R rows, L tokens, I images, T tiles, V videos, P packed patches. Model families were read and run with
 transformers 5.23; configs are only asked for attributes, so nothing of it is imported.
@@ -135,7 +134,7 @@ FAMILIES = {
 
 
 def questions(features: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
-    """(1) Integer tensors of at most two axes whose values `describe` needs, under the names it looks them up by."""
+    """Integer tensors of at most two axes whose values `describe` needs, under the names it looks them up by."""
     asked = {
         name: features[name]
         for names in COUNT_NAMES.values()
@@ -331,7 +330,7 @@ class _Reader:
         each = self._patches_per_entry(pixels)
         return counts, None if each is None else [(count * each, 1) for count in counts]
 
-    # ---- (2) entries per row ----
+    # ---- entries per row ----
 
     def _counts(self, kind: str, total: int) -> tuple[int, ...]:
         given = None
@@ -396,7 +395,7 @@ class _Reader:
             return None
         return [self.family.tokens(config, *shape[-2:])] * total
 
-    # ---- (4) and small things ----
+    # ---- patches per row, and small things ----
 
     def _patches_per_entry(self, pixels: str) -> int | None:
         shape = self.features[pixels].shape

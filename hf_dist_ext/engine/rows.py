@@ -1,9 +1,8 @@
 """A chunk's features, gathered from the collator's own tensors when the chunk runs and freed with it.
 
-(1) `ChunkOrder` puts the rows of every chunk into the order of their columns and moves all row numbers to the device
-    at once, so that a chunk is one slice of them per column and costs no copy from the host
-(2) `RowFeature` takes those rows, narrowed to the tokens the chunk needs, padded where a column is narrower than its
-    table, and laid end to end
+`ChunkOrder` puts the rows of every chunk into the order of their columns and moves all row numbers to the device at
+once, so that a chunk is one slice of them per column and costs no copy from the host. `RowFeature` takes those rows,
+narrowed to the tokens that the chunk needs, padded where a column is narrower than its table, and laid end to end.
 
 A sorted copy of the whole batch would take more memory than a small chunk's activations. Letters: R rows of a table,
 L its token width, b rows of a chunk, w its tokens.

@@ -1,13 +1,13 @@
 """Steps whose loss or gradient is not a finite number: left out, counted, and after too many in a row the end.
 
-(1) an update is bad when some rank's loss or the gradient norm, which is of all ranks, is not finite
-(2) a bad update is skipped on every rank: the gradients are dropped, so that no optimizer moves a weight, decays one
-    or touches its state; the learning-rate schedule goes on, as it counts steps
-(3) so many bad ones in a row stop the run with the step, the ranks and their rows
-(4) weights that are not finite are never saved: the last good checkpoint stays the newest
+An update is bad when some rank's loss, or the gradient norm, which is of all ranks, is not finite. A bad update is
+skipped on every rank: its gradients are dropped, so that no optimizer moves a weight, decays one or touches its state;
+the learning-rate schedule goes on, as it counts steps. Too many bad updates in a row stop the run with the step, the
+ranks and their rows. Weights that are not finite are never saved: the last good checkpoint stays the newest.
 
-fp16: a gradient that overflows while every loss is finite is how the scaler finds its scale. It skips those updates
-itself, so they are not reported, but they count in (3): 20 in a row halve the first scale, 65536, to less than 0.1.
+fp16: a gradient that overflows while every loss is finite is how the scaler finds its scale. The scaler skips those
+updates itself, so they are not reported, but they count as bad ones in a row: 20 of them halve the first scale, 65536,
+to less than 0.1.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Memory that runs out in a step with the gradient cache: smaller sizes, the same gradient.
 
-(1) `Sizes` says how far the sizes of the run file are cut down. What costs least is cut first: the wider chunks of the
-    pass without a graph, kept graphs, the tiles of a loss that ran out, and then the chunks. No gradient depends on it
-(2) one process heals in place: it drops the update's gradients and runs its micro-batches again (training/step.py)
-(3) several processes: nothing that the rank could send is certain to be what the others wait for. So it stores the
-    smaller sizes in the run's folder and ends with the cause. The others lose a peer, find the cause there, and end
-    with it too; where a lost peer is not noticed (NCCL), the launcher ends them
-(4) a start with the same fields takes the smallest sizes that any rank finds stored
-(5) `place_out_of_memory`: a step that is larger than all before it is tried out first, without a collective, so that
-    all ranks can choose smaller sizes together. Only where forwards are a rank's own (DDP)
+`Sizes` says how far the sizes of the run file are cut down. What costs least is cut first: the wider chunks of the
+pass without a graph, kept graphs, the tiles of a loss that ran out, and then the chunks. No gradient depends on it.
+
+One process heals in place: it drops the update's gradients and runs its batches again (training/step.py). With several
+processes nothing that the rank could send is certain to be what the others wait for. So the rank stores the smaller
+sizes in the run's folder and ends with the cause. The others lose a peer, find the cause there, and end with it too;
+where a lost peer is not noticed (NCCL), the launcher ends them. A start with the same fields takes the smallest sizes
+that any rank finds stored.
+
+Where forwards are a rank's own (DDP), a step that is larger than all before it is tried out first, without a
+collective (`place_out_of_memory`), so that all ranks can choose smaller sizes together.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ ENCODE, REPLAY, LAST, LOSS = PLACES = (
     "the loss or its gradient",
 )
 
-# ---- (1) ----
+# ---- sizes that are left ----
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class FittingSizes:
         self.now, self.place, self.cause = Sizes(), ENCODE, ""
         self._run = 0  # number of this start, the same on all ranks
 
-    # ---- (4) ----
+    # ---- a start ----
 
     def begin(self) -> None:
         """At the start of training, on every rank."""
@@ -136,7 +138,7 @@ class FittingSizes:
         except FileNotFoundError:
             return {}
 
-    # ---- (2), (3) ----
+    # ---- a lack of memory ----
 
     def shrink(self, place: str, step: int, ranks: list[int], **of_step: Any) -> None:
         """After a lack of memory that all ranks know of: `now` is smaller.
@@ -214,7 +216,7 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-# ---- (5) ----
+# ---- a step is tried out ----
 
 
 def place_out_of_memory(

@@ -1,9 +1,9 @@
 """Where a step's time goes, in every logged line, and a profiler's trace of a few steps.
 
-(1) every part of a step is measured where it runs: on a CPU by the clock, on an accelerator by events in its stream,
-    which are added up once they have passed, so that measuring waits for nothing before a line is logged
-(2) a line holds the mean seconds per optimizer step of this process since the line before
-(3) `profile_steps`: torch's profiler over so many steps, after two that warm up, one file per process
+Every part of a step is measured where it runs: on a CPU by the clock, on an accelerator by events in its stream, which
+are added up once they have passed, so that measuring waits for nothing before a line is logged. A line holds the mean
+seconds per optimizer step of this process since the line before. With `profile_steps` torch's profiler runs over so
+many steps, after two that warm up, and writes one file per process.
 
 data: waiting for batches. encode: the pass without a graph. loss: scores and their gradient, gathers included. replay:
 forwards with a graph and their backwards. last_backward: the chunk that completes the step; its backward runs what is
@@ -62,7 +62,7 @@ class StepClock(TrainerCallback):
         self._add_up(waits=False)  # a run that logs nothing keeps no more than the device has queued
 
     def read(self) -> dict[str, float]:
-        """(2), and starts anew."""
+        """Mean seconds of every part per step since the last read; starts anew."""
         if not self._steps:
             return {}
         self._add_up(waits=True)
@@ -94,7 +94,7 @@ class StepClock(TrainerCallback):
 
 
 class Profiler(TrainerCallback):
-    """(3): `profile_rank<r>.json` in the output folder, which chrome://tracing and Perfetto read."""
+    """Writes `profile_rank<r>.json` in the output folder, which chrome://tracing and Perfetto read."""
 
     def __init__(self, num_steps: int):
         self.num_steps = num_steps
