@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_dist_ext.checkpoints import async_save, manifest
+from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 
@@ -101,7 +101,7 @@ def during(folder: Path, options: argparse.Namespace) -> dict:
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
             taken = time.perf_counter() - start
-            async_save.collect(trainer, wait=True)
+            trainer.keeper.background.collect(wait=True)
             os.sync()
             if turn:
                 seconds[kind].append(taken)

@@ -35,13 +35,6 @@ COMMON = {"errors", "policy", "failures", "lazy"}
 RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
 
 ARROWS_LEFT = """
-checkpoints.async_save -> training.trainer
-checkpoints.commit -> run.lease
-checkpoints.commit -> training.trainer
-checkpoints.loss_state -> training.trainer
-checkpoints.merge -> training.trainer
-checkpoints.resume -> training.trainer
-checkpoints.trainable -> training.trainer
 strategies.ddp -> training.trainer
 strategies.zero -> training.trainer
 strategies.zero_checkpoint -> checkpoints.loss_state
@@ -49,13 +42,6 @@ strategies.zero_checkpoint -> checkpoints.manifest
 strategies.zero_checkpoint -> training.trainer
 """
 CIRCLES_LEFT = """
-checkpoints.async_save
-checkpoints.commit
-checkpoints.hub
-checkpoints.loss_state
-checkpoints.merge
-checkpoints.resume
-checkpoints.trainable
 strategies.ddp
 strategies.zero
 strategies.zero_checkpoint
@@ -67,18 +53,12 @@ training.trainer
 """
 # File -> lines that ask which parallelism runs. They belong behind the seam in strategies/.
 PARALLELISM_LEFT = {
-    "checkpoints.async_save": 1,
-    "checkpoints.commit": 2,
     "checkpoints.folder": 1,
-    "checkpoints.loss_state": 1,
-    "checkpoints.merge": 1,
-    "checkpoints.resume": 1,
-    "checkpoints.trainable": 1,
     "failures": 2,
     "run.deepspeed_install": 1,
     "run.preemption": 1,
     "training.arguments": 1,
-    "training.checkpoint_hooks": 6,
+    "training.checkpoint_hooks": 11,
     "training.step": 6,
     "training.trainer": 17,
 }

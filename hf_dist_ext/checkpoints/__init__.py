@@ -1,6 +1,7 @@
 """A checkpoint is written, committed, and read back, whole or not at all.
 
-`manifest.py` is the record that makes a folder a checkpoint, and `commit.py` writes it last. `async_save.py` lets
-training go on meanwhile. `resume.py` decides which checkpoint a run continues from. `trainable.py` writes what trains,
-by name; `merge.py` makes a complete model of it. `safe_reading.py` reads files without running what they say.
+`keeper.py` makes a save one act. `manifest.py` is the record that makes a folder a checkpoint, `commit.py` writes it
+last, and `facts.py` says what it tells of the run. `async_save.py` lets training go on meanwhile. `resume.py` decides
+which checkpoint a run continues from. `trainable.py` writes what trains, by name, and `loss_state.py` what the loss
+trains; `merge.py` makes a complete model of it. `safe_reading.py` reads files without running what they say.
 """

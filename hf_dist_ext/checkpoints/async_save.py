@@ -1,16 +1,17 @@
 """Training goes on while a checkpoint is written (`save_async`).
 
-(1) staged: while Trainer saves, large state is copied to the CPU instead of written; what is put off is a list of
-    writes. Small files (configs, trainer state) are written at once. The copy is complete before the next step
-(2) one thread makes the writes, hashes, commits and rotates, in this order; ranks talk over a gloo group of their
-    own, as collectives of two threads in one group would meet the wrong ones
-(3) one save at most is in flight: the next one, the end of training and a preemption wait for it
-(4) its error is raised behind the next step, or where it is waited for; pushes are made there too
-(5) a save whose copy does not fit into the memory that is free is made at once
-(6) a run that fails otherwise waits as well, but not for other processes that may be gone
+While a checkpoint is staged, large state is copied to the CPU instead of written, and the writes are collected in a
+list. Small files (configs, trainer state) are written at once. The copy is complete before the next step. Then one
+thread makes the writes, hashes, commits and rotates, in this order. In it ranks talk over a gloo group of their own,
+as collectives of two threads in one group would meet the wrong ones.
 
-torch's `dcp.async_save` is a stager and a thread per call; two calls of it (weights, optimizer) would break (2), so
-its stager is used with a thread of ours.
+At most one save is in flight: the next one, the end of training and a preemption wait for it. Its error is raised
+after the next step, or where it is waited for; the checkpoint is pushed there too. A save whose copy does not fit into
+the memory that is free is made at once. A run that fails otherwise waits as well, but not for other processes that may
+be gone.
+
+torch's `dcp.async_save` is a stager and a thread per call; two calls of it (weights, optimizer) would write in any
+order, so its stager is used with one thread of ours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -34,11 +35,7 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import phase
-from hf_dist_ext.strategies import agreed
-from hf_dist_ext.strategies.collectives import launches_deepspeed, processes_here
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
+from hf_dist_ext.strategies import agreed, collectives
 
 logger = logging.get_logger(__name__)
 
@@ -47,38 +44,20 @@ Write = Callable[[Any], None]  # takes the process group to talk over
 
 
 def check(args: Any) -> None:
-    if args.save_async and (args.deepspeed or launches_deepspeed()):
+    if args.save_async and (args.deepspeed or collectives.launches_deepspeed()):
         raise UsageError(
             "save_async=true does not work with DeepSpeed, whose engine writes its files itself. Turn it off, or "
             "use DDP or FSDP."
         )
 
 
-def fits(trainer: DistTrainer, needed: int) -> bool:
-    """Whether every machine has the memory for its copy of a checkpoint of so many bytes; the run is told once where
-    one has not. Every rank calls it."""
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    if plugin is not None and "SHARDED" in str(plugin.state_dict_type):  # every machine copies its part
-        needed = needed * processes_here() // trainer.args.world_size
-    available = min(agreed.together(host_memory.available_bytes))
-    if available < needed and not trainer._has_said_sync:
-        trainer._has_said_sync = True
-        if trainer.is_world_process_zero():
-            logger.warning(
-                f"save_async=true would copy {needed / 2**30:.2f} GiB into the CPU's memory, of which "
-                f"{available / 2**30:.2f} GiB are free: training waits while this checkpoint is written. Saves that "
-                "fit are asynchronous."
-            )
-    return available >= needed
-
-
-# ---- (1) ----
+# ---- copies instead of files ----
 
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[list[Write]]:
     """While inside, what is saved below `folder` by torch.save, safetensors and torch's distributed checkpoints is
-    copied and put off; the list holds the writes."""
+    copied; the list holds the writes that are still to be made."""
     writes: list[Write] = []
     torch_save, dcp_save, tensors_save = torch.save, dcp.save, safetensors.torch.save_file
 
@@ -140,14 +119,14 @@ def copied(state: Any) -> Any:
         stager.close()
 
 
-# ---- (2) ----
+# ---- files while training goes on ----
 
 
 class Saving:
-    """A save in flight: `work(group)` in a thread. `pushes` are called by whoever finds it done."""
+    """A save in flight: `work(group)` in a thread. `push` is called by whoever finds it done."""
 
-    def __init__(self, name: str, work: Write, pushes: list[Callable[[], None]], group: Any):
-        self.name, self.pushes, self.error = name, pushes, None
+    def __init__(self, name: str, work: Write, push: Callable[[], None], group: Any):
+        self.name, self.push, self.error = name, push, None
         self._thread = threading.Thread(target=self._run, args=(work, group), name=f"writes {name}", daemon=True)
         self._thread.start()
 
@@ -164,48 +143,65 @@ class Saving:
         self._thread.join(seconds)
 
 
-def begin(trainer: DistTrainer, name: str, work: Write, pushes: list[Callable[[], None]]) -> None:
-    """Every rank calls it, with the same `work` to do."""
-    assert trainer._saving is None
-    if trainer._saving_group is None and dist.is_initialized() and dist.get_world_size() > 1:
-        timeout = timedelta(seconds=trainer.args.ddp_timeout)
-        trainer._saving_group = dist.new_group(backend="gloo", timeout=timeout)
-    trainer._saving = Saving(name, work, pushes, trainer._saving_group)
+class Background:
+    """The saves of one run that are made while training goes on. `timeout_seconds`: how long one rank may wait for
+    the others in them."""
 
+    def __init__(self, timeout_seconds: float):
+        self.timeout, self.saving = timedelta(seconds=timeout_seconds), None
+        self._group, self._has_said_sync = None, False
 
-# ---- (3), (4) ----
+    def fits(self, needed: int, is_sharded: bool) -> bool:
+        """Whether every machine has the memory for its copy of a checkpoint of so many bytes; the run is told once
+        where one has not. Every rank calls it."""
+        if is_sharded:  # every machine copies its part
+            needed = needed * collectives.processes_here() // collectives.world_size()
+        available = min(agreed.together(host_memory.available_bytes))
+        if available < needed and not self._has_said_sync:
+            self._has_said_sync = True
+            if collectives.rank() == 0:
+                logger.warning(
+                    f"save_async=true would copy {needed / 2**30:.2f} GiB into the CPU's memory, of which "
+                    f"{available / 2**30:.2f} GiB are free: training waits while this checkpoint is written. Saves "
+                    "that fit are asynchronous."
+                )
+        return available >= needed
 
+    def begin(self, name: str, work: Write, push: Callable[[], None]) -> None:
+        """Every rank calls it, with the same `work` to do."""
+        assert self.saving is None
+        if self._group is None and collectives.world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+        self.saving = Saving(name, work, push, self._group)
 
-def collect(trainer: DistTrainer, wait: bool = False) -> None:
-    """Raise what went wrong with the save in flight, or push it; with `wait` once it has ended."""
-    saving = trainer._saving
-    if saving is None or not (wait or saving.is_done()):
-        return
-    if not saving.is_done():
-        phase.leave_step(f"waiting until {saving.name} is written")
-    saving.wait()
-    trainer._saving = None
-    if isinstance(saving.error, UsageError | RunError):
-        raise saving.error
-    if saving.error is not None:
-        raise RunError(
-            f"{saving.name} was not written: {type(saving.error).__name__}: {saving.error}. Earlier checkpoints are "
-            "untouched: mend the cause and resume."
-        ) from saving.error
-    for push in saving.pushes:
-        push()
+    def collect(self, wait: bool = False) -> None:
+        """Raise what went wrong with the save in flight, or push it; with `wait` once it has ended."""
+        saving = self.saving
+        if saving is None or not (wait or saving.is_done()):
+            return
+        if not saving.is_done():
+            phase.leave_step(f"waiting until {saving.name} is written")
+        saving.wait()
+        self.saving = None
+        if isinstance(saving.error, UsageError | RunError):
+            raise saving.error
+        if saving.error is not None:
+            raise RunError(
+                f"{saving.name} was not written: {type(saving.error).__name__}: {saving.error}. Earlier checkpoints "
+                "are untouched: mend the cause and resume."
+            ) from saving.error
+        saving.push()
 
-
-@contextlib.contextmanager
-def ended(trainer: DistTrainer) -> Iterator[None]:
-    """Around a run: no save is in flight when it is left."""
-    try:
-        yield
-    except BaseException:  # (6)
-        saving, trainer._saving = trainer._saving, None
-        if saving is not None:
-            saving.wait(None if trainer.args.world_size == 1 else PEERS_SECONDS)
-            if saving.error is not None or not saving.is_done():
-                logger.error(f"{saving.name} was not written: {saving.error or 'the run ended before'}")
-        raise
-    collect(trainer, wait=True)
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[None]:
+        """Around a run: no save is in flight when it is left."""
+        try:
+            yield
+        except BaseException:
+            saving, self.saving = self.saving, None
+            if saving is not None:
+                saving.wait(None if collectives.world_size() == 1 else PEERS_SECONDS)
+                if saving.error is not None or not saving.is_done():
+                    logger.error(f"{saving.name} was not written: {saving.error or 'the run ended before'}")
+            raise
+        self.collect(wait=True)

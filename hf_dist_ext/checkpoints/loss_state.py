@@ -1,10 +1,8 @@
-"""What is written into a checkpoint, and read back.
+"""What a checkpoint holds beside the model's weights and their optimizer state.
 
-(1) the loss's own parameters and their optimizer state stand in a file of their own, `loss.safetensors` and
-    `loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model
-(2) an `EmbeddingModel` reads back the folder that others can serve; where weights are in a form of their own, what
-    describes the model stands beside them
-(3) the token of the hub never reaches a file
+The loss's own parameters and their optimizer state stand in files of their own, `loss.safetensors` and
+`loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model. Where weights are in a
+form of their own, what describes the model stands beside them. The token of the hub never reaches a file.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ import contextlib
 import copyreg
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,17 +21,18 @@ from torch import nn
 
 from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import tensor_parallel
 from hf_dist_ext.strategies.tensors import bare_optimizer
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 LOSS_WEIGHTS, LOSS_OPTIMIZER = OF_THE_LOSS
 BUDGET = "gradient_cache.json"
 SECRETS = ("hub_token", "push_to_hub_token")
 
-# ---- (1) the loss ----
+# ---- the loss ----
+
+
+def loss_parameters(loss: Any) -> list[nn.Parameter]:
+    """Those of a loss that train."""
+    return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
 
 
 def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -45,42 +44,42 @@ def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramet
 
 
 @contextlib.contextmanager
-def loss_state_apart(trainer: DistTrainer, save_to: str | None = None, load_from: str | None = None) -> Iterator[None]:
+def loss_state_apart(
+    loss: Any, optimizer: Any, save_to: str | None = None, load_from: str | None = None
+) -> Iterator[None]:
     """While inside, the optimizer holds the model's parameters only; the loss's state is saved to or loaded from the
     checkpoint's own files and put back on leaving."""
-    parameters = trainer._loss_parameters() if trainer.loss is not None else []
-    if not parameters or trainer.optimizer is None:
+    parameters = loss_parameters(loss)
+    if not parameters or optimizer is None:
         yield
         return
-    optimizer = bare_optimizer(trainer.optimizer)
+    optimizer = bare_optimizer(optimizer)
     ids = {id(p) for p in parameters}
     groups, others = [], []
     for group in optimizer.param_groups:
         (groups if any(id(p) in ids for p in group["params"]) else others).append(group)
     state = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
     optimizer.param_groups[:] = others
-    if save_to is not None and trainer.args.should_save:
-        _save_loss(trainer, parameters, groups, state, save_to)
+    if save_to is not None:
+        _save_loss(loss, parameters, groups, state, save_to)
     try:
         yield
     finally:
         if load_from is not None:
-            state = _load_loss(trainer, parameters, groups, load_from)
+            state = _load_loss(loss, parameters, groups, load_from)
         optimizer.param_groups.extend(groups)
         optimizer.state.update(state)
 
 
-def _save_loss(trainer: DistTrainer, parameters: list, groups: list, state: dict, folder: str) -> None:
+def _save_loss(loss: nn.Module, parameters: list, groups: list, state: dict, folder: str) -> None:
     os.makedirs(folder, exist_ok=True)
-    save_file(
-        {k: v.detach().cpu().contiguous() for k, v in trainer.loss.state_dict().items()}, _at(folder, LOSS_WEIGHTS)
-    )
+    save_file({k: v.detach().cpu().contiguous() for k, v in loss.state_dict().items()}, _at(folder, LOSS_WEIGHTS))
     hyper = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     torch.save({"state": [state.get(p, {}) for p in parameters], "groups": hyper}, _at(folder, LOSS_OPTIMIZER))
 
 
-def _load_loss(trainer: DistTrainer, parameters: list, groups: list, folder: str) -> dict:
-    load_loss(trainer, folder)
+def _load_loss(loss: nn.Module, parameters: list, groups: list, folder: str) -> dict:
+    load_loss(loss, folder)
     path = _at(folder, LOSS_OPTIMIZER)
     if not os.path.isfile(path):
         raise UsageError(f"{folder} holds no {LOSS_OPTIMIZER}: the loss's parameters can not be resumed from it.")
@@ -98,44 +97,23 @@ def _load_loss(trainer: DistTrainer, parameters: list, groups: list, folder: str
     return states
 
 
-def load_loss(trainer: DistTrainer, folder: str) -> None:
+def load_loss(loss: Any, folder: str) -> None:
     """Load the loss's parameters from a checkpoint; nothing to do for a loss without any."""
-    if trainer.loss is None or not trainer._loss_parameters():
+    if not loss_parameters(loss):
         return
     path = _at(folder, LOSS_WEIGHTS)
     if not os.path.isfile(path):
         raise UsageError(f"{folder} holds no {LOSS_WEIGHTS}: the loss's parameters can not be resumed from it.")
-    trainer.loss.load_state_dict(load_file(path))
+    loss.load_state_dict(load_file(path))
 
 
-# ---- (2) the model ----
+# ---- beside the weights ----
 
 
-def load_embedding_model(trainer: DistTrainer, folder: str) -> bool:
-    """Load a model whose folder has key names of its own (checkpoints/weights.py says which): Trainer's loading would
-    match nothing and say so in a warning only. False where the names agree, or FSDP reads its own format."""
-    from hf_dist_ext.checkpoints.weights import weights_in_memory_names
-    from hf_dist_ext.models.weights import load_weights
-
-    if trainer._split is not None:
-        tensor_parallel.load_weights(trainer.model, folder)
-        return True
-    if trainer.is_fsdp_enabled:
-        return False
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    weights = weights_in_memory_names(model, folder)
-    if weights is None:
-        return False
-    load_weights(model, weights, source=folder)
-    return True
-
-
-def save_description(trainer: DistTrainer, folder: Path) -> None:
-    """Everything that `save_model` writes beside weights: configs, adapters' configs, processor, arguments."""
-    if not trainer.args.should_save:
-        return
+def save_description(model: nn.Module, processor: Any, args: Any, folder: Path) -> None:
+    """Everything that `save_model` writes beside weights: configs, adapters' configs, processor, arguments. `model`:
+    the bare one."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if hasattr(model, "save_description"):  # a TowerModel's own config says nothing
         model.save_description(folder)
     for name in ("config", "generation_config"):
@@ -143,38 +121,35 @@ def save_description(trainer: DistTrainer, folder: Path) -> None:
             part.save_pretrained(folder)
     for name, adapter in getattr(model, "peft_config", {}).items():
         adapter.save_pretrained(folder if name == "default" else folder / name)
-    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processor is not None:
         processor.save_pretrained(folder)
-    with without_secrets(trainer.args, trainer._as_given):
-        torch.save(trainer.args, folder / "training_args.bin")
+    with without_secrets(args):
+        torch.save(args, folder / "training_args.bin")
 
 
-def save_budget(trainer: DistTrainer, folder: str) -> None:
+def save_budget(budget: Any, folder: str) -> None:
     """Keep what the automatic chunk size measured, so that a resumed run cuts the same chunks from its first step."""
-    if trainer._budget is not None and trainer.args.should_save:
-        with open(_at(folder, BUDGET), "w", encoding="utf-8") as file:
-            json.dump(trainer._budget.state(), file)
+    with open(_at(folder, BUDGET), "w", encoding="utf-8") as file:
+        json.dump(budget.state(), file)
 
 
-def load_budget(trainer: DistTrainer, folder: str) -> None:
+def load_budget(budget: Any, folder: str) -> None:
     """Missing, or measured on another kind of device: it is measured again."""
-    if trainer._budget is not None and os.path.isfile(_at(folder, BUDGET)):
+    if os.path.isfile(_at(folder, BUDGET)):
         with open(_at(folder, BUDGET), encoding="utf-8") as file:
-            trainer._budget.resume(json.load(file))
+            budget.resume(json.load(file))
 
 
-# ---- (3) secrets ----
+# ---- secrets ----
 
 
 @contextlib.contextmanager
-def without_secrets(args: Any, as_given: Mapping[str, Any]) -> Iterator[None]:
-    """Trainer pickles its arguments beside the weights; meanwhile what is pickled of them holds no token. `as_given`:
-    fields that have another value for now."""
+def without_secrets(args: Any) -> Iterator[None]:
+    """Trainer pickles its arguments beside the weights; meanwhile what is pickled of them holds no token."""
     kind = type(args)
 
     def reduced(given: Any) -> tuple:
-        state = vars(given) | {name: None for name in SECRETS if hasattr(given, name)} | as_given
+        state = vars(given) | {name: None for name in SECRETS if hasattr(given, name)}
         return copyreg.__newobj__, (kind,), state
 
     before = copyreg.dispatch_table.get(kind)

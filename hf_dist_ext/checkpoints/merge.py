@@ -15,14 +15,15 @@ import copy
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import Trainer
 
-from hf_dist_ext.checkpoints import commit, manifest, safe_reading, trainable
+from hf_dist_ext.checkpoints import facts as run_facts
+from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
+from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP, load_whole
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import adapter_folder
 from hf_dist_ext.models.embedding_model import EmbeddingModel, can_keep_adapters_alone
@@ -31,10 +32,6 @@ from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_tower
 from hf_dist_ext.models.weights import load_weights
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.tensors import gathered
-from hf_dist_ext.strategies.zero import is_zero3
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 # Files of a checkpoint or model folder that are not the processor's.
 NOT_PROCESSOR = {
@@ -43,6 +40,7 @@ NOT_PROCESSOR = {
     "metrics.json", "run.json", "plan.json", "towers.json", manifest.RUN, trainable.FROZEN,
 }  # fmt: skip
 PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
+ADAPTER_FILES = [adapter_folder.CONFIG, adapter_folder.WEIGHTS]
 TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order
 
 
@@ -148,8 +146,6 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
 
 def _sharded_adapters(checkpoint: Path, trust: bool) -> dict[str, torch.Tensor] | None:
     """Adapters that FSDP saved in shards, under peft's names."""
-    from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP
-
     folder = checkpoint / SHARDED_BY_FSDP
     if not folder.is_dir():
         return None
@@ -216,10 +212,8 @@ def _complete_towers(
         return _with_trained(model, checkpoint, trust), next(iter(folders.values()))
     if all(_has_whole_weights(path.parent) for path in checkpoint.glob("*/config.json")):
         return TowerModel.from_pretrained(checkpoint), checkpoint
-    from hf_dist_ext.checkpoints.resume import _load_whole, _whole_weights
-
     model = TowerModel.from_description(checkpoint, from_config)
-    _load_whole(model, _whole_weights(model, checkpoint, trust), checkpoint)
+    load_whole(model, checkpoint, trust)
     return model.eval(), checkpoint
 
 
@@ -242,32 +236,30 @@ def _load(facts: dict, folder: Path, options: dict, is_base: bool = False) -> An
 
 
 def _from_shards(checkpoint: Path, facts: dict, options: dict, trust: bool) -> Any:
-    from hf_dist_ext.checkpoints.resume import _load_whole, _whole_weights
-
     config = transformers.AutoConfig.from_pretrained(checkpoint, **options)
     if facts["model"] == "EmbeddingModel":
         model = EmbeddingModel.from_config(config, **facts["embedding"])
     else:
         model = _model_class(facts)(config)
-    _load_whole(model, _whole_weights(model, checkpoint, trust), checkpoint)
+    load_whole(model, checkpoint, trust)
     return model.eval()
 
 
 # (3) ---------------------------------------------------------------------------------------------------------------
 
 
-def has_adapters(trainer: DistTrainer) -> bool:
-    return hasattr(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), "merge_and_unload")
+def has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "merge_and_unload")
 
 
 def can_stand_alone(model: nn.Module) -> bool:
     """Whether a folder of its adapters says all about an `EmbeddingModel`: its base lies somewhere."""
-    return can_keep_adapters_alone(model) and commit.base_model(model) is not None
+    return can_keep_adapters_alone(model) and run_facts.base_model(model) is not None
 
 
-def check_can_save_merged(trainer: DistTrainer) -> None:
+def check_can_save_merged(model: nn.Module, will_be_split: bool) -> None:
     """Before training: the copy that is merged would have to be whole on one process."""
-    if (trainer.is_fsdp_enabled or is_zero3(trainer)) and has_adapters(trainer):
+    if will_be_split and has_adapters(model):
         raise UsageError(
             "save_full_model=true with adapters does not work under FSDP and ZeRO-3. Turn it off; hf-dist merge makes "
             "the complete model of what the run ends with. It is on by itself for dual encoders and for models built "
@@ -275,41 +267,31 @@ def check_can_save_merged(trainer: DistTrainer) -> None:
         )
 
 
-def save_merged(trainer: DistTrainer, folder: Path) -> None:
+def save_merged(model: nn.Module, processor: Any, folder: Path) -> None:
     """The complete model at the end of a run with adapters: merged in a copy, on the process that writes."""
-    if trainer.args.should_save:
-        model = copy.deepcopy(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)).eval()
-        _without_adapters(model, _outputs(model)).save_pretrained(folder)
-        if trainer.processing_class is not None:
-            trainer.processing_class.save_pretrained(folder)
+    model = copy.deepcopy(model).eval()
+    _without_adapters(model, _outputs(model)).save_pretrained(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
 
 
-def save_adapters(trainer: DistTrainer, folder: Path) -> None:
-    """The folder at the end of a run of adapters on an `EmbeddingModel`. Every rank calls it."""
-    if trainable.is_sharded(trainer):
-        trainer._save(str(folder), state_dict=trainer.whole_weights())
-    else:
-        Trainer.save_model(trainer, str(folder), _internal_call=True)  # without its push
-    commit.commit_model(trainer, folder, [adapter_folder.CONFIG, adapter_folder.WEIGHTS])
-
-
-def complete_adapters(trainer: DistTrainer, folder: Path, state_dict: dict[str, torch.Tensor] | None) -> None:
+def complete_adapters(
+    model: nn.Module, state_dict: dict[str, torch.Tensor] | None, folder: Path, tokenizer: Any, keep: bool
+) -> None:
     """What models/adapter_folder.py writes into peft's folder, of the weights that `Trainer._save` was given. Every
-    rank calls it."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    rank calls it; those that `keep` write."""
     start = f"{adapter_folder.PEFT}projection."
     parts = {
         name.removeprefix(start): value
         for name, value in trainable.named(model.named_parameters()).items()
         if name.startswith(start)
     }
-    projection = dict(gathered(parts, trainer.args.should_save))
+    projection = dict(gathered(parts, keep))
 
     def write() -> None:
-        if not trainer.args.should_save:
+        if not keep:
             return
-        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        base, dtype = commit.base_model(model), commit.dtype_of_base(model.get_base_model())
+        base, dtype = run_facts.base_model(model), run_facts.dtype_of_base(model.get_base_model())
         adapter_folder.write(model, state_dict, folder, base, dtype, projection, tokenizer)
 
     agreed.together(write)

@@ -1,14 +1,13 @@
 """Which checkpoint a run continues from, and whether it holds all that continuing needs.
 
-(1) rank 0 decides, once per start: the newest complete one, or the one that was named. The others wait until they see
-    that very checkpoint; then all share the comparing of hashes
-(2) strict: optimizer, schedule, scaler, this rank's random state and the loss's parameters must be there
-(3) weights only, when that is asked for: from any form a checkpoint has, before anything is wrapped
-(4) a run that starts afresh among checkpoints, or from another one than the newest, leaves the others aside, for
-    itself and for those that continue it
+Rank 0 decides, once per start: it takes the newest complete checkpoint, or the one that was named. The others wait
+until they see that very checkpoint; then all share the comparing of hashes. Optimizer, schedule, scaler, this rank's
+random state and the loss's parameters must be there: Trainer goes on without most of them and says nothing, here that
+is an error on every rank. With `resume_weights_only` the weights alone are taken, from any form that a checkpoint has,
+before anything is wrapped.
 
-Trainer goes on without most of (2) and says nothing; here it is an error on every rank. Without DistTrainingArguments
-everything is Trainer's.
+A run that starts afresh among checkpoints, or from another one than the newest, ignores the others, and so do later
+resumes of it.
 """
 
 from __future__ import annotations
@@ -16,35 +15,33 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Trainer, set_seed
+from transformers import set_seed
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
-from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, load_loss
-from hf_dist_ext.checkpoints.weights import weights_in_memory_names
+from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters
+from hf_dist_ext.checkpoints.weights import load_in_memory_names
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.weights import check_weights, load_weights
-from hf_dist_ext.strategies import agreed, collectives, tensor_parallel, zero_checkpoint
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
+from hf_dist_ext.models.weights import check_weights
+from hf_dist_ext.strategies import agreed, collectives
 
 logger = logging.get_logger(__name__)
 
 SHARDED_BY_FSDP = "pytorch_model_fsdp_0"  # what accelerate calls it
 
-# ---- (1) ----
+# ---- which one ----
 
 
-def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
-    """What `train(resume_from_checkpoint=...)` means on rank 0: the path of a complete checkpoint, or None."""
-    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+def choose(args: Any, asked: bool | str | None) -> tuple[Path | None, bool | str | None]:
+    """The complete checkpoint that `train(resume_from_checkpoint=...)` means, None for none, and what rank 0 was
+    asked."""
+    output_dir = Path(args.output_dir)
     _check_shared(args)
     asked = agreed.together(lambda: asked)[0]
     if args.resume_weights_only and asked in (None, False):
@@ -58,9 +55,11 @@ def choose(trainer: DistTrainer, asked: bool | str | None) -> str | None:
             hint = another(folder, output_dir)
             raise UsageError(f"{folder} is incomplete: {', '.join(broken)}. {hint}")
         passed_over[folder] = ", ".join(broken)
-    path = None if folder is None else _continue(trainer, folder, passed_over)
-    _begin_or_continue_run(trainer, folder, asked)  # (4): nothing is written down before everything was looked at
-    return path
+    if folder is not None:
+        safe_reading.check_metadata(folder, args.trust_checkpoint)
+        if collectives.rank() == 0:
+            _say(folder, passed_over, args)
+    return folder, asked
 
 
 def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
@@ -80,10 +79,9 @@ def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
     return None if name is None else output_dir / name
 
 
-def best_checkpoint(trainer: DistTrainer) -> str | None:
+def best_checkpoint(args: Any, best: str | None) -> str | None:
     """The best checkpoint as rank 0 knows it: Trainer lets every rank look whether its folder is there."""
-    best = trainer.state.best_model_checkpoint
-    folder = _decided(trainer.args, lambda: None if best is None else Path(best))
+    folder = _decided(args, lambda: None if best is None else Path(best))
     return None if folder is None else str(folder)
 
 
@@ -147,35 +145,16 @@ def _check_shared(args: Any) -> None:
         )
 
 
-def _continue(trainer: DistTrainer, folder: Path, passed_over: Mapping[Path, str]) -> str | None:
-    """The checks of what is resumed; its path, or None when its weights are all that is taken, and are taken now."""
-    args = trainer.args
-    safe_reading.check_metadata(folder, args.trust_checkpoint)
-    if trainer.is_world_process_zero():
-        for path, reason in passed_over.items():
-            logger.warning(f"{path} is passed over: {reason}.")
-        if manifest.read(folder) is None:
-            logger.warning(
-                f"{folder} has no {manifest.MANIFEST} (the stock Trainer wrote it, or its save did not end): what is "
-                "inside its files can not be checked."
-            )
-        what = ": weights only, everything else starts anew" if args.resume_weights_only else ""
-        logger.info(f"resuming from {folder}{what}")
-    if args.resume_weights_only:
-        load_weights_only(trainer, folder)
-        return None
-    _check_complete(trainer, folder)
-    _check_split(trainer, folder)
-    if trainer.is_deepspeed_enabled:
-        zero_checkpoint.check_processes(trainer, folder)
-    if trainer._saves_trainable_only:
-        trainable.check_frozen(folder, trainer._frozen_digests)
-    elif trainable.has_trainable_weights(folder):
-        raise UsageError(
-            f"{folder} holds only what was trained, but nothing is frozen now. Give the trainable_modules or "
-            "frozen_modules it was saved with, or resume_weights_only=true."
+def _say(folder: Path, passed_over: Mapping[Path, str], args: Any) -> None:
+    for path, reason in passed_over.items():
+        logger.warning(f"{path} is passed over: {reason}.")
+    if manifest.read(folder) is None:
+        logger.warning(
+            f"{folder} has no {manifest.MANIFEST} (the stock Trainer wrote it, or its save did not end): what is "
+            "inside its files can not be checked."
         )
-    return str(folder)
+    what = ": weights only, everything else starts anew" if args.resume_weights_only else ""
+    logger.info(f"resuming from {folder}{what}")
 
 
 def _altered(args: Any, folder: Path) -> list[str]:
@@ -197,18 +176,16 @@ def _everyones(look: Callable[[], list[str]]) -> list[str]:
     return list(dict.fromkeys(word for words in agreed.together(look) for word in words))
 
 
-# ---- (2) ----
+# ---- whether it holds all ----
 
 
-def _check_complete(trainer: DistTrainer, folder: Path) -> None:
-    needed = []
-    if getattr(trainer.accelerator, "scaler", None) is not None:
-        needed.append("scaler.pt")
-    if trainer.loss is not None and trainer._loss_parameters():
+def check_complete(args: Any, folder: Path, loss: Any, has_scaler: bool) -> None:
+    needed = ["scaler.pt"] if has_scaler else []
+    if loss_parameters(loss):
         needed += [LOSS_WEIGHTS, LOSS_OPTIMIZER]
     world_size = saved_world_size(folder)
-    if (world_size, saved_tensor_parallel_size(folder)) == (trainer.args.world_size, collectives.ranks_per_rows()):
-        needed.append(f"rng_state_{trainer.args.process_index}.pth" if world_size > 1 else "rng_state.pth")
+    if (world_size, saved_tensor_parallel_size(folder)) == (args.world_size, collectives.ranks_per_rows()):
+        needed.append(f"rng_state_{args.process_index}.pth" if world_size > 1 else "rng_state.pth")
 
     def look() -> list[str]:
         return missing_from_checkpoint(folder) + [
@@ -222,11 +199,22 @@ def _check_complete(trainer: DistTrainer, folder: Path) -> None:
         )
 
 
-def _check_split(trainer: DistTrainer, folder: Path) -> None:
-    """The optimizer's groups follow how a model is split: one for every mesh its parameters lie on."""
+def check_frozen(folder: Path, digests: Mapping[str, str] | None) -> None:
+    """`digests`: of the weights that this run leaves out of its checkpoints; None when it saves all of them."""
+    if digests is not None:
+        trainable.check_frozen(folder, digests)
+    elif trainable.has_trainable_weights(folder):
+        raise UsageError(
+            f"{folder} holds only what was trained, but nothing is frozen now. Give the trainable_modules or "
+            "frozen_modules it was saved with, or resume_weights_only=true."
+        )
+
+
+def check_split(folder: Path, now: str) -> None:
+    """The optimizer's groups follow how a model is split: one for every mesh its parameters lie on. `now`: how it is
+    split over the ranks of a group in this run, in words."""
     content = manifest.read(folder) or {}
     before = content["sharding"] if content.get("tensor_parallel_size", 1) > 1 else ""
-    now = "" if trainer._split is None else trainer._split.describe()
     if [bool(before), "fsdp" in before] != [bool(now), "fsdp" in now]:
         raise UsageError(
             f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. With "
@@ -248,42 +236,46 @@ def saved_tensor_parallel_size(folder: Path) -> int:
     return (manifest.read(folder) or {}).get("tensor_parallel_size", 1)
 
 
-def draws_anew(trainer: DistTrainer, folder: str) -> bool:
+def draws_anew(args: Any, step: int, folder: str) -> bool:
     """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
     rank (under tensor parallelism its group's)."""
-    args, share = trainer.args, collectives.ranks_per_rows()
+    share = collectives.ranks_per_rows()
     before, share_before = saved_world_size(Path(folder)), saved_tensor_parallel_size(Path(folder))
     if (before, share_before) == (args.world_size, share):
         return False
-    if trainer.is_world_process_zero():
+    if collectives.rank() == 0:
         groups = "" if share == share_before else f" (in groups of {share_before} and of {share} with the same rows)"
         logger.warning(
             f"{folder} is of {before} processes, this run of {args.world_size}{groups}: random states start anew."
         )
-    set_seed(hash((args.seed, trainer.state.global_step, collectives.data_parallel_rank())) % 2**32)
+    set_seed(hash((args.seed, step, collectives.data_parallel_rank())) % 2**32)
     return True
 
 
-# ---- (3) ----
+# ---- its weights alone ----
 
 
-def load_weights_only(trainer: DistTrainer, folder: Path) -> None:
-    """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
-    model, trust = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False), trainer._trusts
+Load = Callable[[nn.Module, Path], Any]
+
+
+def load_weights_only(
+    model: nn.Module, folder: Path, trust: bool, load_split: Load | None, load_adapters: Load
+) -> None:
+    """The checkpoint's weights into the bare model; UsageError when they do not fit it. `load_split`: for a model that
+    is split over processes already."""
     if trainable.has_trainable_weights(folder):
         stored = trainable.stored_weights(folder, trust)
         names = frozenset(stored.shapes)
         trainable.check_frozen(folder, trainable.frozen_digests(model, names & _parameters(model)))
         trainable.load_weights(model, None, folder, trust)
-    elif trainer._split is not None:
-        tensor_parallel.load_weights(model, folder)
-    elif (weights := weights_in_memory_names(model, folder)) is not None:
-        load_weights(model, weights, source=str(folder))
+    elif load_split is not None:
+        load_split(model, folder)
+    elif load_in_memory_names(model, str(folder)):
+        pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
-        Trainer._load_from_checkpoint(trainer, str(folder), model)
+        load_adapters(model, folder)
     else:
-        _load_whole(model, _whole_weights(model, folder, trust), folder)
-    load_loss(trainer, str(folder))
+        load_whole(model, folder, trust)
 
 
 def _parameters(model: nn.Module) -> set[str]:
@@ -305,7 +297,9 @@ def _whole_weights(model: nn.Module, folder: Path, trust: bool) -> dict[str, tor
     return weights
 
 
-def _load_whole(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def load_whole(model: nn.Module, folder: Path, trust: bool) -> None:
+    """All weights of a checkpoint, under the names of memory, whole or in FSDP's shards."""
+    weights = _whole_weights(model, folder, trust)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ()) | set(
         getattr(model, "_keys_to_ignore_on_save", None) or ()
     )
@@ -317,18 +311,18 @@ def _load_whole(model: nn.Module, weights: dict[str, torch.Tensor], folder: Path
         model.tie_weights()
 
 
-# ---- (4) ----
+# ---- which run goes on ----
 
 
-def _begin_or_continue_run(trainer: DistTrainer, folder: Path | None, asked: bool | str | None) -> None:
+def begin_or_continue_run(args: Any, folder: Path | None, asked: bool | str | None, is_search: bool) -> dict[str, Any]:
     """Which run the checkpoints of this start are of; `folder` is what it resumes, None when it starts afresh.
 
     Without this, a run that is stopped before its first save would be continued from the run that it replaced.
     """
-    args, output_dir = trainer.args, Path(trainer.args.output_dir)
+    output_dir = Path(args.output_dir)
 
     def decide() -> tuple[dict[str, Any], bool]:
-        if args.process_index or trainer.hp_search_backend is not None:  # a search has a folder for each trial
+        if args.process_index or is_search:  # a search has a folder for each trial
             return manifest.new_run(), False
         history = manifest.History(output_dir)
         is_here = folder is not None and folder.resolve().parent == output_dir.resolve()
@@ -338,15 +332,14 @@ def _begin_or_continue_run(trainer: DistTrainer, folder: Path | None, asked: boo
             return history.run, False
         return manifest.begin_run(output_dir, folder), True
 
-    trainer._run, is_new = agreed.together(decide)[0]
+    run, is_new = agreed.together(decide)[0]
     if is_new and args.should_save and args.process_index:  # save_on_each_node
-        manifest.write_run(output_dir, trainer._run)
-    if not is_new or not trainer.is_world_process_zero():
-        return
-    history = manifest.History(output_dir)
-    others = [path.name for path in history.paths if history.is_of_earlier_run(path)]
+        manifest.write_run(output_dir, run)
+    history = manifest.History(output_dir) if is_new and collectives.rank() == 0 else None
+    others = [] if history is None else [path.name for path in history.paths if history.is_of_earlier_run(path)]
     if others:
         logger.warning(
             f"{output_dir} holds {', '.join(others)} of an earlier run. This one does not resume or delete them "
             f"({manifest.RUN} says which run it is); a save of the same step takes their place."
         )
+    return run

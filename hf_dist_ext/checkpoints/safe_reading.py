@@ -1,7 +1,8 @@
 """Reading torch's distributed checkpoints without running what they say.
 
-(1) `.metadata` is a pickle, which can name any function to call: only the classes such a file is made of are found
-(2) values that are no tensors lie in the files as pickles too, which torch reads with `weights_only=False`: here True
+Their file `.metadata` is a pickle, which can name any function to call: here only the classes that such a file is made
+of are found. Values that are no tensors lie in the other files as pickles too, which torch reads with
+`weights_only=False`; here that is True.
 
 Everything else that a resume reads, Trainer reads with `weights_only` or is no pickle; DeepSpeed's files are pickles
 of any kind. `trust_checkpoint` switches the checks off.
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint import default_planner
 
 from hf_dist_ext.errors import UsageError
 
-# ---- (1) ----
+# ---- .metadata ----
 
 _METADATA = {
     "ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
@@ -62,7 +63,7 @@ class MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class TrustedReader(dcp.FileSystemReader):
+class SafeReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as file:
@@ -73,10 +74,10 @@ class TrustedReader(dcp.FileSystemReader):
         return metadata
 
 
-# ---- (2) ----
+# ---- values that are no tensors ----
 
 
-class TrustedPlanner(dcp.DefaultLoadPlanner):
+class SafePlanner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: Any) -> None:
         try:
             safe = torch.load(value, weights_only=True)
@@ -93,7 +94,7 @@ class TrustedPlanner(dcp.DefaultLoadPlanner):
 
 def read_entries(folder: Any, trust: bool) -> dict[str, Any]:
     """name -> what `.metadata` says of it."""
-    reader = dcp.FileSystemReader(folder) if trust else TrustedReader(folder)
+    reader = dcp.FileSystemReader(folder) if trust else SafeReader(folder)
     return reader.read_metadata().state_dict_metadata
 
 
@@ -107,7 +108,7 @@ def check_metadata(checkpoint: Path, trust: bool) -> None:
 
 def load(state: dict[str, Any], folder: Any, trust: bool) -> None:
     """`dcp.load` into the tensors of `state`; every rank calls it."""
-    reader, planner = (dcp.FileSystemReader, dcp.DefaultLoadPlanner) if trust else (TrustedReader, TrustedPlanner)
+    reader, planner = (dcp.FileSystemReader, dcp.DefaultLoadPlanner) if trust else (SafeReader, SafePlanner)
     check_metadata(Path(folder), trust)
     with _usage_errors_shown():
         dcp.load(state, storage_reader=reader(folder), planner=planner())
@@ -125,7 +126,7 @@ def _usage_errors_shown() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trusted_reading(trust: bool) -> Iterator[None]:
+def read_safely(trust: bool) -> Iterator[None]:
     """While inside, accelerate reads through the classes above.
 
     accelerate 1.15 makes reader and planner itself (fsdp_utils.py, load_fsdp_model) and takes no other.
@@ -134,7 +135,7 @@ def trusted_reading(trust: bool) -> Iterator[None]:
         yield
         return
     before = dcp.FileSystemReader, default_planner.DefaultLoadPlanner
-    dcp.FileSystemReader, default_planner.DefaultLoadPlanner = TrustedReader, TrustedPlanner
+    dcp.FileSystemReader, default_planner.DefaultLoadPlanner = SafeReader, SafePlanner
     try:
         with _usage_errors_shown():
             yield

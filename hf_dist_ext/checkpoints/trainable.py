@@ -1,12 +1,15 @@
 """Checkpoints of a run with frozen parts: what trains, its optimizer state, and a fingerprint of the rest.
 
-(1) what is saved: the plan's parameters, the buffers of the modules that own them, and the optimizer's state, all by
-    the parameter's name. Not by position or shard: what DDP saved is resumed by FSDP, by one process, and back
-(2) whole: `trainable.safetensors` and `trainable_optimizer.pt`, gathered tensor by tensor, written by rank 0;
-    sharded (FSDP2 with SHARDED_STATE_DICT): `trainable/` and `trainable_optimizer/`, torch's distributed format
-(3) reading: every rank takes its part of what the files hold; names, shapes and groups must be those of the run
-(4) the frozen weights are not saved: `frozen.json` has a fingerprint of each, taken before anything was wrapped or
-    trained, and a checkpoint on top of other ones is refused
+A checkpoint holds the plan's parameters, the buffers of the modules that own them, and the optimizer's state, all by
+the parameter's name and not by its position or shard. So what DDP saved is resumed by FSDP, by one process, and back.
+
+Whole tensors are gathered one by one, and rank 0 writes them to `trainable.safetensors` and `trainable_optimizer.pt`.
+Sharded ones (FSDP2 with SHARDED_STATE_DICT) lie in `trainable/` and `trainable_optimizer/`, in torch's distributed
+format. When a checkpoint is read, every rank takes its part of what the files hold; names, shapes and groups must be
+those of the run.
+
+The frozen weights are not saved: `frozen.json` has a fingerprint of each, taken before anything was wrapped or
+trained, and a checkpoint on top of other ones is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,16 +30,13 @@ from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, gathered, is_split, put, whole
 
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
-
 WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
 SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "trainable", "trainable_optimizer"
 FROZEN = "frozen.json"
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the sum over all of them
 
-# ---- (1) ----
+# ---- what is saved ----
 
 
 def named(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -62,10 +62,10 @@ def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Te
     return dict(sorted(tensors.items()))
 
 
-def optimizer_state(trainer: DistTrainer) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """(`name/key` -> state of the parameter `name`; the groups with names for parameters)."""
-    optimizer = bare_optimizer(trainer.optimizer)
-    name_of = {id(parameter): name for name, parameter in named(trainer.model.named_parameters()).items()}
+    optimizer = bare_optimizer(optimizer)
+    name_of = {id(parameter): name for name, parameter in named(model.named_parameters()).items()}
     state = {}
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
@@ -74,52 +74,49 @@ def optimizer_state(trainer: DistTrainer) -> tuple[dict[str, torch.Tensor], list
     return dict(sorted(state.items())), groups
 
 
-# ---- (2) ----
+# ---- writing ----
 
 
-def is_sharded(trainer: DistTrainer) -> bool:
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
-
-
-def save_weights(trainer: DistTrainer, folder: Path, may_shard: bool = True) -> None:
-    """Write what trains (and trained in earlier stages); every rank calls it."""
-    tensors = saved_tensors(trainer.model, trainer.freeze_plan.saved)
-    if may_shard and is_sharded(trainer):
+def save_weights(
+    model: nn.Module, saved: frozenset[str], digests: Mapping[str, str], folder: Path, args: Any, is_sharded: bool
+) -> None:
+    """Write the weights `saved` and the `digests` of the others; every rank calls it."""
+    tensors = saved_tensors(model, saved)
+    if is_sharded:
         dcp.save({name: tensor.detach() for name, tensor in tensors.items()}, checkpoint_id=folder / SHARDED_WEIGHTS)
     else:
-        weights = dict(gathered(tensors, trainer.args.should_save))
-        if trainer.args.should_save:
+        weights = dict(gathered(tensors, args.should_save))
+        if args.should_save:
             save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    if trainer.args.should_save:
-        (folder / FROZEN).write_text(json.dumps(trainer._frozen_digests or {}, indent=1), encoding="utf-8")
+    if args.should_save:
+        (folder / FROZEN).write_text(json.dumps(digests, indent=1), encoding="utf-8")
 
 
-def save_optimizer(trainer: DistTrainer, folder: Path) -> None:
-    state, groups = optimizer_state(trainer)
+def save_optimizer(model: nn.Module, optimizer: Any, folder: Path, args: Any, is_sharded: bool) -> None:
+    state, groups = optimizer_state(model, optimizer)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     content = {"groups": groups, "rest": {name: value for name, value in state.items() if name not in tensors}}
-    if is_sharded(trainer):
-        _check_can_be_sharded(trainer, tensors)
+    if is_sharded:
+        _check_can_be_sharded(model, tensors, args.optim)
         dcp.save(tensors, checkpoint_id=folder / SHARDED_OPTIMIZER)
     else:
-        content["state"] = dict(gathered(tensors, trainer.args.should_save))
-    if trainer.args.should_save:
+        content["state"] = dict(gathered(tensors, args.should_save))
+    if args.should_save:
         torch.save(content, folder / OPTIMIZER)
 
 
-def _check_can_be_sharded(trainer: DistTrainer, state: Mapping[str, torch.Tensor]) -> None:
+def _check_can_be_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], optim: str) -> None:
     """A plain tensor beside a sharded parameter is this rank's own affair: the format would keep one rank's."""
-    sharded = {name for name, p in named(trainer.model.named_parameters()).items() if is_split(p)}
+    sharded = {name for name, p in named(model.named_parameters()).items() if is_split(p)}
     local = [n for n, v in state.items() if n.rpartition("/")[0] in sharded and v.dim() and not is_split(v)]
     if local:
         raise UsageError(
-            f"optim={trainer.args.optim} keeps {local[0]!r} per process, which no checkpoint of frozen parts can "
+            f"optim={optim} keeps {local[0]!r} per process, which no checkpoint of frozen parts can "
             "hold. Use adamw_torch."
         )
 
 
-# ---- (3) ----
+# ---- reading ----
 
 
 class Stored:
@@ -194,10 +191,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def load_optimizer(trainer: DistTrainer, folder: Path, trust: bool = False) -> None:
-    optimizer = bare_optimizer(trainer.optimizer)
+def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, trust: bool = False) -> None:
+    optimizer = bare_optimizer(optimizer)
     content = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
-    parameters = named(trainer.model.named_parameters())
+    parameters = named(model.named_parameters())
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     ours = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     theirs = [group["params"] for group in content["groups"]]
@@ -235,7 +232,7 @@ def load_optimizer(trainer: DistTrainer, folder: Path, trust: bool = False) -> N
     optimizer.load_state_dict({"state": by_position, "param_groups": groups})
 
 
-# ---- (4) ----
+# ---- the frozen weights ----
 
 
 @torch.no_grad()

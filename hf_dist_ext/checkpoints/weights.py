@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel, load_tower
+from hf_dist_ext.models.weights import load_weights
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -46,6 +47,15 @@ def weights_in_memory_names(model: nn.Module, folder: str) -> dict[str, torch.Te
         return None
     # float32 holds what any of the three precisions holds; loading casts back to each parameter's own.
     return own_class(model).from_pretrained(folder, dtype=torch.float32, config=model.config).state_dict()
+
+
+def load_in_memory_names(model: nn.Module, folder: str) -> bool:
+    """Load a bare model whose folder has key names of its own: Trainer's loading would match nothing and say so in a
+    warning only. False where the names agree."""
+    weights = weights_in_memory_names(model, folder)
+    if weights is not None:
+        load_weights(model, weights, source=folder)
+    return weights is not None
 
 
 def classes(model: nn.Module) -> dict[str, type]:

@@ -17,6 +17,7 @@ import functools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -255,3 +256,16 @@ def check(args: Any) -> None:
         )
     if wanted:
         args.gradient_cache_fsdp = wanted
+
+
+def saves_shards(accelerator: Any) -> bool:
+    """Whether every process writes its part of the weights into a checkpoint."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
+
+
+def has_no_optimizer_state(checkpoint: str) -> bool:
+    """Whether FSDP saved an optimizer without any tensor, as plain SGD is: torch 2.13 fails to load it ("Expected
+    device to be set" in torch/distributed/checkpoint/state_dict.py). Remove when torch loads it."""
+    file = Path(checkpoint, "optimizer.bin")
+    return file.is_file() and not torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]

@@ -41,7 +41,7 @@ def attach(trainer: DistTrainer) -> None:
     def load_checkpoint(folder: str, *arguments: Any, **options: Any) -> Any:
         if trainer._saves_trainable_only:  # (2)
             options["load_module_strict"] = False
-        with loss_state_apart(trainer), reading(trainer._trusts, folder):
+        with loss_state_apart(trainer.loss, trainer.optimizer), reading(trainer._trusts_checkpoints, folder):
             return load(folder, *arguments, **options)
 
     engine.load_checkpoint = load_checkpoint

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from hf_dist_ext.checkpoints import async_save, commit, host_memory, manifest
+from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -63,21 +64,26 @@ def same(one: object, other: object) -> bool:
 @pytest.fixture
 def overlapping(monkeypatch) -> list:
     """Writing starts behind the next step; the list gets (saved step, step of the run when it is written)."""
-    seen, begin = [], async_save.begin
+    seen, states, begin, save = [], [], async_save.Background.begin, Keeper.save
 
-    def late(trainer, name, work, pushes):
-        step = trainer.state.global_step
+    def remembered(keeper, output_dir, state, **more):
+        states.append(state)
+        save(keeper, output_dir, state, **more)
+
+    def late(background, name, work, push):
+        state, step = states[-1], states[-1].global_step
 
         def work_later(group):
             deadline = time.monotonic() + 20
-            while trainer.state.global_step == step < trainer.state.max_steps and time.monotonic() < deadline:
+            while state.global_step == step < state.max_steps and time.monotonic() < deadline:
                 time.sleep(0.001)
-            seen.append((step, trainer.state.global_step))
+            seen.append((step, state.global_step))
             work(group)
 
-        begin(trainer, name, work_later, pushes)
+        begin(background, name, work_later, push)
 
-    monkeypatch.setattr(async_save, "begin", late)
+    monkeypatch.setattr(Keeper, "save", remembered)
+    monkeypatch.setattr(async_save.Background, "begin", late)
     return seen
 
 
@@ -130,7 +136,7 @@ def test_one_save_is_in_flight_and_commit_rotation_and_push_come_in_this_order(t
     trainer.train()
     assert events == ["record", "commit", "rotate", "push"] * 4
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    assert trainer._saving is None
+    assert trainer.keeper.background.saving is None
 
 
 @pytest.mark.parametrize("save_steps", [1, 4], ids=["behind the next step", "at the end"])
@@ -221,7 +227,7 @@ def test_a_save_whose_copy_does_not_fit_into_memory_is_made_at_once_and_said_onc
         return virtual_memory()._replace(available=0 if last else 1 << 40)
 
     monkeypatch.setattr(psutil, "virtual_memory", little)
-    monkeypatch.setattr(async_save, "begin", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(async_save.Background, "begin", lambda *arguments: begun.append(arguments))
     words = []
     monkeypatch.setattr(async_save.logger, "warning", words.append)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hf_dist_ext.checkpoints import safe_reading
-from hf_dist_ext.checkpoints.safe_reading import TrustedReader, trusted_reading
+from hf_dist_ext.checkpoints.safe_reading import SafeReader, read_safely
 from hf_dist_ext.errors import UsageError
 
 
@@ -89,11 +89,11 @@ def test_getattr_reads_members_of_torchs_enum_and_nothing_else():
 
 def test_accelerates_own_reading_is_guarded_and_left_as_it_was(saved):
     before = dcp.FileSystemReader
-    with trusted_reading(trust=False):
-        assert dcp.FileSystemReader is TrustedReader
+    with read_safely(trust=False):
+        assert dcp.FileSystemReader is SafeReader
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        assert DefaultLoadPlanner.__name__ == "TrustedPlanner"
+        assert DefaultLoadPlanner.__name__ == "SafePlanner"
     assert dcp.FileSystemReader is before
-    with trusted_reading(trust=True):
+    with read_safely(trust=True):
         assert dcp.FileSystemReader is before

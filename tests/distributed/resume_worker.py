@@ -56,7 +56,7 @@ def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
         def _load_optimizer_and_scheduler(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None:
-                state, _ = trainable.optimizer_state(self)
+                state, _ = trainable.optimizer_state(self.model, self.optimizer)
                 read.update(gathered(state, keep=True))
 
     trainer = Reading(LlamaForCausalLM(config), args, train_dataset=rows)

@@ -209,7 +209,7 @@ def test_all_machines_load_the_best_checkpoint_also_when_one_sees_it_late(whole,
 
     def job(folder: Path) -> DistTrainer:
         best = resume.best_checkpoint
-        resume.best_checkpoint = lambda trainer: (waits.touch(), time.sleep(1.0), best(trainer))[2]
+        resume.best_checkpoint = lambda *given: (waits.touch(), time.sleep(1.0), best(*given))[2]
         options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
         return train(folder, metric_for_best_model="eval_loss", **options)
 

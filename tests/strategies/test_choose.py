@@ -1,7 +1,6 @@
 """A loss over embeddings meets processes that share rows only where it is exact: tensor parallelism, by name."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from accelerate import ParallelismConfig
@@ -107,12 +106,10 @@ def test_processes_that_make_no_groups_are_refused(monkeypatch, processes):
 def test_a_checkpoint_of_another_way_of_splitting_is_refused(monkeypatch, before, now):
     content = {"sharding": before or "ddp", "tensor_parallel_size": 2 if before else 1}
     monkeypatch.setattr(manifest, "read", lambda folder: content)
-    split = SimpleNamespace(describe=lambda: now) if now else None
     with pytest.raises(UsageError, match="tensor parallelism.*resume_weights_only"):
-        resume._check_split(SimpleNamespace(_split=split), Path("checkpoint-2"))
-    more_groups = SimpleNamespace(_split=SimpleNamespace(describe=lambda: "tp 2 x fsdp 8"))
+        resume.check_split(Path("checkpoint-2"), now)
     content |= {"sharding": "tp 2 x fsdp 2", "tensor_parallel_size": 2}
-    resume._check_split(more_groups, Path("checkpoint-2"))
+    resume.check_split(Path("checkpoint-2"), "tp 2 x fsdp 8")
 
 
 def test_the_gather_takes_one_rank_of_each_group(monkeypatch):

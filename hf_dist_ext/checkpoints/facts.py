@@ -1,0 +1,103 @@
+"""What a manifest tells of a run beside its files: how to go on from a checkpoint, and what its model is made of.
+
+The trainer fills `RunFacts`; what the model itself says is read here. `hf-dist merge` rebuilds the model from it.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_dist_ext.strategies import collectives
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """
+    Attributes:
+        position: the place in the data and what these are, under the manifest's own names (data/position.py).
+        sharding: how the model is spread over processes, in words.
+        trains: which parts of the model train, and how many parameters they have; None: all of it.
+    """
+
+    step: int
+    epoch: float | None
+    position: Mapping[str, Any]
+    per_device_train_batch_size: int
+    sharding: str
+    frozen_fingerprint: str | None
+    stage: Any
+    trains: Any
+
+    def content(self, args: Any, model: nn.Module) -> dict[str, Any]:
+        """Of the manifest. `model`: the bare one."""
+        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            **self.position,
+            "world_size": args.world_size,
+            "data_parallel_size": args.world_size // collectives.ranks_per_rows(),
+            "tensor_parallel_size": collectives.ranks_per_rows(),
+            "per_device_train_batch_size": self.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "seed": args.seed,
+            "data_seed": args.data_seed,
+            "sharding": self.sharding,
+            "model": _class_name(bare),
+            "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
+            "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
+            "dtype": dtype_of_base(bare),
+            "base_model": base_model(model),
+            "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
+            "frozen_fingerprint": self.frozen_fingerprint,
+            "stage": self.stage,
+            "trains": self.trains,
+            "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        }
+
+
+def base_model(model: nn.Module) -> str | None:
+    """The folder or hub id that the weights came from; None for a model that was built from a configuration."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None) or None
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else name
+
+
+def _tower(tower: Any) -> dict[str, Any]:
+    """Where a tower of a `TowerModel` came from, and its options when it is an `EmbeddingModel`."""
+    options = embedding_options(tower) if _class_name(tower) == "EmbeddingModel" else None
+    return {"base": base_model(tower), "embedding": options}
+
+
+def _class_name(model: Any) -> str:
+    """FSDP2 makes a class of its own of the model's, with a prefix."""
+    return next(one.__name__ for one in type(model).__mro__ if not one.__name__.startswith("FSDP"))
+
+
+def dtype_of_base(model: nn.Module) -> str:
+    """That of the first weights that do not train: what the base was loaded in."""
+    parameters = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
+    return str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
+
+
+def embedding_options(model: Any) -> dict[str, Any]:
+    """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`."""
+    names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
+    has_bias = model.projection is not None and model.projection.bias is not None
+    width = None if model.projection is None else model.projection.out_features
+    return {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

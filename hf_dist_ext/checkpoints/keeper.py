@@ -1,0 +1,128 @@
+"""`Keeper` holds what a run knows of its checkpoints; it finds the one to resume, and makes a save one act.
+
+A save goes like this:
+
+(1) is there room on the disk? Then the folder is emptied and marked as unfinished
+(2) every rank writes its files
+(3) when all ranks have, they share the reading, hashing and fsync of the files, and rank 0 writes the manifest
+(4) older complete checkpoints beyond the limit are deleted; the checkpoint is pushed
+
+An error of one rank in any of them ends all ranks with it (strategies/agreed.py). With `save_async`, (3) and (4)
+happen while training goes on, and so does the writing of what is large in (2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist_ext.checkpoints import async_save, commit, manifest, resume, trainable
+from hf_dist_ext.checkpoints.loss_state import load_loss
+from hf_dist_ext.strategies import agreed
+
+
+class Keeper:
+    """Made once per run, with its arguments, its loss, and a function that raises when the run's folder is no longer
+    its own.
+
+    Attributes:
+        committed_step: of this run's last checkpoint.
+        frozen_digests: of the weights that checkpoints leave out; None when they hold all of them.
+        background: the saves that are made while training goes on.
+    """
+
+    def __init__(self, args: Any, loss: Any, check_lease: Callable[[], None]):
+        self.args, self.loss, self.check_lease = args, loss, check_lease
+        self.committed_step: int | None = None
+        self.frozen_digests: dict[str, str] | None = None
+        self.background = async_save.Background(args.ddp_timeout)
+        self._run: Mapping[str, Any] | None = None
+
+    def resume(
+        self,
+        asked: bool | str | None,
+        model: nn.Module,
+        check: Callable[[Path], None],
+        load_split: resume.Load | None,
+        load_adapters: resume.Load,
+        has_scaler: bool,
+        is_search: bool,
+    ) -> str | None:
+        """The path of the checkpoint that this start continues, complete and fit for it, or None. With
+        `resume_weights_only` its weights are now in the (bare) model, and nothing is continued.
+
+        check: raises when the way the model is spread over processes can not continue the checkpoint.
+        """
+        self.committed_step = None
+        folder, asked = resume.choose(self.args, asked)
+        path = None
+        if folder is not None and self.args.resume_weights_only:
+            resume.load_weights_only(model, folder, self.args.trust_checkpoint, load_split, load_adapters)
+            load_loss(self.loss, str(folder))
+        elif folder is not None:
+            resume.check_complete(self.args, folder, self.loss, has_scaler)
+            check(folder)
+            resume.check_frozen(folder, self.frozen_digests)
+            path = str(folder)
+        # nothing is written down before everything was looked at
+        self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)
+        return path
+
+    def fingerprint_frozen(self, model: nn.Module, saved: frozenset[str]) -> None:
+        """Before anything is wrapped or trained. `saved`: names of the weights that checkpoints hold."""
+        if self.frozen_digests is None:
+            self.frozen_digests = trainable.frozen_digests(model, saved)
+
+    @property
+    def frozen_fingerprint(self) -> str | None:
+        return None if self.frozen_digests is None else trainable.fingerprint(self.frozen_digests)
+
+    def save(
+        self,
+        output_dir: Path,
+        state: Any,
+        tensors: Iterable[torch.Tensor],
+        is_sharded: bool,
+        write: Callable[[Path], None],
+        facts: Callable[[], Mapping[str, Any]],
+        push: Callable[[Path], None],
+    ) -> None:
+        """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files."""
+        args, step = self.args, state.global_step
+        self.background.collect(wait=True)
+        folder = output_dir / f"checkpoint-{step}"
+        agreed.together(self.check_lease)
+        needed = commit.check_free_space(output_dir, folder, tensors)  # (1)
+        is_async = args.save_async and self.background.fits(needed, is_sharded)
+        with ExitStack() as entered:
+            entered.enter_context(commit.full_disk_in_words(output_dir, folder))
+            generation = agreed.together(lambda: commit.begin(args, output_dir, folder))[0]
+            entered.enter_context(agreed.ends_together(f"writing {folder.name}", args.ddp_timeout))
+            writes = entered.enter_context(async_save.staged(folder)) if is_async else []
+            write(folder)  # (2)
+        run = {name: (self._run or manifest.new_run())[name] for name in ("run_id", "parent")}
+        content = {**facts(), **run, "generation": generation} if args.should_save else {}
+        best, limit = state.best_model_checkpoint, args.save_total_limit
+
+        def end(group: Any = None) -> None:
+            together = partial(agreed.together, group=group)
+            with commit.full_disk_in_words(output_dir, folder):
+                together(lambda: async_save.make(writes, group))
+                # (3)
+                shares = together(lambda: manifest.record(folder, commit.share(args, manifest.files_in(folder))))
+                together(lambda: commit.commit(args, folder, shares, content, self.check_lease))
+            if args.should_save:  # (4)
+                manifest.rotate(output_dir, limit, keep=[best])
+
+        self.committed_step = step
+        if is_async:
+            self.background.begin(folder.name, end, partial(push, folder))
+            return
+        end()
+        push(folder)
