@@ -1,8 +1,8 @@
 """What a run's folder holds before any rank exists: another run, checkpoints, whole ones and torn ones.
 
-(1) the checkpoint to resume: the newest complete one, or the one that is named; never a silent fresh start. Here
-    sizes are checked, which is instant; the ranks share the hashes (checkpoints/loss_state.py)
-(2) the output folder: no run writes into another's unless it continues or replaces it
+Here the checkpoint to resume is found: the newest complete one, or the one that is named; there is never a silent
+fresh start. Sizes are checked, which is instant; the ranks share the hashes later (checkpoints/resume.py). The output
+folder is checked too: no run writes into another's unless it continues or replaces it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_dist_ext.errors import UsageError
 
 OF_THE_LOSS = ("loss.safetensors", "loss_optimizer.pt")  # its own parameters, beside the model's
 
-# (1) ---------------------------------------------------------------------------------------------------------------
+# ---- the checkpoint to resume ----
 
 
 def decides_here() -> bool:
@@ -140,7 +140,7 @@ def resume_or_start(training: dict[str, Any]) -> bool | None:
     return None
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
+# ---- the output folder ----
 
 _MARKS = (
     "checkpoint-*",

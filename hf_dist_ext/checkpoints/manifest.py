@@ -1,18 +1,19 @@
 """The commit record of a checkpoint: `manifest.json`, the last file that is written.
 
-(1) before a save its folder is emptied and marked as unfinished; then every file is read back once: its size, its
-    SHA-256, and fsync
-(2) the manifest names them all; it is written last, under the mark's name, fsynced and renamed: now the checkpoint
-    exists
-(3) a folder whose manifest is missing, damaged, or names files that are gone, short or altered is no checkpoint
-(4) which checkpoint is newer: `generation`, one more than the greatest in the output folder when it was saved. No
-    clock is asked. Manifests of earlier versions have none: they come before all others, in the order of their steps
-(5) which run a checkpoint is of: `run_id`. A start afresh, and one from another checkpoint than the newest (a branch),
-    begins a new run; its `parent` is the checkpoint it began from. Where a run begins among checkpoints of others,
-    `current_run.json` names it, so that a run which is stopped before its first save is known too. Checkpoints of
-    other runs are not resumed or rotated by themselves
-(6) rotation counts and deletes complete checkpoints of the current run only; folders that were not committed, and
-    links, are never touched
+Before a save its folder is emptied and marked as unfinished. When the files are written, every one is read back once:
+its size, its SHA-256, and fsync. The manifest names them all. It is written last, under the mark's name, fsynced and
+renamed: now the checkpoint exists. A folder whose manifest is missing, damaged, or names files that are gone, short or
+altered is no checkpoint.
+
+`generation` says which checkpoint is newer: it is one more than the greatest in the output folder at the time of the
+save, and no clock is asked. Manifests of earlier versions have none: they come before all others, in the order of
+their steps.
+
+`run_id` says which run a checkpoint is of. A start afresh, and one from another checkpoint than the newest (a branch),
+begins a new run; its `parent` is the checkpoint it began from. Where a run begins among checkpoints of others,
+`current_run.json` names it, so that a run which is stopped before its first save is known too. Checkpoints of other
+runs are not resumed or rotated by themselves. Rotation counts and deletes complete checkpoints of the current run
+only; folders that were not committed, and links, are never touched.
 
 Nothing but the manifest is staged and renamed: a kill at any moment leaves a folder without a manifest, and the older
 checkpoints as they were. Rotation after the commit means that there is one complete checkpoint from the first save on.
@@ -39,16 +40,16 @@ from hf_dist_ext.errors import UsageError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-UNFINISHED = "manifest.unfinished.json"  # in a folder that is being written: (1)
+UNFINISHED = "manifest.unfinished.json"  # in a folder that is being written
 DELETED = "manifest.deleted.json"  # what a manifest is called while rotation deletes its folder
-RUN = "current_run.json"  # in output_dir: (5)
+RUN = "current_run.json"  # in output_dir, which run its checkpoints are of
 FORMAT = 1
 HASH = "sha256"  # of hashlib's the fastest but SHA-1 where the processor has instructions for it: 1.7 GB/s on one core
 BLOCK, READERS = 1 << 20, 4
 
-Place = tuple[int, int]  # generation and step: where a checkpoint stands in the order of (4)
+Place = tuple[int, int]  # generation and step: where a checkpoint stands in the order of a folder
 
-# (1) ---------------------------------------------------------------------------------------------------------------
+# ---- the folder and its files ----
 
 
 def begin(folder: str | Path) -> None:
@@ -90,7 +91,7 @@ def _read(path: Path, sync: bool = False) -> dict[str, Any]:
     return {"size": size, HASH: hashed.hexdigest()}
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
+# ---- the commit ----
 
 
 def commit(folder: str | Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
@@ -138,7 +139,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-# (3) ---------------------------------------------------------------------------------------------------------------
+# ---- reading ----
 
 
 def read(folder: str | Path) -> dict[str, Any] | None:
@@ -192,7 +193,7 @@ def is_unfinished(folder: str | Path) -> bool:
     return Path(folder, UNFINISHED).is_file() and not Path(folder, MANIFEST).is_file()
 
 
-# (4) ---------------------------------------------------------------------------------------------------------------
+# ---- which checkpoint is newer, and of which run ----
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
@@ -287,7 +288,7 @@ def _run_of(content: Mapping[str, Any]) -> str:
     return content.get("run_id", "")  # earlier versions gave their runs no id
 
 
-# (5) ---------------------------------------------------------------------------------------------------------------
+# ---- a run begins ----
 
 
 def new_run(parent: Path | None = None, replaces: Iterable[str] = ()) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def write_run(output_dir: str | Path, run: Mapping[str, Any]) -> None:
     _write(Path(output_dir, RUN), Path(output_dir, f"{RUN}.new"), run)
 
 
-# (6) ---------------------------------------------------------------------------------------------------------------
+# ---- rotation ----
 
 
 def rotate(output_dir: str | Path, limit: int | None, keep: Iterable[str | Path | None] = ()) -> list[Path]:

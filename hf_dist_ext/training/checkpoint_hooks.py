@@ -113,14 +113,18 @@ class CheckpointHooks(Trainer):
             self._save_scaler(folder)
             self._save_rng_state(folder)
         if self.args.should_save:
-            for part in [*self.callback_handler.callbacks, self.control]:
-                if isinstance(part, ExportableState):
-                    states, name = self.state.stateful_callbacks, type(part).__name__
-                    if isinstance(states[name], list):
-                        states[name].append(part.state())
-                    else:
-                        states[name] = part.state()
-            self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
+            self._save_state(folder)
+
+    def _save_state(self, folder: str) -> None:
+        states = self.state.stateful_callbacks
+        for part in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(part, ExportableState):
+                name = type(part).__name__
+                if isinstance(states[name], list):
+                    states[name].append(part.state())
+                else:
+                    states[name] = part.state()
+        self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
 
     def _tensors_to_save(self) -> Iterator[torch.Tensor]:
         for values in (getattr(self.optimizer, "state", None) or {}).values():
@@ -207,32 +211,49 @@ class CheckpointHooks(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        if _internal_call and self._saves_trainable_only:
+        if not (self._save_model_of_checkpoint(folder) if _internal_call else self._save_final_model(folder)):
+            super().save_model(output_dir, _internal_call)
+        elif self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_model_of_checkpoint(self, folder: Path) -> bool:
+        """False where Trainer does it."""
+        if self._saves_trainable_only:
             self._save_description(folder)
             self._save_trainable(folder, self._saves_shards)
-        elif _internal_call and self._saves_shards:  # the weights follow in their own format
+        elif self._saves_shards:  # the weights follow in their own format
             self._save_description(folder)
-        elif not self.saves_complete_model:
+        elif self._split is not None:
+            self._save_whole(folder)
+        else:
+            return False
+        return True
+
+    def _save_final_model(self, folder: Path) -> bool:
+        """False where Trainer does it."""
+        if not self.saves_complete_model:
             agreed.together(lambda: self._save_description(folder))
             agreed.together(lambda: self._save_trainable(folder, is_sharded=False))
             self._commit_model(folder, [trainable.WEIGHTS, trainable.FROZEN])
-        elif self._keeps_adapters_alone and not _internal_call:
+        elif self._keeps_adapters_alone:
             if self._saves_shards:
                 self._save(str(folder), state_dict=self.whole_weights())
             else:
                 super().save_model(str(folder), _internal_call=True)  # without its push
             self._commit_model(folder, merge.ADAPTER_FILES)
-        elif self._merges_adapters and not _internal_call:
+        elif self._merges_adapters:
             if self.args.should_save:
                 merge.save_merged(self._bare, self.processing_class, folder)
         elif self._saves_shards or self._split is not None:
-            whole = self.whole_weights()
-            with tensor_parallel.saved_as_whole(self.model):
-                self._save(str(folder), state_dict=whole)
+            self._save_whole(folder)
         else:
-            return super().save_model(output_dir, _internal_call)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            return False
+        return True
+
+    def _save_whole(self, folder: Path) -> None:
+        whole = self.whole_weights()
+        with tensor_parallel.saved_as_whole(self.model):
+            self._save(str(folder), state_dict=whole)
 
     def _save_trainable(self, folder: Path, is_sharded: bool) -> None:
         digests = self.keeper.frozen_digests or {}
