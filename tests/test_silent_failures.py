@@ -7,7 +7,6 @@ to checkpoints, and to a run from outside, stands beside the stock classes in pa
 import json
 import logging
 import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from hf_dist_ext.strategies.collectives import sharded_on_cpu
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.launching import ROOT, environment, launch
+from tests.launching import launch
 from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
 from tests.training.test_trainer import Tiny
@@ -366,9 +365,7 @@ def sharded_runs(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, __file__, str(folder), "sharded"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-6000:]
+    sharded_runs(folder)
     return json.loads((folder / "found.json").read_text())
 
 
@@ -384,4 +381,4 @@ def test_save_model_of_a_sharded_run_writes_a_model(sharded):
 
 
 if __name__ == "__main__":
-    sharded_runs(Path(sys.argv[1])) if sys.argv[2:] else two_processes(Path(sys.argv[1]))
+    two_processes(Path(sys.argv[1]))

@@ -16,11 +16,17 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import evaluate  # noqa: F401
 import torch.distributed.algorithms.ddp_comm_hooks  # noqa: F401
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
+from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers.models.bert import modeling_bert  # noqa: F401
+
+from hf_dist_ext.strategies.collectives import leave_together
+from tests.launching import PRESETS
 
 if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed  # noqa: F401, which accelerate imports wherever it is installed
@@ -51,13 +57,14 @@ HSDP = {"hsdp-sharded": (4, MODES["fsdp-sharded"][1])}  # two copies of the mode
 class Run:
     """A started run: process ids, and the lines that rank 0 says; the last is what `target` returns.
 
-    `mode` is a key of the tables above; "ddp@3" has three processes.
+    `mode` is a key of the tables above, or a shipped preset; "ddp@3" has three processes.
     `target(say)` is what each process does. Their output is in `log` with the rank before its suffix.
     """
 
     def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):
         name, _, number = mode.partition("+")[0].partition("@")
-        world_size, environment = (MODES | THREE | HSDP | ZERO)[name]
+        tables = MODES | THREE | HSDP | ZERO
+        world_size, environment = tables[name] if name in tables else (2, of_preset(name, int(number)))
         world_size = int(number or world_size)
         self.reader, writer = os.pipe()
         with socket.socket() as free:
@@ -115,6 +122,28 @@ class Run:
     def kill(self, pids) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+
+
+def of_preset(name: str, num_processes: int) -> dict[str, str]:
+    """What accelerate's launcher adds to the environment for a shipped preset."""
+    words = ["--config_file", str(PRESETS / f"{name}.yaml"), "--num_processes", str(num_processes), "no script"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    return {key: value for key, value in prepare_multi_gpu_env(arguments).items() if os.environ.get(key) != value}
+
+
+def launch(preset: str, num_processes: int, main: Callable[[], None], *arguments: object) -> None:
+    """A worker's `main` as `tests.launching.launch` would run its script: with these words and a preset's environment,
+    or as one process for "python"."""
+
+    def target(say) -> str:
+        signal.alarm(600)  # ends a process that waits for others
+        sys.argv = ["worker", *map(str, arguments)]
+        main()
+        leave_together()
+        return "done"
+
+    with TemporaryDirectory() as folder:
+        Run("single" if preset == "python" else f"{preset}@{num_processes}", Path(folder, "log"), target).result()
 
 
 def gather_everything(trainer) -> None:

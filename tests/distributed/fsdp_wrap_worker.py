@@ -1,8 +1,10 @@
 """Each rank: shard every tiny model with accelerate's FSDP2 by `repeated_layer_classes`, take one SGD step, compare it
-with the step of one process on the whole batch. Rank 0 prints a JSON line per model; test_fsdp_wrap.py reads them."""
+with the step of one process on the whole batch. Rank 0 writes what it found, by model; test_fsdp_wrap.py reads it."""
 
 import copy
 import json
+import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -14,7 +16,6 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies.collectives import sharded_on_cpu
 from hf_dist_ext.strategies.layers import repeated_layer_classes
-from tests.launching import leave_together
 from tests.tiny_models import TEXT_CONFIGS, model_config, tiny_towers
 
 ROWS = 4  # over all ranks
@@ -76,7 +77,6 @@ def examine(name: str, accelerator: Accelerator) -> dict:
     found = take_step(name, model, batch, accelerator)
     assert found.keys() == expected.keys()
     return {
-        "model": name,
         "num_layers": len(layers),
         "num_sharded_layers": sum(isinstance(layer, FSDPModule) for layer in layers),
         "num_parameters": len(found),
@@ -91,13 +91,7 @@ def main() -> None:
     with sharded_on_cpu():
         accelerator = Accelerator(cpu=True)
     assert accelerator.is_fsdp2 and accelerator.num_processes == 2, accelerator.state
-    for name in (*TEXT_CONFIGS, *TOWERS):
-        result = examine(name, accelerator)
-        if accelerator.is_main_process:
-            print(json.dumps(result), flush=True)
+    found = {name: examine(name, accelerator) for name in (*TEXT_CONFIGS, *TOWERS)}
+    if accelerator.is_main_process:
+        Path(sys.argv[1]).write_text(json.dumps(found))
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()
-    leave_together()

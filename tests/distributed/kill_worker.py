@@ -176,7 +176,7 @@ def killed_at_other_times(
     return {"kills": len(starts) - 1, "starts": starts, "digest": starts[-1].get("digest")}
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
     modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")]
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--stock", action="store_true")
     parser.add_argument("--clock", action="store_true")
     parser.add_argument("--output", required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     found = {}
     for mode in options.mode:
         draw, options.frozen, options.later = random.Random(options.seed), "+frozen" in mode, "+async" in mode

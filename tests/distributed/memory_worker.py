@@ -156,14 +156,14 @@ def lacks(mode: str, kind: str, folder: Path, expected: torch.Tensor, place: str
     return found
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--kind", choices=["speed", "memory"], default="speed", help="of FSDP")
     parser.add_argument("--places", nargs="+", default=PLACES)
     parser.add_argument("--fill_memory", action="store_true")
     parser.add_argument("--output", required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     with TemporaryDirectory() as folder:
         if options.fill_memory:
             found = Run(options.mode, Path(folder, "log"), partial(fill_memory, folder=Path(folder, "out"))).result()

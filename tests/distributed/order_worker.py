@@ -244,13 +244,13 @@ def printed(row: dict[str, Any]) -> str:
     return " | ".join([*words, f"{row['repeated']} repeated", f"{row['missing']} missing", f"same order: {same}"])
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--modes", nargs="+", help="that save, and no short batches; all")
     parser.add_argument("--stops", type=int, nargs="+", default=STOPS, help="of --whole: steps to resume at")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     plan = whole(options.stops) if options.whole else core()
     if any(mode.startswith("zero") for mode in options.modes or plan):
         import deepspeed  # noqa: F401, once, before the forks

@@ -1,8 +1,4 @@
-r"""One process of the data-position test: which rows this rank was given, in order.
-
-    accelerate launch --config_file configs/accelerate/multi_gpu_ddp.yaml tests/distributed/position_worker.py \
-        --folder run --output seen
-"""
+"""One process of the data-position test: which rows this rank was given, in order."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.data.test_position import Model, table
-from tests.launching import leave_together
 
 
 def main() -> None:
@@ -32,8 +27,3 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=options.resume)
     facts = {"seen": model.seen, "accumulation": args.gradient_accumulation_steps, "step": trainer.state.global_step}
     Path(f"{options.output}_{rank()}.json").write_text(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main()
-    leave_together()

@@ -108,10 +108,10 @@ def check_whole(folder: Path) -> dict[str, bool]:
     return found
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     found: dict = {"pairs": {}, "files": {}, "model": {}}
     with TemporaryDirectory() as name:
         folders = {mode: Path(name, mode) for mode in MODES}

@@ -36,7 +36,6 @@ from tests.launching import leave_together
 
 ROWS, BATCH = 36, 4
 LORA = LoraConfig(r=2, target_modules=["q_proj"])
-GROUPS = launched_processes() // launched_tensor_parallel_size()
 
 
 def save_base(folder: Path) -> None:
@@ -203,11 +202,12 @@ def main() -> None:
     if rank() == 0:  # (1)
         save_base(base)
     dist.barrier()
-    found = {"groups": GROUPS, "resumed": resumed(base, folder / "run")}
+    groups = launched_processes() // launched_tensor_parallel_size()
+    found = {"groups": groups, "resumed": resumed(base, folder / "run")}
     found["frozen"] = resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0"])
     found["evaluation"] = evaluated(base, folder / "eval")
     found["said"] = refusals(base, folder)
-    if GROUPS == 1:
+    if groups == 1:
         found["upstream"] = upstream(base)
     if rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))

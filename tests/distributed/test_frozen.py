@@ -1,4 +1,4 @@
-"""Frozen-part training in real launches: one process, DDP, FSDP2 with frozen parts replicated and sharded."""
+"""Frozen-part training: one process, DDP, FSDP2 with frozen parts replicated and sharded."""
 
 import functools
 import json
@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.distributed import forked, frozen_worker
 from tests.launching import launch
 
-WORKER = Path(__file__).with_name("frozen_worker.py")
 PRESET = "multi_gpu_fsdp_frozen_replicated"
 RUNS = {"single": ("python", 1), "DDP": ("multi_gpu_ddp", 2), "FSDP2": ("multi_gpu_fsdp", 2), PRESET: (PRESET, 2)}
 
@@ -19,7 +19,11 @@ def found(run: str) -> dict:
     preset, num_processes = RUNS[run]
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        launch(preset, num_processes, WORKER, "--folder", Path(folder) / "runs", "--output", output)
+        words = ("--folder", Path(folder) / "runs", "--output", output)
+        if preset == PRESET:  # the one real launch of it
+            launch(preset, num_processes, frozen_worker.__file__, *words)
+        else:
+            forked.launch(preset, num_processes, frozen_worker.main, *words)
         return json.loads(output.read_text())
 
 

@@ -1,20 +1,18 @@
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.launching import launch
+from tests.distributed import fsdp_wrap_worker
+from tests.distributed.forked import launch
 from tests.tiny_models import TEXT_CONFIGS
-
-WORKER = Path(__file__).with_name("fsdp_wrap_worker.py")
 
 
 @pytest.fixture(scope="module")
-def results():
-    """One real launch of two gloo processes that goes through all models: model name -> what its worker found."""
-    done = launch("multi_gpu_fsdp", 2, WORKER)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line["model"]: line for line in lines}
+def results(tmp_path_factory):
+    """Two gloo processes go through all models: model name -> what they found."""
+    output = tmp_path_factory.mktemp("wrap") / "found.json"
+    launch("multi_gpu_fsdp", 2, fsdp_wrap_worker.main, output)
+    return json.loads(output.read_text())
 
 
 @pytest.mark.parametrize("name", [*TEXT_CONFIGS, "clip", "siglip"])

@@ -2,23 +2,18 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, environment
+from tests.distributed import kill_worker
 
-WORKER = Path(__file__).with_name("kill_worker.py")
 FULL_COUNTS = {"single": 20, "ddp": 12, "fsdp-sharded": 12, "fsdp-full": 4, "hsdp-sharded": 2}
 
 
 def kills(folder: Path, modes: list[str], number: int, *options: str) -> dict:
     output = folder / "found.json"
-    command = [sys.executable, WORKER, "--mode", *modes, "--kills", number, "--output", output, *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment(), cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-6000:]
+    kill_worker.main(["--mode", *modes, "--kills", str(number), "--output", str(output), *options])
     return json.loads(output.read_text())
 
 

@@ -3,17 +3,14 @@
 import functools
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.distributed import order_worker
 from tests.distributed.order_worker import SAMPLERS, STOPS
-from tests.launching import ROOT, environment
 
-WORKER = Path(__file__).with_name("order_worker.py")
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed: an extra")
 
 
@@ -21,9 +18,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 def found(*options: str) -> dict:
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        command = [sys.executable, str(WORKER), "--output", str(output), *options]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=3600)
-        assert done.returncode == 0, done.stderr[-6000:]
+        order_worker.main(["--output", str(output), *options])
         return json.loads(output.read_text())
 
 

@@ -1,23 +1,17 @@
 """Memory that runs out on one of two processes: all end with the cause, and a resume goes on with smaller chunks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.distributed import memory_worker
 from tests.distributed.memory_worker import LIMIT_SECONDS, PLACES
-from tests.launching import ROOT, environment
-
-WORKER = Path(__file__).with_name("memory_worker.py")
 
 
 def worker(folder: Path, mode: str, *options: str) -> dict:
     output = folder / "found.json"
-    command = [sys.executable, str(WORKER), "--mode", mode, "--output", str(output), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=500)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    memory_worker.main(["--mode", mode, "--output", str(output), *options])
     return json.loads(output.read_text())
 
 

@@ -2,16 +2,13 @@
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.launching import ROOT, environment
+from tests.distributed import resume_worker
 
-WORKER = Path(__file__).with_name("resume_worker.py")
 PAIRS = 7
 
 
@@ -19,9 +16,7 @@ PAIRS = 7
 def found() -> dict:
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        command = [sys.executable, str(WORKER), "--output", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
-        assert done.returncode == 0, done.stderr[-6000:]
+        resume_worker.main(["--output", str(output)])
         return json.loads(output.read_text())
 
 

@@ -1,4 +1,4 @@
-"""Real launches of two processes that are signalled, killed, or run out of what they need."""
+"""Runs of two processes that are signalled, killed, or run out of what they need, mostly in real launches."""
 
 import json
 import signal
@@ -13,8 +13,11 @@ import pytest
 from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.run.lease import NAME as LEASE
 from hf_dist_ext.run.preemption import MARK, REQUEUE
+from tests.distributed import failing_worker, nonfinite_worker
+from tests.distributed.forked import Run, launch
+from tests.distributed.memory_worker import statuses
 from tests.distributed.test_elastic import free_port
-from tests.launching import PRESETS, ROOT, environment, launch
+from tests.launching import PRESETS, ROOT, environment
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 SCRIPT = ROOT / "scripts" / "train_hf.py"
@@ -206,10 +209,27 @@ def test_a_rank_that_raises_is_the_one_error_that_is_shown(run_file):
     assert not (run_file.parent / "out" / LEASE).exists()
 
 
-def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file):
+def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file, monkeypatch):
+    def target(say) -> str:
+        sys.argv = ["train_hf.py", "--config", str(run_file), "--step_timeout", "3"]
+        failing_worker.main()
+        return "ended well"
+
+    monkeypatch.setenv("HF_TEST_FAIL", "hang")
+    run = Run("ddp", run_file.parent / "log", target)
+    assert statuses(run) == [1, 1]
+    check_who_was_where("\n".join(log.read_text() for log in run.logs))
+
+
+@pytest.mark.slow
+def test_a_launcher_says_once_who_was_where(run_file):
     with Running(run_file, "--step_timeout", "3", script=FAILING, HF_TEST_FAIL="hang") as running:
         seconds, code, text = running.end_after_failure()
     assert code == 1 and seconds < 3 + SHUTDOWN_SECONDS, text
+    check_who_was_where(text)
+
+
+def check_who_was_where(text: str) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "nothing was finished for 3 s. rank 0: step 3, forward and backward, for" in line, text
     assert "rank 1: step 3, forward and backward" in line and "failing_worker.py" in line.partition("rank 1")[2]
@@ -218,7 +238,7 @@ def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file):
 
 @pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])
 def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all(tmp_path, preset):
-    launch(preset, 2, ROOT / "tests" / "distributed" / "nonfinite_worker.py", "--output", tmp_path / "found.json")
+    launch(preset, 2, nonfinite_worker.main, "--output", tmp_path / "found.json")
     first, second = json.loads((tmp_path / "found.json").read_text())
     assert first == second
     assert first["contrastive"] == {"moved": [True, False, True, True], "total": 1, "message": ""}

@@ -1,4 +1,4 @@
-"""Real launches under tensor parallelism: two processes that split every layer, and two such groups with FSDP2.
+"""Runs under tensor parallelism: two processes that split every layer, and two such groups with FSDP2.
 
 Gradients are in tests/parity/test_exactness.py ("TP 2" and "TP 2 x FSDP 2"); what upstream does in test_upstream.py.
 """
@@ -13,7 +13,9 @@ import pytest
 
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.distributed import tensor_parallel_worker as worker
-from tests.launching import ROOT, launch
+from tests.distributed.forked import launch
+from tests.launching import ROOT
+from tests.launching import launch as really_launch
 from tests.tiny_models import needs_tensor_parallelism
 
 CONFIG = {
@@ -28,7 +30,7 @@ GROUPS = [1, pytest.param(2, marks=pytest.mark.slow)]  # of two processes each; 
 @functools.cache
 def found(groups: int) -> dict:
     with TemporaryDirectory() as name:
-        launch("multi_gpu_tp", 2 * groups, worker.__file__, name)
+        launch("multi_gpu_tp", 2 * groups, worker.main, name)
         return json.loads(Path(name, "found.json").read_text())
 
 
@@ -103,7 +105,7 @@ def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
         "output_dir": str(tmp_path / "run"), "report_to": [],
     }  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(run))
-    done = launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", tmp_path / "run.json")
+    done = really_launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", tmp_path / "run.json")
     report = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32), done.stdout
     assert report["before"]["mrr@10"] != report["after"]["mrr@10"]

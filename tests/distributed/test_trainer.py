@@ -1,4 +1,4 @@
-"""DistTrainer in real launches: equal to Trainer without a loss, resumed bit for bit, and its collectives counted."""
+"""DistTrainer on one and two processes: equal to Trainer without a loss, resumed bit for bit, collectives counted."""
 
 import functools
 import json
@@ -7,9 +7,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.launching import launch
+from tests.distributed import trainer_worker
+from tests.distributed.forked import launch
 
-WORKER = Path(__file__).with_name("trainer_worker.py")
 RUNS = {"single": ("python", 1), "DDP": ("multi_gpu_ddp", 2), "FSDP2": ("multi_gpu_fsdp", 2)}
 
 
@@ -18,7 +18,7 @@ def found(run: str) -> dict:
     preset, num_processes = RUNS[run]
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        launch(preset, num_processes, WORKER, "--folder", Path(folder) / "runs", "--output", output)
+        launch(preset, num_processes, trainer_worker.main, "--folder", Path(folder) / "runs", "--output", output)
         return json.loads(output.read_text())
 
 

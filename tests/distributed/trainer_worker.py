@@ -40,7 +40,10 @@ from tests.launching import leave_together
 from tests.tiny_models import WORDS, tiny_tokenizer
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=60)
-IS_FSDP = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+
+
+def is_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
 
 
 def weights_of(model: torch.nn.Module) -> torch.Tensor:
@@ -187,7 +190,7 @@ class StepProfiler(TrainerCallback):
 
 def check_counts(folder: Path) -> dict:
     found = {}
-    modes = ["speed", "memory"] if IS_FSDP else ["speed"]
+    modes = ["speed", "memory"] if is_fsdp() else ["speed"]
     for name, more in [(mode, {"gradient_cache_fsdp": mode}) for mode in modes] + [
         ("accumulation", {"gradient_accumulation_steps": 2, "gradient_cache_fsdp": "speed"})
     ]:
@@ -200,7 +203,7 @@ def check_counts(folder: Path) -> dict:
         trainer.train()
         chunks = [line["num_chunks"] for line in trainer.state.log_history if "num_chunks" in line]
         found[name] = profiler.counts | {"num_chunks": chunks[-1]}
-        if IS_FSDP:
+        if is_fsdp():
             from torch.distributed.fsdp import FSDPModule
 
             found[name]["units"] = sum(isinstance(module, FSDPModule) for module in trainer.model.modules())
@@ -215,7 +218,7 @@ def main() -> None:
     folder = Path(options.folder)
     found = {"world_size": launched_processes(), "resume": check_resume(folder)}
     found["evaluation"] = check_evaluation(folder)
-    if not IS_FSDP:
+    if not is_fsdp():
         found["stock"] = check_stock(folder)
     if launched_processes() > 1:
         found["counts"] = check_counts(folder)

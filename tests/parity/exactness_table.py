@@ -14,18 +14,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.launching import launch  # noqa: E402
+from tests.distributed.forked import launch  # noqa: E402
+from tests.parity import exactness_worker  # noqa: E402
 
-WORKER = Path(__file__).with_name("exactness_worker.py")
 RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2), "HSDP 2x2": ("multi_gpu_hsdp", 4), "TP 2": ("multi_gpu_tp", 2), "TP 2 x FSDP 2": ("multi_gpu_tp", 4)}  # fmt: skip  # noqa: E501
 
 
-def measure(run: str) -> dict[str, dict[str, float]]:
-    """Case name -> {"error", "tolerance"} of one way of running."""
+def measure(run: str, *names: str) -> dict[str, dict[str, float]]:
+    """Case name -> {"error", "tolerance"} of one way of running: of all its cases, or of these."""
     preset, num_processes = RUNS[run]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "errors.json"
-        launch(preset, num_processes, WORKER, "--output", output, timeout=600)
+        launch(
+            preset, num_processes, exactness_worker.main, "--output", output, *(["--names", *names] if names else [])
+        )
         return json.loads(output.read_text())
 
 
