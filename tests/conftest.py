@@ -1,9 +1,36 @@
-"""Set before any test module is imported."""
+"""Set before any test module is imported, and which tests are quick enough to run after every edit."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 # One thread for each process: two pytest workers and the processes of their launches share the machine's cores, and a
 # process that is forked from one with a pool of OpenMP threads may crash in its first parallel region
 # (tests/distributed/forked.py forks).
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test needs a network, and without one the hub is asked five times with waits between, 23 s in all.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# `pytest -m fast`: files, and whole folders, whose tests start no processes and train little or nothing.
+FAST = """
+    engine/test_budget.py engine/test_chunks.py engine/test_gradient_cache.py engine/test_losses.py engine/test_rows.py
+    checkpoints/test_manifest.py checkpoints/test_safe_reading.py
+    data/test_image_text_collator.py data/test_sampling.py data/test_row_ids.py
+    frozen/test_plan.py frozen/test_run_mode.py
+    models/test_embedding_model.py models/test_towers.py
+    planner/test_choose.py planner/test_planner_knobs.py
+    run/test_config.py run/test_presets.py run/test_stages.py
+    strategies/test_layers.py
+    training/test_metrics.py training/test_scaling.py
+    test_cli.py
+""".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        is_fast = item.path.relative_to(here).as_posix() in FAST if item.path.is_relative_to(here) else False
+        if is_fast and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.fast)
