@@ -1,13 +1,13 @@
 """The gradient cache, in torch alone: a reader who knows torch understands it in one sitting.
 
-Begin with `gradient_cache.py`, the three passes. `chunks.py` cuts a batch of columns into chunks and puts their
-embeddings back into the batch's order; `columns.py`, `rows.py` and `images.py` say which axis of a feature is the row,
-the token or the picture. `losses.py` and `tiled_infonce.py` hold the loss and its gradient. `budget.py` measures how
-large a chunk may be.
+Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of columns into tables of sorted rows,
+`chunks.py` cuts these into chunks and puts their embeddings back into the batch's order; `columns.py`, `rows.py` and
+`images.py` say which axis of a feature is the row, the token or the picture. `losses.py` and `tiled_infonce.py` hold
+the loss and its gradient. `budget.py` measures how large a chunk may be.
 """
 
 from hf_dist_ext.lazy import handed_on
 
-_HOMES = {"ChunkLimits": "chunks", "InfoNCELoss": "losses", "cached_step": "gradient_cache", "lay_out": "chunks"}
+_HOMES = {"ChunkLimits": "chunks", "InfoNCELoss": "losses", "cached_step": "gradient_cache", "lay_out": "layout"}
 __all__ = list(_HOMES)
 __getattr__ = handed_on(__name__, _HOMES)

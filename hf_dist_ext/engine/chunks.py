@@ -1,16 +1,12 @@
-"""A batch of features -> chunks that fit, and embeddings or gradients back to the batch's own order.
+"""Tables of sorted rows -> chunks that fit, and embeddings or gradients back to the batch's own order.
 
-(1) `columns.py` brings to the host what must be known: every row's first and last real token, its images
-(2) rows of all columns that share a tower are laid into one table
-(3) rows are sorted, those without images first and then by length, and packed by rows, tokens and image patches;
-    ranks may ask for more chunks than packing needs
-(4) a chunk is a slice of the sorted rows, trimmed to its own longest one, with the images they own; its features are
-    gathered from the collator's tensors when it runs (`rows.py`)
-(5) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
+(1) engine/layout.py has laid the rows of a batch into tables, one per tower, sorted so that alike rows are neighbours
+(2) a table is packed by rows, tokens and image patches; ranks may ask for more chunks than packing needs
+(3) a chunk is a slice of a table's rows, trimmed to its own longest one, with the images they own; its features are
+    gathered from the collator's tensors when it runs (engine/rows.py)
+(4) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
-Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
-that of the full batch up to float rounding. Letters: R rows of a table, L its token width, b rows of a chunk,
-D embedding.
+Letters: R rows of a table, L its token width, b rows of a chunk, D embedding.
 """
 
 from __future__ import annotations
@@ -22,8 +18,6 @@ from typing import Any, Literal
 
 import torch
 
-from hf_dist_ext.engine.columns import Column, FeatureAxes, read_columns
-from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.engine.rows import ChunkOrder, RowFeature, positions_of_edges, positions_of_mask
 from hf_dist_ext.errors import UsageError
 
@@ -354,158 +348,3 @@ class ChunkedBatch:
                 left, right = table.window(start, stop, self.limits.width_multiple)
                 computed += (stop - start) * (right - left)
         return sum(table.real_tokens for table in self.tables), computed
-
-
-def lay_out(
-    batch: Mapping[str, Mapping[str, Any]],
-    limits: ChunkLimits,
-    *,
-    shares_tower: bool = True,
-    pad_values: Mapping[str, int] | None = None,
-    can_trim: bool = True,
-    can_shift: bool = False,
-    sort: bool = True,
-    model_config: Any = None,
-    feature_axes: FeatureAxes | None = None,
-) -> ChunkedBatch:
-    """Lay a batch (column -> features) out as tables and pack them into chunks.
-
-    Args:
-        limits: rows, tokens and image patches per chunk.
-        shares_tower: columns go through the same tower, so their rows may share a chunk; False hands each column's
-            name to the model and never mixes columns.
-        pad_values: value for new padding per key when columns of different width are laid into one table (0 if unset).
-        can_trim: False keeps every row at the batch's width. Models that need it (SigLIP text) are known by config.
-        can_shift: the model takes `position_ids` and counts from the left edge without them (rotary decoders), so
-            padding on the left may be trimmed as well; the positions rows had are then handed along.
-        sort: False keeps the batch's order (rows are then trimmed among their neighbours), except that rows without
-            images still come before those with.
-        model_config: the transformers config of the model, or column -> config where columns have towers of their own.
-            It says how image keys belong to rows, and whether text has a fixed width.
-        feature_axes: for keys that are not known: the axis with one entry per row (int), the name of the feature that
-            counts its entries (on axis 0) per row (str), or None for a feature that every chunk takes whole.
-
-    Raises:
-        UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
-    """
-    groups: list[list[Column]] = []
-    for column in read_columns(batch, limits.max_patches is not None, model_config, feature_axes or {}):
-        same = next((g for g in groups if shares_tower and _can_mix(g[0], column, can_trim)), None)
-        if same is None:
-            groups.append([column])
-        else:
-            same.append(column)
-    tables = [
-        _make_table(
-            columns,
-            column=None if shares_tower else columns[0].name,
-            pad_values=pad_values or {},
-            can_trim=can_trim and not columns[0].has_fixed_width,
-            can_shift=can_shift,
-            sort=sort,
-        )
-        for group in groups
-        for columns in _unmixed_when_padded_left(group, can_shift)
-    ]
-    return ChunkedBatch(tables, limits)
-
-
-def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:
-    """Whether rows of both may stand in one tensor per key: same keys, layouts, dtypes and trailing shapes."""
-    is_fixed = first.has_fixed_width or not can_trim
-    if is_fixed != (other.has_fixed_width or not can_trim) or (is_fixed and first.width != other.width):
-        return False
-    return _kinds(first) == _kinds(other) and not any(layout.row_axis is None for _, layout in first.rows.values())
-
-
-def _kinds(column: Column) -> dict[str, Any]:
-    """Per key all that must be equal in two columns that share a table."""
-    kinds: dict[str, Any] = {}
-    for key, (value, layout) in column.rows.items():
-        free = (layout.row_axis, layout.token_axis)
-        kinds[key] = (layout, value.dtype, [size for axis, size in enumerate(value.shape) if axis not in free])
-    for key, (value, layout) in column.units.items():
-        shape = (value.dtype, value.shape[1:]) if isinstance(value, torch.Tensor) else None
-        kinds[key] = (shape, layout.lengths is None, layout.rounds_length)
-    return kinds
-
-
-def _unmixed_when_padded_left(columns: list[Column], can_shift: bool) -> list[list[Column]]:
-    # With absolute positions a row padded on the left must stay at its own place in its own width.
-    has_left_padding = any(first > 0 for column in columns for first, _ in column.extents)
-    if has_left_padding and not can_shift and not columns[0].counts_positions_from_mask:
-        return [[column] for column in columns]
-    return [columns]
-
-
-def _make_table(
-    columns: list[Column],
-    *,
-    column: str | None,
-    pad_values: Mapping[str, int],
-    can_trim: bool,
-    can_shift: bool,
-    sort: bool,
-) -> Table:
-    width = max(c.width for c in columns)
-    row_counts = [c.num_rows for c in columns]
-    has_left_padding = any(first > 0 for c in columns for first, _ in c.extents)
-    pads_left = has_left_padding and all(last == c.width for c in columns for _, last in c.extents)
-    counts_from_mask = all(c.counts_positions_from_mask for c in columns)
-    can_shift = pads_left and (can_shift or counts_from_mask)
-    rows: list[tuple[int, int]] = []
-    for c in columns:
-        shift = width - c.width if pads_left else 0
-        rows += [(first + shift, last + shift) for first, last in c.extents]
-    real_tokens = sum(last - first for first, last in rows)
-    if not can_shift:  # keep every row at its absolute positions: trim on the right only
-        rows = [(0, last) for _, last in rows]
-    has_vision = [has for c in columns for has in c.has_vision]
-    patches = [numbers for c in columns for numbers in c.patches]
-    order = list(range(len(rows)))
-    if sort:
-        order.sort(key=lambda i: (rows[i][0] - rows[i][1], -patches[i][0] * patches[i][1]))
-    order.sort(key=has_vision.__getitem__)
-    first_tokens = [width - c.width if pads_left else 0 for c in columns]
-    features = {
-        key: RowFeature([c.rows[key][0] for c in columns], layout, first_tokens, pad_values.get(key, 0))
-        for key, (_, layout) in columns[0].rows.items()
-    }
-    positions = None
-    if "position_ids" not in features and "attention_mask" in features:
-        positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
-    return Table(
-        columns=[c.name for c in columns],
-        places=[c.place for c in columns],
-        row_counts=row_counts,
-        features=features,
-        first_tokens=first_tokens,
-        positions=positions,
-        units={key: _make_units([c.units[key] for c in columns], row_counts, order) for key in columns[0].units},
-        extents=[rows[i] for i in order],
-        patches=[patches[i] for i in order],
-        num_text_rows=len(rows) - sum(has_vision),
-        order=order,
-        column=column,
-        width=width,
-        pads_left=can_shift,
-        can_trim=can_trim,
-        real_tokens=real_tokens,
-        device=next(iter((columns[0].rows or columns[0].units).values()))[0].device,
-    )
-
-
-def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], order: list[int]) -> Units:
-    places, lengths = [], []
-    for number, ((_, layout), num_rows) in enumerate(zip(parts, row_counts, strict=True)):
-        last = 0
-        for count in layout.counts or (1,) * num_rows:
-            places.append((number, last, last + count))
-            last += count
-        lengths += layout.lengths or ()
-    return Units(
-        values=[value for value, _ in parts],
-        places=[places[i] for i in order],
-        lengths=[lengths[i] for i in order] if lengths else None,
-        rounds_length=parts[0][1].rounds_length,
-    )

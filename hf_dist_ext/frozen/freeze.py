@@ -19,16 +19,9 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.frozen.groups import match_depths, module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.frozen.plan import (
-    FreezePlan,
-    GroupReport,
-    format_report,
-    match_depths,
-    module_groups,
-    plan_freezing,
-    report,
-)
+from hf_dist_ext.frozen.plan import FreezePlan, GroupReport, format_report, plan_freezing, report
 from hf_dist_ext.frozen.run_mode import fully_frozen_roots, set_frozen_mode
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.fsdp import FROZEN_PARTS

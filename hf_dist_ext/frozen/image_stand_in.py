@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.frozen.plan import module_groups
+from hf_dist_ext.frozen.groups import module_groups
 
 # What an encoder records and no model goes on from. A gradient through these would make the backward pass modules in
 # another order than rows with images do, and ZeRO-3 compares orders.

@@ -23,7 +23,7 @@ from torch import nn
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import frozen_columns, has_frozen_backbone
-from hf_dist_ext.frozen.plan import module_groups
+from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.models.towers import TowerModel
 
 FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the model's forward

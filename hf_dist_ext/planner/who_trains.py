@@ -1,6 +1,6 @@
 """Who trains, by parameter names alone: freezing patterns and adapters, with the meaning they have in training.
 
-(1) trainable_modules and frozen_modules as in frozen/plan.py: the deepest match decides; names of parts such as
+(1) trainable_modules and frozen_modules as in frozen/groups.py: the deepest match decides; names of parts such as
     "vision"
 (2) LoRA as in tasks/adapters.py: the layers that are named, or peft's own choice, which stays out of an image part
 """
@@ -52,7 +52,7 @@ def depth(patterns: Sequence[str] | str, name: str) -> int:
     return max(found)
 
 
-# Names of parts as frozen/plan.py finds them in a model; a projector may lie inside the vision part.
+# Names of parts as frozen/groups.py finds them in a model; a projector may lie inside the vision part.
 GROUPS = {
     "vision": ("model.vision_tower", "model.vision_model", "model.visual", "vision_model", "visual_projection"),
     "image": ("vision_model", "visual_projection"),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.plan import module_groups
+from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.models.backbones import one_line
 from hf_dist_ext.run.config import RunConfig
 

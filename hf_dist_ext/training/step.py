@@ -30,7 +30,7 @@ from transformers.utils import logging
 from hf_dist_ext import policy
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row, widened
-from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch, ChunkLimits, lay_out
+from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch, ChunkLimits
 from hf_dist_ext.engine.gradient_cache import (
     SCORE,
     CachedStep,
@@ -39,6 +39,7 @@ from hf_dist_ext.engine.gradient_cache import (
     cached_step,
     encode_without_graph,
 )
+from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import (
     batch_of_pooled,

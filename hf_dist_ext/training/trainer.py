@@ -29,8 +29,8 @@ from hf_dist_ext.data.sampling import no_duplicates_sampler
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import phase
 from hf_dist_ext.frozen import feature_cache, freeze
+from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.frozen.plan import module_groups
 from hf_dist_ext.strategies import choose, collectives, ddp, fsdp, tensor_parallel, zero, zero_checkpoint
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 from hf_dist_ext.training import checks, loss_scale, metrics

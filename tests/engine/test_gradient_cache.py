@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
+from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import SCORE, Phase, cached_step
+from hf_dist_ext.engine.layout import lay_out
 
 WIDTH = 16
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dist_ext.engine.chunks import ChunkLimits, lay_out
+from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.layout import lay_out
 
 WIDTHS = {"query": 9, "positive": 40, "negative": 25}
 FILL = 77

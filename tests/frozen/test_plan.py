@@ -13,7 +13,8 @@ from transformers import (
 )
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.plan import format_report, module_groups, plan_freezing, report
+from hf_dist_ext.frozen.groups import module_groups
+from hf_dist_ext.frozen.plan import format_report, plan_freezing, report
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 from tests.tiny_models import model_config, tiny_towers

@@ -2,6 +2,7 @@ import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
 
 from hf_dist_ext.errors import UsageError
@@ -389,9 +390,8 @@ def test_partial_or_sharded_weights_are_not_written(tmp_path):
     key, value = weights.popitem()
     with pytest.raises(UsageError, match=key):
         model.save_pretrained(tmp_path, state_dict=weights)
-    sharded = type("DTensor", (torch.Tensor,), {})
     with pytest.raises(UsageError, match="get_state_dict"):
-        model.save_pretrained(tmp_path, state_dict={**weights, key: value.as_subclass(sharded)})
+        model.save_pretrained(tmp_path, state_dict={**weights, key: value.as_subclass(DTensor)})
     with pytest.raises(UsageError, match="safetensors only"):
         model.save_pretrained(tmp_path, safe_serialization=False)
     model.save_pretrained(tmp_path, is_main_process=False)

@@ -197,7 +197,7 @@ def test_the_most_tiles_are_those_of_the_processors_file(tmp_path, kind, splits)
 
 @pytest.mark.parametrize("kind", TINY)
 def test_parts_of_vision_language_models_are_those_that_freezing_finds(kind):
-    from hf_dist_ext.frozen.plan import module_groups
+    from hf_dist_ext.frozen.groups import module_groups
 
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind))
