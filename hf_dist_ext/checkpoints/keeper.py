@@ -42,7 +42,7 @@ class Keeper:
         self.committed_step: int | None = None
         self.frozen_digests: dict[str, str] | None = None
         self.background = async_save.Background(args.ddp_timeout)
-        self._run: Mapping[str, Any] | None = None
+        self._run: Mapping[str, Any] = manifest.new_run()
 
     def resume(
         self,
@@ -106,7 +106,7 @@ class Keeper:
             entered.enter_context(agreed.ends_together(f"writing {folder.name}", args.ddp_timeout))
             writes = entered.enter_context(async_save.staged(folder)) if is_async else []
             write(folder)  # (2)
-        run = {name: (self._run or manifest.new_run())[name] for name in ("run_id", "parent")}
+        run = {name: self._run[name] for name in ("run_id", "parent")}
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
         best, limit = state.best_model_checkpoint, args.save_total_limit
 
