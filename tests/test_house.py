@@ -35,21 +35,8 @@ COMMON = {"errors", "policy", "failures", "lazy"}
 RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
 
 ARROWS_LEFT = """
-strategies.ddp -> training.trainer
-strategies.zero -> training.trainer
-strategies.zero_checkpoint -> checkpoints.loss_state
-strategies.zero_checkpoint -> checkpoints.manifest
-strategies.zero_checkpoint -> training.trainer
 """
 CIRCLES_LEFT = """
-strategies.ddp
-strategies.zero
-strategies.zero_checkpoint
-training.arguments
-training.checkpoint_hooks
-training.checks
-training.step
-training.trainer
 """
 # File -> lines that ask which parallelism runs. They belong behind the seam in strategies/.
 PARALLELISM_LEFT = {
@@ -57,10 +44,6 @@ PARALLELISM_LEFT = {
     "failures": 2,
     "run.deepspeed_install": 1,
     "run.preemption": 1,
-    "training.arguments": 1,
-    "training.checkpoint_hooks": 11,
-    "training.step": 6,
-    "training.trainer": 17,
 }
 PARALLELISM = re.compile(
     r"is_fsdp_enabled|is_deepspeed_enabled|\bDTensor\b|\bds_[a-z]+|DistributedType|FullyShardedDataParallel"

@@ -49,7 +49,7 @@ class Keeper:
         asked: bool | str | None,
         model: nn.Module,
         check: Callable[[Path], None],
-        load_split: resume.Load | None,
+        load_split: resume.Load,
         load_adapters: resume.Load,
         has_scaler: bool,
         is_search: bool,

@@ -210,22 +210,6 @@ def check_frozen(folder: Path, digests: Mapping[str, str] | None) -> None:
         )
 
 
-def check_split(folder: Path, now: str) -> None:
-    """The optimizer's groups follow how a model is split: one for every mesh its parameters lie on. `now`: how it is
-    split over the ranks of a group in this run, in words."""
-    content = manifest.read(folder) or {}
-    before = content["sharding"] if content.get("tensor_parallel_size", 1) > 1 else ""
-    if [bool(before), "fsdp" in before] != [bool(now), "fsdp" in now]:
-        raise UsageError(
-            f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. With "
-            "resume_weights_only its weights are taken and everything else starts anew."
-        )
-
-
-def _under(sharding: str) -> str:
-    return f"under tensor parallelism ({sharding})" if sharding else "without tensor parallelism"
-
-
 def saved_world_size(folder: Path) -> int:
     """Of how many processes a checkpoint is."""
     content = manifest.read(folder)
@@ -258,9 +242,7 @@ def draws_anew(args: Any, step: int, folder: str) -> bool:
 Load = Callable[[nn.Module, Path], Any]
 
 
-def load_weights_only(
-    model: nn.Module, folder: Path, trust: bool, load_split: Load | None, load_adapters: Load
-) -> None:
+def load_weights_only(model: nn.Module, folder: Path, trust: bool, load_split: Load, load_adapters: Load) -> None:
     """The checkpoint's weights into the bare model; UsageError when they do not fit it. `load_split`: for a model that
     is split over processes already."""
     if trainable.has_trainable_weights(folder):
@@ -268,8 +250,8 @@ def load_weights_only(
         names = frozenset(stored.shapes)
         trainable.check_frozen(folder, trainable.frozen_digests(model, names & _parameters(model)))
         trainable.load_weights(model, None, folder, trust)
-    elif load_split is not None:
-        load_split(model, folder)
+    elif load_split(model, folder):
+        pass
     elif load_in_memory_names(model, str(folder)):
         pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):

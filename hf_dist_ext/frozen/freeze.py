@@ -1,9 +1,9 @@
 """Frozen-part training in a run: `plan.py` decides who trains, `run_mode.py` says how the rest runs.
 
-Before anything wraps the model the plan is made and applied, and frozen modules get their run-time mode. FSDP2 shards
-frozen parts like the rest, or leaves them whole on every rank with no collective for them. Groups of parameters may
-have learning rates of their own. `FreezeWatch` asserts the plan before the optimizer is made and at every step, prints
-the report when training begins, and after the first backward asks every trainable parameter for its gradient.
+Before anything wraps the model the plan is made and applied, and frozen modules get their run-time mode. Groups of
+parameters may have learning rates of their own. `FreezeWatch` asserts the plan before the optimizer is made and at
+every step, prints the report when training begins, and after the first backward asks every trainable parameter for its
+gradient.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import match_depths, module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.plan import FreezePlan, GroupReport, format_report, plan_freezing, report
-from hf_dist_ext.frozen.run_mode import fully_frozen_roots, set_frozen_mode
+from hf_dist_ext.frozen.run_mode import set_frozen_mode
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies.fsdp import FROZEN_PARTS
 
 logger = logging.get_logger(__name__)
 
 # What optimizers keep per trainable parameter, bytes; the rest keep AdamW's two float32 numbers.
 OPTIMIZER_BYTES = {"sgd": 0, "adafactor": 0, "8bit": 2, "lion": 4, "adagrad": 4, "rmsprop": 4}
-REPLICATED_SHARE = 0.25  # of a device's free memory, that replicated frozen weights may take
-REPLICATED_BYTES_ON_CPU = 4 * 2**30
 
 
 # ---- who trains ----
@@ -54,7 +51,7 @@ def stand_in_for_images(
     """Let batches without images run the image part on a blank picture, when the processor can make one.
 
     A loss over embeddings needs it where forwards are collectives, or where nothing but the image part trains;
-    elsewhere zero gradients do for DDP (`collectives.Reduction`). `model`: without its wrappers.
+    elsewhere zero gradients do for DDP (`Strategy.reaching_all`). `model`: without its wrappers.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     model = base.backbone if isinstance(base, EmbeddingModel) else model
@@ -72,49 +69,6 @@ def stand_in_for_images(
     taken = {name for method in methods for name in inspect.signature(method).parameters}
     blank = {key: value for key, value in features.items() if key in taken and isinstance(value, torch.Tensor)}
     return ImageStandIn(model, blank, is_collective=forwards_are_collective)
-
-
-# ---- FSDP2 ----
-
-
-def replicate_frozen_parts(plugin: Any, model: nn.Module, plan: FreezePlan | None, choice: str) -> None:
-    """Let FSDP2 leave frozen parts alone, whole on every rank, when asked for or when they are small."""
-    if plugin.ignored_modules == FROZEN_PARTS:  # the preset's two words; accelerate would take them for a regex
-        plugin.ignored_modules = None
-    if plan is None:
-        if choice == "replicate":
-            logger.warning("frozen_parts_fsdp='replicate': nothing is frozen by name, so FSDP shards everything.")
-        return
-    if getattr(plugin, "fsdp_version", 1) != 2 or plugin.ignored_modules is not None:
-        return
-    roots = fully_frozen_roots(model)
-    frozen_bytes = sum(p.numel() * p.element_size() for root in roots for p in root.parameters())
-    limit = _replicated_limit()
-    fits = frozen_bytes <= limit
-    if plugin.cpu_ram_efficient_loading and (choice == "replicate" or fits):
-        # The other ranks' copies would stay empty: accelerate 1.15 fills sharded parameters only.
-        message = "replicating frozen parts needs fsdp_cpu_ram_efficient_loading: false in the accelerate YAML"
-        if choice == "replicate":
-            raise UsageError(f"frozen_parts_fsdp='replicate': {message}.")
-        logger.info(f"FSDP: frozen parts are sharded; {message}.")
-        return
-    if choice == "replicate" or (choice == "auto" and fits):
-        plugin.ignored_modules = roots
-    done, why = (
-        ("replicated", "no collective for them") if plugin.ignored_modules else ("sharded", "they are gathered")
-    )
-    logger.info(
-        f"FSDP: frozen parts ({frozen_bytes / 2**30:.2f} GiB) are {done}: {why}. frozen_parts_fsdp={choice!r}, "
-        f"replicated up to {limit / 2**30:.1f} GiB when 'auto'."
-    )
-
-
-def _replicated_limit() -> int:
-    if not torch.accelerator.is_available():
-        return REPLICATED_BYTES_ON_CPU
-    device = torch.accelerator.current_accelerator()
-    total = torch.get_device_module(device).mem_get_info()[1]  # the same on every rank, unlike what is free
-    return int(REPLICATED_SHARE * total)
 
 
 # ---- a learning rate per group ----

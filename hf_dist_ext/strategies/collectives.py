@@ -1,8 +1,8 @@
-"""Everything that differs between one process, DDP, FSDP2 and tensor parallelism.
+"""What processes do together, whatever the strategy.
 
 (1) processes on a machine without an accelerator become a gloo group, FSDP included
 (2) rows travel: a differentiable gather whose gradients return to the rank that made the row
-(3) reduction: which forward and backward of a step runs its collectives
+(3) what stays whole on every rank between the chunks of a step is decided by the memory that all have
 (4) gradients that no wrapper owns (the loss's own parameters) are averaged by hand
 (5) processes leave together
 
@@ -20,14 +20,13 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_dist_ext.engine.gradient_cache import Phase
 from hf_dist_ext.errors import UsageError
 
 # ---- (1) processes without an accelerator ----
@@ -245,114 +244,7 @@ def row_weight(own_rows: int, counts: Iterable[int]) -> float:
     return len(counts) * own_rows / sum(counts)
 
 
-# ---- (3) reduction ----
-
-
-class Reduction:
-    """Says, per phase of a step, which collectives run. `is_sync_step()` is the outer state (gradient accumulation).
-
-    One process and DDP: everything but the phase that completes the step runs inside `no_sync`, its forward included
-    (a synchronised forward arms DDP's reducer for the next backward). FSDP2, "speed": weights are gathered once per
-    step and gradients reduce-scattered once; "memory": every chunk gathers and reduces, nothing is kept unsharded.
-    HSDP: every chunk reduce-scatters inside its replica, so gradients stay sharded, and replicas all-reduce once; with
-    a tower per column they all-reduce every chunk, since torch 2.13 can add up partly reduced gradients only when
-    every backward reaches the same parameters of a unit. `waits_for_all`: the wrapper's reduction is complete only
-    when a gradient of every trainable parameter has come, so the backward that completes a step must reach them all.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        is_sync_step: Callable[[], bool],
-        fsdp_mode: str = "auto",
-        has_towers: bool = False,
-        waits_for_all: bool = False,
-    ):
-        from torch.distributed.fsdp import FSDPModule
-
-        self.model, self.is_sync_step = model, is_sync_step
-        # torch.compile wraps what accelerate has wrapped before.
-        self.ddp = next((m for m in model.modules() if isinstance(m, torch.nn.parallel.DistributedDataParallel)), None)
-        self.waits_for_all = waits_for_all or self.ddp is not None
-        self.is_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
-        meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
-        self.has_towers = has_towers
-        self.completes = False  # whether the phase that runs does
-        # The dimension along which tensor parallelism splits layers is none of FSDP's.
-        copies = [[name for name in mesh.mesh_dim_names or range(mesh.ndim) if name != "tp"] for mesh in meshes]
-        self.is_hsdp = self.is_fsdp and any(len(names) > 1 for names in copies)
-        self.fsdp_mode = choose_fsdp_mode(model) if self.is_fsdp and fsdp_mode == "auto" else fsdp_mode
-
-    def __call__(self, phase: Phase) -> AbstractContextManager:
-        completes = self.completes = phase.is_last and self.is_sync_step()
-        if self.is_fsdp:
-            return self._fsdp(completes)
-        if self.ddp is not None and not completes:
-            return self.ddp.no_sync()
-        return nullcontext()
-
-    def reaching_all(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of the backward that runs: the one that completes the step has a gradient of zero for parameters
-        that this rank's chunk did not use (an image encoder, for rows without images)."""
-        if not (self.completes and self.waits_for_all):
-            return loss
-        used = _parameters_behind(loss)
-        unused = [p for p in self.model.parameters() if p.requires_grad and used is not None and id(p) not in used]
-        return _WithZeroGradients.apply(loss, *unused) if unused else loss
-
-    @contextmanager
-    def _fsdp(self, completes: bool) -> Iterator[None]:
-        root = _fsdp_root(self.model)
-        is_sharded_between = self.fsdp_mode == "memory"
-        root.set_requires_gradient_sync(completes or is_sharded_between or self.is_hsdp)
-        if self.is_hsdp:
-            root.set_requires_all_reduce(completes or self.has_towers)
-        if not is_sharded_between:
-            root.set_reshard_after_forward(False)
-            root.set_reshard_after_backward(completes)
-        root.set_is_last_backward(completes or is_sharded_between)
-        try:
-            yield
-        finally:
-            root.set_is_last_backward(True)
-            # Trainer's own no_sync sets this to True when it ends, so the outer state is what this step was part of.
-            root.set_requires_gradient_sync(self.is_sync_step())
-            if self.is_hsdp:
-                root.set_requires_all_reduce(self.is_sync_step())
-
-
-class _WithZeroGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = parameters
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        return gradient, *map(torch.zeros_like, ctx.parameters)
-
-
-def _parameters_behind(loss: torch.Tensor) -> set[int] | None:
-    """The ids of the leaves that the backward of `loss` reaches. None where it can not be known: reentrant activation
-    checkpointing makes the graph of a layer only when its backward runs."""
-    seen, found, next_ones = set(), set(), [loss.grad_fn]
-    while next_ones:
-        node = next_ones.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found.add(id(node.variable))
-        elif node.name() == "CheckpointFunctionBackward":
-            return None
-        next_ones += [function for function, _ in node.next_functions]
-    return found
-
-
-def choose_fsdp_mode(model: torch.nn.Module) -> str:
-    """By what unsharded weights and gradients take."""
-    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
-    return choose_mode(needed / ranks_per_rows())
+# ---- (3) memory ----
 
 
 def choose_mode(needed: float) -> str:
@@ -365,12 +257,6 @@ def choose_mode(needed: float) -> str:
     fits = torch.tensor([int(needed < free / 4)], device=device)
     dist.all_reduce(fits, op=dist.ReduceOp.MIN)
     return "speed" if fits.item() else "memory"
-
-
-def _fsdp_root(model: torch.nn.Module) -> torch.nn.Module:
-    from torch.distributed.fsdp import FSDPModule
-
-    return next(module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 # ---- (4) gradients that no wrapper owns ----

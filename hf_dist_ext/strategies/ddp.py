@@ -12,23 +12,60 @@ once per step whatever the number of chunks.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy
 import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.collectives import launches_deepspeed
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.collectives import launches_deepspeed, world_size
 
 logger = logging.get_logger(__name__)
 
 HOOKS = ("fp16", "bf16", "power_sgd", "batched_power_sgd")
 STATE = "ddp_comm_hook_{rank}.pt"
 _PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+class DDP(Strategy):
+    """Everything but the phase that completes the step runs inside `no_sync`, its forward included: a forward outside
+    of it arms DDP's reducer for the next backward. The backward that reduces must reach every trainable parameter."""
+
+    can_redo = False
+
+    @classmethod
+    def runs(cls, accelerator: Any) -> bool:
+        return accelerator.num_processes > 1 or "MULTI" in accelerator.distributed_type.value
+
+    @property
+    def name(self) -> str:
+        return "ddp" if self.accelerator.num_processes > 1 else "none"
+
+    def start(self, model: nn.Module, *more: Any, **options: Any) -> None:
+        super().start(model, *more, **options)
+        # torch.compile wraps what accelerate has wrapped before.
+        self.wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+        self.waits_for_all = self.wrapper is not None
+
+    def bare_to_try(self, model: nn.Module) -> nn.Module | None:
+        # With torch_compile the wrapper is another class, and what is compiled holds other tensors.
+        return model.module if isinstance(model, DistributedDataParallel) and world_size() > 1 else None
+
+    def reducing(self) -> AbstractContextManager:
+        return nullcontext() if self.wrapper is None or self.completes else self.wrapper.no_sync()
+
+    def save(self, model: nn.Module, folder: str, args: Any) -> None:
+        save(model, folder, args)
+
+    def load(self, model: nn.Module, folder: str | None, args: Any) -> None:
+        load(model, folder, args)
+
 
 # (1) ---------------------------------------------------------------------------------------------------------------
 
@@ -58,13 +95,17 @@ def check(args: Any) -> None:
             raise UsageError(f"{name}={value} must be at least {least}{why}.")
 
 
-def options(trainer: DistTrainer, handlers: list[Any]) -> None:
+def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
     """Put the fields into the DDP arguments that Trainer made.
 
     Raises:
         UsageError: an option without meaning in the way the run was started.
     """
-    args = trainer.args
+    (ddp,) = [handler for handler in handlers if isinstance(handler, DistributedDataParallelKwargs)]
+    if has_loss:
+        # The backward that reduces reaches every trainable parameter (Strategy.reaching_all). DDP searches after the
+        # last forward only, and there are several.
+        ddp.find_unused_parameters = False
     names = ("ddp_comm_hook", "ddp_gradient_as_bucket_view", "ddp_static_graph")
     given = {name: value for name in names if (value := getattr(args, name, None))}
     if not given:
@@ -72,12 +113,11 @@ def options(trainer: DistTrainer, handlers: list[Any]) -> None:
     _refuse_without_ddp(next(iter(given.items())), args)
     if args.ddp_comm_hook == "bf16" and args.device.type == "cpu":
         raise UsageError('ddp_comm_hook="bf16" needs NCCL: torch refuses it over gloo. Use "fp16" without a GPU.')
-    if args.ddp_static_graph and trainer.loss is not None and args.uses_gradient_cache:
+    if args.ddp_static_graph and has_loss and args.uses_gradient_cache:
         raise UsageError(
             "ddp_static_graph=true counts how often a step uses every parameter and expects it to stay the same; with "
             "a gradient cache that is the number of chunks, which follows the batch. Remove one of them."
         )
-    (ddp,) = [handler for handler in handlers if type(handler).__name__ == "DistributedDataParallelKwargs"]
     ddp.gradient_as_bucket_view = bool(args.ddp_gradient_as_bucket_view)
     if args.ddp_comm_hook is not None:
         from accelerate.utils import DDPCommunicationHookType
@@ -108,7 +148,7 @@ def _refuse_without_ddp(given: tuple[str, Any], args: Any) -> None:
 # (2) ---------------------------------------------------------------------------------------------------------------
 
 
-def power_sgd_state(model: torch.nn.Module) -> Any:
+def power_sgd_state(model: nn.Module) -> Any:
     """The hook's state inside DDP, None for other wrappers and hooks."""
     for hook in getattr(model, "_comm_hooks", []):
         if type(hook[1]).__name__ == "PowerSGDState":
@@ -116,9 +156,9 @@ def power_sgd_state(model: torch.nn.Module) -> Any:
     return None
 
 
-def save(trainer: DistTrainer, folder: str) -> None:
+def save(model: nn.Module, folder: str, args: Any) -> None:
     """Every process writes its own: what was left out of its gradients is nobody else's."""
-    state = power_sgd_state(trainer.model_wrapped)
+    state = power_sgd_state(model)
     if state is None:
         return
     kind, keys, position, has_gauss, cached = state.rng.get_state()
@@ -127,27 +167,27 @@ def save(trainer: DistTrainer, folder: str) -> None:
         "iter": state.iter,
         "rng": [kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],
         "rank": state.matrix_approximation_rank,
-        "world_size": trainer.args.world_size,
+        "world_size": args.world_size,
     }
     os.makedirs(folder, exist_ok=True)
-    torch.save(content, os.path.join(folder, STATE.format(rank=trainer.args.process_index)))
+    torch.save(content, os.path.join(folder, STATE.format(rank=args.process_index)))
 
 
-def load(trainer: DistTrainer, folder: str | None) -> None:
+def load(model: nn.Module, folder: str | None, args: Any) -> None:
     """Continue with the factors and errors of a checkpoint; with other processes or another rank they start anew."""
-    state = power_sgd_state(trainer.model_wrapped)
+    state = power_sgd_state(model)
     if state is None or folder is None:
         return
-    path = os.path.join(folder, STATE.format(rank=trainer.args.process_index))
+    path = os.path.join(folder, STATE.format(rank=args.process_index))
     if not os.path.isfile(path):
-        if trainer.is_world_process_zero():
+        if args.process_index == 0:
             logger.warning(f"{folder} holds no state of PowerSGD: it starts anew, with its warm-up steps.")
         return
-    device = trainer.args.device if trainer.args.device.type != "cpu" else "cpu"  # torch.load knows no "cpu:0"
+    device = args.device if args.device.type != "cpu" else "cpu"  # torch.load knows no "cpu:0"
     content = torch.load(path, map_location=device, weights_only=True)
-    now = (trainer.args.world_size, state.matrix_approximation_rank)
+    now = (args.world_size, state.matrix_approximation_rank)
     if (content["world_size"], content["rank"]) != now:
-        if trainer.is_world_process_zero():
+        if args.process_index == 0:
             logger.warning(
                 f"{folder} holds PowerSGD's state of {content['world_size']} processes and rank {content['rank']}, "
                 f"this run has {now[0]} and {now[1]}: it starts anew, with its warm-up steps."

@@ -15,21 +15,193 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.collectives import launches_deepspeed
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.collectives import choose_mode, launches_deepspeed, ranks_per_rows
+from hf_dist_ext.strategies.layers import repeated_layer_classes
+
+logger = logging.get_logger(__name__)
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 KNOBS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 FROZEN_PARTS = "frozen parts"  # what the preset multi_gpu_fsdp_frozen_replicated writes where accelerate takes a regex
+
+REPLICATED_SHARE = 0.25  # of a device's free memory, that replicated frozen weights may take
+REPLICATED_BYTES_ON_CPU = 4 * 2**30
+
+
+class FSDP(Strategy):
+    """FSDP2, HSDP with it. FSDP1 passes through where nothing of ours trains."""
+
+    forwards_are_collective = True
+    can_redo = False
+    reads_own_format = True
+
+    @classmethod
+    def runs(cls, accelerator: Any) -> bool:
+        return getattr(accelerator.state, "fsdp_plugin", None) is not None
+
+    @property
+    def plugin(self) -> Any:
+        return self.accelerator.state.fsdp_plugin
+
+    @property
+    def name(self) -> str:
+        return f"fsdp {self.plugin.state_dict_type.name}"
+
+    @property
+    def keeps_float32(self) -> bool:
+        return self.accelerator.mixed_precision != "no"
+
+    @property
+    def frozen_forwards_are_collective(self) -> bool:
+        return self.plugin.ignored_modules is None
+
+    @property
+    def saves_shards(self) -> bool:
+        return "SHARDED" in str(self.plugin.state_dict_type)
+
+    def place(
+        self, model: nn.Module | None, args: Any, has_loss: bool, frozen_roots: Sequence[nn.Module] | None
+    ) -> None:
+        has_own_arguments = hasattr(args, "reduce_dtype")
+        if has_loss or frozen_roots is not None:
+            check_version(self.plugin)
+        if model is None:
+            return
+        without_pinning(self.plugin)
+        _name_layers(self.plugin, model, getattr(args, "min_num_params", None) or 0)
+        if has_own_arguments:
+            set_precision(self.accelerator, model, args, has_loss)
+        if frozen_roots is not None:
+            check_names(self.plugin)
+        replicate_frozen_parts(self.plugin, frozen_roots, getattr(args, "frozen_parts_fsdp", "auto"))
+
+    def wrapped(self, model: nn.Module, has_loss: bool) -> None:
+        replay_dropout(model)
+        if has_loss:
+            set_precision_of_parameters(model)
+
+    def start(self, model: nn.Module, mode: str, *more: Any, has_towers: bool = False) -> None:
+        super().start(model, mode, *more, has_towers)
+        self.units = Units(model, mode, has_towers)
+
+    def reducing(self) -> AbstractContextManager:
+        return self.units.reducing(self.completes, self.accelerator)
+
+    def has_no_optimizer_state(self, folder: str | Path) -> bool:
+        """Plain SGD has none: torch 2.13 fails to load it ("Expected device to be set" in
+        torch/distributed/checkpoint/state_dict.py). Remove when torch loads it."""
+        file = Path(folder, "optimizer.bin")
+        return file.is_file() and not torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
+
+
+class Units:
+    """Which collectives of a model's FSDP2 units run around a forward or backward.
+
+    "speed": weights are gathered once per step and gradients reduce-scattered once; "memory": every chunk gathers and
+    reduces, nothing is kept unsharded. HSDP: every chunk reduce-scatters inside its replica, so gradients stay
+    sharded, and replicas all-reduce once; with a tower per column they all-reduce every chunk, since torch 2.13 can
+    add up partly reduced gradients only when every backward reaches the same parameters of a unit.
+    """
+
+    def __init__(self, model: nn.Module, mode: str, has_towers: bool):
+        self.root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+        if self.root is None:  # tensor parallelism without groups to shard over
+            return
+        meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
+        # The dimension along which tensor parallelism splits layers is none of FSDP's.
+        copies = [[name for name in mesh.mesh_dim_names or range(mesh.ndim) if name != "tp"] for mesh in meshes]
+        self.is_hsdp, self.has_towers = any(len(names) > 1 for names in copies), has_towers
+        self.mode = _mode_that_fits(model) if mode == "auto" else mode
+
+    def reducing(self, completes: bool, accelerator: Any) -> AbstractContextManager:
+        return nullcontext() if self.root is None else self._reducing(completes, accelerator)
+
+    @contextlib.contextmanager
+    def _reducing(self, completes: bool, accelerator: Any) -> Iterator[None]:
+        root, is_sharded_between = self.root, self.mode == "memory"
+        root.set_requires_gradient_sync(completes or is_sharded_between or self.is_hsdp)
+        if self.is_hsdp:
+            root.set_requires_all_reduce(completes or self.has_towers)
+        if not is_sharded_between:
+            root.set_reshard_after_forward(False)
+            root.set_reshard_after_backward(completes)
+        root.set_is_last_backward(completes or is_sharded_between)
+        try:
+            yield
+        finally:
+            root.set_is_last_backward(True)
+            # Trainer's own no_sync sets this to True when it ends, so the outer state is what this step was part of.
+            root.set_requires_gradient_sync(accelerator.sync_gradients)
+            if self.is_hsdp:
+                root.set_requires_all_reduce(accelerator.sync_gradients)
+
+
+def _mode_that_fits(model: nn.Module) -> str:
+    """By what unsharded weights and gradients take."""
+    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
+    return choose_mode(needed / ranks_per_rows())
+
+
+def _name_layers(plugin: Any, model: nn.Module, min_num_params: int) -> None:
+    """accelerate's own choice crashes for many encoders or shards almost nothing (strategies/layers.py says which)."""
+    if plugin.transformer_cls_names_to_wrap is None or min_num_params:
+        # Empty: one unit, not accelerate's guess.
+        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model, min_num_params)
+
+
+def replicate_frozen_parts(plugin: Any, roots: Sequence[nn.Module] | None, choice: str) -> None:
+    """Let FSDP2 leave frozen parts alone, whole on every rank, when asked for or when they are small. `roots`: the
+    largest modules of which nothing trains; None when nothing is frozen by name."""
+    if plugin.ignored_modules == FROZEN_PARTS:  # the preset's two words; accelerate would take them for a regex
+        plugin.ignored_modules = None
+    if roots is None:
+        if choice == "replicate":
+            logger.warning("frozen_parts_fsdp='replicate': nothing is frozen by name, so FSDP shards everything.")
+        return
+    if getattr(plugin, "fsdp_version", 1) != 2 or plugin.ignored_modules is not None:
+        return
+    frozen_bytes = sum(p.numel() * p.element_size() for root in roots for p in root.parameters())
+    limit = _replicated_limit()
+    fits = frozen_bytes <= limit
+    if plugin.cpu_ram_efficient_loading and (choice == "replicate" or fits):
+        # The other ranks' copies would stay empty: accelerate 1.15 fills sharded parameters only.
+        message = "replicating frozen parts needs fsdp_cpu_ram_efficient_loading: false in the accelerate YAML"
+        if choice == "replicate":
+            raise UsageError(f"frozen_parts_fsdp='replicate': {message}.")
+        logger.info(f"FSDP: frozen parts are sharded; {message}.")
+        return
+    if choice == "replicate" or (choice == "auto" and fits):
+        plugin.ignored_modules = roots
+    done, why = (
+        ("replicated", "no collective for them") if plugin.ignored_modules else ("sharded", "they are gathered")
+    )
+    logger.info(
+        f"FSDP: frozen parts ({frozen_bytes / 2**30:.2f} GiB) are {done}: {why}. frozen_parts_fsdp={choice!r}, "
+        f"replicated up to {limit / 2**30:.1f} GiB when 'auto'."
+    )
+
+
+def _replicated_limit() -> int:
+    if not torch.accelerator.is_available():
+        return REPLICATED_BYTES_ON_CPU
+    device = torch.accelerator.current_accelerator()
+    total = torch.get_device_module(device).mem_get_info()[1]  # the same on every rank, unlike what is free
+    return int(REPLICATED_SHARE * total)
+
 
 # (1) ---------------------------------------------------------------------------------------------------------------
 
@@ -89,8 +261,6 @@ def check_version(plugin: Any) -> None:
 
 def without_pinning(plugin: Any) -> None:
     """Offloading pins its memory for a device to read from; where there is none, torch raises."""
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
@@ -105,7 +275,7 @@ def check_names(plugin: Any) -> None:
         )
 
 
-def replay_dropout(model: torch.nn.Module) -> None:
+def replay_dropout(model: nn.Module) -> None:
     """In the layers that FSDP checkpoints by itself: the recomputed forward draws the first one's dropout masks.
 
     accelerate 1.15 (fsdp2_apply_ac) wraps them with preserve_rng_state=False, and the gradients are then not those of
@@ -163,7 +333,7 @@ def _mesh(args: Any) -> dict[str, Any]:
 # (3) ---------------------------------------------------------------------------------------------------------------
 
 
-def set_precision(accelerator: Any, model: torch.nn.Module, args: Any, computes_as_autocast: bool) -> None:
+def set_precision(accelerator: Any, model: nn.Module, args: Any, computes_as_autocast: bool) -> None:
     """In which precision units compute, and gradients are added up over backwards and reduced.
 
     accelerate 1.15 (FullyShardedDataParallelPlugin.set_mixed_precision) casts inputs, weights, outputs and gradients
@@ -184,7 +354,7 @@ def set_precision(accelerator: Any, model: torch.nn.Module, args: Any, computes_
     plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype)
 
 
-def set_precision_of_parameters(model: torch.nn.Module) -> None:
+def set_precision_of_parameters(model: nn.Module) -> None:
     """Before the first forward: only matrices are gathered in half precision, and every gradient is `reduce_dtype`.
     Every rank calls it.
 
@@ -211,7 +381,7 @@ def _init_dtypes(parameter: Any, policy: MixedPrecisionPolicy, policy_of_unit: M
     type(parameter).init_dtype_attrs(parameter, policy)
 
 
-def is_multiplied(module: torch.nn.Module, parameter: torch.Tensor) -> bool:
+def is_multiplied(module: nn.Module, parameter: torch.Tensor) -> bool:
     """Whether autocast casts this parameter to half precision: the matrices of linear layers and convolutions. Vectors
     are too few to save on; a table's gradient is a sum over all tokens, which half precision rounds at every step."""
     return sum(size > 1 for size in parameter.shape) > 1 and "Embedding" not in type(module).__name__
@@ -256,16 +426,5 @@ def check(args: Any) -> None:
         )
     if wanted:
         args.gradient_cache_fsdp = wanted
-
-
-def saves_shards(accelerator: Any) -> bool:
-    """Whether every process writes its part of the weights into a checkpoint."""
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
-
-
-def has_no_optimizer_state(checkpoint: str) -> bool:
-    """Whether FSDP saved an optimizer without any tensor, as plain SGD is: torch 2.13 fails to load it ("Expected
-    device to be set" in torch/distributed/checkpoint/state_dict.py). Remove when torch loads it."""
-    file = Path(checkpoint, "optimizer.bin")
-    return file.is_file() and not torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
+    if args.frozen_parts_fsdp == "auto" and os.environ.get("FSDP_IGNORED_MODULES") == FROZEN_PARTS:
+        args.frozen_parts_fsdp = "replicate"  # as the preset multi_gpu_fsdp_frozen_replicated says

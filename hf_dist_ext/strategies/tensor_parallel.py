@@ -18,8 +18,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +33,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.fsdp import Units
 from hf_dist_ext.strategies.tensors import gathered, held_here
 
 if TYPE_CHECKING:
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 # Styles of a plan that were measured to be exact; the others are for mixtures of experts and fused weights.
 EXACT_STYLES = {"colwise", "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce"}
 PARTIAL = "replicated_with_grad_allreduce"
+OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd"}  # whose state is split as the parameter is
 
 # ---- (1) ----
 
@@ -102,33 +108,128 @@ def split(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedModel:
     return type(model).maybe_distribute_model(model.to(device or "cpu"), config, meshes)
 
 
+def check_layout(model: nn.Module, found: nn.Module, launched: int) -> None:
+    """Of `model`, of which transformers has split the part `found`. Raises UsageError."""
+    check_is_supported()
+    config = found.config.distributed_config
+    if found is not model and not getattr(model, "is_distributed_loading_by_transformers", False):
+        raise UsageError(
+            f"{type(found).__name__} was split (distributed_config) inside {type(model).__name__}, which does not say "
+            "so to Trainer. Use EmbeddingModel, or multi_gpu_fsdp."
+        )
+    others = [n for n in ("pp_size", "ep_size", "dp_replicate_size") if getattr(config, n) > 1]
+    if others or config.tp_size == 1:
+        what = f"{others[0]}={getattr(config, others[0])}" if others else "tp_size=1"
+        raise UsageError(
+            f"{type(found).__name__} was split with {what}: a loss over embeddings is exact with tp_size above 1, "
+            "alone or with fsdp_size. Use multi_gpu_tp, multi_gpu_fsdp or multi_gpu_hsdp."
+        )
+    if launched not in (1, config.tp_size):
+        raise UsageError(
+            f"tp_size={launched} in the parallelism_config, but {type(found).__name__} was split with "
+            f"tp_size={config.tp_size}. Make them equal."
+        )
+    check_can_be_split(found.config, config.tp_size)
+
+
+def check_rest(model: nn.Module, args: Any) -> None:
+    """UsageError for what was not made exact under it."""
+    is_partly_frozen = any(getattr(args, f"{kind}_modules", None) is not None for kind in ("trainable", "frozen"))
+    if args.bf16 and is_partly_frozen and any(p.dtype.itemsize < 4 for p in model.parameters()):
+        raise UsageError(
+            "tensor parallelism with frozen parts and bf16=true needs weights in float32: what trains can not be made "
+            "so once it is split. Load the model with dtype=float32."
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    refused = {
+        "adapters (use_lora)": any(hasattr(module, "peft_config") for module in model.modules()),
+        "fp16=true": args.fp16,
+        "torch_compile=true": args.torch_compile,
+        "frozen_feature_cache": getattr(args, "frozen_feature_cache", None) is not None,
+        "save_async=true": args.save_async,
+        "DeepSpeed": bool(args.deepspeed) or collectives.launches_deepspeed(),
+        "FSDP of accelerate": bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true",
+        f"optim={optimizer}": optimizer not in OPTIMIZERS,
+    }
+    refused |= {
+        f"{name}={getattr(args, name)!r}": getattr(args, name, None) is not None
+        for name in ("ddp_comm_hook", "sharding")
+    }
+    if found := [what for what, is_given in refused.items() if is_given]:
+        remedies = {"fp16=true": "Use bf16.", f"optim={optimizer}": f"Use one of {', '.join(sorted(OPTIMIZERS))}."}
+        remedy = remedies.get(found[0], "Leave it out, or use multi_gpu_fsdp.")
+        raise UsageError(f"tensor parallelism does not go with {found[0]}: it was not made exact there. {remedy}")
+
+
 # ---- (2) ----
 
 
-class SplitModel:
-    """What a step and a checkpoint need to know of a model that transformers has split.
+class TensorParallel(Strategy):
+    """A model that transformers has split, over groups with FSDP2 too.
 
     Attributes:
         partial: modules whose parameters (R) have gradients of this rank's heads only.
     """
 
-    def __init__(self, model: nn.Module):
+    comes_with_model = forwards_are_collective = saves_by_name = syncs_replicated = True
+    can_redo = False
+
+    def __init__(self, model: nn.Module | None):
+        """`model` None: one is still to be made."""
+        super().__init__()
+        self._has_checked_group = False
+        if model is None:
+            return
         backbone = next(m for m in model.modules() if "_device_mesh" in vars(m) and m._device_mesh is not None)
-        self.model, self.config = model, model.config.distributed_config
+        self.whole, self.config = model, model.config.distributed_config
         self.group = backbone._mesh_manager.get_mesh("tp").get_group()
         self.peers = backbone._mesh_manager.get_mesh("fsdp").get_group()
         self.partial = _without_own_reduction(backbone)
-        self._has_checked_group = False
+        collectives.share_rows(self.config.tp_size, self.peers)
 
-    def describe(self) -> str:
+    @property
+    def split(self) -> str:
         groups = self.config.fsdp_size
         return f"tp {self.config.tp_size}" + (f" x fsdp {groups}" if groups > 1 else "")
 
+    @property
+    def name(self) -> str:
+        return self.split
+
+    # ---- setting up ----
+
+    def constructing(self, args: Any) -> AbstractContextManager:
+        return saving_allowed(args)
+
+    def constructed(self, model: nn.Module) -> None:
+        copy_from_first(model)
+
+    def gather_for_metrics(self) -> Callable:
+        return functools.partial(gather_for_metrics, self.accelerator)
+
+    # ---- a step ----
+
+    def start(self, model: nn.Module, mode: str, *more: Any, has_towers: bool = False) -> None:
+        super().start(model, mode, *more, has_towers)
+        self.units = Units(model, mode, has_towers)
+
+    def reducing(self) -> AbstractContextManager:
+        return self.units.reducing(self.completes, self.accelerator)
+
     # ---- (3) ----
+
+    def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
+        super().finish_update(loss_parameters)
+        self.complete_gradients()
+
+    def clip(
+        self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> torch.Tensor:
+        return clip_gradients(chain(parameters, loss_parameters), max_norm)
 
     def complete_gradients(self) -> None:
         """Call once per update, behind its last backward."""
-        collectives.average_gradients(p for p in self.model.parameters() if not isinstance(p, DTensor))
+        collectives.average_gradients(p for p in self.whole.parameters() if not isinstance(p, DTensor))
         parameters = [p for module in self.partial for p in module.parameters() if p.grad is not None]
         if not parameters:
             return
@@ -140,7 +241,7 @@ class SplitModel:
 
     # ---- (4) ----
 
-    def check_group(self, batch: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device) -> None:
+    def check_batch(self, batch: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device) -> None:
         """In a run's first step. Raises UsageError on every rank."""
         if self._has_checked_group:
             return
@@ -164,6 +265,18 @@ class SplitModel:
                     "and what is drawn depend on the group, not on the rank: rank // tp_size."
                 )
         self._has_checked_group = True
+
+    # ---- (5) ----
+
+    def whole_weights(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+        return dict(gathered(model.state_dict(), keep))
+
+    def saving_whole(self, model: nn.Module) -> AbstractContextManager:
+        return saved_as_whole(model)
+
+    def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
+        load_weights(model, folder)
+        return True
 
 
 def _without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
@@ -256,23 +369,18 @@ def gather_for_metrics(accelerator: Any, data: Any, use_gather_object: bool = Fa
 
 
 @contextlib.contextmanager
-def saving_allowed(args: Any, is_split: bool) -> Iterator[None]:
+def saving_allowed(args: Any) -> Iterator[None]:
     """Around Trainer's constructor, which refuses to save the optimizer of a split model.
 
-    transformers 5.23 (trainer.py) cannot write it; `trainable_checkpoint` can, by name. Remove when the constructor
+    transformers 5.23 (trainer.py) cannot write it; checkpoints/trainable.py can, by name. Remove when the constructor
     takes such a model with save_only_model=False; tests/distributed/test_upstream.py tells.
     """
     before = args.save_only_model
-    args.save_only_model = before or is_split
+    args.save_only_model = True
     try:
         yield
     finally:
         args.save_only_model = before
-
-
-def whole_weights(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """The model's state dict without any split, on the CPU where `keep` (else empty). Every rank calls it."""
-    return dict(gathered(model.state_dict(), keep))
 
 
 @contextlib.contextmanager

@@ -15,40 +15,151 @@ DeepSpeed keeps float32 master weights and averages over ranks, as DDP does: no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies import collectives, zero_checkpoint
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
+class ZeRO(Strategy):
+    """DeepSpeed's engine, all stages."""
 
-def stage(trainer: DistTrainer) -> int:
-    """0 without DeepSpeed."""
-    return trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
+    can_redo = holds_gradients = False
+    keeps_float32 = has_engine = True
+    fixed_accumulation = "DeepSpeed's accumulation is fixed when it starts"
 
+    @classmethod
+    def runs(cls, accelerator: Any) -> bool:
+        return getattr(accelerator.state, "deepspeed_plugin", None) is not None
 
-def is_zero3(trainer: DistTrainer) -> bool:
-    """Weights are gathered when a layer runs: forwards are collectives."""
-    return stage(trainer) == 3
+    @property
+    def name(self) -> str:
+        return "deepspeed"
 
+    @property
+    def plugin(self) -> Any:
+        return self.accelerator.state.deepspeed_plugin
 
-def engine_of(trainer: DistTrainer) -> Any:
-    return trainer.accelerator.deepspeed_engine_wrapped.engine
+    @property
+    def engine(self) -> Any:
+        return self.accelerator.deepspeed_engine_wrapped.engine
+
+    @property
+    def forwards_are_collective(self) -> bool:
+        """Weights are gathered when a layer runs."""
+        return self.plugin.zero_stage == 3
+
+    @property
+    def max_live_graphs(self) -> int | None:
+        """ZeRO-3 counts one backward per forward: with two graphs alive at once its gradients are silently wrong."""
+        return 1 if self.plugin.zero_stage == 3 else None
+
+    @property
+    def waits_for_all(self) -> bool:
+        return self.plugin.zero_stage in (1, 2)
+
+    # ---- a step ----
+
+    def start(
+        self,
+        model: nn.Module,
+        mode: str,
+        loss_parameters: Sequence[nn.Parameter],
+        optimizer: Any,
+        has_towers: bool = False,
+    ) -> None:
+        super().start(model, mode, loss_parameters, optimizer, has_towers)
+        self.update = Update(self.engine, model, mode, loss_parameters, optimizer)
+
+    def check_graphs(self, num_kept: int, num_chunks: int) -> None:
+        if self.max_live_graphs is not None and num_chunks > 1 and num_kept:
+            raise UsageError(
+                "DeepSpeed ZeRO-3 needs every forward to be followed by its backward, and this step keeps several "
+                "graphs: use a gradient cache (gradient_cache_chunk_size) with gradient_cache_keep_graph 0, or "
+                "ZeRO-2, or multi_gpu_fsdp."
+            )
+
+    def backward(self, loss: torch.Tensor, own_loss: torch.Tensor) -> None:
+        self.update.backward(self.mark(self.reaching_all(loss), own_loss), self.completes)
+
+    def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
+        """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN."""
+        return loss * (1 + 0 * own_loss)
+
+    def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
+        """The last backward has taken the optimizer's step."""
+
+    def clip(self, *arguments: Any) -> None:
+        """The engine does it in its step."""
+
+    def update_norm(self, norm: Any) -> Any:
+        return norm if self.engine.was_step_applied() else math.inf
+
+    def has_scaler(self, args: Any) -> bool:
+        return super().has_scaler(args) or args.fp16
+
+    def drop_update(self, optimizer: Any, step: int) -> None:
+        """RunError when the engine applied the update: its own check is off, or another version's."""
+        if self.engine.was_step_applied():
+            raise RunError(
+                f"step {step} is not finite and DeepSpeed did not skip it. The checkpoints before it are good. Leave "
+                "bf16.check_grad_overflow and zero_optimization.compute_grad_norm of its configuration as they are."
+            )
+        super().drop_update(optimizer, step)
+
+    # ---- (5) ----
+
+    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
+        if has_loss_parameters:
+            self.check_optimizer("learnable_temperature")
+        if has_loss_parameters and self.plugin.hf_ds_config.is_offload():
+            raise UsageError(
+                "learnable_temperature does not work with DeepSpeed's offloading, whose optimizer steps on the CPU "
+                "only. Use a fixed temperature, or a preset that does not offload."
+            )
+        if has_budget:
+            raise UsageError(
+                'an automatic chunk size or number of graphs ("auto") is not measured under DeepSpeed. Give '
+                "gradient_cache_chunk_size or gradient_cache_chunk_tokens, and gradient_cache_keep_graph, as numbers."
+            )
+
+    def check_optimizer(self, field: str) -> None:
+        if self.plugin.hf_ds_config.get_value("optimizer"):
+            raise UsageError(
+                f"{field} does not reach the optimizer that DeepSpeed's configuration names. Remove it there: Trainer "
+                "then builds the one that optim names."
+            )
+
+    # ---- checkpoints ----
+
+    def read_as(self, is_part: bool, trusts: bool, around: Callable[[], AbstractContextManager]) -> None:
+        if self.accelerator.deepspeed_engine_wrapped is not None:
+            zero_checkpoint.attach(self.engine, is_part, trusts, around)
+
+    def save_engine(self, model: nn.Module, folder: Path) -> None:
+        zero_checkpoint.save(model, folder)
+
+    def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
+        super().check_resumable(folder, content, world_size)
+        zero_checkpoint.check_processes(folder, content, world_size)
 
 
 class Update:
     """The backwards of one optimizer step, of which the last takes it; made once per engine."""
 
-    def __init__(self, trainer: DistTrainer):
-        self.trainer, self.engine = trainer, engine_of(trainer)
-        self.reduces_once = self.engine.zero_optimization_stage() > 1 and _mode(trainer) == "speed"
+    def __init__(
+        self, engine: Any, model: nn.Module, mode: str, loss_parameters: Sequence[nn.Parameter], optimizer: Any
+    ):
+        self.engine, self.loss_parameters, self.optimizer = engine, loss_parameters, optimizer
+        self.reduces_once = engine.zero_optimization_stage() > 1 and _mode_that_fits(model, mode) == "speed"
         self._together: ExitStack | None = None  # while gradients are kept whole
 
     def backward(self, loss: torch.Tensor, completes: bool) -> None:
@@ -77,7 +188,7 @@ class Update:
         Their group stands in the base optimizer, for its rates and its schedule, but not while ZeRO looks: it takes
         every group for one that it has cut up.
         """
-        parameters = self.trainer._loss_parameters()
+        parameters = self.loss_parameters
         if not parameters:
             yield
             return
@@ -85,7 +196,7 @@ class Update:
         zero, ids = self.engine.optimizer, {id(p) for p in parameters}
         gradients = [p.grad.float() / zero.loss_scale for p in parameters]
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
-        base = bare_optimizer(self.trainer.optimizer)
+        base = bare_optimizer(self.optimizer)
         groups = base.param_groups
         own = [group for group in groups if any(id(p) in ids for p in group["params"])]
         base.param_groups = [group for group in groups if not any(id(p) in ids for p in group["params"])]
@@ -132,65 +243,9 @@ def _joint_norm(zero: Any, norm: torch.Tensor) -> Iterator[None]:
         delattr(zero, name)
 
 
-def _mode(trainer: DistTrainer) -> str:
+def _mode_that_fits(model: nn.Module, mode: str) -> str:
     """(2): gradients that stay whole are a rank's own memory."""
-    if trainer.args.gradient_cache_fsdp != "auto":
-        return trainer.args.gradient_cache_fsdp
-    trained = (p for p in trainer.model.parameters() if p.requires_grad)
+    if mode != "auto":
+        return mode
+    trained = (p for p in model.parameters() if p.requires_grad)
     return collectives.choose_mode(sum(num_elements(p) * p.element_size() for p in trained))
-
-
-# ---- (3) ----
-
-
-def poisoned(loss: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """`loss`, bit for bit, where `own` (the step's loss, detached) is finite; else its gradient is NaN."""
-    return loss * (1 + 0 * own)
-
-
-def norm_of_update(trainer: DistTrainer, norm: float) -> float:
-    """The gradient norm, infinite when the engine skipped the update."""
-    return norm if engine_of(trainer).was_step_applied() else math.inf
-
-
-def check_skipped(trainer: DistTrainer) -> None:
-    """RunError when the engine applied an update that is not finite: its own check is off, or another version's."""
-    if engine_of(trainer).was_step_applied():
-        raise RunError(
-            f"step {trainer.state.global_step + 1} is not finite and DeepSpeed did not skip it. The checkpoints "
-            "before it are good. Leave bf16.check_grad_overflow and zero_optimization.compute_grad_norm of its "
-            "configuration as they are."
-        )
-
-
-# ---- (5) ----
-
-
-def check(trainer: DistTrainer) -> None:
-    """Raises UsageError for what does not work under DeepSpeed."""
-    configuration = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
-    if trainer._loss_parameters() and configuration.get_value("optimizer"):
-        raise UsageError(
-            "learnable_temperature does not reach the optimizer that DeepSpeed's configuration names. Remove it "
-            "there: Trainer then builds the one that optim names."
-        )
-    if trainer._loss_parameters() and configuration.is_offload():
-        raise UsageError(
-            "learnable_temperature does not work with DeepSpeed's offloading, whose optimizer steps on the CPU only. "
-            "Use a fixed temperature, or a preset that does not offload."
-        )
-    if trainer._budget is not None:
-        raise UsageError(
-            'an automatic chunk size or number of graphs ("auto") is not measured under DeepSpeed. Give '
-            "gradient_cache_chunk_size or gradient_cache_chunk_tokens, and gradient_cache_keep_graph, as numbers."
-        )
-
-
-def check_chunks(trainer: DistTrainer, num_kept: int, num_chunks: int) -> None:
-    """ZeRO-3 counts one backward per forward: with two graphs alive at once its gradients are wrong, in silence."""
-    if is_zero3(trainer) and num_chunks > 1 and num_kept:
-        raise UsageError(
-            "DeepSpeed ZeRO-3 needs every forward to be followed by its backward, and this step keeps several graphs: "
-            "use a gradient cache (gradient_cache_chunk_size) with gradient_cache_keep_graph 0, or ZeRO-2, or "
-            "multi_gpu_fsdp."
-        )

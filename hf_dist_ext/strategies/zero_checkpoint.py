@@ -12,36 +12,31 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.checkpoints.loss_state import loss_state_apart
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.zero import engine_of
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 # ---- (1) ----
 
 
-def attach(trainer: DistTrainer) -> None:
-    """Once the engine is made: it reads as this file says, whoever asks it to."""
-    engine = engine_of(trainer)
+def attach(engine: Any, is_part: bool, trusts: bool, around: Callable[[], AbstractContextManager]) -> None:
+    """Once the engine is made: it reads as this file says, whoever asks it to. `is_part`: frozen weights were left
+    out; `around`: what it reads inside of."""
     if "load_checkpoint" in vars(engine):
         return
     load = engine.load_checkpoint
 
     def load_checkpoint(folder: str, *arguments: Any, **options: Any) -> Any:
-        if trainer._saves_trainable_only:  # (2)
+        if is_part:  # (2)
             options["load_module_strict"] = False
-        with loss_state_apart(trainer.loss, trainer.optimizer), reading(trainer._trusts_checkpoints, folder):
+        with around(), reading(trusts, folder):
             return load(folder, *arguments, **options)
 
     engine.load_checkpoint = load_checkpoint
@@ -81,20 +76,19 @@ def _classes() -> list[Any]:
 # ---- (2) ----
 
 
-def save(trainer: DistTrainer, folder: Path) -> None:
+def save(engine: Any, folder: Path) -> None:
     """The engine's own state of a run with frozen parts; every rank calls it."""
-    trainer.model_wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+    engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
 
 
 # ---- (3) ----
 
 
-def check_processes(trainer: DistTrainer, folder: Path) -> None:
-    content = manifest.read(folder) or {}
-    before = content.get("world_size", trainer.args.world_size)
-    if before != trainer.args.world_size:
+def check_processes(folder: Path, content: Mapping[str, Any], world_size: int) -> None:
+    before = content.get("world_size", world_size)
+    if before != world_size:
         raise UsageError(
-            f"{folder} is of {before} processes, this run of {trainer.args.world_size}: ZeRO's parts fit the number "
+            f"{folder} is of {before} processes, this run of {world_size}: ZeRO's parts fit the number "
             "they were made for. resume_weights_only=true takes the weights."
         )
     if content.get("sharding", "deepspeed") != "deepspeed" or not list(folder.glob("global_step*")):

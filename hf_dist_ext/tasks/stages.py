@@ -184,7 +184,7 @@ def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
             for saved in options.values():
                 saved.save_pretrained(folder)
             options = {}
-        with tensor_parallel.saved_as_whole(model):
+        with trainer.strategy.saving_whole(model):
             model.save_pretrained(folder, state_dict=weights, **options)
     trainer.accelerator.wait_for_everyone()
     return facts

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import async_save
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
-from hf_dist_ext.strategies import ddp, fsdp
+from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.collectives import has_accelerator, launches_deepspeed, must_use_cpu
 from hf_dist_ext.training import learning_rate
 
@@ -273,15 +273,14 @@ class DistTrainingArguments(TrainingArguments):
             deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
         self._check_gradient_cache()
         self._check_freezing()
-        for module in (fsdp, ddp, learning_rate, async_save):
-            module.check(self)
+        choose.check_arguments(self)
+        learning_rate.check(self)
+        async_save.check(self)
         if self.preemptible and self.save_only_model:
             raise UsageError(
                 "preemptible=true writes a checkpoint to go on from, and save_only_model=true none that could be. "
                 "Remove one of them."
             )
-        if self.frozen_parts_fsdp == "auto" and os.environ.get("FSDP_IGNORED_MODULES") == fsdp.FROZEN_PARTS:
-            self.frozen_parts_fsdp = "replicate"  # as the preset multi_gpu_fsdp_frozen_replicated says
         if must_use_cpu():
             self.use_cpu = True
         elif launches_deepspeed() and not has_accelerator():

@@ -16,17 +16,18 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from hf_dist_ext.checkpoints import commit, hub, loss_state, merge, resume, safe_reading, trainable, weights
+from hf_dist_ext.checkpoints import commit, hub, loss_state, manifest, merge, resume, safe_reading, trainable, weights
 from hf_dist_ext.checkpoints.facts import RunFacts, base_model
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.run import lease
-from hf_dist_ext.strategies import agreed, collectives, ddp, fsdp, tensor_parallel, zero, zero_checkpoint
+from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
 
 
 class CheckpointHooks(Trainer):
-    _split: tensor_parallel.SplitModel | None = None  # a model under tensor parallelism
+    strategy: Strategy
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -56,12 +57,11 @@ class CheckpointHooks(Trainer):
 
     @property
     def _saves_optimizer_by_name(self) -> bool:
-        """As runs with frozen parts do; Trainer can not write that of a model under tensor parallelism."""
-        return self._saves_trainable_only or self._split is not None
+        return self._saves_trainable_only or self.strategy.saves_by_name
 
     @property
     def _saves_shards(self) -> bool:
-        return self._has_own_arguments and fsdp.saves_shards(self.accelerator)
+        return self._has_own_arguments and self.strategy.saves_shards
 
     @property
     def saves_complete_model(self) -> bool:
@@ -137,21 +137,12 @@ class CheckpointHooks(Trainer):
             epoch=self.state.epoch,
             position=self.data_position.facts(self.health.bad_rows.of_epoch()),
             per_device_train_batch_size=self._train_batch_size,
-            sharding=self._sharding(),
+            sharding=self.strategy.name,
             frozen_fingerprint=self.keeper.frozen_fingerprint,
             stage=getattr(self, "stage", None),
             trains=None if self.freeze_plan is None else self.freeze_plan.describe(),
         )
         return facts.content(self.args, self._bare)
-
-    def _sharding(self) -> str:
-        if self.is_deepspeed_enabled:
-            return "deepspeed"
-        if self._split is not None:
-            return self._split.describe()
-        if self.is_fsdp_enabled:
-            return f"fsdp {self.accelerator.state.fsdp_plugin.state_dict_type.name}"
-        return "ddp" if self.args.world_size > 1 else "none"
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
@@ -170,15 +161,15 @@ class CheckpointHooks(Trainer):
         with loss_state.loss_state_apart(self.loss, self.optimizer, save_to=output_dir if saves else None):
             if not self._saves_optimizer_by_name:
                 super()._save_optimizer_and_scheduler(output_dir)
-            elif self.is_deepspeed_enabled:
-                zero_checkpoint.save(self, Path(output_dir))
+            elif self.strategy.has_engine:
+                self.strategy.save_engine(self.model_wrapped, Path(output_dir))
             else:
                 trainable.save_optimizer(self.model, self.optimizer, Path(output_dir), self.args, self._saves_shards)
             if self._saves_optimizer_by_name and saves:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
         if self._budget is not None and saves:
             loss_state.save_budget(self._budget, output_dir)
-        ddp.save(self, output_dir)
+        self.strategy.save(self.model_wrapped, output_dir, self.args)
         if saves:
             self.data_position.save(output_dir)
 
@@ -223,7 +214,7 @@ class CheckpointHooks(Trainer):
             self._save_trainable(folder, self._saves_shards)
         elif self._saves_shards:  # the weights follow in their own format
             self._save_description(folder)
-        elif self._split is not None:
+        elif self.strategy.split:
             self._save_whole(folder)
         else:
             return False
@@ -244,7 +235,7 @@ class CheckpointHooks(Trainer):
         elif self._merges_adapters:
             if self.args.should_save:
                 merge.save_merged(self._bare, self.processing_class, folder)
-        elif self._saves_shards or self._split is not None:
+        elif self._saves_shards or self.strategy.split:
             self._save_whole(folder)
         else:
             return False
@@ -252,7 +243,7 @@ class CheckpointHooks(Trainer):
 
     def _save_whole(self, folder: Path) -> None:
         whole = self.whole_weights()
-        with tensor_parallel.saved_as_whole(self.model):
+        with self.strategy.saving_whole(self.model):
             self._save(str(folder), state_dict=whole)
 
     def _save_trainable(self, folder: Path, is_sharded: bool) -> None:
@@ -266,9 +257,7 @@ class CheckpointHooks(Trainer):
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
-        if self._split is not None:
-            return tensor_parallel.whole_weights(self.model, keep=self.args.should_save)
-        return self.accelerator.get_state_dict(self.model)
+        return self.strategy.whole_weights(self.model, keep=self.args.should_save)
 
     # ---- resuming ----
 
@@ -276,27 +265,25 @@ class CheckpointHooks(Trainer):
         if not self._has_own_arguments:
             return super().train(resume_from_checkpoint, *arguments, **options)
         if self.args.save_full_model:
-            merge.check_can_save_merged(self._bare, self.is_fsdp_enabled or zero.is_zero3(self))
+            merge.check_can_save_merged(self._bare, self.strategy.forwards_are_collective)
         if self._saves_trainable_only:
             self.keeper.fingerprint_frozen(self._bare, self.freeze_plan.saved)
         resume_from_checkpoint = self.keeper.resume(
             resume_from_checkpoint,
             self._bare,
             check=self._check_resumable,
-            load_split=None if self._split is None else tensor_parallel.load_weights,
+            load_split=self.strategy.load_whole,
             load_adapters=lambda model, folder: super(CheckpointHooks, self)._load_from_checkpoint(str(folder), model),
             has_scaler=getattr(self.accelerator, "scaler", None) is not None,
             is_search=self.hp_search_backend is not None,
         )
-        learning_rate.keep_effective_batch(self.args, resume_from_checkpoint, self.is_deepspeed_enabled)
+        learning_rate.keep_effective_batch(self.args, resume_from_checkpoint, self.strategy.fixed_accumulation)
         learning_rate.scale(self.args, self.args.world_size // collectives.ranks_per_rows())
         with self.keeper.background.ended():
             return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _check_resumable(self, folder: Path) -> None:
-        resume.check_split(folder, "" if self._split is None else self._split.describe())
-        if self.is_deepspeed_enabled:
-            zero_checkpoint.check_processes(self, folder)
+        self.strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._saves_trainable_only:
@@ -310,10 +297,9 @@ class CheckpointHooks(Trainer):
 
     def _load_by_own_names(self, folder: str) -> bool:
         """False where the folder has the names of memory, or FSDP reads its own format."""
-        if self._split is not None:
-            tensor_parallel.load_weights(self.model, folder)
+        if self.strategy.load_whole(self.model, folder):
             return True
-        return not self.is_fsdp_enabled and weights.load_in_memory_names(self._bare, folder)
+        return not self.strategy.reads_own_format and weights.load_in_memory_names(self._bare, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -321,9 +307,9 @@ class CheckpointHooks(Trainer):
         given = learning_rate.given(self.optimizer, self.lr_scheduler) if self._has_own_arguments else None
         apart = loss_state.loss_state_apart(self.loss, self.optimizer, load_from=checkpoint)
         with apart, safe_reading.read_safely(self._trusts_checkpoints):
-            is_empty = self.is_fsdp_enabled and fsdp.has_no_optimizer_state(checkpoint)
+            is_empty = self.strategy.has_no_optimizer_state(checkpoint)
             if self._saves_optimizer_by_name or is_empty:
-                if not self.is_deepspeed_enabled and not is_empty:  # DeepSpeed's engine has read all of it
+                if not self.strategy.has_engine and not is_empty:  # DeepSpeed's engine has read all of it
                     trainable.load_optimizer(self.model, self.optimizer, Path(checkpoint), self._trusts_checkpoints)
                 scheduler = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
                 self.lr_scheduler.load_state_dict(scheduler)
@@ -333,7 +319,7 @@ class CheckpointHooks(Trainer):
             learning_rate.take_given(self.optimizer, self.lr_scheduler, given)
         if self._budget is not None:
             loss_state.load_budget(self._budget, checkpoint)
-        ddp.load(self, checkpoint)
+        self.strategy.load(self.model_wrapped, checkpoint, self.args)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._has_own_arguments:
@@ -343,9 +329,9 @@ class CheckpointHooks(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if self._saves_trainable_only and not self.is_deepspeed_enabled:
+        if self._saves_trainable_only and not self.strategy.has_engine:
             self._load_trainable(self.model, best)
-        elif self.is_deepspeed_enabled or not self._load_by_own_names(best):
+        elif self.strategy.has_engine or not self._load_by_own_names(best):
             with safe_reading.read_safely(self._trusts_checkpoints):
                 super()._load_best_model()
         loss_state.load_loss(self.loss, best)

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training.arguments import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -76,12 +77,11 @@ def prepare_arguments(args: DistTrainingArguments) -> None:
 # ---- after Trainer's constructor ----
 
 
-def check_what_is_read(args: Any, accelerator: Any, has_optimizer: bool, has_loss: bool) -> None:
+def check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer: bool, has_loss: bool) -> None:
     """Fields that something else of this run would leave without effect, or make count wrongly.
 
-    has_optimizer: one was handed to the trainer.
+    loader: accelerate's DataLoaderConfiguration; has_optimizer: one was handed to the trainer.
     """
-    loader, deepspeed = accelerator.dataloader_config, accelerator.state.deepspeed_plugin
     if has_optimizer and getattr(args, "learning_rates", None):
         raise UsageError(
             "learning_rates makes groups of the optimizer that Trainer builds, but one was given. Give it groups "
@@ -89,13 +89,8 @@ def check_what_is_read(args: Any, accelerator: Any, has_optimizer: bool, has_los
         )
     if not isinstance(args, DistTrainingArguments):
         return
-    if deepspeed is not None and deepspeed.hf_ds_config.get_value("optimizer"):
-        given = "learning_rates" if args.learning_rates else "lr_scale_rule" if args.lr_scale_rule != "none" else None
-        if given is not None:
-            raise UsageError(
-                f"{given} does not reach the optimizer that DeepSpeed's configuration names. Remove it there: Trainer "
-                "then builds the one that optim names."
-            )
+    if args.learning_rates or args.lr_scale_rule != "none":
+        strategy.check_optimizer("learning_rates" if args.learning_rates else "lr_scale_rule")
     if args.world_size == 1:
         return
     if loader.split_batches:

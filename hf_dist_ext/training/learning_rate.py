@@ -79,10 +79,10 @@ def scale(args: Any, data_parallel_size: int | None = None) -> None:
 # ---- the batch survives another number of devices ----
 
 
-def keep_effective_batch(args: Any, checkpoint: str | None, is_fixed: bool) -> None:
+def keep_effective_batch(args: Any, checkpoint: str | None, why_fixed: str) -> None:
     """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed.
 
-    is_fixed: DeepSpeed was started with the number that there is.
+    why_fixed: why accumulation can not change any more, empty when it can.
     """
     content = manifest.read(Path(checkpoint)) if checkpoint else None
     now_parallel = args.world_size // collectives.ranks_per_rows()
@@ -97,13 +97,11 @@ def keep_effective_batch(args: Any, checkpoint: str | None, is_fixed: bool) -> N
         return
     devices = f"{parallel} processes before, {now_parallel} now"
     is_chosen = args.gradient_accumulation_steps != content["gradient_accumulation_steps"]
-    if is_chosen or before % per_micro_step or is_fixed:
+    if is_chosen or before % per_micro_step or why_fixed:
         why = (
             "gradient_accumulation_steps was changed too"
             if is_chosen
-            else "DeepSpeed's accumulation is fixed when it starts"
-            if is_fixed
-            else f"{per_micro_step} rows of a forward over all devices do not divide it"
+            else why_fixed or f"{per_micro_step} rows of a forward over all devices do not divide it"
         )
         now = effective_batch(args, now_parallel)
         _say(f"{devices}: the effective batch is {now} rows, it was {before}, because {why}.")

@@ -6,8 +6,8 @@
 (3) `_score`: `distributed` gathers embeddings; a rank's loss counts by its rows
 (4) `_backward`: the division by gradient accumulation and the fp16 scale enter here, that is once
 
-No maths lives here. `DistTrainer` sets what these methods read: `loss`, `_budget`, `_sizes`, `_reduction`,
-`_takes_column`, `_may_widen`, `_proven`, `_update`.
+No maths lives here. `DistTrainer` sets what these methods read: `loss`, `_budget`, `_sizes`, `strategy`,
+`_takes_column`, `_may_widen`, `_proven`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 from transformers.utils import logging
 
@@ -48,7 +47,8 @@ from hf_dist_ext.frozen.encode_once import (
     has_frozen_backbone,
 )
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.strategies import collectives, zero
+from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training.health import Health
 from hf_dist_ext.training.out_of_memory import (
     ALL_GRAPHS,
@@ -93,11 +93,10 @@ class EmbeddingSteps(Trainer):
     _before_update: RandomState
     _layout: Layout | None = None  # of the micro-batch that runs
     _proven: list[int]  # the largest `_demand` that was tried out
-    _reduction: collectives.Reduction
+    strategy: Strategy
     _takes_column: bool
     _may_widen: bool
     image_stand_in: ImageStandIn | None
-    _update: zero.Update | None = None
     _own_loss: torch.Tensor
 
     def _step(self, model: nn.Module, batch: Batch, ids: Any) -> tuple[CachedStep, ChunkedBatch, dict[str, list[int]]]:
@@ -114,7 +113,7 @@ class EmbeddingSteps(Trainer):
             except Exception as error:
                 if self._sizes is None or self._layout is None or not is_lack_of_memory(error):
                     raise
-                if not self._heals_in_place(model):
+                if not self.strategy.can_redo:
                     raise self._sizes.end_run(self._step_number, **self._layout.left_to_shrink()) from error
             # Behind the except block: the error holds the tensors of every frame it passed.
             self._sizes.shrink(self._sizes.place, self._step_number, [0], **self._layout.left_to_shrink())
@@ -143,7 +142,7 @@ class EmbeddingSteps(Trainer):
                 to_pooled = functools.partial(encode, stops_at_pooled=True)
                 to_train, wide = batch_of_pooled(encode_without_graph(wide or chunked, to_pooled, watches)), None
                 watches = functools.partial(self._phase, False, is_measured)
-            zero.check_chunks(self, num_kept, len(to_train.chunks()))
+            self.strategy.check_graphs(num_kept, len(to_train.chunks()))
             step = cached_step(
                 to_train,
                 encode,
@@ -152,8 +151,8 @@ class EmbeddingSteps(Trainer):
                 phase=watches,
                 loss_parameters=self._loss_parameters(),
                 keep_graph=num_kept,
-                backward_together=not self.forwards_are_collective,
-                last_reaches_all=self.image_stand_in is None and not zero.is_zero3(self),
+                backward_together=not self.strategy.forwards_are_collective,
+                last_reaches_all=self.image_stand_in is None and self.strategy.max_live_graphs is None,
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
             )
@@ -170,7 +169,7 @@ class EmbeddingSteps(Trainer):
             if measures_score if phase.kind == SCORE else measures_chunks:
                 watched.enter_context(self._budget.phase(phase))
             if phase.kind != SCORE:
-                watched.enter_context(self._reduction(phase))
+                watched.enter_context(self.strategy.phase(phase))
             yield
 
     @property
@@ -180,23 +179,17 @@ class EmbeddingSteps(Trainer):
     def _encodes_once(self, bare: nn.Module) -> bool:
         return self.args.uses_gradient_cache and has_frozen_backbone(bare)
 
-    def _heals_in_place(self, model: nn.Module) -> bool:
-        """Whether no wrapper holds a state that an error in the middle of a forward or backward leaves behind."""
-        is_wrapped = self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(model, DistributedDataParallel)
-        return collectives.world_size() == 1 and not is_wrapped
-
     # ---- sizes, agreed by all ranks before the first forward ----
 
     def _fitting_layout(self, model: nn.Module, batch: Batch) -> Layout:
         """How the batch is cut. Under DDP, a step that needs more than any before is tried out on every rank."""
         while True:
             layout = self._cut(batch)
-            # With torch_compile the wrapper is another class, and what is compiled holds other tensors.
-            if self._sizes is None or self.health.inputs or not isinstance(model, DistributedDataParallel):
+            if self._sizes is None or self.health.inputs or not layout.is_larger:
                 return layout
-            if collectives.world_size() == 1 or self.is_deepspeed_enabled or not layout.is_larger:
+            if (bare := self.strategy.bare_to_try(model)) is None:
                 return layout
-            place = self._place_out_of_memory(model.module, layout)
+            place = self._place_out_of_memory(bare, layout)
             left = layout.left_to_shrink()
             answer = [PLACES.index(place) if place else -1, left["can_halve"], left["num_kept"]]
             everyone = collectives.exchange(answer, self.args.device)
@@ -242,12 +235,6 @@ class EmbeddingSteps(Trainer):
         wide = layout.wide or layout.chunked
         rows = sum(map(sum, layout.counts.values()))
         return [costliest_chunk(layout.chunked), costliest_chunk(wide), layout.num_kept, rows]
-
-    @property
-    def forwards_are_collective(self) -> bool:
-        """Whether a forward waits for other ranks, which then have to run the same ones: under FSDP, ZeRO-3 and tensor
-        parallelism."""
-        return self.is_fsdp_enabled or zero.is_zero3(self) or collectives.ranks_per_rows() > 1
 
     def _limits(self) -> ChunkLimits:
         args = self.args
@@ -306,7 +293,7 @@ class EmbeddingSteps(Trainer):
         may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
         self._may_widen = all(may_widen)
         # Every rank runs as many as the one that needs most.
-        if self.forwards_are_collective:
+        if self.strategy.forwards_are_collective:
             most = [max(numbers) for numbers in zip(*(row[3 + len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
                 if plan is chunked or self._may_widen:
@@ -395,11 +382,7 @@ class EmbeddingSteps(Trainer):
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 
     def _backward(self, loss: torch.Tensor) -> None:
-        loss = self._reduction.reaching_all(loss / self.current_gradient_accumulation_steps)
-        if self.is_deepspeed_enabled:
-            self._update.backward(zero.poisoned(loss, self._own_loss), self._reduction.completes)
-        else:
-            self.accelerator.backward(loss)
+        self.strategy.backward(loss / self.current_gradient_accumulation_steps, self._own_loss)
 
 
 def _configs_by_column(model: nn.Module) -> dict[str, Any]:

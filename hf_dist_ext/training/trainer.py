@@ -13,11 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedDataParallelKwargs
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
@@ -31,8 +29,9 @@ from hf_dist_ext.failures import phase
 from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.strategies import choose, collectives, ddp, fsdp, tensor_parallel, zero, zero_checkpoint
-from hf_dist_ext.strategies.layers import repeated_layer_classes
+from hf_dist_ext.frozen.run_mode import fully_frozen_roots
+from hf_dist_ext.strategies import choose, collectives
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import checks, loss_scale, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.checkpoint_hooks import CheckpointHooks
@@ -61,6 +60,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     args: DistTrainingArguments
     health: Health
+    strategy: Strategy
     _initial_global_step = 0  # Trainer's, from the beginning of training on
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
@@ -68,6 +68,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
         self.loss, self._budget, self._rate_names, self._rates = loss, None, [], {}
+        self.strategy = Strategy()
         processor = more[3] if len(more) > 3 else options.get("processing_class")
         self._makes_pictures = getattr(processor, "image_processor", None) is not None
         if args is None:
@@ -76,31 +77,30 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
             checks.refuse_without_loss(args)
         else:
             checks.prepare_arguments(args)
-            self._split = choose.check(model, args)
+            self.strategy = choose.of_model(model, args)
             if options.get("compute_metrics") is None and len(more) < 7:
                 metrics.check_can_be_computed(args)
                 normalizes = getattr(loss, "normalize", False)
                 options["compute_metrics"] = partial(metrics.metrics_of_prediction, normalizes=normalizes)
         self.freeze_plan = freeze.freeze(model, args)
-        with tensor_parallel.saving_allowed(args, self._split is not None or self._will_be_split):
+        with self.strategy.constructing(args):
             super().__init__(model, args, *more, **options)
         uses_cache = loss is not None and self.args.uses_gradient_cache
         self._sizes = FittingSizes(self.args, loss) if uses_cache else None
         self.health = self._make_health()
         if self.health.is_called_back:
             self.add_callback(self.health)
-        if self._split is not None:  # also for an evaluation that no training precedes
-            tensor_parallel.copy_from_first(self.model)
-        checks.check_what_is_read(self.args, self.accelerator, self.optimizer is not None, loss is not None)
-        keeps_float32 = self.is_fsdp_enabled and self.accelerator.mixed_precision != "no"
-        if (loss is not None or self.freeze_plan is not None) and not (keeps_float32 or self.is_deepspeed_enabled):
+        self.strategy.constructed(self.model)
+        loader = self.accelerator.dataloader_config
+        checks.check_what_is_read(self.args, loader, self.strategy, self.optimizer is not None, loss is not None)
+        if (loss is not None or self.freeze_plan is not None) and not self.strategy.keeps_float32:
             checks.warn_of_rounded_updates(self.model)
         if self.freeze_plan is not None:
             self.freeze_watch = freeze.FreezeWatch(
                 lambda: self.freeze_plan,
                 lambda: self.bare_model,
                 is_skipped=lambda: self.health.is_update_skipped,
-                holds_gradients=not self.is_deepspeed_enabled,
+                holds_gradients=self.strategy.holds_gradients,
             )
             self.add_callback(self.freeze_watch)
         if self.freeze_plan is not None or loss is not None:
@@ -130,38 +130,26 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         if isinstance(loss, nn.Module):
             loss.to(self.args.device)
         self._takes_column = "column" in forward_parameters(self.model)
-        self._reduction: collectives.Reduction | None = None
         self._loss_gradients_are_used = True
         self._may_widen = True
         self._proven = [0, 0, 0, 0]
         self._budget = self._make_budget()
-        if self.is_deepspeed_enabled:
-            zero.check(self)
+        self.strategy.check(bool(self._loss_parameters()), self._budget is not None)
         if self.args.uses_gradient_cache:
             checks.check_model(self.model, self.args)
 
     # ---- setting up ----
 
     def create_accelerator_and_postprocess(self) -> None:
-        with fsdp.without_fsdp(self.args), collectives.sharded_on_cpu(has_mesh=self._split is not None):
+        with choose.building(self.args, self.strategy):
             super().create_accelerator_and_postprocess()
-        if self._split is not None:
+        self.strategy = choose.of_accelerator(self.accelerator, self.strategy)
+        if (gather := self.strategy.gather_for_metrics()) is not None:
             # Trainer's loops over an evaluation take it from both.
-            gather = partial(tensor_parallel.gather_for_metrics, self.accelerator)
             self.accelerator.gather_for_metrics = gather
             self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
-        if self.is_fsdp_enabled and (self.loss is not None or self.freeze_plan is not None):
-            fsdp.check_version(self.accelerator.state.fsdp_plugin)
-        if self.is_fsdp_enabled and self.model is not None:
-            fsdp.without_pinning(self.accelerator.state.fsdp_plugin)
-            _name_layers_to_shard(self.accelerator.state.fsdp_plugin, self.model, self.args)
-            if self._has_own_arguments:
-                fsdp.set_precision(self.accelerator, self.model, self.args, self.loss is not None)
-            if self.freeze_plan is not None:
-                fsdp.check_names(self.accelerator.state.fsdp_plugin)
-            freeze.replicate_frozen_parts(
-                self.accelerator.state.fsdp_plugin, self.model, self.freeze_plan, self.args.frozen_parts_fsdp
-            )
+        frozen_roots = None if self.freeze_plan is None or self.model is None else fully_frozen_roots(self.model)
+        self.strategy.place(self.model, self.args, self.loss is not None, frozen_roots)
 
     @property
     def bare_model(self) -> nn.Module:
@@ -169,11 +157,10 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def _make_health(self) -> Health:
-        has_scaler = getattr(self.accelerator, "scaler", None) is not None
         return Health(
             self.args,
             is_guarded=self.loss is not None or self.freeze_plan is not None,
-            has_scaler=has_scaler or (self.is_deepspeed_enabled and self.args.fp16),
+            has_scaler=self.strategy.has_scaler(self.args),
             processor=self.processing_class,
             sizes=self._sizes,
             progress=lambda: (self.state.global_step, self._initial_global_step),
@@ -183,16 +170,11 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
     def make_image_stand_in(self) -> ImageStandIn | None:
         has_loss = self.loss is not None
         return freeze.stand_in_for_images(
-            self.bare_model, self.processing_class, has_loss, lambda: self.forwards_are_collective
+            self.bare_model, self.processing_class, has_loss, lambda: self.strategy.forwards_are_collective
         )
 
-    @property
-    def _will_be_split(self) -> bool:
-        return self.loss is not None and collectives.launched_tensor_parallel_size() > 1
-
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        # Trainer's hooks would reduce over all ranks and at every backward; ours is SplitModel.complete_gradients.
-        if self._split is None:
+        if not self.strategy.syncs_replicated:  # Trainer's hooks would reduce over all ranks and at every backward
             super()._sync_replicated_trainable_parameters(model)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
@@ -205,28 +187,22 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
             # Modules that write to their buffers are refused with a cache: there is nothing to broadcast.
             self.args.ddp_broadcast_buffers = False
         if self._has_own_arguments:
-            options |= fsdp.options(self.args, options.get("fsdp_plugin"))
+            options |= choose.plugins(self.args, options.get("fsdp_plugin"))
         found = super()._build_accelerator_args(**options)
         if self._has_own_arguments:
-            ddp.options(self, found["kwargs_handlers"])
-        for handler in found["kwargs_handlers"] if self.loss is not None else ():
-            if isinstance(handler, DistributedDataParallelKwargs):
-                # The backward that reduces reaches every trainable parameter (Reduction.reaching_all). DDP searches
-                # behind the last forward only, and there are several.
-                handler.find_unused_parameters = False
+            choose.set_handlers(self.args, found["kwargs_handlers"], self.loss is not None)
         return found
 
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
-        fsdp.replay_dropout(self.model_wrapped)
-        if self.is_fsdp_enabled and self.loss is not None:
-            fsdp.set_precision_of_parameters(self.model_wrapped)
+        self.strategy.wrapped(self.model_wrapped, self.loss is not None)
         return prepared
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
         if self.loss is not None:
-            self._split = choose.check(model, self.args)
+            accelerator = getattr(self, "accelerator", None)
+            self.strategy = choose.of_accelerator(accelerator, choose.of_model(model, self.args))
         self.freeze_plan = freeze.freeze(model, self.args)
         return model
 
@@ -245,8 +221,11 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         # wrapper owns may join it (accelerate's FSDP2 refuses optimizers with foreign parameters).
         if self.loss is not None and self.optimizer is not None:
             loss_state.add_loss_group(self.optimizer, self._loss_parameters())
-        if self.is_deepspeed_enabled and self.accelerator.deepspeed_engine_wrapped is not None:
-            zero_checkpoint.attach(self)
+        self.strategy.read_as(
+            self._saves_trainable_only,
+            self._trusts_checkpoints,
+            around=lambda: loss_state.loss_state_apart(self.loss, self.optimizer),
+        )
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_learning_rate(self) -> float:
@@ -267,9 +246,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         collate, options = self.data_collator, (self.args, self.accelerator.autocast, self.image_stand_in)
         if self.feature_cache is None:
             self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, collate, *options)
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        is_sharded = self.forwards_are_collective and getattr(plugin, "ignored_modules", None) is None
-        self.feature_cache.must_have_all = is_sharded
+        self.feature_cache.must_have_all = self.strategy.frozen_forwards_are_collective
         self.data_collator = feature_cache.CachingCollator(collate, self.feature_cache)
         try:
             return self._watched(super().get_train_dataloader())
@@ -353,58 +330,40 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
             self.optimizer.train()
         if self._loss_gradients_are_used and isinstance(self.loss, nn.Module):
             self.loss.zero_grad()
-        if self._reduction is None or self._reduction.model is not model:
-            self._reduction = collectives.Reduction(
-                model,
-                lambda: self.accelerator.sync_gradients,
-                self.args.gradient_cache_fsdp,
-                self._takes_column,
-                waits_for_all=zero.stage(self) in (1, 2),
-            )
-            if self.is_deepspeed_enabled:
-                self._update = zero.Update(self)
+        if self.strategy.model is not model:
+            mode, own = self.args.gradient_cache_fsdp, self._loss_parameters()
+            self.strategy.start(model, mode, own, self.optimizer, has_towers=self._takes_column)
         batch, ids = split_ids(self._prepare_inputs(inputs))
-        if self._split is not None:
-            self._split.check_group(batch, self.args.device)
+        self.strategy.check_batch(batch, self.args.device)
         step, chunked, counts = self._step(model, batch, ids)
         self._loss_gradients_are_used = self.accelerator.sync_gradients
-        if self.accelerator.sync_gradients and not self.is_deepspeed_enabled:  # there they have taken their step
-            collectives.average_gradients(self._loss_parameters())
-            if self._split is not None:
-                self._split.complete_gradients()
+        if self.accelerator.sync_gradients:
+            self.strategy.finish_update(self._loss_parameters())
         self.meter.add(step, chunked, counts)
         loss = step.loss / self.current_gradient_accumulation_steps
         return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
         found = super().compute_loss(model, inputs, return_outputs, **options)
-        if self.health.guard is None or not self.is_deepspeed_enabled or return_outputs or not torch.is_grad_enabled():
+        if self.health.guard is None or return_outputs or not torch.is_grad_enabled():
             return found
-        return zero.poisoned(found, found.detach())
+        return self.strategy.mark(found, found.detach())
 
     def _clip_grad_norm(self, model: nn.Module):
-        if self._split is not None:
-            parameters = chain(model.parameters(), self._loss_parameters())
-            return tensor_parallel.clip_gradients(parameters, self.args.max_grad_norm)
-        if self.loss is None or not self._loss_parameters() or self.is_deepspeed_enabled:
-            return super()._clip_grad_norm(model)
-        parameters = chain(model.parameters(), self._loss_parameters())
-        return self.accelerator.clip_grad_norm_(parameters, self.args.max_grad_norm)
+        own = [] if self.loss is None else self._loss_parameters()
+        norm = self.strategy.clip(model.parameters(), own, self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         phase.enter("clipping gradients, update")
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if self.is_deepspeed_enabled and self.health.guard is not None:
-            grad_norm = zero.norm_of_update(self, grad_norm)
+        if self.health.guard is not None:
+            grad_norm = self.strategy.update_norm(grad_norm)
         if hasattr(grad_norm, "full_tensor"):  # of FSDP2: a collective, once; logging it would be another
             grad_norm = grad_norm.full_tensor()
-        self.health.before_update(grad_norm, self.state.max_steps, self._drop_update)
+        drop_update = partial(self.strategy.drop_update, self.optimizer, self.state.global_step + 1)
+        self.health.before_update(grad_norm, self.state.max_steps, drop_update)
         return grad_norm
-
-    def _drop_update(self) -> None:
-        if self.is_deepspeed_enabled:
-            zero.check_skipped(self)
-        self.optimizer.zero_grad()
 
     # ---- after a step ----
 
@@ -473,11 +432,3 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
             seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
             everyone = collectives.one_of_each(collectives.exchange([seen], self.args.device))
             self.state.num_input_tokens_seen += sum(row[0] for row in everyone)
-
-
-def _name_layers_to_shard(plugin: Any, model: nn.Module, args: Any) -> None:
-    """accelerate's own choice crashes for many encoders or shards almost nothing (strategies/layers.py says which)."""
-    min_num_params = getattr(args, "min_num_params", None) or 0
-    if plugin.transformer_cls_names_to_wrap is None or min_num_params:
-        # Empty: one unit, not accelerate's guess.
-        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model, min_num_params)

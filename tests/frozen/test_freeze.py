@@ -166,18 +166,18 @@ def test_the_preset_for_replicated_frozen_parts_reaches_fsdp(caplog):
     """Its words stand where accelerate takes a regex; left there, everything would be sharded."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from hf_dist_ext.frozen.freeze import replicate_frozen_parts
-    from hf_dist_ext.frozen.plan import plan_freezing
+    from hf_dist_ext.frozen.run_mode import fully_frozen_roots
     from hf_dist_ext.run.presets import find_preset, load_preset
+    from hf_dist_ext.strategies.fsdp import replicate_frozen_parts
 
     words = load_preset(find_preset("multi_gpu_fsdp_frozen_replicated"))["fsdp_config"]["fsdp_ignored_modules"]
     model = tiny_llava()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("projector" in name)
-    for plan in (plan_freezing(model, trainable_modules=["projector"]), None):
+    for roots in (fully_frozen_roots(model), None):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=words, cpu_ram_efficient_loading=False)
-        replicate_frozen_parts(plugin, model, plan, "replicate")
-        if plan is None:
+        replicate_frozen_parts(plugin, roots, "replicate")
+        if roots is None:
             assert plugin.ignored_modules is None and "nothing is frozen" in caplog.text
         else:
             ignored = {p for root in plugin.ignored_modules for p in root.parameters()}

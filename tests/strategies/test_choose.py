@@ -8,12 +8,12 @@ from torch import nn
 from transformers import BertConfig, LlamaConfig, LlamaModel, MixtralConfig
 from transformers.distributed import DistributedConfig
 
-from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import collectives, tensor_parallel
-from hf_dist_ext.strategies.choose import check
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.choose import of_model
 from hf_dist_ext.strategies.tensor_parallel import check_can_be_split, launched_config
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -34,10 +34,10 @@ def embedder() -> EmbeddingModel:
 )
 def test_a_yaml_that_shares_rows_is_refused(monkeypatch, tmp_path, name, words):
     args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    check(embedder(), args)
+    of_model(embedder(), args)
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
-    check(embedder(), args)  # every process has rows of its own
+    of_model(embedder(), args)  # every process has rows of its own
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "2")
     with pytest.raises(UsageError, match=f"{name}_size=2.*{words}.*multi_gpu_fsdp"):
         DistTrainer(embedder(), args, loss=InfoNCELoss())
@@ -47,7 +47,7 @@ def test_a_parallelism_config_of_the_arguments_is_looked_at(tmp_path):
     args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     args.parallelism_config = ParallelismConfig(tp_size=4)
     with pytest.raises(UsageError, match="tp_size=4"):
-        check(embedder(), args)
+        of_model(embedder(), args)
 
 
 @needs_tensor_parallelism
@@ -103,13 +103,15 @@ def test_processes_that_make_no_groups_are_refused(monkeypatch, processes):
 
 
 @pytest.mark.parametrize(("before", "now"), [("tp 2", ""), ("", "tp 2"), ("tp 2", "tp 2 x fsdp 2")])
-def test_a_checkpoint_of_another_way_of_splitting_is_refused(monkeypatch, before, now):
+def test_a_checkpoint_of_another_way_of_splitting_is_refused(before, now):
     content = {"sharding": before or "ddp", "tensor_parallel_size": 2 if before else 1}
-    monkeypatch.setattr(manifest, "read", lambda folder: content)
+    strategy = Strategy()
+    strategy.split = now
     with pytest.raises(UsageError, match="tensor parallelism.*resume_weights_only"):
-        resume.check_split(Path("checkpoint-2"), now)
+        strategy.check_resumable(Path("checkpoint-2"), content, world_size=4)
+    strategy.split = "tp 2 x fsdp 8"  # other groups
     content |= {"sharding": "tp 2 x fsdp 2", "tensor_parallel_size": 2}
-    resume.check_split(Path("checkpoint-2"), "tp 2 x fsdp 8")
+    strategy.check_resumable(Path("checkpoint-2"), content, world_size=4)
 
 
 def test_the_gather_takes_one_rank_of_each_group(monkeypatch):

@@ -1,0 +1,247 @@
+"""What a run asks about the way its model is spread over processes. The answers here are those of one process.
+
+Each other way is a subclass in a file of its own that overrides what differs; `choose.py` says which one runs. Nobody
+asks a strategy which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist_ext.engine.gradient_cache import Phase
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives
+
+
+class Strategy:
+    """One process.
+
+    Attributes:
+        accelerator: None before there is one.
+        model: with its wrappers, once `start` was called.
+        completes: whether the phase that runs completes the gradients of an update.
+    """
+
+    comes_with_model = False  # the model is split over a mesh of processes before there is an accelerator
+    # What a step may do.
+    forwards_are_collective = False  # a forward waits for other ranks, which then have to run the same ones
+    max_live_graphs: int | None = None  # 1: every forward must be followed by its backward
+    can_redo = True  # an error inside a forward or backward leaves nothing behind, so the step can be run again
+    waits_for_all = False  # gradients are complete only when one of every trainable parameter has come
+    holds_gradients = True  # until the update; else the wrapper has used them up in the last backward
+    keeps_float32 = False  # trains copies of its own of weights in half precision
+    syncs_replicated = False  # keeps what no mesh holds alike on all ranks, in place of Trainer
+    fixed_accumulation = ""  # why accumulation can not change after the start
+    # What a checkpoint is made of.
+    split = ""  # how the layers themselves are split, in words: the optimizer's groups follow it
+    saves_by_name = False  # the optimizer's state, since Trainer can not write it
+    saves_shards = False  # weights and optimizer state go into a distributed format
+    reads_own_format = False  # of weights, which Trainer knows how to load
+    has_engine = False  # that writes and reads weights and optimizer state by itself
+
+    def __init__(self) -> None:
+        self.accelerator: Any = None
+        self.model: nn.Module | None = None
+        self.completes = False
+
+    @classmethod
+    def runs(cls, accelerator: Any) -> bool:
+        """Whether this is what an `Accelerator` will wrap a model in."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """As a manifest has it."""
+        return "none"
+
+    @property
+    def frozen_forwards_are_collective(self) -> bool:
+        """Those of modules of which nothing trains."""
+        return self.forwards_are_collective
+
+    # ---- setting up ----
+
+    def constructing(self, args: Any) -> AbstractContextManager:
+        """Around Trainer's constructor."""
+        return nullcontext()
+
+    def place(
+        self, model: nn.Module | None, args: Any, has_loss: bool, frozen_roots: Sequence[nn.Module] | None
+    ) -> None:
+        """When there is an `Accelerator`, before it wraps the model. `frozen_roots`: the largest modules of which
+        nothing trains; None when nothing is frozen by name."""
+
+    def gather_for_metrics(self) -> Callable | None:
+        """In place of the accelerator's; None: that one will do."""
+        return None
+
+    def constructed(self, model: nn.Module) -> None:
+        """After Trainer's constructor: also for an evaluation that no training precedes."""
+
+    def wrapped(self, model: nn.Module, has_loss: bool) -> None:
+        """Once the model is in its wrappers."""
+
+    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
+        """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
+        some of its own; `has_budget`: memory is measured to find the size of chunks."""
+
+    def check_optimizer(self, field: str) -> None:
+        """UsageError when `field` does not reach the optimizer."""
+
+    # ---- a step ----
+
+    def start(
+        self,
+        model: nn.Module,
+        mode: str,
+        loss_parameters: Sequence[nn.Parameter],
+        optimizer: Any,
+        has_towers: bool = False,
+    ) -> None:
+        """Before the first step of a wrapped model. `mode`: the argument `gradient_cache_fsdp`; `has_towers`: every
+        column of a batch has a tower of its own."""
+        self.model = model
+
+    def check_batch(self, batch: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device) -> None:
+        """UsageError for rows that this rank must not hold."""
+
+    def check_graphs(self, num_kept: int, num_chunks: int) -> None:
+        """UsageError when a step would keep more graphs alive than may be."""
+
+    def bare_to_try(self, model: nn.Module) -> nn.Module | None:
+        """The model in its wrapper, on which a step can be tried out without a collective; None: not needed, or not
+        possible."""
+        return None
+
+    def phase(self, phase: Phase) -> AbstractContextManager:
+        """Around every forward and backward of a step. One reduction runs per update: in the phase that is the last of
+        a step, where accelerate says that the step ends an update."""
+        self.completes = phase.is_last and self.accelerator.sync_gradients
+        return self.reducing()
+
+    def reducing(self) -> AbstractContextManager:
+        """The collectives of the phase that runs; `completes` is set."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, own_loss: torch.Tensor) -> None:
+        """`own_loss`: what this rank scored in the step, detached."""
+        self.accelerator.backward(self.reaching_all(loss))
+
+    def reaching_all(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the backward that runs: the one that completes the gradients has a gradient of zero for
+        parameters that this rank's chunk did not use (an image encoder, for rows without images)."""
+        if not (self.completes and self.waits_for_all):
+            return loss
+        used = _parameters_behind(loss)
+        unused = [p for p in self.model.parameters() if p.requires_grad and used is not None and id(p) not in used]
+        return _WithZeroGradients.apply(loss, *unused) if unused else loss
+
+    def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
+        """`loss`, such that all ranks skip the update when `own_loss` is not finite on one."""
+        return loss
+
+    # ---- an update ----
+
+    def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
+        """After its last backward: gradients that no wrapper reduces."""
+        collectives.average_gradients(loss_parameters)
+
+    def clip(
+        self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
+    ) -> torch.Tensor | None:
+        """Scale gradients down to `max_norm`; their norm before. None: Trainer does it."""
+        if not loss_parameters:
+            return None
+        return self.accelerator.clip_grad_norm_(chain(parameters, loss_parameters), max_norm)
+
+    def update_norm(self, norm: Any) -> Any:
+        """The gradient norm, infinite when the update was skipped."""
+        return norm
+
+    def has_scaler(self, args: Any) -> bool:
+        """Whether updates that overflow in fp16 are skipped and the scale lowered."""
+        return getattr(self.accelerator, "scaler", None) is not None
+
+    def drop_update(self, optimizer: Any, step: int) -> None:
+        """Leave out an update that is not finite."""
+        optimizer.zero_grad()
+
+    # ---- checkpoints ----
+
+    def read_as(self, is_part: bool, trusts: bool, around: Callable[[], AbstractContextManager]) -> None:
+        """When there is an optimizer, for the checkpoint that may be read next. `is_part`: it holds what was trained
+        and no more; `trusts`: its pickles may run code; `around`: what it is read inside of."""
+
+    def whole_weights(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+        """The model's state dict on the ranks with `keep`. Every rank calls it."""
+        return self.accelerator.get_state_dict(model)
+
+    def saving_whole(self, model: nn.Module) -> AbstractContextManager:
+        """Around `save_pretrained` of whole weights on one rank."""
+        return nullcontext()
+
+    def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
+        """Read a whole folder into the model where that takes more than reading it; False: it does not."""
+        return False
+
+    def save_engine(self, model: nn.Module, folder: Path) -> None:
+        """With `has_engine`: its state in a run with frozen parts. Every rank calls it."""
+        raise NotImplementedError
+
+    def has_no_optimizer_state(self, folder: str | Path) -> bool:
+        """Whether a checkpoint holds an optimizer that reading would fail at."""
+        return False
+
+    def save(self, model: nn.Module, folder: str, args: Any) -> None:
+        """What a checkpoint needs beside weights and optimizer; `model` in its wrapper. Every rank calls it."""
+
+    def load(self, model: nn.Module, folder: str | None, args: Any) -> None:
+        """Read what `save` wrote."""
+
+    def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
+        """UsageError for a checkpoint that this run can not continue; `content`: its manifest, empty without one."""
+        before, now = content["sharding"] if content.get("tensor_parallel_size", 1) > 1 else "", self.split
+        if [bool(before), "fsdp" in before] != [bool(now), "fsdp" in now]:
+            raise UsageError(
+                f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. "
+                "With resume_weights_only its weights are taken and everything else starts anew."
+            )
+
+
+def _under(split: str) -> str:
+    return f"under tensor parallelism ({split})" if split else "without tensor parallelism"
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.parameters = parameters
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient, *map(torch.zeros_like, ctx.parameters)
+
+
+def _parameters_behind(loss: torch.Tensor) -> set[int] | None:
+    """The ids of the leaves that the backward of `loss` reaches. None where it can not be known: reentrant activation
+    checkpointing makes the graph of a layer only when its backward runs."""
+    seen, found, next_ones = set(), set(), [loss.grad_fn]
+    while next_ones:
+        node = next_ones.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.add(id(node.variable))
+        elif node.name() == "CheckpointFunctionBackward":
+            return None
+        next_ones += [function for function, _ in node.next_functions]
+    return found
