@@ -7,7 +7,6 @@ to checkpoints, and to a run from outside, stands beside the stock classes in pa
 import json
 import logging
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +31,7 @@ from hf_dist_ext.strategies import fsdp
 from hf_dist_ext.strategies.collectives import sharded_on_cpu
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.distributed.forked import Run
-from tests.launching import launch
+from tests.distributed.forked import Run, launch
 from tests.tiny_models import CHECKPOINTING
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
 from tests.training.test_trainer import Tiny
@@ -227,7 +225,7 @@ def test_a_temperature_gets_its_gradient_through_a_cached_loss(tmp_path, is_scal
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("two")
-    launch("multi_gpu_ddp", 2, Path(__file__), str(folder))
+    launch("multi_gpu_ddp", 2, partial(two_processes, folder))
     return [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -378,7 +376,3 @@ def test_save_model_of_a_sharded_run_writes_a_model(sharded):
     assert sharded["models"] == {
         "stock-False": [], "stock-True": [], "ours-False": ["model.safetensors"], "ours-True": ["model.safetensors"]
     }  # fmt: skip
-
-
-if __name__ == "__main__":
-    two_processes(Path(sys.argv[1]))

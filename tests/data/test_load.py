@@ -19,6 +19,7 @@ from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.row_ids import numbered, shared_ids
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
+from tests.launching import environment
 
 ROWS = [{"query": f"query number {i}", "positive": f"document number {i}", "other": i} for i in range(12)]
 
@@ -152,6 +153,35 @@ def test_csv_keeps_texts_that_pandas_reads_as_missing(tmp_path):
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
+
+
+NOWHERE = """
+from hf_dist_ext.data.load import load_datasets
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.run.config import RunConfig
+from tests.launching import environment
+
+name = "nobody-at-all/nothing-here"
+for load in (
+    lambda: load_datasets(RunConfig(dataset_name=name)),
+    lambda: EmbeddingModel.from_pretrained(name),
+    lambda: read_model_config(None, name, None),
+):
+    try:
+        load()
+    except UsageError as error:
+        assert name in str(error), error
+    else:
+        raise SystemExit("not refused")
+"""
+
+
+@pytest.mark.slow  # the hub is asked again and again, with waits between
+def test_what_is_nowhere_is_named_without_being_told_that_there_is_no_network():
+    online = environment(HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+    subprocess.run([sys.executable, "-c", NOWHERE], check=True, env=online)
 
 
 def test_what_is_not_there_is_named(tmp_path):

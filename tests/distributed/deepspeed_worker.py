@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import tempfile
 from pathlib import Path
@@ -306,6 +307,7 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--only", nargs="+", help="these cases, and nothing beside them")
     options = parser.parse_args()
+    gc.freeze()  # or every end of a training looks at all that was imported
     found: dict = {}
     DistTrainingArguments(output_dir="unused")  # the process group
     for case in CASES:

@@ -26,7 +26,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers.models.bert import modeling_bert  # noqa: F401
 
 from hf_dist_ext.strategies.collectives import leave_together
-from tests.launching import PRESETS
+from tests.launching import PRESETS, ROOT
 
 if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed  # noqa: F401, which accelerate imports wherever it is installed
@@ -137,6 +137,7 @@ def launch(preset: str, num_processes: int, main: Callable[[], None], *arguments
 
     def target(say) -> str:
         signal.alarm(600)  # ends a process that waits for others
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         sys.argv = ["worker", *map(str, arguments)]
         main()
         leave_together()
@@ -144,6 +145,14 @@ def launch(preset: str, num_processes: int, main: Callable[[], None], *arguments
 
     with TemporaryDirectory() as folder:
         Run("single" if preset == "python" else f"{preset}@{num_processes}", Path(folder, "log"), target).result()
+
+
+def train_hf() -> None:
+    """scripts/train_hf.py, for `launch`."""
+    spec = importlib.util.spec_from_file_location("train_hf", ROOT / "scripts" / "train_hf.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.main()
 
 
 def gather_everything(trainer) -> None:

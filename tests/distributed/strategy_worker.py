@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import logging
 import tempfile
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--cases", choices=list(CASES), required=True)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
+    gc.freeze()  # or every end of a training looks at all that was imported
     logging.disable(logging.WARNING)
     found = {name: examine(name, copy.deepcopy(arguments)) for name, arguments in CASES[options.cases].items()}
     base = found.get("preset")

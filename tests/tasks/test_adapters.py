@@ -29,6 +29,7 @@ from hf_dist_ext.tasks.search import embed, load
 from hf_dist_ext.training import final_model
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed import forked
 from tests.distributed.forked import Run
 from tests.launching import environment, launch
 from tests.tasks.test_stages import CONFIG, SCRIPT, main, weights, write_config
@@ -324,7 +325,7 @@ def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy
     more = {"lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}
     more |= {"pooling": "cls", "projection_dim": 8}
     path = run_file(output_dir=str(tmp_path / "two"), batch_size=4, **more)
-    launch("python", 1, SCRIPT, "--config", path, "--accelerate_config", strategy, "--num_processes", 2)
+    forked.launch(f"multi_gpu_{strategy}", 2, forked.train_hf, "--config", path)
     main(run_file(output_dir=str(tmp_path / "alone"), **more))
     two, alone = adapters(tmp_path / "two"), adapters(tmp_path / "alone")
     assert two.keys() == alone.keys() and any(value.abs().sum() > 0 for name, value in alone.items() if "B" in name)

@@ -9,8 +9,8 @@ from PIL import Image
 from transformers import LlavaForConditionalGeneration, Qwen2VLConfig
 
 from hf_dist_ext.data.digits import WORDS, build_processor
-from tests.launching import launch
-from tests.tasks.test_stages import CONFIG, SCRIPT, main
+from tests.distributed.forked import launch, train_hf
+from tests.tasks.test_stages import CONFIG, main
 
 KEPT = ("task", "model_config", "per_device_eval_batch_size")
 
@@ -62,7 +62,7 @@ def test_ranks_without_a_picture_wait_for_nobody(run_file, tmp_path):
     mixed = [rows[i] for i in (0, 4, 1, 5, 6, 2, 7, 3)]
     (tmp_path / "rows.json").write_text(json.dumps(mixed))
     path = run_file(batch_size=1, frozen_parts_fsdp="shard")
-    launch("multi_gpu_fsdp", 2, SCRIPT, "--config", path)
+    launch("multi_gpu_fsdp", 2, train_hf, "--config", path)
     sharded = losses(tmp_path / "out")
     main(run_file(output_dir=str(tmp_path / "alone")))
     assert len(sharded) == 4 and sharded == pytest.approx(losses(tmp_path / "alone"), rel=1e-3)

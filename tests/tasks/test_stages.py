@@ -1,4 +1,4 @@
-"""Stages as a user runs them: the handwritten digits in small, in this process and in a real launch under FSDP."""
+"""Stages as a user runs them: the handwritten digits in small, in this process and under FSDP."""
 
 import importlib.util
 import json
@@ -12,7 +12,8 @@ from transformers import LlavaForConditionalGeneration
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.tasks import stages
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.launching import ROOT, launch
+from tests.distributed.forked import launch, train_hf
+from tests.launching import ROOT
 
 CONFIG = ROOT / "configs" / "digits_projection.json"
 SCRIPT = ROOT / "scripts" / "train_hf.py"
@@ -236,7 +237,7 @@ def test_sharded_weights_are_whole_in_the_next_stage(tmp_path):
     fields = {"frozen_parts_fsdp": "shard", "save_strategy": "no", "max_steps": 3}
     for folder in folders:
         folder.mkdir()
-    launch("multi_gpu_fsdp", 2, SCRIPT, "--config", short_config(folders[0], **fields))
+    launch("multi_gpu_fsdp", 2, train_hf, "--config", short_config(folders[0], **fields))
     main(short_config(folders[1], per_device_train_batch_size=64, **fields))
     report, expected = (json.loads((folder / "out" / "metrics.json").read_text()) for folder in folders)
     assert report["world_size"] == 2 and expected["world_size"] == 1
