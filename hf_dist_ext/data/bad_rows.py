@@ -1,14 +1,14 @@
-"""Training rows that cannot be read or made into features: named, and up to `max_bad_rows` of them replaced.
+"""Training rows that cannot be read or made into features are named, and up to `max_bad_rows` of them are replaced.
 
-(1) a loader fetches and collates a batch as ever; only when that fails are its rows tried one by one
-(2) a bad row is an error that names dataset, row, column and rank; or
-(3) it is replaced, so that no batch is shorter: by the next row of the dataset that is good and not in the batch (of a
-    stream, which has no next row to ask for: by the last good row this worker has seen)
-(4) loader workers count in shared memory, as they are other processes; the trainer adds up all ranks once per step.
-    A checkpoint holds the count of its epoch with the rows' numbers: a loader reads ahead, so that a resumed run meets
-    some of them again
-(5) a row whose storage does not answer is no bad row: it is read again, and a storage that stays silent ends the run
-    with an error of its own (data/storage.py)
+(1) A loader fetches and collates a batch as ever. Only when that fails, it tries the rows of the batch one by one
+(2) Without `max_bad_rows` a bad row is an error that names the dataset, the row, the column and the rank
+(3) With it a bad row is replaced, so that no batch is shorter: by the next row of the dataset that is good and not in
+    the batch. A stream has no next row to ask for, so the last good row that this worker has seen takes the place
+(4) Loader workers are other processes, so they count bad rows in shared memory, and the trainer adds up all ranks once
+    per step. A checkpoint holds the count of its epoch with the rows' numbers: a loader reads ahead, so that a resumed
+    run meets some of these rows again
+(5) A row whose storage does not answer is not a bad row. It is read again, and a storage that stays silent ends the
+    run with an error of its own (data/storage.py)
 
 A stream that fails while it is iterated, before its row reaches the collator, cannot go on: that is always an error.
 """
@@ -31,7 +31,7 @@ TRIES = 100  # following rows that are asked for one replacement
 
 
 class Tally:
-    """Bad rows of this rank: one line per loader worker, [how many, numbers of the last], in shared memory."""
+    """Counts this rank's bad rows in shared memory, a line per loader worker: [how many, numbers of the last]."""
 
     def __init__(self, num_workers: int, listed: int = LISTED):
         self.listed = listed
@@ -44,14 +44,14 @@ class Tally:
         line[0] += 1
 
     def counts(self) -> list[int]:
-        """Of each worker."""
+        """How many bad rows each worker has met."""
         return self.table[:, 0].tolist()
 
     def count(self) -> int:
         return sum(self.counts())
 
     def rows(self, since: list[int] | None = None) -> list[int]:
-        """Their numbers, as far as they are kept; `since`: those after such counts."""
+        """The numbers of bad rows, as far as they are kept; `since`: only of those after such counts."""
         found = set()
         for (count, *rows), first in zip(self.table.tolist(), since or [0] * len(self.table), strict=True):
             found |= {rows[i % self.listed] for i in range(max(first, count - self.listed), count)}
@@ -95,8 +95,8 @@ class _Unreadable(Exception):
 
 
 class GuardedCollator:
-    """(1) to (3). `rows` is None for a stream; `can_replace` is whether (3) holds; `is_numbered`: rows come as from
-    `GuardedRows`, not plainly."""
+    """Does (1) to (3) around the collator `collate`. `rows` is None for a stream; `can_replace`: (3) holds, else (2);
+    `is_numbered`: rows come as from `GuardedRows`, not plainly; `rank` is named in errors."""
 
     def __init__(
         self, collate: Callable, rows: GuardedRows | None, name: str, tally: Tally, can_replace: bool,

@@ -5,10 +5,11 @@
     dataset = load_code_search()                                   # on Python 3.11 train: 5,705 rows, test: 500
     tokenizer = train_tokenizer([*dataset["train"]["query"], *dataset["train"]["positive"]])
 
-(1) read: every module of the running Python's standard library, in path order, tests left out
-(2) pair: a function with a docstring -> query: the docstring's first paragraph, positive: the function without it
-(3) deduplicate: every query and every document occurs once, so that a query has one right answer
-(4) split: a seeded draw of `held_out` rows is the test split; by (3) no query or document of it is in train
+(1) Every module of the running Python's standard library is read, in path order, without the tests
+(2) A function with a docstring becomes a row: the docstring's first paragraph is the query, the function without its
+    docstring the positive
+(3) Rows are left out until every query and every document occurs once, so that a query has one right answer
+(4) A seeded draw of `held_out` rows is the test split; by (3) no query or document of it is in train
 
 The rows depend on the Python version and on nothing else: not on the file system, the locale or the hash seed.
 """

@@ -1,4 +1,4 @@
-"""Rows -> a batch of features per column, with ids that tell equal content from different content.
+"""A collator makes rows into a batch: features per column, and ids that tell equal content from different content.
 
     collator = ContrastiveCollator(tokenizer, ["query", "positive"], max_length={"query": 64, "positive": 256})
     collator([{"query": "add", "positive": "def add(a, b): ..."}, ...])
@@ -29,7 +29,7 @@ NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds 
 
 
 class ContrastiveCollator:
-    """Rows -> {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, the same in every process.
+    """Makes rows into {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, alike in every process.
 
     The first two columns hold one text (or image) per row. A further column holds the row's negatives, one or a list;
     they are flattened row by row, and rows may have different numbers of them. A negative column that the rows do not

@@ -1,19 +1,19 @@
-"""Rows of image-text data -> conversations with pictures; all of them checked before a model is built.
+"""Rows of image-text data become conversations with pictures, and all rows are checked before a model is built.
 
     train, evaluation = load_conversations(run)
     example = ConversationReader(run, train.column_names).read(train[0])
     example.images, example.messages  # [PIL image, ...], [{"role": "user", "content": [{"type": "image"}, ...]}, ...]
 
-Two forms of a row:
+A row has one of two forms:
 * LLaVA's: `conversations` [{"from": "human" | "gpt" | "system", "value": text}] (or role and content), in which every
   <image> stands for the next of the row's pictures; `image` is a file, several, or nothing
 * columns: `image`, `prompt` and `answer`; without a mark <image> in the prompt the pictures come before it
 
-(1) open: JSON and JSONL are read here, since rows of LLaVA's files differ in types that Arrow keeps apart; the rest is
-    opened by data/load.py
-(2) rows are numbered, and read once without their pictures, by one process of each node: who speaks, as many marks as
-    pictures, files that exist
-(3) the collator reads them again, with pictures
+(1) JSON and JSONL files are read here, since rows of LLaVA's files differ in types that Arrow keeps apart. Everything
+    else is opened by data/load.py
+(2) Rows are numbered. One process of each machine reads them once without their pictures, and checks who speaks, that
+    there are as many marks as pictures, and that the files exist
+(3) The collator reads them again, with pictures
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _pictures(dataset: Dataset, column: str | None) -> Iterator[list[str | None]
 
 
 class ConversationReader:
-    """Rows -> `Example`. It can be pickled, for the loader's workers."""
+    """Makes a row into an `Example`. It can be pickled, since the loader's workers use it."""
 
     def __init__(self, run: RunConfig, available: list[str], name: str = "the dataset"):
         self.name, self.folder = name, run.image_folder

@@ -4,10 +4,10 @@
     load_digits("captions")["train"][0]   # no image: "... seven ..." stands where the picture would
     build_processor()                     # tokenizer, image processor and chat template, made here
 
-(1) 1,797 digits that people wrote, 360 of them held out; test is always the held-out pictures
-(2) captions are words alone, each beginning with as many as a picture has patches: some name the digit, the others
-    say nothing. A language model that has learned to answer from them can answer from a picture as soon as a projector
-    puts the picture into those words' place.
+The pictures are 1,797 digits that people wrote; 360 of them are held out, and every test split is of these. Captions
+are words alone, each beginning with as many words as a picture has patches: some name the digit, the others say
+nothing. A language model that has learned to answer from captions can answer from a picture as soon as a projector
+puts the picture into those words' place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_digits(config_name: str | None = None) -> dict[str, Dataset]:
     return {"train": _dataset(train), "test": _dataset(pictures[:HELD_OUT])}
 
 
-def _pictures() -> list[dict[str, Any]]:  # (1)
+def _pictures() -> list[dict[str, Any]]:
     try:
         from sklearn.datasets import load_digits as load_bunch
     except ImportError as error:
@@ -62,7 +62,7 @@ def _pictures() -> list[dict[str, Any]]:  # (1)
     return rows
 
 
-def _captions() -> list[dict[str, Any]]:  # (2)
+def _captions() -> list[dict[str, Any]]:
     draw, rows = random.Random(SPLIT_SEED), []
     for number in range(NUM_CAPTIONS):
         label = number % len(WORDS)

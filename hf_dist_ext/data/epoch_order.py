@@ -1,15 +1,16 @@
-"""Which rows of an epoch a process trains on, in batches: the one owner of a training set's order.
+"""`EpochBatches` says which rows of an epoch a process trains on, in batches: it alone decides a training set's order.
 
-(1) the order of an epoch is drawn from the sampler: its epoch is set, and what it draws from the global generators, or
-    from a generator of its own, follows from seed and epoch. So every process draws the same order, and a later run
-    draws it again; `digest` says whether it did
-(2) the order is cut into global batches, in a resumed run behind the rows that were used
-(3) of each global batch a process takes its own slice. The last one may be short: with a loss over embeddings its rows
-    are split over the processes, and none is repeated. Trainer's own losses count every process alike; for them a
-    short batch is filled up with rows of the first one, as accelerate does
+(1) The order of an epoch is drawn from the sampler. The sampler is told the epoch, and what it draws from the global
+    generators, or from a generator of its own, follows from seed and epoch. So every process draws the same order, and
+    a later run draws it again; `digest` tells whether it did
+(2) The order is cut into global batches, in a resumed run behind the rows that were used
+(3) Of each global batch a process takes its own slice. The last batch may be short: with a loss over embeddings its
+    rows are split over the processes, and none is repeated. Trainer's own losses count every process alike, so for
+    them a short batch is filled up with rows of the first one, as accelerate does
 
-This stands in the place of accelerate's `BatchSamplerShard`, as one sampler: accelerate's `skip_first_batches` wraps
-what it finds once more, and then neither `DataLoaderShard.set_epoch` nor Trainer reaches a sampler two wrappers deep.
+`EpochBatches` stands in the place of accelerate's `BatchSamplerShard`, as one sampler: accelerate's
+`skip_first_batches` wraps what it finds once more, and then neither `DataLoaderShard.set_epoch` nor Trainer reaches a
+sampler two wrappers deep.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hf_dist_ext.data.sampling import NoDuplicatesSampler
 
 @dataclass(frozen=True)
 class Begun:
-    """Of epoch `epoch`, whose order was made for `made_for` (see `made_for`), the first `rows` were used."""
+    """The first `rows` of epoch `epoch` were used, whose order was made for the batch `made_for`."""
 
     epoch: int
     rows: int
@@ -41,8 +42,8 @@ class Begun:
 
 
 class StandIn(dict):
-    """A batch of one row, on a process that has none of its own in a short global batch: models and collectives run
-    with it, and it counts nothing."""
+    """A batch of one row, on a process that has no row of its own in a short global batch: models and collectives run
+    with it, and it counts for nothing."""
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -82,7 +83,7 @@ class EpochBatches(Sampler[list[int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Of a whole epoch."""
+        """How many batches a whole epoch has."""
         full, rest = divmod(self.num_rows, self.window)
         if self.drop_last or not rest:
             return full
@@ -97,7 +98,7 @@ class EpochBatches(Sampler[list[int]]):
         return getattr(self.sampler, made_for_name(self.sampler) or "", self.window)
 
     def order(self) -> np.ndarray:
-        """(rows,) of the present epoch."""
+        """The rows of the present epoch, (rows,)."""
         if self._drawn is None or self._drawn[0] != self.epoch:
             self._drawn = None  # not two orders at once: each takes 8 bytes per row
             sampler, name = self.sampler, made_for_name(self.sampler)
@@ -201,5 +202,5 @@ def _set_batches(loader: DataLoader, batches: Any) -> None:
 
 
 def batches_of(loader: Any) -> Any:
-    """The EpochBatches (or other batch sampler) of a loader, None of a stream."""
+    """The `EpochBatches`, or another batch sampler, of a loader; a stream's has none: None."""
     return getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None)

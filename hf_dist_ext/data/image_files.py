@@ -1,8 +1,8 @@
-"""Columns of image file names -> columns of pictures, which are opened when their row is read.
+"""Columns with names of image files become columns of pictures, each of which is opened when its row is read.
 
-(1) a name stays below `image_folder`: one that is absolute or climbs out of it is an error, in every task
-(2) every file of a dataset that is not a stream must exist, as `RowCheck` looks before a model is built
-(3) names become paths, paths become `datasets` images
+(1) A name stays below `image_folder`: one that is absolute or climbs out of the folder is an error, in every task
+(2) Every file of a dataset that is not a stream must exist: `RowCheck` looks for it before a model is built
+(3) Names become paths, and paths become `datasets` images
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_dist_ext.run.config import RunConfig
 
 
 def image_path(name: str, folder: str | None) -> str:  # (1)
-    """Where a name of the data is. Without a folder it starts in the current one, and may be absolute."""
+    """The path of a name in the data. Without a folder the name starts in the current one, and may be absolute."""
     if folder is None:
         return os.path.expanduser(name)
     root = os.path.abspath(folder)
@@ -49,7 +49,7 @@ def find_image(name: str | None, folder: str | None) -> str:
 
 
 def _is_file(path: str) -> bool:
-    """As os.path.isfile, which takes a file system that does not answer for a missing file."""
+    """As `os.path.isfile`, which however mistakes a file system that does not answer for a missing file."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):

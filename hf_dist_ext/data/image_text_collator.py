@@ -1,11 +1,12 @@
-"""Conversations with pictures -> a batch whose labels stand on the answers only.
+"""Conversations with pictures become a batch whose labels stand on the answers only.
 
-(1) the processor's chat template writes each conversation as text; an answer is what it adds after the prompt that a
-    model would be asked with, its end-of-turn token included; templates with {% generation %} say it themselves
-(2) the processor puts a picture's tokens where its placeholder stands, and tells every token's place in the text
-(3) tokens that overlap an answer keep their id as label, all others get -100
-(4) rows are cut at `max_length` from the end (never through a picture), then padded on the tokenizer's side
-(5) for evaluation the batch also holds the last answers and, with `with_prompts`, the conversations up to them, padded
+(1) The processor's chat template writes each conversation as text. An answer is what the template adds after the
+    prompt that a model would be asked with, its end-of-turn token included; a template with {% generation %} marks
+    the answers itself
+(2) The processor puts a picture's tokens where its placeholder stands, and tells every token's place in the text
+(3) Tokens that overlap an answer keep their id as label, all others get -100
+(4) Rows are cut at `max_length` from the end (never through a picture), then padded on the tokenizer's side
+(5) For evaluation the batch also holds the last answers and, with `with_prompts`, the conversations up to them, padded
     on the left, to generate from
 
 Rows with no picture, one or several may share a batch, and a batch may have none (frozen/image_stand_in.py says why
@@ -33,7 +34,7 @@ Span = tuple[int, int]
 
 
 class ImageTextCollator:
-    """Rows of `load_conversations` -> input_ids, attention_mask, labels (B, T) and the pictures' features.
+    """Makes rows of `load_conversations` into input_ids, attention_mask, labels (B, T) and the pictures' features.
 
     `max_length` counts a picture's tokens too; None cuts nothing.
     """

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def first_of_node() -> Iterator[bool]:
-    """Its first process goes through before the others do; whether this is the first. One process: it is."""
+    """Lets the first process of each machine through before the others; gives whether this process is the first."""
     if not (dist.is_available() and dist.is_initialized()):
         yield True
         return
@@ -39,7 +39,7 @@ def first_of_node() -> Iterator[bool]:
 
 @dataclass
 class RowCheck:
-    """Looks at all rows before training. More than `may_be_bad` that cannot be used are an error, fewer a warning."""
+    """Notes rows that cannot be used: more than `may_be_bad` of them are an error, fewer a warning."""
 
     name: str
     may_be_bad: int = 0

@@ -1,9 +1,9 @@
-"""Which rows may not share a batch: a small number per text, the same where the text is, for `NoDuplicatesSampler`.
+"""Rows that hold the same text may not share a batch: each text gets a small number here, for `NoDuplicatesSampler`.
 
-(1) the texts of a column are hashed as Arrow holds them, block by block, to 64 bits
-(2) hashes that stand in several rows are numbered 1, 2, ...; all others become 0, and int32 is enough
-(3) of a large dataset once per machine: the first process to come writes a file, the others wait for its lock and map
-    it, and so does every later run on the same dataset
+(1) The texts of a column are hashed as Arrow holds them, block by block, to 64 bits
+(2) Hashes that stand in several rows are numbered 1, 2, ... All others become 0, and int32 is enough
+(3) For a large dataset this is done once per machine: the first process to come writes a file, the others wait for its
+    lock and map the file into memory, and so does every later run on the same dataset
 
 Two texts with one hash (for 1e7 rows about once in 100,000 datasets) are kept apart without need; that is all.
 """
@@ -60,7 +60,7 @@ def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
 
 
 def _file(dataset: Dataset, columns: Sequence[str]) -> Path:
-    """`datasets` names by its fingerprint what a dataset was made from and by; it changes with every row."""
+    """The file of (3), named after the dataset's fingerprint, which `datasets` changes with every change of a row."""
     facts = f"{VERSION} {dataset._fingerprint} {len(dataset)} {list(columns)}"
     name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
     return Path(datasets.config.HF_DATASETS_CACHE) / "hf_dist_ext" / f"row_ids_{name}.npy"
@@ -109,7 +109,7 @@ def _hashes(values: pa.Array) -> np.ndarray:
 
 
 def numbered(ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """(rows, columns) of any integers -> int32: 1, 2, ... where several rows hold the integer, else 0."""
+    """Any integers (rows, columns) as int32: 1, 2, ... where several rows hold the integer, else 0."""
     if out is None:
         out = np.empty(ids.shape, dtype=np.int32)
     ids = ids if ids.itemsize == 8 else ids.astype(np.int64)
@@ -138,7 +138,7 @@ def numbered(ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 
 
 def _repeated_within_rows(ids: np.ndarray) -> np.ndarray | None:
-    """Flat places of what an earlier column of the same row holds: no conflict with itself."""
+    """Flat places of values that an earlier column of the same row holds too: a row has no conflict with itself."""
     num_columns, found = ids.shape[1], []
     for column in range(1, num_columns):
         for first in range(0, len(ids), ROWS):

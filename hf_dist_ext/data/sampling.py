@@ -1,13 +1,13 @@
-"""No duplicates in a batch: a permutation of the rows in which every global batch holds each id once.
+"""`NoDuplicatesSampler` gives a permutation of the rows in which every global batch holds each id once.
 
     ids = shared_ids(dataset, ["query", "positive"])
     sampler = NoDuplicatesSampler(ids, window=batch_size * num_processes, seed=42)
 
-A window is a global batch: data/epoch_order.py cuts the order into them. Per epoch:
-(1) permute the rows, by seed and epoch
-(2) fill a window with rows that wait from earlier windows, then with rows of the permutation; a row with an id that
+A window is a global batch: data/epoch_order.py cuts the order into them. An epoch's order is made in three steps:
+(1) Permute the rows, by seed and epoch
+(2) Fill a window with rows that wait from earlier windows, then with rows of the permutation; a row with an id that
     the window has already joins the queue of that id
-(3) when nothing that fits is left, fill up with rows that do not; `num_deferred` counts them
+(3) When nothing that fits is left, fill up with rows that do not; `num_deferred` counts them
 
 Which rows of the permutation meet an id of their own window is found by sorting, for a block of rows at once. As long
 as no row waits, windows without such rows are left as they are; in the others only such rows are looked at one by one.
@@ -197,7 +197,7 @@ class _Dealing:
 def no_duplicates_sampler(
     dataset: object, columns: Sequence[str], window: int, seed: int, id_column: str | None = None
 ) -> NoDuplicatesSampler:
-    """For a dataset of `data.load_datasets`: no batch holds a query, a positive or a group twice.
+    """A sampler for a dataset of `load_datasets`: no batch holds a query, a positive or a group twice.
 
     Negatives are left out: two rows with a common hard negative do not disturb each other.
     """

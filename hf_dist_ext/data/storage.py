@@ -1,7 +1,7 @@
-"""Files over a network that do not answer for a while: tried again, with growing waits, before a run gives up.
+"""Files over a network may not answer for a while: reading is tried again, with growing waits, before a run gives up.
 
-What lasts is a `StorageError`: nothing is wrong with the data, so the command exits with a code of its own, 74, and a
-batch system may start the same command later (scripts/slurm/train.sbatch does).
+A failure that lasts is a `StorageError`. Nothing is wrong with the data then, so the command exits with a code of its
+own, 74, and a batch system may start the same command later (scripts/slurm/train.sbatch does).
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def is_passing(error: BaseException | None) -> bool:
 
 
 def with_retries(read: Callable[[], Found], what: str) -> Found:
-    """`read()`, again after an error that may pass. `what` is read, in words. Raises StorageError when it lasts."""
+    """Gives what `read()` gives, and calls it again after an error that may pass. `what` names in words what is read.
+
+    Raises StorageError when the error lasts.
+    """
     for wait in (*WAITS, None):
         try:
             return read()

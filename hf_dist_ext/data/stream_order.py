@@ -65,7 +65,7 @@ class StreamState:
 
 
 class Ranks(NamedTuple):
-    """Who needs rows: this rank, of so many processes, and W of them (or groups of them) with rows of their own."""
+    """This rank among so many processes, of which W (or W groups, `shares`) have rows of their own."""
 
     rank: int
     processes: int
@@ -244,7 +244,7 @@ class Dealer(Sampler[list[Dealt]]):
                 state, left = StreamState(state.epoch + 1, readers=state.readers), list(everyone)
 
     def _sources(self, start: StreamState) -> dict[int, Iterator[Block]]:
-        """reader -> what gives its blocks: this process, or with loader workers as many processes that read ahead."""
+        """Gives for each reader who reads its blocks: this process, or a loader worker that reads ahead."""
         own = [r for r in range(self.readers.count) if self.ranks.reads(r)]
         blocks = partial(Blocks, self.readers, epoch=start.epoch, number=start.round, states=start.states)
         if not self.num_workers:
@@ -267,7 +267,7 @@ class Dealer(Sampler[list[Dealt]]):
         return {reader: fact for facts in everyone for reader, fact in facts.items()}
 
     def _own(self, batch: list[tuple[int, Dealt]]) -> list[Dealt]:
-        """(4) of a global batch, whose rows are here where this rank reads them."""
+        """Does (4) with a global batch: gives this rank's share, for which ranks send each other rows."""
         ranks, room, takers = self.ranks, [self.batch] * self.ranks.shares, []
         for reader, _ in batch:
             owner = reader % ranks.shares
@@ -293,7 +293,7 @@ class Dealer(Sampler[list[Dealt]]):
 
 
 def exchange_rows(to_send: list[list], device: Any) -> list[list]:
-    """What this rank has for each rank -> what each has for this one."""
+    """Sends each rank the rows in its place of `to_send`; gives the rows that each rank has sent to this one."""
     parts = [pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL) for rows in to_send]
     sizes = torch.tensor([len(part) for part in parts], device=device)
     incoming = torch.empty_like(sizes)

@@ -47,7 +47,7 @@ def _is(node: Any, kind: str) -> bool:
 
 
 def fingerprint(stream: Any) -> str:
-    """Of what the order depends on and is known without reading: columns, shards, seeds of shuffling and mixing."""
+    """A digest of what the order depends on and is known without reading: columns, shards, seeds."""
     generators = [getattr(part, "generator", None) for part in _parts(stream._ex_iterable)]
     seeds = [one.bit_generator.state for one in generators if isinstance(one, np.random.Generator)]
     facts = [sorted(stream.column_names or ()), stream.num_shards, seeds]
@@ -55,7 +55,7 @@ def fingerprint(stream: Any) -> str:
 
 
 def number_of_readers(stream: Any) -> int:
-    """C. One, where `skip` or `take` count rows over all shards: `datasets` would let each reader count its own."""
+    """C. It is 1 where `skip` or `take` count rows over all shards: `datasets` would let each reader count its own."""
     parts = list(_parts(stream._ex_iterable))
     if any(_is(part, "Skip") or _is(part, "Take") for part in parts):
         return 1
@@ -63,7 +63,7 @@ def number_of_readers(stream: Any) -> int:
 
 
 def digest(row: Any) -> str:
-    """Of a row's content."""
+    """A digest of a row's content."""
     found = hashlib.blake2b(digest_size=16)
 
     def add(value: Any) -> None:
