@@ -53,7 +53,7 @@ class GeneratingTrainer(DistTrainer):
                 **prompt,
                 max_new_tokens=self.max_new_tokens,
                 do_sample=False,
-                synced_gpus=self.strategy.forwards_are_collective,  # ranks go on until the last one's answer is complete
+                synced_gpus=self.strategy.forwards_are_collective,  # ranks go on until the last answer is whole
             )
         new = tokens[:, prompt["input_ids"].shape[1] :]
         return loss, new, answers.to(new.device)
