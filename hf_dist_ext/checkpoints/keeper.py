@@ -25,6 +25,7 @@ from torch import nn
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume, trainable
 from hf_dist_ext.checkpoints.loss_state import load_loss
 from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies.base import Strategy
 
 
 class Keeper:
@@ -48,26 +49,23 @@ class Keeper:
         self,
         asked: bool | str | None,
         model: nn.Module,
-        check: Callable[[Path], None],
-        load_split: resume.Load,
-        load_adapters: resume.Load,
+        strategy: Strategy,
+        load_adapters: Callable[[nn.Module, Path], None],
         has_scaler: bool,
         is_search: bool,
     ) -> str | None:
         """The path of the checkpoint that this start continues, complete and fit for it, or None. With
         `resume_weights_only` its weights are now in the (bare) model, and nothing is continued.
-
-        check: raises when the way the model is spread over processes can not continue the checkpoint.
         """
         self.committed_step = None
         folder, asked = resume.choose(self.args, asked)
         path = None
         if folder is not None and self.args.resume_weights_only:
-            resume.load_weights_only(model, folder, self.args.trust_checkpoint, load_split, load_adapters)
+            resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             load_loss(self.loss, str(folder))
         elif folder is not None:
             resume.check_complete(self.args, folder, self.loss, has_scaler)
-            check(folder)
+            strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
             resume.check_frozen(folder, self.frozen_digests)
             path = str(folder)
         # nothing is written down before everything was looked at
@@ -87,8 +85,8 @@ class Keeper:
         self,
         output_dir: Path,
         state: Any,
+        strategy: Strategy,
         tensors: Iterable[torch.Tensor],
-        is_sharded: bool,
         write: Callable[[Path], None],
         facts: Callable[[], Mapping[str, Any]],
         push: Callable[[Path], None],
@@ -99,7 +97,7 @@ class Keeper:
         folder = output_dir / f"checkpoint-{step}"
         agreed.together(self.check_lease)
         needed = commit.check_free_space(output_dir, folder, tensors)  # (1)
-        is_async = args.save_async and self.background.fits(needed, is_sharded)
+        is_async = args.save_async and self.background.fits(needed, strategy.saves_shards)
         with ExitStack() as entered:
             entered.enter_context(commit.full_disk_in_words(output_dir, folder))
             generation = agreed.together(lambda: commit.begin(args, output_dir, folder))[0]

@@ -30,6 +30,7 @@ from hf_dist_ext.checkpoints.weights import load_in_memory_names
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies.base import Strategy
 
 logger = logging.get_logger(__name__)
 
@@ -239,20 +240,20 @@ def draws_anew(args: Any, step: int, folder: str) -> bool:
 # ---- its weights alone ----
 
 
-Load = Callable[[nn.Module, Path], Any]
-
-
-def load_weights_only(model: nn.Module, folder: Path, trust: bool, load_split: Load, load_adapters: Load) -> None:
-    """The checkpoint's weights into the bare model; UsageError when they do not fit it. `load_split`: for a model that
-    is split over processes already."""
+def load_weights_only(
+    model: nn.Module,
+    folder: Path,
+    trust: bool,
+    strategy: Strategy,
+    load_adapters: Callable[[nn.Module, Path], None],
+) -> None:
+    """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
     if trainable.has_trainable_weights(folder):
         stored = trainable.stored_weights(folder, trust)
         names = frozenset(stored.shapes)
         trainable.check_frozen(folder, trainable.frozen_digests(model, names & _parameters(model)))
         trainable.load_weights(model, None, folder, trust)
-    elif load_split(model, folder):
-        pass
-    elif load_in_memory_names(model, str(folder)):
+    elif strategy.load_whole(model, folder) or load_in_memory_names(model, str(folder)):
         pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
         load_adapters(model, folder)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from hf_dist_ext.checkpoints import commit, hub, loss_state, manifest, merge, resume, safe_reading, trainable, weights
+from hf_dist_ext.checkpoints import commit, hub, loss_state, merge, resume, safe_reading, trainable, weights
 from hf_dist_ext.checkpoints.facts import RunFacts, base_model
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.run import lease
@@ -36,10 +36,6 @@ class CheckpointHooks(Trainer):
     @property
     def _has_own_arguments(self) -> bool:
         return isinstance(self.args, DistTrainingArguments)
-
-    @property
-    def _bare(self) -> nn.Module:
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     @property
     def _processor(self) -> Any:
@@ -67,19 +63,19 @@ class CheckpointHooks(Trainer):
     def saves_complete_model(self) -> bool:
         """Whether `save_model` ends with a folder that from_pretrained loads: not when only a part was trained, unless
         it was asked for, or the rest is in no folder and on no hub."""
-        return not self._saves_trainable_only or self.args.save_full_model or base_model(self._bare) is None
+        return not self._saves_trainable_only or self.args.save_full_model or base_model(self.bare_model) is None
 
     @property
     def _merges_adapters(self) -> bool:
         is_wanted = self._saves_trainable_only or (self._has_own_arguments and self.args.save_full_model)
-        return is_wanted and merge.has_adapters(self._bare)
+        return is_wanted and merge.has_adapters(self.bare_model)
 
     @property
     def _keeps_adapters_alone(self) -> bool:
         """Whether a folder holds the adapters of an `EmbeddingModel`, whose base lies somewhere, and no more."""
         if not self._has_own_arguments or self._saves_trainable_only or self.args.save_full_model:
             return False
-        return merge.can_stand_alone(self._bare)
+        return merge.can_stand_alone(self.bare_model)
 
     # ---- a checkpoint ----
 
@@ -94,8 +90,8 @@ class CheckpointHooks(Trainer):
         self.keeper.save(
             Path(output_dir),
             self.state,
+            self.strategy,
             tensors=self._tensors_to_save(),
-            is_sharded=self._saves_shards,
             write=lambda folder: self._write_checkpoint(output_dir, str(folder)),
             facts=self._facts,
             push=lambda folder: self._push_from_checkpoint(str(folder)) if self.args.push_to_hub else None,
@@ -142,7 +138,7 @@ class CheckpointHooks(Trainer):
             stage=getattr(self, "stage", None),
             trains=None if self.freeze_plan is None else self.freeze_plan.describe(),
         )
-        return facts.content(self.args, self._bare)
+        return facts.content(self.args, self.bare_model)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
@@ -150,11 +146,11 @@ class CheckpointHooks(Trainer):
             if not self._keeps_adapters_alone:
                 return super()._save(output_dir, state_dict)
             agreed.together(partial(super()._save, output_dir, state_dict))
-        merge.complete_adapters(self._bare, state_dict, folder, self._processor, self.args.should_save)
+        merge.complete_adapters(self.bare_model, state_dict, folder, self._processor, self.args.should_save)
 
     def _save_description(self, folder: Path) -> None:
         if self.args.should_save:
-            loss_state.save_description(self._bare, self._processor, self.args, folder)
+            loss_state.save_description(self.bare_model, self._processor, self.args, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         saves = self.args.should_save
@@ -234,7 +230,7 @@ class CheckpointHooks(Trainer):
             self._commit_model(folder, merge.ADAPTER_FILES)
         elif self._merges_adapters:
             if self.args.should_save:
-                merge.save_merged(self._bare, self.processing_class, folder)
+                merge.save_merged(self.bare_model, self.processing_class, folder)
         elif self._saves_shards or self.strategy.split:
             self._save_whole(folder)
         else:
@@ -265,14 +261,13 @@ class CheckpointHooks(Trainer):
         if not self._has_own_arguments:
             return super().train(resume_from_checkpoint, *arguments, **options)
         if self.args.save_full_model:
-            merge.check_can_save_merged(self._bare, self.strategy.forwards_are_collective)
+            merge.check_can_save_merged(self.bare_model, self.strategy.forwards_are_collective)
         if self._saves_trainable_only:
-            self.keeper.fingerprint_frozen(self._bare, self.freeze_plan.saved)
+            self.keeper.fingerprint_frozen(self.bare_model, self.freeze_plan.saved)
         resume_from_checkpoint = self.keeper.resume(
             resume_from_checkpoint,
-            self._bare,
-            check=self._check_resumable,
-            load_split=self.strategy.load_whole,
+            self.bare_model,
+            self.strategy,
             load_adapters=lambda model, folder: super(CheckpointHooks, self)._load_from_checkpoint(str(folder), model),
             has_scaler=getattr(self.accelerator, "scaler", None) is not None,
             is_search=self.hp_search_backend is not None,
@@ -281,9 +276,6 @@ class CheckpointHooks(Trainer):
         learning_rate.scale(self.args, self.args.world_size // collectives.ranks_per_rows())
         with self.keeper.background.ended():
             return super().train(resume_from_checkpoint, *arguments, **options)
-
-    def _check_resumable(self, folder: Path) -> None:
-        self.strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self._saves_trainable_only:
@@ -299,7 +291,7 @@ class CheckpointHooks(Trainer):
         """False where the folder has the names of memory, or FSDP reads its own format."""
         if self.strategy.load_whole(self.model, folder):
             return True
-        return not self.strategy.reads_own_format and weights.load_in_memory_names(self._bare, folder)
+        return not self.strategy.reads_own_format and weights.load_in_memory_names(self.bare_model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
