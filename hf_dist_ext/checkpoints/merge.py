@@ -141,7 +141,8 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
         if not is_partial:
             return PeftModel.from_pretrained(model, checkpoint), folder
         model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
-    return _with_trained(model, checkpoint, trust), folder
+    trainable.load_on_base(model, checkpoint, trust)
+    return model.eval(), folder
 
 
 def _sharded_adapters(checkpoint: Path, trust: bool) -> dict[str, torch.Tensor] | None:
@@ -166,15 +167,6 @@ def _take_projection(model: EmbeddingModel, checkpoint: Path, base: Path) -> Non
             "ends with. Give that one."
         )
     load_weights(model.projection, found, source=str(checkpoint))
-
-
-def _with_trained(model: Any, checkpoint: Path, trust: bool) -> Any:
-    """What was trained, into the base, whose frozen weights must be those of the run."""
-    stored = frozenset(trainable.stored_weights(checkpoint, trust).shapes)
-    names = stored & {name for name, _ in model.named_parameters()}
-    trainable.check_frozen(checkpoint, trainable.frozen_digests(model, names))
-    trainable.load_weights(model, None, checkpoint, trust)
-    return model.eval()
 
 
 def _complete_towers(
@@ -209,7 +201,8 @@ def _complete_towers(
 
     if is_partial:
         model = TowerModel.from_description(checkpoint, from_base)
-        return _with_trained(model, checkpoint, trust), next(iter(folders.values()))
+        trainable.load_on_base(model, checkpoint, trust)
+        return model.eval(), next(iter(folders.values()))
     if all(_has_whole_weights(path.parent) for path in checkpoint.glob("*/config.json")):
         return TowerModel.from_pretrained(checkpoint), checkpoint
     model = TowerModel.from_description(checkpoint, from_config)

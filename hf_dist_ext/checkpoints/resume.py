@@ -249,20 +249,13 @@ def load_weights_only(
 ) -> None:
     """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
     if trainable.has_trainable_weights(folder):
-        stored = trainable.stored_weights(folder, trust)
-        names = frozenset(stored.shapes)
-        trainable.check_frozen(folder, trainable.frozen_digests(model, names & _parameters(model)))
-        trainable.load_weights(model, None, folder, trust)
+        trainable.load_on_base(model, folder, trust)
     elif strategy.load_whole(model, folder) or load_in_memory_names(model, str(folder)):
         pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
         load_adapters(model, folder)
     else:
         load_whole(model, folder, trust)
-
-
-def _parameters(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
 
 
 def _whole_weights(model: nn.Module, folder: Path, trust: bool) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,63 +119,55 @@ def _check_can_be_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], o
 # ---- reading ----
 
 
-class Stored:
-    """What a checkpoint holds of one kind (weights or optimizer state): shapes by name, and a way to read."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], fill: Callable[[dict[str, torch.Tensor]], None]):
-        self.shapes, self.fill = shapes, fill
-
-
 def has_trainable_weights(folder: str | Path) -> bool:
     return Path(folder, WEIGHTS).is_file() or Path(folder, SHARDED_WEIGHTS).is_dir()
 
 
-def stored_weights(folder: Path, trust: bool = False) -> Stored:
+def stored_shapes(folder: Path, trust: bool = False) -> dict[str, tuple[int, ...]]:
+    """Of the weights that a checkpoint holds, by name."""
     if (folder / SHARDED_WEIGHTS).is_dir():
-        return _stored_shards(folder / SHARDED_WEIGHTS, trust)
+        entries = safe_reading.read_entries(folder / SHARDED_WEIGHTS, trust)
+        return {name: tuple(entry.size) for name, entry in entries.items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-
-    def fill(tensors: dict[str, torch.Tensor]) -> None:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            for name, tensor in tensors.items():
-                put(tensor, file.get_tensor(name))
-
-    return Stored(shapes, fill)
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def _stored_shards(folder: Path, trust: bool) -> Stored:
-    entries = safe_reading.read_entries(folder, trust)
+def read_into(tensors: Mapping[str, torch.Tensor], folder: Path, trust: bool = False) -> None:
+    """Every rank takes its part of what the weights of a checkpoint hold."""
+    if (folder / SHARDED_WEIGHTS).is_dir():
+        state = {name: tensor.detach() for name, tensor in tensors.items()}
+        return safe_reading.load(state, folder / SHARDED_WEIGHTS, trust)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        for name, tensor in tensors.items():
+            put(tensor, file.get_tensor(name))
 
-    def fill(tensors: dict[str, torch.Tensor]) -> None:
-        safe_reading.load({name: tensor.detach() for name, tensor in tensors.items()}, folder, trust)
 
-    return Stored({name: tuple(entry.size) for name, entry in entries.items()}, fill)
-
-
-def load_weights(model: nn.Module, saved: frozenset[str] | None, folder: Path, trust: bool = False) -> None:
-    """All or nothing: UsageError with the difference when names or shapes are not those of the run. `saved` None: any
-    part of the model will do."""
+def load_weights(model: nn.Module, saved: frozenset[str], folder: Path, trust: bool = False) -> None:
+    """All or nothing: UsageError with the difference when names or shapes are not those of the run."""
     if not has_trainable_weights(folder):
         raise UsageError(
             f"{folder} holds no {WEIGHTS}: it is of a run without frozen parts. resume_weights_only=true takes its "
             "weights into this run."
         )
-    stored = stored_weights(folder, trust)
-    if saved is None:
-        saved = frozenset(named(model.named_parameters())) & stored.shapes.keys()
-    tensors = saved_tensors(model, saved)
+    stored, tensors = stored_shapes(folder, trust), saved_tensors(model, saved)
     differences = {
-        "missing": [name for name in tensors if name not in stored.shapes],
-        "surplus": [name for name in stored.shapes if name not in tensors],
+        "missing": [name for name in tensors if name not in stored],
+        "surplus": [name for name in stored if name not in tensors],
         "of another shape": [
             f"{name} {shape} instead of {tuple(tensors[name].shape)}"
-            for name, shape in stored.shapes.items()
+            for name, shape in stored.items()
             if name in tensors and shape != tuple(tensors[name].shape)
         ],
     }
     _refuse(folder, "trained weights", differences)
-    stored.fill(tensors)
+    read_into(tensors, folder, trust)
+
+
+def load_on_base(model: nn.Module, folder: Path, trust: bool = False) -> None:
+    """What was trained, into a bare model whose other weights must be those that it was trained on."""
+    names = frozenset(stored_shapes(folder, trust)) & {name for name, _ in model.named_parameters()}
+    check_frozen(folder, frozen_digests(model, names))
+    load_weights(model, names, folder, trust)
 
 
 def _refuse(folder: Path, what: str, differences: Mapping[str, list[str]]) -> None:
@@ -218,7 +210,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, trust: bool =
             entry: empty_like(parameters[entry.rpartition("/")[0]], one.size, one.properties.dtype)
             for entry, one in safe_reading.read_entries(folder / SHARDED_OPTIMIZER, trust).items()
         }
-        _stored_shards(folder / SHARDED_OPTIMIZER, trust).fill(tensors)
+        safe_reading.load(tensors, folder / SHARDED_OPTIMIZER, trust)
         state |= tensors
     # torch's own form, with positions: its load_state_dict knows which values follow a parameter's device and dtype
     position = {name: i for i, name in enumerate(flat[0])}

@@ -66,9 +66,9 @@ def overlapping(monkeypatch) -> list:
     """Writing starts behind the next step; the list gets (saved step, step of the run when it is written)."""
     seen, states, begin, save = [], [], async_save.Background.begin, Keeper.save
 
-    def remembered(keeper, output_dir, state, **more):
+    def remembered(keeper, output_dir, state, *others, **more):
         states.append(state)
-        save(keeper, output_dir, state, **more)
+        save(keeper, output_dir, state, *others, **more)
 
     def late(background, name, work, push):
         state, step = states[-1], states[-1].global_step

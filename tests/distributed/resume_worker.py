@@ -85,7 +85,7 @@ def optimizer_saved(folder: Path) -> dict[str, torch.Tensor]:
     shards = folder / trainable.SHARDED_OPTIMIZER
     entries = safe_reading.read_entries(shards, trust=False)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    trainable._stored_shards(shards, trust=False).fill(tensors)
+    safe_reading.load(tensors, shards, trust=False)
     return tensors
 
 
@@ -129,9 +129,8 @@ def main(words: list[str] | None = None) -> None:
             end = run(resumed, folders[saved], resume=True)
             checkpoint = folders[saved] / f"checkpoint-{SAVED}"
             theirs, read = optimizer_saved(checkpoint), load_file(folders[saved] / "read.safetensors")
-            stored = trainable.stored_weights(checkpoint)
-            middle = {key: torch.empty(shape) for key, shape in stored.shapes.items()}
-            stored.fill(middle)
+            middle = {key: torch.empty(shape) for key, shape in trainable.stored_shapes(checkpoint).items()}
+            trainable.read_into(middle, checkpoint)
             found["pairs"][f"{saved} -> {resumed}"] = {
                 "difference": max((end[key] - ends[saved][key]).abs().max().item() for key in end),
                 "moved": max((end[key] - middle[key]).abs().max().item() for key in middle),
