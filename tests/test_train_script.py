@@ -15,7 +15,7 @@ from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
-from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.tasks.search import embed, load
 from tests.distributed.forked import Run

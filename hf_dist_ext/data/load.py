@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
 from hf_dist_ext.data.code_search import load_code_search
-from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.columns import AnyDataset, columns_of, rename, require_column, resolve_columns
 from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together
 from hf_dist_ext.data.image_files import with_images
@@ -31,8 +31,6 @@ from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
-
-__all__ = ["ContrastiveCollator", "load_datasets"]
 
 CODE_SEARCH = "code-search"
 BUILT_IN = (CODE_SEARCH, "digits")  # they bring a test split

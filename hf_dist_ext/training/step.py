@@ -404,7 +404,7 @@ def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.T
         raise UsageError(
             "with a loss over embeddings a batch is a mapping column -> features, e.g. "
             f'{{"query": {{"input_ids": ...}}, "positive": {{...}}}}; got {_shape_of(inputs)}. '
-            "Use hf_dist_ext.data.load.ContrastiveCollator."
+            "Use hf_dist_ext.data.ContrastiveCollator."
         )
     columns = {name: features for name, features in inputs.items() if name != "ids"}
     columns = StandIn(columns) if isinstance(inputs, StandIn) else columns

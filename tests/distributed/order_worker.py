@@ -29,8 +29,8 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.epoch_order import StandIn
-from hf_dist_ext.data.load import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.collectives import rank

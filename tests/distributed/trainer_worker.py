@@ -30,7 +30,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.collectives import launched_processes, rank

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist_ext.data.load import ContrastiveCollator
+from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
