@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import RunError, UsageError
 
 PEER_WORDS = (  # of gloo, NCCL and the store, when another process is gone
@@ -79,7 +80,7 @@ def exit_on_usage_error() -> Iterator[None]:
         if os.environ.get("HF_DIST_DEBUG") == "1":
             raise
         record(str(error))
-        rank = _rank()
+        rank = launched.rank()
         if rank:
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(4)
@@ -99,17 +100,17 @@ def first_error_only() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; there is no step to finish any more
         if isinstance(error, (UsageError, RunError)):
             raise  # exit_on_usage_error says it
-        place = f"[rank {_rank()}: {phase}]"
+        place = f"[rank {launched.rank()}: {phase}]"
         if hasattr(error, "add_note"):
             error.add_note(place)
         elif not is_about_a_peer(error):  # Python 3.10 has no notes: a line above the traceback
             print(place, file=sys.stderr, flush=True)
-        if _processes() > 1:
+        if launched.processes() > 1:
             if is_about_a_peer(error):
                 time.sleep(PEER_SECONDS)
             else:
                 record(f"{type(error).__name__}: {error} {place}", traceback.format_exc())
-                time.sleep(SAME_ERROR_SECONDS if _rank() else 0)
+                time.sleep(SAME_ERROR_SECONDS if launched.rank() else 0)
         raise
 
 
@@ -129,14 +130,6 @@ def record(text: str, stack: str = "") -> None:
         message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 # ---- (3) ----
@@ -173,12 +166,12 @@ class Watchdog:
                 self._expire(limit)
 
     def _expire(self, limit: float) -> None:
-        notes = {_rank(): f"{phase} ({_where()})"}
+        notes = {launched.rank(): f"{phase} ({_where()})"}
         if self._store is not None:
-            notes = exchange_notes(self._store, notes[_rank()])
-        text = report(notes, limit, _processes())
+            notes = exchange_notes(self._store, notes[launched.rank()])
+        text = report(notes, limit, launched.processes())
         record(text)
-        if _rank() == min(notes):
+        if launched.rank() == min(notes):
             print(f"error: {text}", file=sys.stderr, flush=True)
             time.sleep(0.5)  # the launcher ends the others: this line first
         else:
@@ -188,9 +181,9 @@ class Watchdog:
 
 def exchange_notes(store: Any, note: str) -> dict[int, str]:
     """rank -> note, of the ranks that left one within a moment."""
-    store.set(f"hf_dist_stuck/{_rank()}", note)
+    store.set(f"hf_dist_stuck/{launched.rank()}", note)
     time.sleep(NOTE_SECONDS)
-    names = {rank: f"hf_dist_stuck/{rank}" for rank in range(_processes())}
+    names = {rank: f"hf_dist_stuck/{rank}" for rank in range(launched.processes())}
     return {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
 
 

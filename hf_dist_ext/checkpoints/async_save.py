@@ -32,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers.utils import logging
 
+from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import phase
@@ -44,7 +45,7 @@ Write = Callable[[Any], None]  # takes the process group to talk over
 
 
 def check(args: Any) -> None:
-    if args.save_async and (args.deepspeed or collectives.launches_deepspeed()):
+    if args.save_async and (args.deepspeed or launched.uses_deepspeed()):
         raise UsageError(
             "save_async=true does not work with DeepSpeed, whose engine writes its files itself. Turn it off, or "
             "use DDP or FSDP."

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.errors import UsageError
 
@@ -24,7 +24,7 @@ OF_THE_LOSS = ("loss.safetensors", "loss_optimizer.pt")  # its own parameters, b
 def decides_here() -> bool:
     """Whether this process looks into the folder for all: the launcher, a process alone, rank 0. What it decides the
     other ranks are told (checkpoints/resume.py), who may not see the folder as it does."""
-    return os.environ.get("RANK", "0") == "0"
+    return launched.rank() == 0
 
 
 def missing_from_checkpoint(folder: Path) -> list[str]:

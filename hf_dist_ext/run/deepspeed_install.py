@@ -11,6 +11,7 @@ import shutil
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -75,5 +76,5 @@ def prepare_cpu() -> None:
     missing = missing_tools()
     if missing and ops.__compatible_ops__.get(SHARED_MEMORY_OP):
         ops.__compatible_ops__[SHARED_MEMORY_OP] = False
-        if os.environ.get("RANK", "0") == "0":
+        if launched.rank() == 0:
             logger.warning(f"{' and '.join(missing)} not found: DeepSpeed's collectives go over gloo alone, slower.")

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from hf_dist_ext import launched
+
 REQUEUE = 75  # EX_TEMPFAIL: try again later
 INTERRUPTED = 128 + signal.SIGINT
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -89,7 +91,7 @@ class StopSignals:
 
 def _siblings() -> list[int]:
     """The other processes of this machine that the same launcher started."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
+    if launched.processes_here(1) < 2:
         return []
     import psutil
 

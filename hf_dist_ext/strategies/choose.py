@@ -8,10 +8,10 @@ each weigh in, without an error: what makes ranks share rows is refused where it
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives, ddp, fsdp, tensor_parallel
 from hf_dist_ext.strategies.base import Strategy
@@ -35,22 +35,27 @@ def of_model(model: Any, args: Any) -> Strategy:
             f"{name}_size={size} in the parallelism_config: with {SHARE_ROWS[name]} parallelism {size} processes hold "
             "the same rows, and a loss over embeddings counts the rows of each. Use multi_gpu_fsdp or multi_gpu_hsdp."
         )
-    launched = _sizes(args, ("tp",)).get("tp", 1)
+    size = _sizes(args, ("tp",)).get("tp", 1)
     collectives.share_rows(1)
     if model is None:
-        return tensor_parallel.TensorParallel(None) if collectives.launched_tensor_parallel_size() > 1 else Strategy()
+        return tensor_parallel.TensorParallel(None) if launched.mesh_size("tp") > 1 else Strategy()
     split = tensor_parallel.find_split(model)
     if split is not None:
-        tensor_parallel.check_layout(model, split, launched)
+        tensor_parallel.check_layout(model, split, size)
         tensor_parallel.check_rest(model, args)
         return tensor_parallel.TensorParallel(model)
-    if launched > 1:
+    if size > 1:
         raise UsageError(
-            f"tp_size={launched} in the parallelism_config, but {type(model).__name__} is whole on every process. "
+            f"tp_size={size} in the parallelism_config, but {type(model).__name__} is whole on every process. "
             "Load it with EmbeddingModel.from_pretrained(..., distributed_config=DistributedConfig(tp_size="
-            f"{launched}, fsdp_size=processes // {launched})), or use multi_gpu_fsdp."
+            f"{size}, fsdp_size=processes // {size})), or use multi_gpu_fsdp."
         )
     return Strategy()
+
+
+def launched_split() -> Any:
+    """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers."""
+    return tensor_parallel.launched_config()
 
 
 def of_accelerator(accelerator: Any, before: Strategy) -> Strategy:
@@ -67,10 +72,8 @@ def _sizes(args: Any, names: Any) -> dict[str, int]:
     config = getattr(args, "parallelism_config", None)
     if config is not None:
         found = {name: getattr(config, f"{name}_size") for name in names}
-    elif os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        found = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in names}
     else:
-        found = {}
+        found = {name: launched.mesh_size(name) for name in names}
     return {name: size for name, size in found.items() if size > 1}
 
 

@@ -18,7 +18,6 @@ rows of their own).
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,37 +26,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 
 # ---- (1) processes without an accelerator ----
 
 
-def launched_processes() -> int:
-    """Processes of this run as its launcher says; 1 when there is no launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def processes_here() -> int:
     """Processes of this run on this machine, as its launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    return launched.processes_here(world_size())
 
 
 def must_use_cpu() -> bool:
     """Several processes and no accelerator: without `use_cpu` every rank would train alone into one output_dir. Not
     for DeepSpeed, which finds the CPU itself and which accelerate drops, silently, once `use_cpu` is set."""
-    wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
-    return launched_processes() > 1 and (wants_cpu or not has_accelerator()) and not launches_deepspeed()
-
-
-def launches_deepspeed() -> bool:
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-
-
-def launched_tensor_parallel_size() -> int:
-    """Consecutive ranks that shall split every layer, as an accelerate YAML says; 1: none."""
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() != "true":
-        return 1
-    return int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
+    is_cpu = launched.uses_cpu() or not has_accelerator()
+    return launched.processes() > 1 and is_cpu and not launched.uses_deepspeed()
 
 
 def has_accelerator() -> bool:
@@ -76,10 +60,10 @@ def sharded_on_cpu(has_mesh: bool = False) -> Iterator[None]:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    wants_fsdp = launched.uses_fsdp()
     state = PartialState._shared_state
     if (wants_fsdp or has_mesh) and state.get("distributed_type") == DistributedType.MULTI_CPU:
-        if wants_fsdp and os.environ.get("FSDP_VERSION", "2") == "1":
+        if wants_fsdp and launched.fsdp_setting("version", "2") == "1":
             raise UsageError("FSDP version 1 does not run without an accelerator; set fsdp_version: 2 in the YAML.")
         state["distributed_type"] = DistributedType.MULTI_GPU
     yield

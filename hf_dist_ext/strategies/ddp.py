@@ -22,9 +22,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.collectives import launches_deepspeed, world_size
+from hf_dist_ext.strategies.collectives import world_size
 
 logger = logging.get_logger(__name__)
 
@@ -132,10 +133,10 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
 
 def _refuse_without_ddp(given: tuple[str, Any], args: Any) -> None:
     runs = None
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if args.fsdp or launched.uses_fsdp():
         if args.sharding != "NO_SHARD":
             runs = 'FSDP, which scatters gradients itself; its precision is "reduce_dtype"'
-    elif args.deepspeed or launches_deepspeed():
+    elif args.deepspeed or launched.uses_deepspeed():
         runs = "DeepSpeed, which reduces gradients itself"
     elif args.world_size == 1:
         runs = "one process, which sends no gradients"

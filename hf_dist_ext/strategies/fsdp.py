@@ -27,10 +27,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers.utils import logging
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.collectives import choose_mode, launches_deepspeed, ranks_per_rows
-from hf_dist_ext.strategies.layers import repeated_layer_classes
+from hf_dist_ext.strategies.collectives import choose_mode, ranks_per_rows
+from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 
 logger = logging.get_logger(__name__)
 
@@ -231,7 +232,7 @@ def options(args: Any, plugin: Any) -> dict[str, Any]:
         UsageError: a knob that has no meaning here.
     """
     given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
-    is_fsdp = plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    is_fsdp = plugin is not None or launched.uses_fsdp()
     if not given or not is_fsdp:
         _refuse_without_fsdp(given)
         return {}
@@ -288,8 +289,8 @@ def replay_dropout(model: nn.Module) -> None:
 
 def _check_backend(offloads: bool) -> None:
     # accelerate lets the process group take tensors of both devices for whole checkpoints and for the YAML's offload.
-    is_whole = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT") == "FULL_STATE_DICT"
-    in_yaml = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+    is_whole = launched.fsdp_setting("state_dict_type", "SHARDED_STATE_DICT") == "FULL_STATE_DICT"
+    in_yaml = launched.fsdp_setting("offload_params", "false").lower() == "true"
     if offloads and not (is_whole or in_yaml) and torch.accelerator.is_available():
         raise UsageError(
             "cpu_offload=true with sharded checkpoints needs fsdp_offload_params: true in the YAML, so that "
@@ -301,7 +302,7 @@ def _mesh(args: Any) -> dict[str, Any]:
     """HYBRID_SHARD's groups as accelerate's parallelism_config, unless the YAML holds one already."""
     from accelerate import ParallelismConfig
 
-    in_yaml = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true"
+    in_yaml = launched.uses_mesh()
     yaml_mesh, group = args.parallelism_config or (ParallelismConfig() if in_yaml else None), args.sharding_group_size
     copies = getattr(yaml_mesh, "dp_replicate_size", 1)
     if args.sharding is None:
@@ -313,7 +314,7 @@ def _mesh(args: Any) -> dict[str, Any]:
                 f"{copies} copies. Keep one of them."
             )
         return {}
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = launched.processes()
     if copies > 1:
         if group not in (None, yaml_mesh.dp_shard_size):
             raise UsageError(
@@ -321,7 +322,7 @@ def _mesh(args: Any) -> dict[str, Any]:
                 f"{yaml_mesh.dp_shard_size}. Leave one out."
             )
         return {}
-    group = group or int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    group = group or launched.processes_here(processes)
     if processes % group or processes == group or group == 1:
         raise UsageError(
             f'sharding="HYBRID_SHARD" needs two or more groups of two or more: {processes} processes in groups of '
@@ -381,12 +382,6 @@ def _init_dtypes(parameter: Any, policy: MixedPrecisionPolicy, policy_of_unit: M
     type(parameter).init_dtype_attrs(parameter, policy)
 
 
-def is_multiplied(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Whether autocast casts this parameter to half precision: the matrices of linear layers and convolutions. Vectors
-    are too few to save on; a table's gradient is a sum over all tokens, which half precision rounds at every step."""
-    return sum(size > 1 for size in parameter.shape) > 1 and "Embedding" not in type(module).__name__
-
-
 # (4) ---------------------------------------------------------------------------------------------------------------
 
 
@@ -396,7 +391,7 @@ def _refuse_without_fsdp(given: dict[str, Any]) -> None:
     if not given:
         return
     hint = ' For DDP there is "ddp_comm_hook".' if "reduce_dtype" in given else ""
-    if launches_deepspeed():
+    if launched.uses_deepspeed():
         hint = " DeepSpeed's own knobs are in its preset."
     raise UsageError(
         f'{_shown(given)} has no meaning without FSDP, and this run does not shard. Set "accelerate_config": '
@@ -426,5 +421,5 @@ def check(args: Any) -> None:
         )
     if wanted:
         args.gradient_cache_fsdp = wanted
-    if args.frozen_parts_fsdp == "auto" and os.environ.get("FSDP_IGNORED_MODULES") == FROZEN_PARTS:
+    if args.frozen_parts_fsdp == "auto" and launched.fsdp_setting("ignored_modules", "") == FROZEN_PARTS:
         args.frozen_parts_fsdp = "replicate"  # as the preset multi_gpu_fsdp_frozen_replicated says

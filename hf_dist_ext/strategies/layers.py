@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 
@@ -48,3 +49,9 @@ def _stacked_layers(container: nn.Module) -> list[nn.Module]:
     if isinstance(container, nn.Sequential) and (len(children) < 2 or len({type(child) for child in children}) > 1):
         return []  # a head such as Linear -> GELU -> Linear, or a wrapper around one module
     return [child for child in children if list(child.children()) and list(child.parameters())]
+
+
+def is_multiplied(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Whether autocast casts this parameter to half precision: the matrices of linear layers and convolutions. Vectors
+    are too few to save on; a table's gradient is a sum over all tokens, which half precision rounds at every step."""
+    return sum(size > 1 for size in parameter.shape) > 1 and "Embedding" not in type(module).__name__

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
@@ -51,7 +51,7 @@ OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd"}  # whose state is split
 
 def launched_config() -> DistributedConfig | None:
     """What the launcher's YAML asks for: groups of its `tp_size`, FSDP2 over as many groups as its processes make."""
-    size, processes = collectives.launched_tensor_parallel_size(), collectives.launched_processes()
+    size, processes = launched.mesh_size("tp"), launched.processes()
     if size == 1:
         return None
     if processes % size:
@@ -108,7 +108,7 @@ def split(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedModel:
     return type(model).maybe_distribute_model(model.to(device or "cpu"), config, meshes)
 
 
-def check_layout(model: nn.Module, found: nn.Module, launched: int) -> None:
+def check_layout(model: nn.Module, found: nn.Module, asked: int) -> None:
     """Of `model`, of which transformers has split the part `found`. Raises UsageError."""
     check_is_supported()
     config = found.config.distributed_config
@@ -124,9 +124,9 @@ def check_layout(model: nn.Module, found: nn.Module, launched: int) -> None:
             f"{type(found).__name__} was split with {what}: a loss over embeddings is exact with tp_size above 1, "
             "alone or with fsdp_size. Use multi_gpu_tp, multi_gpu_fsdp or multi_gpu_hsdp."
         )
-    if launched not in (1, config.tp_size):
+    if asked not in (1, config.tp_size):
         raise UsageError(
-            f"tp_size={launched} in the parallelism_config, but {type(found).__name__} was split with "
+            f"tp_size={asked} in the parallelism_config, but {type(found).__name__} was split with "
             f"tp_size={config.tp_size}. Make them equal."
         )
     check_can_be_split(found.config, config.tp_size)
@@ -147,8 +147,8 @@ def check_rest(model: nn.Module, args: Any) -> None:
         "torch_compile=true": args.torch_compile,
         "frozen_feature_cache": getattr(args, "frozen_feature_cache", None) is not None,
         "save_async=true": args.save_async,
-        "DeepSpeed": bool(args.deepspeed) or collectives.launches_deepspeed(),
-        "FSDP of accelerate": bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true",
+        "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),
+        "FSDP of accelerate": bool(args.fsdp) or launched.uses_fsdp(),
         f"optim={optimizer}": optimizer not in OPTIMIZERS,
     }
     refused |= {

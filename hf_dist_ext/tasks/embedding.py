@@ -20,7 +20,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.run.config import Run, RunConfig
-from hf_dist_ext.strategies import tensor_parallel
+from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs
 from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.parts import Parts
@@ -176,7 +176,7 @@ def _is_for_dots(config: RunConfig) -> bool:
 
 def _distributed_config(run: Run) -> Any:
     """How the launcher's tensor parallelism splits the model; None without."""
-    config, found = run.options, tensor_parallel.launched_config()
+    config, found = run.options, choose.launched_split()
     if found is None:
         return None
     given = {"use_lora": config.use_lora, "loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}

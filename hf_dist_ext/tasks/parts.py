@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
-from hf_dist_ext.strategies.collectives import launched_tensor_parallel_size
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.meter import MetricsFile
 from hf_dist_ext.training.nonfinite import LIMIT
@@ -91,7 +91,7 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
 
 
 def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
-    if (size := launched_tensor_parallel_size()) > 1 and run.options.task != "embedding":
+    if (size := launched.mesh_size("tp")) > 1 and run.options.task != "embedding":
         raise UsageError(
             f'tp_size={size} in the accelerate YAML: task "{run.options.task}" does not run under tensor parallelism. '
             "Use multi_gpu_fsdp."
@@ -127,7 +127,7 @@ def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> 
     """Frozen weights under autocast stay as their files hold them (bfloat16, mostly): a float32 copy would double what
     they take and change nothing. What trains is made float32 by the freeze plan, which can not be done to weights that
     are split over processes already (tensor parallelism): those are float32 all."""
-    if launched_tensor_parallel_size() > 1:
+    if launched.mesh_size("tp") > 1:
         return
     has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None
     if run.options.dtype is None and run.options.model_name_or_path and has_frozen_part and (args.bf16 or args.fp16):

@@ -31,7 +31,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.config import Run
-from hf_dist_ext.strategies import agreed, tensor_parallel
+from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies.tensors import is_split
 from hf_dist_ext.tasks.adapters import merged_weights, name_without_adapters
 from hf_dist_ext.tasks.parts import Parts, build_parts, make_arguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -140,7 +141,7 @@ def _start_from(stage: Run, before: Run | None) -> None:
 def _carry(model: nn.Module, folder: Path) -> None:
     """What from_pretrained has rounded, as it was; and the names that a checkpoint must hold beside its own."""
     path = folder / OTHER_PRECISION
-    if path.is_file() and tensor_parallel.find_split(model) is not None:
+    if path.is_file() and any(map(is_split, model.parameters())):
         raise UsageError(
             f"{path} holds weights of another precision than the rest, which can not be put into a model under tensor "
             "parallelism. Train the stages before with it too, or without bf16."

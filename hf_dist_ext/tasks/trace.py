@@ -32,8 +32,7 @@ from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.workload import Column, Workload, workload_of
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.strategies.fsdp import is_multiplied
-from hf_dist_ext.strategies.layers import repeated_layer_classes
+from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 
 ROWS = (256, 512)  # of the traces whose difference is what a row costs
 

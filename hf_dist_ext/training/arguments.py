@@ -8,11 +8,12 @@ from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
+from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import async_save
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.strategies import choose
-from hf_dist_ext.strategies.collectives import has_accelerator, launches_deepspeed, must_use_cpu
+from hf_dist_ext.strategies.collectives import has_accelerator, must_use_cpu
 from hf_dist_ext.training import learning_rate
 
 logger = logging.get_logger(__name__)
@@ -268,7 +269,7 @@ class DistTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        if launches_deepspeed():
+        if launched.uses_deepspeed():
             deepspeed_install.check()
             deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
         self._check_gradient_cache()
@@ -283,7 +284,7 @@ class DistTrainingArguments(TrainingArguments):
             )
         if must_use_cpu():
             self.use_cpu = True
-        elif launches_deepspeed() and not has_accelerator():
+        elif launched.uses_deepspeed() and not has_accelerator():
             self.ddp_backend = self.ddp_backend or "gloo"  # without one, accelerate counts one process
             deepspeed_install.prepare_cpu()
         yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import BertConfig, TrainerCallback
 
+from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import trainable
 from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.frozen.plan import plan_freezing
-from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.nonfinite_worker import InfiniteClassifier
@@ -94,7 +95,7 @@ def make_trainer(folder: str, loss: InfoNCELoss, model=None, collator=None, **ar
         SPARE.pop() if model is None else model,
         args,
         data_collator=collator or (lambda rows: collate(case, rows, rank())),
-        train_dataset=list(range(args.max_steps * args.gradient_accumulation_steps * BATCH * launched_processes())),
+        train_dataset=list(range(args.max_steps * args.gradient_accumulation_steps * BATCH * launched.processes())),
         loss=loss,
     )
 

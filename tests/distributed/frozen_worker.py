@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext import launched
+from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
@@ -60,7 +61,7 @@ def train(folder: Path, name: str, **options) -> dict:
     # consecutive pairs go to one rank: (image, image), (text, text), ...
     rows = [row(has_image=i // 2 % 2 == 0, seed=i) for i in range(STEPS * GLOBAL_BATCH)]
     args = DistTrainingArguments(
-        output_dir=str(folder / name), per_device_train_batch_size=GLOBAL_BATCH // launched_processes(),
+        output_dir=str(folder / name), per_device_train_batch_size=GLOBAL_BATCH // launched.processes(),
         max_steps=STEPS, logging_steps=1, save_strategy="no", learning_rate=1e-2, lr_scheduler_type="constant",
         report_to=[], disable_tqdm=True, use_cpu=True, remove_unused_columns=False, dataloader_pin_memory=False,
         train_sampling_strategy="sequential", trainable_modules=["projector"], max_grad_norm=0.0, **options,
@@ -101,7 +102,7 @@ def main() -> None:
         cases["checkpointing"] = {CHECKPOINTING: True}
     found = {name: train(options.folder, name, **more) for name, more in cases.items()}
     if rank() == 0:
-        options.output.write_text(json.dumps({"world_size": launched_processes(), **found}))
+        options.output.write_text(json.dumps({"world_size": launched.processes(), **found}))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
+from hf_dist_ext import launched
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import ddp
-from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.trainer_worker import weights_of
@@ -113,7 +114,7 @@ def make_trainer(folder: str, recorder, steps: int = NUM_STEPS, **arguments) -> 
         model,
         args,
         data_collator=lambda rows: collate(case, rows, rank()),
-        train_dataset=list(range(8 * NUM_STEPS * BATCH * launched_processes())),
+        train_dataset=list(range(8 * NUM_STEPS * BATCH * launched.processes())),
         loss=InfoNCELoss(temperature=0.1).double(),
         callbacks=[recorder],
     )

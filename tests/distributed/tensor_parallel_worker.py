@@ -23,12 +23,13 @@ from torch import nn
 from transformers import AutoModel, Qwen3Config, TrainerCallback
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import tensor_parallel
-from hf_dist_ext.strategies.collectives import launched_processes, launched_tensor_parallel_size, rank
+from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -202,7 +203,7 @@ def main() -> None:
     if rank() == 0:  # (1)
         save_base(base)
     dist.barrier()
-    groups = launched_processes() // launched_tensor_parallel_size()
+    groups = launched.processes() // launched.mesh_size("tp")
     found = {"groups": groups, "resumed": resumed(base, folder / "run")}
     found["frozen"] = resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0"])
     found["evaluation"] = evaluated(base, folder / "eval")

@@ -30,10 +30,11 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_dist_ext import launched
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies.collectives import launched_processes, rank
+from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
@@ -216,15 +217,15 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     options = parser.parse_args()
     folder = Path(options.folder)
-    found = {"world_size": launched_processes(), "resume": check_resume(folder)}
+    found = {"world_size": launched.processes(), "resume": check_resume(folder)}
     found["evaluation"] = check_evaluation(folder)
     if not is_fsdp():
         found["stock"] = check_stock(folder)
-    if launched_processes() > 1:
+    if launched.processes() > 1:
         found["counts"] = check_counts(folder)
     if rank() == 0:
         Path(options.output).write_text(json.dumps(found, indent=1))
-    if launched_processes() > 1:
+    if launched.processes() > 1:
         leave_together()
 
 

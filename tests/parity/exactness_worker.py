@@ -21,11 +21,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, TrainerCallback
 
+from hf_dist_ext import launched
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
-from hf_dist_ext.strategies.collectives import launched_processes, launched_tensor_parallel_size, rank
+from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensor_parallel import launched_config, split
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -44,11 +45,11 @@ DECODERS = {"qwen3": QWEN, "llama": LLAMA}
 
 def num_groups() -> int:
     """Ranks with rows of their own; under tensor parallelism groups of ranks."""
-    return launched_processes() // launched_tensor_parallel_size()
+    return launched.processes() // launched.mesh_size("tp")
 
 
 def own_group() -> int:
-    return rank() // launched_tensor_parallel_size()
+    return rank() // launched.mesh_size("tp")
 
 
 # ---- (1) cases ----
@@ -175,7 +176,7 @@ class Scarce(EmbeddingModel):
     failures = 0
 
     def forward(self, input_ids, **features):
-        is_last = rank() == launched_processes() - 1
+        is_last = rank() == launched.processes() - 1
         if is_last and torch.is_grad_enabled() and input_ids.numel() > 40 and type(self).memory_is_scarce:
             type(self).failures += 1
             raise torch.OutOfMemoryError("a chunk too large for this test's memory")
@@ -387,7 +388,7 @@ def measure(case: Case) -> float:
     Scarce.memory_is_scarce = True  # the reference has all the memory it wants
     found = trained_gradients(case, *build(is_split=True), num_rows)
     Scarce.memory_is_scarce = False
-    if case.model == "scarce" and rank() == launched_processes() - 1:
+    if case.model == "scarce" and rank() == launched.processes() - 1:
         assert Scarce.failures >= 2, "memory was never scarce"
     assert len(found) == len(expected) == case.steps, (len(found), len(expected))
     worst = 0.0
@@ -402,7 +403,7 @@ def measure(case: Case) -> float:
 
 def runs_here(case: Case, is_fsdp: bool) -> bool:
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched_tensor_parallel_size() > 1:
+    if launched.mesh_size("tp") > 1:
         return case.model.partition(":")[0] in DECODERS and (num_groups() in case.worlds or not case.worlds)
     if is_fsdp and world > 2:
         return case.name in HSDP_CASES
@@ -426,7 +427,7 @@ def main() -> None:
             continue
         case.arguments |= options.arguments
         own = torch.tensor(measure(case), dtype=torch.float64)
-        if launched_processes() > 1:
+        if launched.processes() > 1:
             torch.distributed.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
         errors[case.name] = {"error": own.item(), "tolerance": case.tolerance}
         if rank() == 0:

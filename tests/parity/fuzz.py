@@ -38,13 +38,14 @@ from transformers import AutoConfig, AutoModel, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_dist_ext import launched  # noqa: E402
 from hf_dist_ext.data import epoch_order
 from hf_dist_ext.data.collator import ContrastiveCollator  # noqa: E402
 from hf_dist_ext.data.epoch_order import StandIn  # noqa: E402
 from hf_dist_ext.engine import chunks
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
 from hf_dist_ext.models.embedding_model import EmbeddingModel  # noqa: E402
-from hf_dist_ext.strategies.collectives import launched_processes, rank  # noqa: E402
+from hf_dist_ext.strategies.collectives import rank  # noqa: E402
 from hf_dist_ext.training import metrics  # noqa: E402
 from hf_dist_ext.training.arguments import DistTrainingArguments  # noqa: E402
 from hf_dist_ext.training.metrics import TIE_TOLERANCE  # noqa: E402
@@ -306,7 +307,7 @@ def train(say, draw: Draw, folder: Path, name: str, accumulation: int, batch: in
         "accumulation": args.gradient_accumulation_steps,
     }
     torch.save(record if rank() == 0 else {"seen": trainer.seen}, folder / f"{name}.{rank()}")
-    if launched_processes() > 1:
+    if launched.processes() > 1:
         torch.distributed.barrier()
     return str(trainer.state.global_step)
 

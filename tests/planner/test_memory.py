@@ -15,7 +15,7 @@ from hf_dist_ext.planner.tape import Recipe, Tape
 from hf_dist_ext.planner.text_architectures import Rows, bert
 from hf_dist_ext.planner.vision_language import TOWERS, image_tokens
 from hf_dist_ext.planner.who_trains import depth
-from hf_dist_ext.strategies.fsdp import is_multiplied
+from hf_dist_ext.strategies.layers import is_multiplied
 from tests.parity.memory_table import BERT, CASES, CLIP, LLAMA, ON_TWO, error, rows_of
 from tests.parity.memory_worker import PARTS
 
