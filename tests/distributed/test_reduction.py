@@ -72,7 +72,7 @@ def found(mode: str, folder: Path, case: Case) -> dict:
     return json.loads(Run(mode, folder, partial(measured, case=case)).result())
 
 
-@pytest.mark.parametrize("model", ["bert", "towers"])
+@pytest.mark.parametrize("model", ["bert", pytest.param("towers", marks=pytest.mark.slow)])
 def test_a_compiled_model_reduces_once_per_update(model, tmp_path):
     arguments = {"torch_compile": True, "torch_compile_backend": "eager"}
     compiled = found("ddp", tmp_path / "run", Case("compiled", model=model, arguments=arguments))
