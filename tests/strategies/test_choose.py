@@ -1,6 +1,7 @@
 """A loss over embeddings meets processes that share rows only where it is exact: tensor parallelism, by name."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import ParallelismConfig
@@ -13,7 +14,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import collectives, tensor_parallel
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.choose import of_model
+from hf_dist_ext.strategies.choose import of_accelerator, of_model
 from hf_dist_ext.strategies.tensor_parallel import check_can_be_split, launched_config
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -112,6 +113,22 @@ def test_a_checkpoint_of_another_way_of_splitting_is_refused(before, now):
     strategy.split = "tp 2 x fsdp 8"  # other groups
     content |= {"sharding": "tp 2 x fsdp 2", "tensor_parallel_size": 2}
     strategy.check_resumable(Path("checkpoint-2"), content, world_size=4)
+
+
+@pytest.mark.parametrize(("plugins", "processes", "name", "is_collective", "graphs"), [
+    ({}, 1, "none", False, None),
+    ({}, 2, "ddp", False, None),
+    ({"fsdp_plugin": SimpleNamespace(state_dict_type=SimpleNamespace(name="FULL"))}, 2, "fsdp FULL", True, None),
+    ({"deepspeed_plugin": SimpleNamespace(zero_stage=2)}, 2, "deepspeed", False, None),
+    ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, 2, "deepspeed", True, 1),
+])  # fmt: skip
+def test_an_accelerator_says_which_strategy_runs(plugins, processes, name, is_collective, graphs):
+    kind = SimpleNamespace(value="MULTI_CPU" if processes > 1 else "NO")
+    accelerator = SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=processes, distributed_type=kind)
+    strategy = of_accelerator(accelerator, Strategy())
+    assert (strategy.name, strategy.forwards_are_collective) == (name, is_collective)
+    assert strategy.max_live_graphs == graphs and strategy.can_redo == (processes == 1)
+    assert of_accelerator(None, strategy) is strategy
 
 
 def test_the_gather_takes_one_rank_of_each_group(monkeypatch):
