@@ -35,9 +35,9 @@ ALLOWED = {
 COMMON = {"errors", "policy", "failures", "launched", "lazy"}
 RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
 
-ARROWS_LEFT = """
-"""
+ARROWS_LEFT = ""
 CIRCLES_LEFT = """
+
 """
 # What asks which parallelism runs; it belongs behind the seam in strategies/.
 PARALLELISM = re.compile(

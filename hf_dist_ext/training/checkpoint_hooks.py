@@ -163,8 +163,8 @@ class CheckpointHooks(Trainer):
                 trainable.save_optimizer(self.model, self.optimizer, Path(output_dir), self.args, self._saves_shards)
             if self._saves_optimizer_by_name and saves:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-        if self._budget is not None and saves:
-            loss_state.save_budget(self._budget, output_dir)
+        if self.chunk_budget is not None and saves:
+            loss_state.save_budget(self.chunk_budget, output_dir)
         self.strategy.save(self.model_wrapped, output_dir, self.args)
         if saves:
             self.data_position.save(output_dir)
@@ -309,8 +309,8 @@ class CheckpointHooks(Trainer):
                 super()._load_optimizer_and_scheduler(checkpoint)
         if given is not None:
             learning_rate.take_given(self.optimizer, self.lr_scheduler, given)
-        if self._budget is not None:
-            loss_state.load_budget(self._budget, checkpoint)
+        if self.chunk_budget is not None:
+            loss_state.load_budget(self.chunk_budget, checkpoint)
         self.strategy.load(self.model_wrapped, checkpoint, self.args)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -11,7 +11,8 @@ Here: arguments and wrapping, optimizer and loss parameters, the order of rows, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.sampling import no_duplicates_sampler
+from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import phase
 from hf_dist_ext.frozen import feature_cache, freeze
@@ -40,13 +42,14 @@ from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.position_hooks import PositionHooks
 from hf_dist_ext.training.scaling import Scaling
-from hf_dist_ext.training.step import EmbeddingSteps, forward_parameters, split_ids
+from hf_dist_ext.training.sizes import StepSizes
+from hf_dist_ext.training.step import EmbeddingStep, forward_parameters, trained_parameters
 from hf_dist_ext.training.timing import Profiler, StepClock
 
 logger = logging.get_logger(__name__)
 
 
-class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
+class DistTrainer(CheckpointHooks, PositionHooks):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
@@ -65,9 +68,10 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
     freeze_watch: freeze.FreezeWatch | None = None
+    step: EmbeddingStep | None = None
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
-        self.loss, self._budget, self._rate_names, self._rates = loss, None, [], {}
+        self.loss, self._rate_names, self._rates = loss, [], {}
         self.strategy = Strategy()
         processor = more[3] if len(more) > 3 else options.get("processing_class")
         self._makes_pictures = getattr(processor, "image_processor", None) is not None
@@ -86,8 +90,8 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         with self.strategy.constructing(args):
             super().__init__(model, args, *more, **options)
         uses_cache = loss is not None and self.args.uses_gradient_cache
-        self._sizes = FittingSizes(self.args, loss) if uses_cache else None
-        self.health = self._make_health()
+        fitting = FittingSizes(self.args, loss) if uses_cache else None
+        self.health = self._make_health(fitting)
         if self.health.is_called_back:
             self.add_callback(self.health)
         self.strategy.constructed(self.model)
@@ -115,7 +119,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         )
         if loss is not None or self.freeze_plan is not None or getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
-        self._clock = StepClock(self.args.device)
+        self.clock = StepClock(self.args.device)
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))
         if loss is None:
@@ -126,15 +130,11 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
                 self.is_world_process_zero(),
             )
             return
-        self.add_callback(self._clock)
+        self.add_callback(self.clock)
         if isinstance(loss, nn.Module):
             loss.to(self.args.device)
-        self._takes_column = "column" in forward_parameters(self.model)
-        self._loss_gradients_are_used = True
-        self._may_widen = True
-        self._proven = [0, 0, 0, 0]
-        self._budget = self._make_budget()
-        self.strategy.check(bool(self._loss_parameters()), self._budget is not None)
+        self.step = self._make_step(fitting)
+        self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
         if self.args.uses_gradient_cache:
             checks.check_model(self.model, self.args)
 
@@ -156,16 +156,42 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         """The model without its wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
-    def _make_health(self) -> Health:
+    def _make_health(self, fitting: FittingSizes | None) -> Health:
         return Health(
             self.args,
             is_guarded=self.loss is not None or self.freeze_plan is not None,
             has_scaler=self.strategy.has_scaler(self.args),
             processor=self.processing_class,
-            sizes=self._sizes,
-            progress=lambda: (self.state.global_step, self._initial_global_step),
+            sizes=fitting,
+            progress=self._progress,
             take_begun=lambda: self.data_position.take_begun("bad_rows"),
         )
+
+    def _progress(self) -> tuple[int, int]:
+        return self.state.global_step, self._initial_global_step
+
+    def _make_step(self, fitting: FittingSizes | None) -> EmbeddingStep:
+        sizes = StepSizes(
+            self.args,
+            self.loss,
+            model=lambda: self.bare_model,
+            strategy=lambda: self.strategy,
+            progress=self._progress,
+            fitting=fitting,
+            takes_column="column" in forward_parameters(self.model),
+            has_stand_in=self.image_stand_in is not None,
+        )
+        return EmbeddingStep(self.loss, sizes, self._prepare_inputs, self._precision, self.clock)
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            yield
+
+    @property
+    def chunk_budget(self) -> ChunkBudget | None:
+        """What measures the size of chunks, where it is automatic."""
+        return None if self.step is None else self.step.sizes.budget
 
     def make_image_stand_in(self) -> ImageStandIn | None:
         has_loss = self.loss is not None
@@ -234,8 +260,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         return super()._get_learning_rate()
 
     def _loss_parameters(self) -> list[nn.Parameter]:
-        parameters = self.loss.parameters() if isinstance(self.loss, nn.Module) else ()
-        return [p for p in parameters if p.requires_grad]
+        return trained_parameters(self.loss)
 
     def get_train_dataloader(self):
         if self.loss is not None:
@@ -308,40 +333,42 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
                 return TrainOutput(self.state.global_step, 0.0, {})
 
     def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
-        with self._clock.part("data"), self.health.loading():
+        with self.clock.part("data"), self.health.loading():
             return super().get_batch_samples(*arguments, **options)
 
     # ---- a step ----
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.loss is None:
-            if self.feature_cache is not None:
-                inputs = self.feature_cache.take(inputs, self.args.device)
-            accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
-            items = self._items.watched(num_items_in_batch, self.model, accumulated)
-            loss = super().training_step(model, inputs, items)
-            if items is not num_items_in_batch:
-                self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
-            return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
+            loss = self._own_loss_step(model, inputs, num_items_in_batch)
+        else:
+            self._prepare_embedding_step(model)
+            accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
+            step, layout = self.step.run(model, inputs, self.health.inputs, accumulated, is_last)
+            self.meter.add(step, layout.chunked, layout.counts)
+            loss = step.loss / accumulated
+        return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
+
+    def _own_loss_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """Trainer's, with the model's own loss."""
+        if self.feature_cache is not None:
+            inputs = self.feature_cache.take(inputs, self.args.device)
+        accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
+        items = self._items.watched(num_items_in_batch, self.model, accumulated)
+        loss = super().training_step(model, inputs, items)
+        if items is not num_items_in_batch:
+            self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
+        return loss
+
+    def _prepare_embedding_step(self, model: nn.Module) -> None:
         model.train()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
             clear_device_cache()  # as Trainer's step, which this one replaces
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
-        if self._loss_gradients_are_used and isinstance(self.loss, nn.Module):
-            self.loss.zero_grad()
         if self.strategy.model is not model:
             mode, own = self.args.gradient_cache_fsdp, self._loss_parameters()
-            self.strategy.start(model, mode, own, self.optimizer, has_towers=self._takes_column)
-        batch, ids = split_ids(self._prepare_inputs(inputs))
-        self.strategy.check_batch(batch, self.args.device)
-        step, chunked, counts = self._step(model, batch, ids)
-        self._loss_gradients_are_used = self.accelerator.sync_gradients
-        if self.accelerator.sync_gradients:
-            self.strategy.finish_update(self._loss_parameters())
-        self.meter.add(step, chunked, counts)
-        loss = step.loss / self.current_gradient_accumulation_steps
-        return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
+            self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
         found = super().compute_loss(model, inputs, return_outputs, **options)
@@ -400,15 +427,10 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
         """With a loss: (loss, embeddings of anchors and positives, their ids); the loss of the training step."""
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        batch, ids = split_ids(self._prepare_inputs(inputs))
-        chunked, wide, counts, *_ = self._cut(batch)
-        chunked = wide or chunked  # no graph is held here either
-        chunks = chunked.chunks()
-        embeddings = chunked.to_columns([self._encode(model, chunk).float() for chunk in chunks], chunks)
-        loss, _ = self._score(embeddings, ids, counts)
+        loss, embeddings, ids = self.step.score_only(model, inputs)
         if prediction_loss_only:
             return loss, None, None
-        anchor, positive, *_ = batch
+        anchor, positive, *_ = embeddings
         labels = metrics.ids_of_rows(ids, anchor, positive, embeddings[anchor])
         return loss, (embeddings[anchor].contiguous(), embeddings[positive].contiguous()), labels
 
@@ -416,7 +438,7 @@ class DistTrainer(EmbeddingSteps, CheckpointHooks, PositionHooks):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.loss is not None and "loss" in logs:
-            logs.update(self.meter.read(self.args.device) | self._clock.read())
+            logs.update(self.meter.read(self.args.device) | self.clock.read())
         if "learning_rate" in logs:
             logs.update(self._rates)
         if "loss" in logs:

@@ -60,9 +60,9 @@ class Lack:
             self.fail()
         if not torch.is_grad_enabled():
             self.fail_if("pass 1")
-        elif self.of._sizes.place == REPLAY:
+        elif self.of.step.sizes.fitting.place == REPLAY:
             self.fail_if("replay")
-        elif self.of._sizes.place == LAST and self.is_now and self.place == "reducing backward":
+        elif self.of.step.sizes.fitting.place == LAST and self.is_now and self.place == "reducing backward":
             output.register_hook(self.fail)
 
     def after_loss(self, loss, inputs, output) -> None:
@@ -84,9 +84,9 @@ def train(say, folder: Path, place: str = "", resumes: bool = False, mode: str =
     found = weights(made)
     if rank() == 0:
         torch.save(found, folder / "weights.pt")
-    say(str(made._sizes.now))
+    say(str(made.step.sizes.fitting.now))
     leave_together()
-    return str(made._sizes.now)
+    return str(made.step.sizes.fitting.now)
 
 
 class Told(Tiny):
@@ -106,18 +106,18 @@ def fill_memory(say, folder: Path) -> str:
     made.model.of_formula = [device]
     plain = torch.get_device_module
     torch.get_device_module = lambda of=None: device if of == torch.device("cuda") else plain(of)
-    made._budget = ChunkBudget(torch.device("cuda"), None)
+    made.step.sizes.budget = ChunkBudget(torch.device("cuda"), None)
     free = []
 
-    def limits(*arguments, limits=made._budget.limits):
+    def limits(*arguments, limits=made.chunk_budget.limits):
         device.state = device.bytes_of(t for s in made.optimizer.state.values() for t in s.values())
-        if not made._budget.is_measuring:
+        if not made.chunk_budget.is_measuring:
             free.append((device.total - device.memory_allocated()) * 0.95)
         return limits(*arguments)
 
-    made._budget.limits = limits
+    made.chunk_budget.limits = limits
     made.train()
-    tokens, of_model = made._budget.measured.tokens, device.bytes_of(made.model.parameters())
+    tokens, of_model = made.chunk_budget.measured.tokens, device.bytes_of(made.model.parameters())
     used = device.fixed + device.per_token * tokens + of_model
     found = {"used": used, "free": free[0], "weights": of_model, "state": device.state, "steps": len(free)}
     torch.get_device_module = plain

@@ -221,11 +221,11 @@ def passes(of) -> dict[bool, list[int]]:
     """Tokens of every chunk that a trainer encodes, by whether it has a graph."""
     found: dict[bool, list[int]] = {True: [], False: []}
 
-    def encoding(model, chunk, encode=of._encode, **options):
+    def encoding(model, chunk, encode=of.step._encode, **options):
         found[torch.is_grad_enabled()].append(chunk.num_rows * max(1, chunk.width))
         return encode(model, chunk, **options)
 
-    of._encode = encoding
+    of.step._encode = encoding
     return found
 
 
@@ -240,7 +240,7 @@ def test_over_a_frozen_backbone_the_pass_that_runs_is_the_one_that_was_measured(
     made = trainer(tmp_path, model, **options, per_device_train_batch_size=64, max_steps=8, num_rows=512)
     found = passes(made)
     made.train()
-    assert not made._budget.is_measuring
+    assert not made.chunk_budget.is_measuring
     held = max(found[False]) * forward_bytes_per_token(model.config)
     assert 0.6 * gib * 2**30 < held <= gib * 2**30
 

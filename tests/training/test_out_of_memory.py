@@ -34,7 +34,7 @@ def six_layers() -> nn.Module:
 
 def short_of_memory(of, at_call: int, largest: int, error=torch.OutOfMemoryError, only_graphs: bool = False):
     """From its n-th call on, the model holds no more than so many rows with a graph, or in the pass without one."""
-    encode, calls = of._encode, []
+    encode, calls = of.step._encode, []
 
     def encoding(model, chunk, **options):
         calls.append(chunk.num_rows)
@@ -43,7 +43,7 @@ def short_of_memory(of, at_call: int, largest: int, error=torch.OutOfMemoryError
             raise error("not enough memory")
         return encode(model, chunk, **options)
 
-    of._encode = encoding
+    of.step._encode = encoding
     return calls
 
 
@@ -94,7 +94,7 @@ def test_the_wider_chunks_of_the_first_pass_go_before_smaller_chunks_do(tmp_path
     assert max(usual) == 6, "three times the rows"
     calls = short_of_memory(short, 20, 2)
     short.train()
-    assert max(calls[:19]) == 6 and max(calls[-8:]) == 2 and short._sizes.now == Sizes(widens=False)
+    assert max(calls[:19]) == 6 and max(calls[-8:]) == 2 and short.step.sizes.fitting.now == Sizes(widens=False)
     assert torch.allclose(weights(short), weights(whole), atol=1e-6)
 
 
@@ -108,10 +108,10 @@ def test_kept_graphs_shrink_before_chunks_do(tmp_path):
     options |= dict(gradient_cache_keep_graph="auto", max_steps=6)
     whole, short = (trainer(tmp_path / name, six_layers(), **options) for name in ("whole", "short"))
     whole.train()
-    encode, alive, kept = short._encode, [], []
+    encode, alive, kept = short.step._encode, [], []
 
     def encoding(model, chunk, **more):
-        kept.append(short._layout.num_kept)
+        kept.append(short.step.layout.num_kept)
         if torch.is_grad_enabled():
             if sum(graph() is not None for graph in alive) >= 3:
                 raise torch.OutOfMemoryError("not enough memory")
@@ -121,10 +121,12 @@ def test_kept_graphs_shrink_before_chunks_do(tmp_path):
             alive.append(weakref.ref(graph))
         return found
 
-    short._encode = encoding
+    short.step._encode = encoding
     short.train()
     assert max(kept) >= 6 and 1 <= kept[-1] <= 3
-    assert short._sizes.now.chunk_halvings == 0 and short._sizes.now.max_kept_graphs == kept[-1]
+    assert (
+        short.step.sizes.fitting.now.chunk_halvings == 0 and short.step.sizes.fitting.now.max_kept_graphs == kept[-1]
+    )
     assert torch.allclose(weights(short), weights(whole), atol=1e-6)
 
 
@@ -132,7 +134,7 @@ def test_a_step_is_run_again_also_where_the_sizes_can_not_be_stored(tmp_path, mo
     short = trainer(tmp_path, gradient_cache_chunk_size=4)
     said = []
     monkeypatch.setattr("hf_dist_ext.training.out_of_memory.logger.warning", said.append)
-    monkeypatch.setattr(short._sizes, "_store", full_disk)
+    monkeypatch.setattr(short.step.sizes.fitting, "_store", full_disk)
     calls = short_of_memory(short, 1, 2)
     short.train()
     assert max(calls[-2:]) == 2 and len(said) == 2 and "No space left" in said[1] and FILE in said[1]

@@ -58,8 +58,8 @@ def test_the_parts_of_a_step_add_up_to_it(tmp_path):
 
 def test_a_run_that_logs_nothing_keeps_no_times(tmp_path):
     trainer, _ = trained(tmp_path, gradient_cache_chunk_size=2, logging_strategy="no")
-    assert not trainer._clock._spans
-    assert {f"seconds_{name}" for name in PARTS} == trainer._clock.read().keys()
+    assert not trainer.clock._spans
+    assert {f"seconds_{name}" for name in PARTS} == trainer.clock.read().keys()
 
 
 def test_on_an_accelerator_only_what_the_device_has_not_reached_is_kept():

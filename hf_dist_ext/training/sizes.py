@@ -1,0 +1,273 @@
+"""The sizes of a step, agreed by all ranks before its first forward: rows, chunks, their widening, kept graphs.
+
+`engine/chunks.py` cuts this rank's batch, within limits that the run file gives or that `engine/budget.py` measured.
+The ranks then tell each other their rows and their sizes in one small gather, and every rank takes what all can do. No
+size changes a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from transformers.utils import logging
+
+from hf_dist_ext import policy
+from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row, widened
+from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.gradient_cache import RandomState
+from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
+from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, PLACES, FittingSizes, empty_cache, place_out_of_memory
+
+logger = logging.get_logger(__name__)
+
+Batch = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class Layout(NamedTuple):
+    """How one batch is cut, as all ranks agree."""
+
+    chunked: ChunkedBatch
+    wide: ChunkedBatch | None  # larger chunks for the pass without a graph
+    counts: dict[str, list[int]]  # rows per column and rank
+    num_kept: int  # graphs
+    is_larger: bool = False  # than every step that was tried out, on some rank
+
+    def left_to_shrink(self) -> dict[str, Any]:
+        """For `Sizes.smaller`."""
+        chunks = self.chunked.chunks()
+        return {
+            "has_wider": self.wide is not None,
+            "num_kept": min(self.num_kept, len(chunks) - 1),
+            "can_halve": any(chunk.num_rows > 1 for chunk in chunks),
+        }
+
+    @property
+    def demand(self) -> list[int]:
+        """What makes a step take more memory than another one."""
+        rows = sum(map(sum, self.counts.values()))
+        return [costliest_chunk(self.chunked), costliest_chunk(self.wide or self.chunked), self.num_kept, rows]
+
+    def loss_bytes(self, loss: Any, dimensions: int) -> int:
+        """What the loss will hold of embeddings with so many dimensions."""
+        own = self.chunked.row_counts()
+        is_gathered = getattr(loss, "cross_device_negatives", True)
+        everyone = {name: sum(rows) for name, rows in self.counts.items()} if is_gathered else own
+        anchors, *_ = own.values()
+        _, *candidates = everyone.values()
+        halvings = getattr(loss, "tile_halvings", 0)
+        return policy.loss_stage_bytes(
+            sum(own.values()), sum(everyone.values()), anchors, sum(candidates), dimensions, halvings
+        )
+
+
+class StepSizes:
+    """Made once for a trainer with a loss over embeddings.
+
+    Args:
+        args, loss: the run's.
+        model, strategy: those of the trainer now; the model without its wrappers.
+        progress: (finished updates, those of this run's checkpoint) now.
+        fitting: the sizes that memory has left; None without a gradient cache.
+        takes_column: the model has a tower per column, which forward is told.
+        has_stand_in: rows without images run the vision layers too.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        loss: Callable,
+        model: Callable[[], nn.Module],
+        strategy: Callable[[], Strategy],
+        progress: Callable[[], tuple[int, int]],
+        fitting: FittingSizes | None,
+        takes_column: bool,
+        has_stand_in: bool,
+    ):
+        self.args, self.loss, self.model, self.strategy = args, loss, model, strategy
+        self.progress, self.fitting = progress, fitting
+        self.takes_column, self.has_stand_in = takes_column, has_stand_in
+        self.budget = self._make_budget()
+        self.may_widen = True  # the pass without a graph: not where the model draws random numbers
+        self._proven = [0, 0, 0, 0]  # the largest demand that was tried out
+
+    def _make_budget(self) -> ChunkBudget | None:
+        args = self.args
+        finds_size, keeps = args.gradient_cache_chunk_size == "auto", args.gradient_cache_keep_graph == "auto"
+        if not args.uses_gradient_cache or not (finds_size or keeps):
+            return None
+        gib = args.gradient_cache_memory_gib or (1.0 if args.device.type == "cpu" else None)
+        budget = ChunkBudget(
+            args.device,
+            None if gib is None else int(gib * 2**30),
+            weights=lambda: self.model().parameters(),
+            finds_size=finds_size,
+            keeps_graphs=keeps,
+        )
+        if self.encodes_once(self.model()):
+            budget.forward_bytes = forward_bytes_per_token(self.model().config)
+        return budget
+
+    def encodes_once(self, model: nn.Module) -> bool:
+        """Whether no chunk has a graph, as all that encodes is frozen."""
+        return self.args.uses_gradient_cache and has_frozen_backbone(model)
+
+    def is_measured(self, is_first: bool) -> bool:
+        """Whether the step that begins is. `is_first`: of an update."""
+        return self.budget is not None and self.budget.is_measuring and is_first
+
+    # ---- a batch ----
+
+    def fit(self, wrapped: nn.Module, encode: Callable[..., torch.Tensor], batch: Batch, is_first: bool) -> Layout:
+        """How a batch is cut. Where forwards are a rank's own, a step that needs more memory than any before is tried
+        out on every rank.
+
+        Args:
+            encode: model, chunk -> embeddings.
+            is_first: the first batch of an update.
+        """
+        while True:
+            layout = self.cut(batch, is_first)
+            if self.fitting is None or not is_first or not layout.is_larger:
+                return layout
+            if (bare := self.strategy().bare_to_try(wrapped)) is None:
+                return layout
+            place = self._place_out_of_memory(bare, encode, layout)
+            left = layout.left_to_shrink()
+            answer = [PLACES.index(place) if place else -1, left["can_halve"], left["num_kept"]]
+            everyone = collectives.exchange(answer, self.args.device)
+            failed = [rank for rank, (number, *_) in enumerate(everyone) if number >= 0]
+            step, first = self.progress()
+            if not failed:
+                if step > first:  # the optimizer's state exists
+                    self._proven = [max(pair) for pair in zip(self._proven, layout.demand, strict=True)]
+                return layout
+            left |= {"can_halve": any(row[1] for row in everyone), "num_kept": max(row[2] for row in everyone)}
+            self.fitting.shrink(PLACES[everyone[failed[0]][0]], step + 1, failed, **left)
+
+    def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., torch.Tensor], layout: Layout) -> str | None:
+        state, encodes_once = RandomState(self.args.device), self.encodes_once(bare)
+        more = {"stops_at_pooled": True} if encodes_once else {}
+        place = place_out_of_memory(
+            lambda chunk: encode(bare, chunk, **more),
+            layout.chunked,
+            layout.wide,
+            layout.left_to_shrink()["num_kept"],
+            lambda dimensions: layout.loss_bytes(self.loss, dimensions),
+            has_graph=not encodes_once,
+        )
+        for parameter in bare.parameters():
+            parameter.grad = None
+        state.restore()
+        empty_cache(self.args.device)
+        return place
+
+    def cut(self, batch: Batch, is_first: bool) -> Layout:
+        """This rank's batch in chunks; every number that decides what a step does is the same on all ranks."""
+        chunked = self._lay_out(batch)
+        if self.budget is not None:
+            chunked = self._with_limits_of_budget(chunked, is_first)
+        factor = self._widening()
+        wide = widened(chunked, factor) if factor > 1 and self.may_widen else None
+        rows, plans = chunked.row_counts(), [chunked, wide] if factor > 1 else [chunked]
+        if isinstance(batch, StandIn):
+            rows = dict.fromkeys(rows, 0)
+        by_vision = not self.has_stand_in  # with a stand-in every forward runs the vision layers
+        needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
+        layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
+        needs_more = any(now > before for now, before in zip(layout.demand, self._proven, strict=True))
+        everyone = collectives.exchange(
+            [self.may_widen, layout.num_kept, needs_more, *rows.values(), *chain(*needed)], self.args.device
+        )
+        may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
+        self.may_widen = all(may_widen)
+        # Every rank runs as many as the one that needs most.
+        if self.strategy().forwards_are_collective:
+            most = [max(numbers) for numbers in zip(*(row[3 + len(rows) :] for row in everyone), strict=True)]
+            for plan, own in zip(plans, needed, strict=True):
+                if plan is chunked or self.may_widen:
+                    plan.agree(most[: len(own)], by_vision)
+                most = most[len(own) :]
+        counts = {name: [row[3 + i] for row in collectives.one_of_each(everyone)] for i, name in enumerate(rows)}
+        return Layout(chunked, wide if self.may_widen else None, counts, min(num_kept), any(is_larger))
+
+    def _lay_out(self, batch: Batch) -> ChunkedBatch:
+        model = self.model()
+        config = getattr(model, "config", None)
+        is_cut = self.args.uses_gradient_cache
+        return lay_out(
+            batch,
+            self._limits() if is_cut else ChunkLimits(),
+            shares_tower=is_cut and not self.takes_column,
+            pad_values={"input_ids": getattr(config, "pad_token_id", None) or 0},
+            can_trim=is_cut,
+            can_shift=getattr(config, "rope_parameters", None) is not None,
+            sort=is_cut and self.args.gradient_cache_sort,
+            model_config=_configs_by_column(model) or config,
+        )
+
+    def _limits(self) -> ChunkLimits:
+        args = self.args
+        size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
+        limits = ChunkLimits(
+            size,
+            args.gradient_cache_chunk_tokens,
+            args.gradient_cache_width_multiple,
+            args.gradient_cache_chunk_patches,
+        )
+        return limits if self.fitting is None else limits.scaled(self.fitting.now.share)
+
+    def _with_limits_of_budget(self, chunked: ChunkedBatch, is_first: bool) -> ChunkedBatch:
+        budget, was_measuring = self.budget, self.budget.is_measuring
+        if torch.is_grad_enabled() and is_first:
+            budget.propose(may_settle=self.progress()[0] > 0)
+        everyone = collectives.exchange([longest_row(chunked), budget.proposed], self.args.device)
+        longest, tokens = max(row[0] for row in everyone), min(row[1] for row in everyone)
+        limits = budget.limits(longest, tokens, self._limits(), self.fitting.now.share)
+        if was_measuring and not budget.is_measuring:
+            size = f"{budget.measured.tokens} tokens per chunk, " if budget.finds_size else ""
+            logger.info(
+                f"gradient cache: {size}from {budget.measured.bytes_per_token:.0f} bytes per token measured; of the "
+                f"{budget.measured.available / 2**30:.2f} GiB for a step {budget.measured.intercept / 2**30:.2f} GiB "
+                "are taken by what does not depend on the chunk."
+            )
+        return ChunkedBatch(chunked.tables, limits)
+
+    def _widening(self) -> int:
+        """How many times larger the chunks of the pass without a graph are."""
+        if not self.args.uses_gradient_cache or not self.fitting.now.widens:
+            return 1
+        if self.budget is not None and self.budget.forward_bytes is not None:
+            return 1  # the size was found for this very pass
+        model = self.model()
+        num_layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+        return policy.widening(num_layers, is_checkpointed(model))
+
+    def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
+        if not self.args.uses_gradient_cache:
+            return ALL_GRAPHS
+        kept = self.args.gradient_cache_keep_graph
+        if kept == "auto":
+            kept = self.budget.keep_graph(costliest_chunk(chunked))
+        return min(kept, self.fitting.now.max_kept_graphs)
+
+
+def _configs_by_column(model: nn.Module) -> dict[str, Any]:
+    """The config of every column's own tower (TowerModel); empty for other models."""
+    towers, columns = getattr(model, "towers", None), getattr(model, "column_to_tower", {})
+    return {column: getattr(towers[tower], "config", None) for column, tower in columns.items()}
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether layers give up their activations and are run again: by transformers or by FSDP."""
+    return any(
+        getattr(m, "gradient_checkpointing", False) or isinstance(m, CheckpointWrapper) for m in model.modules()
+    )
