@@ -40,8 +40,8 @@ FRAMES = 2  # of a note
 # ---- (1), (2) ----
 
 
-class Phase:
-    """Where this process is: written by the trainer, read by whoever reports."""
+class Activity:
+    """What this process does: written by the trainer, read by whoever reports."""
 
     def __init__(self) -> None:
         self.step, self.is_step = 0, False
@@ -67,7 +67,7 @@ class Phase:
         return f"step {self.step}, {self.name}, for {time.monotonic() - self.since:.0f} s"
 
 
-phase = Phase()
+activity = Activity()
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def first_error_only() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; there is no step to finish any more
         if isinstance(error, (UsageError, RunError)):
             raise  # exit_on_usage_error says it
-        place = f"[rank {launched.rank()}: {phase}]"
+        place = f"[rank {launched.rank()}: {activity}]"
         if hasattr(error, "add_note"):
             error.add_note(place)
         elif not is_about_a_peer(error):  # Python 3.10 has no notes: a line above the traceback
@@ -144,7 +144,7 @@ def set_collective_timeout(seconds: float) -> None:
 
 
 class Watchdog:
-    """While entered, a thread that ends the process when `phase` lasts longer than `limit()` seconds."""
+    """While entered, a thread that ends the process when `activity` lasts longer than `limit()` seconds."""
 
     def __init__(self, limit: Callable[[], float], poll_seconds: float = 0.5):
         self.limit, self.poll_seconds = limit, poll_seconds
@@ -162,11 +162,11 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._ended.wait(self.poll_seconds):
             limit = self.limit()
-            if time.monotonic() - phase.since > limit:
+            if time.monotonic() - activity.since > limit:
                 self._expire(limit)
 
     def _expire(self, limit: float) -> None:
-        notes = {launched.rank(): f"{phase} ({_where()})"}
+        notes = {launched.rank(): f"{activity} ({_where()})"}
         if self._store is not None:
             notes = exchange_notes(self._store, notes[launched.rank()])
         text = report(notes, limit, launched.processes())

@@ -35,7 +35,7 @@ from transformers.utils import logging
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.failures import phase
+from hf_dist_ext.failures import activity
 from hf_dist_ext.strategies import agreed, collectives
 
 logger = logging.get_logger(__name__)
@@ -181,7 +181,7 @@ class Background:
         if saving is None or not (wait or saving.is_done()):
             return
         if not saving.is_done():
-            phase.leave_step(f"waiting until {saving.name} is written")
+            activity.leave_step(f"waiting until {saving.name} is written")
         saving.wait()
         self.saving = None
         if isinstance(saving.error, UsageError | RunError):

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.data.bad_rows import in_short
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.failures import Watchdog, phase, set_collective_timeout
+from hf_dist_ext.failures import Watchdog, activity, set_collective_timeout
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import StopSignals, remove_mark, write_mark
 from hf_dist_ext.strategies import collectives
@@ -109,10 +109,10 @@ class Health(TrainerCallback):
                 entered.callback(setattr, self.stop, "finishes_steps", False)
             if getattr(self.args, "step_timeout", None) is not None:
                 entered.enter_context(Watchdog(self._time_limit))
-            phase.leave_step("preparing to train")
+            activity.leave_step("preparing to train")
             with self._error_of_peer():
                 yield
-            phase.leave_step("after training")
+            activity.leave_step("after training")
             if self.was_preempted and is_first and self.stop.received != "SIGINT":
                 write_mark(self.args.output_dir, self.progress()[0], self.stop.received or "on another rank")
 
@@ -132,7 +132,7 @@ class Health(TrainerCallback):
 
     def _time_limit(self) -> float:
         step, first = self.progress()
-        return self.args.step_timeout if phase.is_step and step > first else self.args.ddp_timeout
+        return self.args.step_timeout if activity.is_step and step > first else self.args.ddp_timeout
 
     # ---- an update ----
 
@@ -142,12 +142,12 @@ class Health(TrainerCallback):
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Around the loading of an update's batches."""
-        phase.enter("loading its batches", step=self.progress()[0] + 1)
+        activity.enter("loading its batches", step=self.progress()[0] + 1)
         try:
             yield
         except (UsageError, RunError) as error:
             raise in_short(error) from error
-        phase.enter("forward and backward")
+        activity.enter("forward and backward")
 
     def after_backward(self, loss: torch.Tensor, inputs: Any, is_last: bool) -> torch.Tensor:
         """Call with every micro-batch's loss, which it gives back. `is_last`: of an update."""
@@ -198,7 +198,7 @@ class Health(TrainerCallback):
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """An evaluation inside of `train()` may take longer than the time a signal leaves: ask every few batches."""
-        phase.touch()  # it goes on
+        activity.touch()  # it goes on
         self._num_evaluation_batches += 1
         if self.stop is None or not self.stop.finishes_steps or self._num_evaluation_batches % EVALUATION_BATCHES:
             return
@@ -216,7 +216,7 @@ class Health(TrainerCallback):
 
     def check_weights(self, model: nn.Module) -> None:
         """Before a checkpoint is written. Raises RunError for weights that are not finite."""
-        phase.leave_step("writing a checkpoint")
+        activity.leave_step("writing a checkpoint")
         if self.guard is not None:
             check_weights(model.named_parameters(), f"checkpoint-{self.progress()[0]}", self.args.device)
 

@@ -27,7 +27,7 @@ from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.data.sampling import no_duplicates_sampler
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.failures import phase
+from hf_dist_ext.failures import activity
 from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
@@ -382,7 +382,7 @@ class DistTrainer(CheckpointHooks, PositionHooks):
         return super()._clip_grad_norm(model) if norm is None else norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        phase.enter("clipping gradients, update")
+        activity.enter("clipping gradients, update")
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.health.guard is not None:
             grad_norm = self.strategy.update_norm(grad_norm)
@@ -416,7 +416,7 @@ class DistTrainer(CheckpointHooks, PositionHooks):
     # ---- evaluation ----
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        phase.leave_step("evaluating")
+        activity.leave_step("evaluating")
         started = time.perf_counter()
         found = super().evaluate(*arguments, **options)
         self.meter.exclude(time.perf_counter() - started)

@@ -179,6 +179,6 @@ def test_rows_are_named_by_index_or_by_their_text():
 
 
 def test_an_error_before_the_first_step_says_where_it_was():
-    from hf_dist_ext.failures import Phase
+    from hf_dist_ext.failures import Activity
 
-    assert str(Phase()).startswith("step 0, starting, for ")
+    assert str(Activity()).startswith("step 0, starting, for ")
