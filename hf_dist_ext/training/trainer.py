@@ -1,11 +1,9 @@
-"""`DistTrainer`: what it is made of, and the hooks that no other file has.
+"""`DistTrainer`: the subclass of Trainer, and what it is made of.
 
-With `loss=None` every override hands straight to Trainer. Each base is one idea, wired to Trainer's hooks:
-
-(1) `EmbeddingSteps`: a step of a loss over embeddings, through the gradient cache
-(2) `CheckpointHooks`: what is written, committed and read back
-(3) `PositionHooks`: the place in the data
-Here: arguments and wrapping, optimizer and loss parameters, the order of rows, evaluation, logs. No maths.
+With `loss=None` every hook hands straight to Trainer. The work is done by parts, each made once with what it reads:
+`step` (a step of a loss over embeddings), `health` (what keeps a run well), `strategy` (how the model is spread over
+processes), `data_position` and the keeper of checkpoints, whose hooks lie in `position_hooks.py` and
+`checkpoint_hooks.py`. Here are the rest of the hooks, in the order of a run. No maths lives here.
 """
 
 from __future__ import annotations
