@@ -73,8 +73,8 @@ class StepSizes:
     """Made once for a trainer with a loss over embeddings.
 
     Args:
-        args, loss: the run's.
-        model, strategy: those of the trainer now; the model without its wrappers.
+        args: the run's.
+        loss, model, strategy: those of the trainer now; the model without its wrappers.
         progress: (finished updates, those of this run's checkpoint) now.
         fitting: the sizes that memory has left; None without a gradient cache.
         takes_column: the model has a tower per column, which forward is told.
@@ -84,7 +84,7 @@ class StepSizes:
     def __init__(
         self,
         args: Any,
-        loss: Callable,
+        loss: Callable[[], Callable],
         model: Callable[[], nn.Module],
         strategy: Callable[[], Strategy],
         progress: Callable[[], tuple[int, int]],
@@ -161,7 +161,7 @@ class StepSizes:
             layout.chunked,
             layout.wide,
             layout.left_to_shrink()["num_kept"],
-            lambda dimensions: layout.loss_bytes(self.loss, dimensions),
+            lambda dimensions: layout.loss_bytes(self.loss(), dimensions),
             has_graph=not encodes_once,
         )
         for parameter in bare.parameters():

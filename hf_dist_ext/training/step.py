@@ -49,7 +49,6 @@ class EmbeddingStep:
     """Made once for a trainer. The model is called as it is given, in its wrappers.
 
     Args:
-        loss: scores embeddings (`DistTrainer`).
         sizes: those of a step; what is read of a run beside is theirs too.
         prepare: a batch of the data loader -> the batch on the device.
         precision: context around every forward.
@@ -58,19 +57,22 @@ class EmbeddingStep:
 
     def __init__(
         self,
-        loss: Callable,
         sizes: StepSizes,
         prepare: Callable[[Any], Any],
         precision: Callable[[], AbstractContextManager],
         clock: StepClock,
     ):
-        self.loss, self.sizes, self.prepare, self.precision, self.clock = loss, sizes, prepare, precision, clock
+        self.sizes, self.prepare, self.precision, self.clock = sizes, prepare, precision, clock
         self.args, self.strategy = sizes.args, sizes.strategy
         self.layout: Layout | None = None  # of the batch that runs
         self._accumulated = 1  # batches of the update that runs
         self._gradients_are_used = True  # those of the loss's own parameters
         self._before_update: RandomState | None = None
         self._own_loss: torch.Tensor | None = None
+
+    @property
+    def loss(self) -> Callable:
+        return self.sizes.loss()
 
     # ---- training ----
 

@@ -171,7 +171,7 @@ class DistTrainer(CheckpointHooks, PositionHooks):
     def _make_step(self, fitting: FittingSizes | None) -> EmbeddingStep:
         sizes = StepSizes(
             self.args,
-            self.loss,
+            loss=lambda: self.loss,
             model=lambda: self.bare_model,
             strategy=lambda: self.strategy,
             progress=self._progress,
@@ -179,7 +179,7 @@ class DistTrainer(CheckpointHooks, PositionHooks):
             takes_column="column" in forward_parameters(self.model),
             has_stand_in=self.image_stand_in is not None,
         )
-        return EmbeddingStep(self.loss, sizes, self._prepare_inputs, self._precision, self.clock)
+        return EmbeddingStep(sizes, self._prepare_inputs, self._precision, self.clock)
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
