@@ -1,7 +1,6 @@
 """The house: which package may import which, no circle of files, and what imports without torch or transformers.
 
-Arrows are read from the source of every import, those inside functions and those for types included. What breaks a
-rule today is listed in `ARROWS_LEFT` and `CIRCLES_LEFT`; these lists may only shrink.
+Arrows are read from the source of every import, those inside functions and those for types included.
 """
 
 import ast
@@ -35,10 +34,13 @@ ALLOWED = {
 COMMON = {"errors", "policy", "failures", "launched", "lazy"}
 RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
 
-ARROWS_LEFT = ""
-CIRCLES_LEFT = """
-
-"""
+# Trainer is subclassed directly and once, but for evaluation that generates. The two files of hooks are still apart.
+SUBCLASSES = {
+    "training.checkpoint_hooks": ["CheckpointHooks"],
+    "training.position_hooks": ["PositionHooks"],
+    "training.trainer": ["DistTrainer"],
+    "tasks.generation": ["GeneratingTrainer"],
+}
 # What asks which parallelism runs; it belongs behind the seam in strategies/.
 PARALLELISM = re.compile(
     r"is_fsdp_enabled|is_deepspeed_enabled|\bDTensor\b|\bds_[a-z]+|DistributedType|FullyShardedDataParallel"
@@ -90,14 +92,22 @@ def circles() -> set[str]:
 
 
 def test_packages_import_only_what_they_may():
-    found = {
-        f"{source} -> {target}" for source in FILES for target in ARROWS[source] if not is_allowed(source, target)
-    }
-    assert found == set(filter(None, ARROWS_LEFT.split("\n")))
+    assert not [f"{source} -> {to}" for source in FILES for to in ARROWS[source] if not is_allowed(source, to)]
 
 
 def test_no_file_imports_itself_by_way_of_others():
-    assert circles() == set(CIRCLES_LEFT.split())
+    assert not circles()
+
+
+def test_few_classes_subclass_trainer():
+    found = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                if bases & {"Trainer", "DistTrainer", "CheckpointHooks", "PositionHooks"}:
+                    found.setdefault(name, []).append(node.name)
+    assert found == SUBCLASSES
 
 
 def lines_with(pattern: re.Pattern, of: Iterable[str]) -> list[str]:
