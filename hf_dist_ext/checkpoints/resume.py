@@ -57,7 +57,7 @@ def choose(args: Any, asked: bool | str | None) -> tuple[Path | None, bool | str
             raise UsageError(f"{folder} is incomplete: {', '.join(broken)}. {hint}")
         passed_over[folder] = ", ".join(broken)
     if folder is not None:
-        safe_reading.check_metadata(folder, args.trust_checkpoint)
+        safe_reading.check(folder, args.trust_checkpoint)
         if collectives.rank() == 0:
             _say(folder, passed_over, args)
     return folder, asked

@@ -281,8 +281,8 @@ class CheckpointHooks(Trainer):
         if self._saves_trainable_only:
             self._load_trainable(model or self.model, resume_from_checkpoint)
         elif not self._load_by_own_names(resume_from_checkpoint):
-            with safe_reading.read_safely(self._trusts_checkpoints):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            safe_reading.check(Path(resume_from_checkpoint), self._trusts_checkpoints)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_trainable(self, model: nn.Module, folder: str) -> None:
         trainable.load_weights(model, self.freeze_plan.saved, Path(folder), self._trusts_checkpoints)
@@ -298,7 +298,7 @@ class CheckpointHooks(Trainer):
             return
         given = learning_rate.given(self.optimizer, self.lr_scheduler) if self._has_own_arguments else None
         apart = loss_state.loss_state_apart(self.loss, self.optimizer, load_from=checkpoint)
-        with apart, safe_reading.read_safely(self._trusts_checkpoints):
+        with apart:
             is_empty = self.strategy.has_no_optimizer_state(checkpoint)
             if self._saves_optimizer_by_name or is_empty:
                 if not self.strategy.has_engine and not is_empty:  # DeepSpeed's engine has read all of it
@@ -324,6 +324,6 @@ class CheckpointHooks(Trainer):
         if self._saves_trainable_only and not self.strategy.has_engine:
             self._load_trainable(self.model, best)
         elif self.strategy.has_engine or not self._load_by_own_names(best):
-            with safe_reading.read_safely(self._trusts_checkpoints):
-                super()._load_best_model()
+            safe_reading.check(Path(best), self._trusts_checkpoints)
+            super()._load_best_model()
         loss_state.load_loss(self.loss, best)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hf_dist_ext.checkpoints import safe_reading
-from hf_dist_ext.checkpoints.safe_reading import SafeReader, read_safely
 from hf_dist_ext.errors import UsageError
 
 
@@ -87,13 +86,13 @@ def test_getattr_reads_members_of_torchs_enum_and_nothing_else():
             safe_reading.MetadataUnpickler(io.BytesIO(pickle.dumps(Reads(*what)))).load()
 
 
-def test_accelerates_own_reading_is_guarded_and_left_as_it_was(saved):
-    before = dcp.FileSystemReader
-    with read_safely(trust=False):
-        assert dcp.FileSystemReader is SafeReader
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-
-        assert DefaultLoadPlanner.__name__ == "SafePlanner"
-    assert dcp.FileSystemReader is before
-    with read_safely(trust=True):
-        assert dcp.FileSystemReader is before
+def test_what_a_checkpoint_holds_below_is_looked_at_before_trainer_reads_it(saved, tmp_path):
+    """accelerate makes a reader of its own, which runs what it finds."""
+    safe_reading.check(tmp_path, trust=False)
+    dcp.save({"rest": {"lr": Runs(proof := tmp_path / "ran")}}, checkpoint_id=saved)
+    with pytest.raises(UsageError, match="rest.lr is no plain value.*trust_checkpoint=true"):
+        safe_reading.check(tmp_path, trust=False)
+    assert not proof.exists()
+    safe_reading.check(tmp_path, trust=True)
+    dcp.load({"rest": {"lr": 0.0}}, checkpoint_id=saved)
+    assert proof.exists(), "the trap works"
