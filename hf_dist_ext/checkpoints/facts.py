@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.rows import Rows
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 
@@ -33,6 +33,7 @@ class RunFacts:
     position: Mapping[str, Any]
     per_device_train_batch_size: int
     sharding: str
+    rows: Rows
     frozen_fingerprint: str | None
     stage: Any
     trains: Any
@@ -45,8 +46,8 @@ class RunFacts:
             "epoch": self.epoch,
             **self.position,
             "world_size": args.world_size,
-            "data_parallel_size": args.world_size // collectives.ranks_per_rows(),
-            "tensor_parallel_size": collectives.ranks_per_rows(),
+            "data_parallel_size": self.rows.size,
+            "tensor_parallel_size": self.rows.shared_by,
             "per_device_train_batch_size": self.per_device_train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "seed": args.seed,

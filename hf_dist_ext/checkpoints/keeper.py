@@ -64,7 +64,7 @@ class Keeper:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             load_loss(self.loss, str(folder))
         elif folder is not None:
-            resume.check_complete(self.args, folder, self.loss, has_scaler)
+            resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
             strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
             resume.check_frozen(folder, self.frozen_digests)
             path = str(folder)

@@ -31,6 +31,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import agreed, collectives
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.rows import Rows
 
 logger = logging.get_logger(__name__)
 
@@ -180,12 +181,12 @@ def _everyones(look: Callable[[], list[str]]) -> list[str]:
 # ---- whether it holds all ----
 
 
-def check_complete(args: Any, folder: Path, loss: Any, has_scaler: bool) -> None:
+def check_complete(args: Any, folder: Path, loss: Any, rows: Rows, has_scaler: bool) -> None:
     needed = ["scaler.pt"] if has_scaler else []
     if loss_parameters(loss):
         needed += [LOSS_WEIGHTS, LOSS_OPTIMIZER]
     world_size = saved_world_size(folder)
-    if (world_size, saved_tensor_parallel_size(folder)) == (args.world_size, collectives.ranks_per_rows()):
+    if (world_size, saved_tensor_parallel_size(folder)) == (args.world_size, rows.shared_by):
         needed.append(f"rng_state_{args.process_index}.pth" if world_size > 1 else "rng_state.pth")
 
     def look() -> list[str]:
@@ -221,10 +222,10 @@ def saved_tensor_parallel_size(folder: Path) -> int:
     return (manifest.read(folder) or {}).get("tensor_parallel_size", 1)
 
 
-def draws_anew(args: Any, step: int, folder: str) -> bool:
+def draws_anew(args: Any, step: int, folder: str, rows: Rows) -> bool:
     """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
     rank (under tensor parallelism its group's)."""
-    share = collectives.ranks_per_rows()
+    share = rows.shared_by
     before, share_before = saved_world_size(Path(folder)), saved_tensor_parallel_size(Path(folder))
     if (before, share_before) == (args.world_size, share):
         return False
@@ -233,7 +234,7 @@ def draws_anew(args: Any, step: int, folder: str) -> bool:
         logger.warning(
             f"{folder} is of {before} processes, this run of {args.world_size}{groups}: random states start anew."
         )
-    set_seed(hash((args.seed, step, collectives.data_parallel_rank())) % 2**32)
+    set_seed(hash((args.seed, step, rows.index)) % 2**32)
     return True
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from hf_dist_ext.engine.gradient_cache import Phase
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.rows import Rows
 
 
 class Strategy:
@@ -27,6 +27,7 @@ class Strategy:
         accelerator: None before there is one.
         model: with its wrappers, once `start` was called.
         completes: whether the phase that runs completes the gradients of an update.
+        rows: which ranks hold rows of their own.
     """
 
     comes_with_model = False  # the model is split over a mesh of processes before there is an accelerator
@@ -50,6 +51,7 @@ class Strategy:
         self.accelerator: Any = None
         self.model: nn.Module | None = None
         self.completes = False
+        self.rows = Rows()
 
     @classmethod
     def runs(cls, accelerator: Any) -> bool:
@@ -151,7 +153,7 @@ class Strategy:
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         """After its last backward: gradients that no wrapper reduces."""
-        collectives.average_gradients(loss_parameters)
+        self.rows.average_gradients(loss_parameters)
 
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float

@@ -36,7 +36,6 @@ def of_model(model: Any, args: Any) -> Strategy:
             "the same rows, and a loss over embeddings counts the rows of each. Use multi_gpu_fsdp or multi_gpu_hsdp."
         )
     size = _sizes(args, ("tp",)).get("tp", 1)
-    collectives.share_rows(1)
     if model is None:
         return tensor_parallel.TensorParallel(None) if launched.mesh_size("tp") > 1 else Strategy()
     split = tensor_parallel.find_split(model)

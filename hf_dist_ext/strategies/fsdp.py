@@ -30,7 +30,7 @@ from transformers.utils import logging
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.collectives import choose_mode, ranks_per_rows
+from hf_dist_ext.strategies.collectives import choose_mode
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 
 logger = logging.get_logger(__name__)
@@ -118,7 +118,8 @@ class Units:
     add up partly reduced gradients only when every backward reaches the same parameters of a unit.
     """
 
-    def __init__(self, model: nn.Module, mode: str, has_towers: bool):
+    def __init__(self, model: nn.Module, mode: str, has_towers: bool, shared_by: int = 1):
+        """`shared_by`: ranks over which layers are split beside."""
         self.root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
         if self.root is None:  # tensor parallelism without groups to shard over
             return
@@ -126,7 +127,7 @@ class Units:
         # The dimension along which tensor parallelism splits layers is none of FSDP's.
         copies = [[name for name in mesh.mesh_dim_names or range(mesh.ndim) if name != "tp"] for mesh in meshes]
         self.is_hsdp, self.has_towers = any(len(names) > 1 for names in copies), has_towers
-        self.mode = _mode_that_fits(model) if mode == "auto" else mode
+        self.mode = _mode_that_fits(model, shared_by) if mode == "auto" else mode
 
     def reducing(self, completes: bool, accelerator: Any) -> AbstractContextManager:
         return nullcontext() if self.root is None else self._reducing(completes, accelerator)
@@ -151,10 +152,10 @@ class Units:
                 root.set_requires_all_reduce(accelerator.sync_gradients)
 
 
-def _mode_that_fits(model: nn.Module) -> str:
+def _mode_that_fits(model: nn.Module, shared_by: int) -> str:
     """By what unsharded weights and gradients take."""
     needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
-    return choose_mode(needed / ranks_per_rows())
+    return choose_mode(needed / shared_by)
 
 
 def _name_layers(plugin: Any, model: nn.Module, min_num_params: int) -> None:

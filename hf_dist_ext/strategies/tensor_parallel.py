@@ -35,6 +35,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.fsdp import Units
+from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import gathered, held_here
 
 if TYPE_CHECKING:
@@ -183,9 +184,9 @@ class TensorParallel(Strategy):
         backbone = next(m for m in model.modules() if "_device_mesh" in vars(m) and m._device_mesh is not None)
         self.whole, self.config = model, model.config.distributed_config
         self.group = backbone._mesh_manager.get_mesh("tp").get_group()
-        self.peers = backbone._mesh_manager.get_mesh("fsdp").get_group()
+        peers = backbone._mesh_manager.get_mesh("fsdp").get_group()
         self.partial = _without_own_reduction(backbone)
-        collectives.share_rows(self.config.tp_size, self.peers)
+        self.rows = Rows(self.config.tp_size, peers)
 
     @property
     def split(self) -> str:
@@ -205,13 +206,13 @@ class TensorParallel(Strategy):
         copy_from_first(model)
 
     def gather_for_metrics(self) -> Callable:
-        return functools.partial(gather_for_metrics, self.accelerator)
+        return functools.partial(gather_for_metrics, self.accelerator, self.rows)
 
     # ---- a step ----
 
     def start(self, model: nn.Module, mode: str, *more: Any, has_towers: bool = False) -> None:
         super().start(model, mode, *more, has_towers)
-        self.units = Units(model, mode, has_towers)
+        self.units = Units(model, mode, has_towers, self.rows.shared_by)
 
     def reducing(self) -> AbstractContextManager:
         return self.units.reducing(self.completes, self.accelerator)
@@ -229,7 +230,7 @@ class TensorParallel(Strategy):
 
     def complete_gradients(self) -> None:
         """Call once per update, behind its last backward."""
-        collectives.average_gradients(p for p in self.whole.parameters() if not isinstance(p, DTensor))
+        self.rows.average_gradients(p for p in self.whole.parameters() if not isinstance(p, DTensor))
         parameters = [p for module in self.partial for p in module.parameters() if p.grad is not None]
         if not parameters:
             return
@@ -256,7 +257,7 @@ class TensorParallel(Strategy):
             states.append(torch.get_device_module(device).get_rng_state(device))
         random = b"".join(state.numpy().tobytes() for state in states)
         everyone = collectives.exchange([_number(rows), _number(random)], device)
-        size = collectives.ranks_per_rows()
+        size = self.rows.shared_by
         groups = [everyone[start : start + size] for start in range(0, len(everyone), size)]
         for i, what in enumerate(("hold other rows", "draw other random numbers")):
             if any(len({of_rank[i] for of_rank in group}) > 1 for group in groups):
@@ -349,20 +350,20 @@ def copy_from_first(model: nn.Module) -> None:
 # ---- evaluation ----
 
 
-def gather_for_metrics(accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(accelerator: Any, rows: Rows, data: Any, use_gather_object: bool = False) -> Any:
     """`Accelerator.gather_for_metrics` with one rank per group: accelerate 1.15 gathers all, and so counts rows once
     per rank of a group."""
     from accelerate.utils import gather, gather_object, recursively_apply
 
     if use_gather_object:
-        return collectives.one_of_each(gather_object([data]))
+        return rows.one_of_each(gather_object([data]))
     state, ranks = accelerator.gradient_state, collectives.world_size()
 
-    def own_rows(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows.unflatten(0, (ranks, -1))[:: collectives.ranks_per_rows()].flatten(0, 1)
-        return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+    def each_once(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.unflatten(0, (ranks, -1))[:: rows.shared_by].flatten(0, 1)
+        return tensor[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else tensor
 
-    return recursively_apply(own_rows, gather(data))
+    return recursively_apply(each_once, gather(data))
 
 
 # ---- (5) ----

@@ -26,6 +26,7 @@ from torch import nn
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.strategies import collectives, zero_checkpoint
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 
 
@@ -77,7 +78,7 @@ class ZeRO(Strategy):
         has_towers: bool = False,
     ) -> None:
         super().start(model, mode, loss_parameters, optimizer, has_towers)
-        self.update = Update(self.engine, model, mode, loss_parameters, optimizer)
+        self.update = Update(self.engine, self.rows, model, mode, loss_parameters, optimizer)
 
     def check_graphs(self, num_kept: int, num_chunks: int) -> None:
         if self.max_live_graphs is not None and num_chunks > 1 and num_kept:
@@ -156,9 +157,15 @@ class Update:
     """The backwards of one optimizer step, of which the last takes it; made once per engine."""
 
     def __init__(
-        self, engine: Any, model: nn.Module, mode: str, loss_parameters: Sequence[nn.Parameter], optimizer: Any
+        self,
+        engine: Any,
+        rows: Rows,
+        model: nn.Module,
+        mode: str,
+        loss_parameters: Sequence[nn.Parameter],
+        optimizer: Any,
     ):
-        self.engine, self.loss_parameters, self.optimizer = engine, loss_parameters, optimizer
+        self.engine, self.rows, self.loss_parameters, self.optimizer = engine, loss_parameters, optimizer
         self.reduces_once = engine.zero_optimization_stage() > 1 and _mode_that_fits(model, mode) == "speed"
         self._together: ExitStack | None = None  # while gradients are kept whole
 
@@ -192,7 +199,7 @@ class Update:
         if not parameters:
             yield
             return
-        collectives.average_gradients(parameters)
+        self.rows.average_gradients(parameters)
         zero, ids = self.engine.optimizer, {id(p) for p in parameters}
         gradients = [p.grad.float() / zero.loss_scale for p in parameters]
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))

@@ -7,6 +7,7 @@ run meets some of these rows again and must not count them twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,6 +16,7 @@ from transformers.utils import logging
 from hf_dist_ext.data.bad_rows import Tally, guard_rows, listing, name_of
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.rows import Rows
 
 logger = logging.get_logger(__name__)
 
@@ -22,8 +24,8 @@ logger = logging.get_logger(__name__)
 class BadRowCount:
     """`count`: of all ranks in this epoch. `limit`: rows of an epoch that may be replaced; None or 0: none."""
 
-    def __init__(self, limit: int | None):
-        self.limit, self.count = limit, 0
+    def __init__(self, limit: int | None, ranks: Callable[[], Rows]):
+        self.limit, self.ranks, self.count = limit, ranks, 0
         self._tally: Tally | None = None  # of this rank's loader
         self._loader: DataLoader | None = None
         self._name, self._has_numbers = "", True
@@ -88,5 +90,5 @@ class BadRowCount:
     def _listed(self) -> list[str]:
         rows = getattr(self._loader, "dataset", None)
         text = f"{self._tally.count()} rows replaced, {listing(self._tally, rows)}" if self._tally.count() else ""
-        ranks = range(0, collectives.world_size(), collectives.ranks_per_rows())
+        ranks = range(0, collectives.world_size(), self.ranks().shared_by)
         return [text for text in collectives.texts_of(text, ranks) if not text.endswith(": ")]

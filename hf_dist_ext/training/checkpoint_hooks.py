@@ -20,7 +20,7 @@ from hf_dist_ext.checkpoints import commit, hub, loss_state, merge, resume, safe
 from hf_dist_ext.checkpoints.facts import RunFacts, base_model
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.run import lease
-from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -134,6 +134,7 @@ class CheckpointHooks(Trainer):
             position=self.data_position.facts(self.health.bad_rows.of_epoch()),
             per_device_train_batch_size=self._train_batch_size,
             sharding=self.strategy.name,
+            rows=self.strategy.rows,
             frozen_fingerprint=self.keeper.frozen_fingerprint,
             stage=getattr(self, "stage", None),
             trains=None if self.freeze_plan is None else self.freeze_plan.describe(),
@@ -272,8 +273,9 @@ class CheckpointHooks(Trainer):
             has_scaler=getattr(self.accelerator, "scaler", None) is not None,
             is_search=self.hp_search_backend is not None,
         )
-        learning_rate.keep_effective_batch(self.args, resume_from_checkpoint, self.strategy.fixed_accumulation)
-        learning_rate.scale(self.args, self.args.world_size // collectives.ranks_per_rows())
+        parallel, why_fixed = self.strategy.rows.size, self.strategy.fixed_accumulation
+        learning_rate.keep_effective_batch(self.args, resume_from_checkpoint, parallel, why_fixed)
+        learning_rate.scale(self.args, parallel)
         with self.keeper.background.ended():
             return super().train(resume_from_checkpoint, *arguments, **options)
 
@@ -315,7 +317,7 @@ class CheckpointHooks(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._has_own_arguments:
-            if resume.draws_anew(self.args, self.state.global_step, checkpoint):
+            if resume.draws_anew(self.args, self.state.global_step, checkpoint, self.strategy.rows):
                 return
         super()._load_rng_state(checkpoint)
 

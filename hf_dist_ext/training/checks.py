@@ -156,7 +156,7 @@ def check_rows(dataset: Any, no_duplicates: bool | None, per_device: int, batch:
             refuse_stream(dataset)
         return
     if rows < batch:
-        of_groups = "processes" if collectives.ranks_per_rows() == 1 else "groups of processes"
+        of_groups = "processes" if batch // per_device == collectives.world_size() else "groups of processes"
         raise UsageError(
             f"the training set has {rows} rows, fewer than one global batch of {batch} "
             f"({per_device} per device x {batch // per_device} {of_groups}). "

@@ -26,6 +26,7 @@ from hf_dist_ext.failures import Watchdog, activity, set_collective_timeout
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import StopSignals, remove_mark, write_mark
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.training.bad_row_count import BadRowCount
 from hf_dist_ext.training.nonfinite import LIMIT, NonFiniteGuard, bad_ranks, check_weights, describe_rows
 from hf_dist_ext.training.out_of_memory import FittingSizes
@@ -49,6 +50,7 @@ class Health(TrainerCallback):
         processor: turns ids back into text, for the report of a bad batch.
         sizes: those of a gradient cache, which may have ended the run on another rank.
         progress: (finished updates, those of this run's checkpoint) now.
+        rows: those of the run's strategy now.
         take_begun: what the resumed checkpoint tells of bad rows in the epoch that begins.
     """
 
@@ -60,16 +62,17 @@ class Health(TrainerCallback):
         processor: Any,
         sizes: FittingSizes | None,
         progress: Callable[[], tuple[int, int]],
+        rows: Callable[[], Rows],
         take_begun: Callable[[], dict[str, Any] | None],
     ):
         self.args, self.has_scaler, self.processor, self.sizes = args, has_scaler, processor, sizes
-        self.progress, self.take_begun = progress, take_begun
+        self.progress, self.rows, self.take_begun = progress, rows, take_begun
         limit = getattr(args, "max_nonfinite_steps", None)
         if limit == "auto":
             limit = LIMIT if is_guarded else None
         self.guard = None if limit is None else NonFiniteGuard(limit)
         self.stop = StopSignals() if getattr(args, "preemptible", False) else None
-        self.bad_rows = BadRowCount(getattr(args, "max_bad_rows", None))
+        self.bad_rows = BadRowCount(getattr(args, "max_bad_rows", None), rows)
         self.was_preempted = False
         self.inputs: list[Any] = []  # micro-batches of the update that runs
         self._loss_of_update: torch.Tensor | None = None
@@ -180,7 +183,7 @@ class Health(TrainerCallback):
         if any(signals) and self._stop_at_step is None and step < max_steps:
             self._stop_at_step = step
             logger.warning(f"rank {signals.index(1.0)} was asked to stop; all leave behind step {step}.")
-        self.bad_rows.add_up(int(sum(collectives.one_of_each(bad_rows))), step)
+        self.bad_rows.add_up(int(sum(self.rows().one_of_each(bad_rows))), step)
         if self.guard is not None and self.guard.is_bad(losses, norm, self.has_scaler):
             drop_update()
             rows = "not known"

@@ -79,13 +79,12 @@ def scale(args: Any, data_parallel_size: int | None = None) -> None:
 # ---- the batch survives another number of devices ----
 
 
-def keep_effective_batch(args: Any, checkpoint: str | None, why_fixed: str) -> None:
+def keep_effective_batch(args: Any, checkpoint: str | None, now_parallel: int, why_fixed: str) -> None:
     """Change `gradient_accumulation_steps` so that a step learns from as many rows as in the run that is resumed.
 
-    why_fixed: why accumulation can not change any more, empty when it can.
+    now_parallel: ranks with rows of their own; why_fixed: why accumulation can not change any more, empty when it can.
     """
     content = manifest.read(Path(checkpoint)) if checkpoint else None
-    now_parallel = args.world_size // collectives.ranks_per_rows()
     if not content:
         return
     parallel = content.get("data_parallel_size", content.get("world_size"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from transformers import TrainerCallback
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import CachedStep
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.rows import Rows
 
 
 class StepMeter:
     """Sums what cached steps did since the last log. Host numbers come from the chunks, so adding costs no
     synchronisation; the loss's metrics stay on the device until they are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: Callable[[], Rows]) -> None:
+        self.rows = rows  # those of the run's strategy now
         self.last_tokens = (0, 0)
         self.largest_batch = self.most_chunks = 0  # of the whole run
         self._reset()
@@ -33,7 +36,7 @@ class StepMeter:
     def add(self, step: CachedStep, chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
         if self._steps == 0:
             self._metrics = {}
-        own_rows = sum(of_ranks[collectives.data_parallel_rank()] for of_ranks in counts.values())
+        own_rows = sum(of_ranks[self.rows().index] for of_ranks in counts.values())
         real, computed = chunked.count_tokens()
         self.last_tokens = real if own_rows else 0, computed  # a stand-in for rows is computed, and nobody's
         self._real += self.last_tokens[0]
@@ -65,7 +68,7 @@ class StepMeter:
         total = torch.cat(parts)
         if collectives.world_size() > 1:
             torch.distributed.all_reduce(total)
-        total[:4] /= collectives.ranks_per_rows()  # the sums, not the means
+        total[:4] /= self.rows().shared_by  # the sums, not the means
         rows_per_second, tokens_per_second, real, computed, *values = total.tolist()
         report = {
             "num_chunks": round(self._chunks / self._steps, 2),

@@ -196,7 +196,8 @@ class StepSizes:
                 if plan is chunked or self.may_widen:
                     plan.agree(most[: len(own)], by_vision)
                 most = most[len(own) :]
-        counts = {name: [row[3 + i] for row in collectives.one_of_each(everyone)] for i, name in enumerate(rows)}
+        of_each = self.strategy().rows.one_of_each(everyone)
+        counts = {name: [row[3 + i] for row in of_each] for i, name in enumerate(rows)}
         return Layout(chunked, wide if self.may_widen else None, counts, min(num_kept), any(is_larger))
 
     def _lay_out(self, batch: Batch) -> ChunkedBatch:

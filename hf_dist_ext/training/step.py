@@ -31,7 +31,7 @@ from hf_dist_ext.engine.gradient_cache import (
 )
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
-from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.rows import GatheredColumns, row_weight
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
 from hf_dist_ext.training.timing import StepClock
@@ -211,19 +211,19 @@ class EmbeddingStep:
     def _score(self, embeddings: dict[str, torch.Tensor], ids: Any, counts: dict[str, list[int]]):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/epoch_order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
-        anchor, rank = next(iter(embeddings)), collectives.data_parallel_rank()
-        own = {name: of_ranks[rank] for name, of_ranks in counts.items()}
+        anchor, ranks = next(iter(embeddings)), self.strategy().rows
+        own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
         everyone, row_offset = None, 0
-        if collectives.data_parallel_size() > 1 and getattr(self.loss, "cross_device_negatives", True):
+        if ranks.size > 1 and getattr(self.loss, "cross_device_negatives", True):
             rows = {name: embeddings[name][: own[name]] for name in embeddings}
-            everyone = collectives.GatheredColumns(rows, counts)
-            row_offset = sum(counts[anchor][:rank]) if own[anchor] else 0
+            everyone = GatheredColumns(ranks, rows, counts)
+            row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
             if ids is not None:
                 ids = {name: values[: own.get(name, own[anchor])] for name, values in ids.items()}
-                ids = collectives.gather_ids(ids, counts, anchor)
+                ids = ranks.gather_ids(ids, counts, anchor)
         output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
-        weight = collectives.row_weight(own[anchor], counts[anchor])
+        weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 

@@ -107,7 +107,7 @@ class DistTrainer(CheckpointHooks, PositionHooks):
             self.add_callback(self.freeze_watch)
         if self.freeze_plan is not None or loss is not None:
             self.image_stand_in = self.make_image_stand_in()
-        self.meter = StepMeter()
+        self.meter = StepMeter(lambda: self.strategy.rows)
         if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
             self.add_callback(MetricsFile())
         self.scaling = Scaling(
@@ -162,6 +162,7 @@ class DistTrainer(CheckpointHooks, PositionHooks):
             processor=self.processing_class,
             sizes=fitting,
             progress=self._progress,
+            rows=lambda: self.strategy.rows,
             take_begun=lambda: self.data_position.take_begun("bad_rows"),
         )
 
@@ -450,5 +451,5 @@ class DistTrainer(CheckpointHooks, PositionHooks):
             # host numbers of this rank's chunks, so counting costs no synchronisation but the gather itself
             real, computed = self.meter.last_tokens
             seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
-            everyone = collectives.one_of_each(collectives.exchange([seen], self.args.device))
+            everyone = self.strategy.rows.one_of_each(collectives.exchange([seen], self.args.device))
             self.state.num_input_tokens_seen += sum(row[0] for row in everyone)

@@ -12,9 +12,10 @@ from transformers.distributed import DistributedConfig
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import collectives, tensor_parallel
+from hf_dist_ext.strategies import tensor_parallel
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.choose import of_accelerator, of_model
+from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensor_parallel import check_can_be_split, launched_config
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -131,7 +132,6 @@ def test_an_accelerator_says_which_strategy_runs(plugins, processes, name, is_co
     assert of_accelerator(None, strategy) is strategy
 
 
-def test_the_gather_takes_one_rank_of_each_group(monkeypatch):
-    assert collectives.one_of_each([0, 1, 2, 3]) == [0, 1, 2, 3]
-    monkeypatch.setattr(collectives, "_sharing", collectives._RowSharing(2))
-    assert collectives.one_of_each([0, 1, 2, 3]) == [0, 2]
+def test_the_gather_takes_one_rank_of_each_group():
+    assert Rows().one_of_each([0, 1, 2, 3]) == [0, 1, 2, 3]
+    assert Rows(shared_by=2).one_of_each([0, 1, 2, 3]) == [0, 2]

@@ -69,6 +69,6 @@ def test_accumulation_keeps_the_effective_batch(monkeypatch, before, now, kept, 
     content = {"world_size": before[0], "per_device_train_batch_size": 8, "gradient_accumulation_steps": before[1]}
     monkeypatch.setattr(manifest, "read", lambda folder: content)
     args = SimpleNamespace(world_size=now[0], train_batch_size=8, gradient_accumulation_steps=now[1])
-    learning_rate.keep_effective_batch(args, "checkpoint-3", why_fixed="")
+    learning_rate.keep_effective_batch(args, "checkpoint-3", args.world_size, why_fixed="")
     assert args.gradient_accumulation_steps == kept
     assert words in said[0] if words else not said

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.collectives import row_weight
+from hf_dist_ext.strategies.rows import row_weight
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 

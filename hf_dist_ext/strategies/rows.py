@@ -1,0 +1,129 @@
+"""Which ranks hold rows of their own, and how rows travel between them.
+
+Every strategy has a `Rows`. Under tensor parallelism a group of consecutive ranks holds the same rows; rows then
+travel among ranks that hold different ones, and only those count.
+
+The loss is the mean over the global batch. Each rank scores its own rows against everyone's columns; the gather's
+backward sums what all ranks say about a row, and DDP and FSDP average over ranks, so no world-size factor appears.
+Ranks that hold more rows weigh more: `row_weight`. Letters: B own rows, N all ranks' rows, D embedding, W ranks (with
+rows of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_dist_ext.strategies import collectives
+
+
+@dataclass(frozen=True)
+class Rows:
+    """
+    Attributes:
+        shared_by: so many consecutive ranks hold the same rows.
+        peers: process group of the ranks with this one's place among those; None: all ranks.
+    """
+
+    shared_by: int = 1
+    peers: Any = None
+
+    @property
+    def size(self) -> int:
+        """W: ranks, or groups of ranks, with rows of their own."""
+        return collectives.world_size() // self.shared_by
+
+    @property
+    def index(self) -> int:
+        """Of this rank among those."""
+        return collectives.rank() // self.shared_by
+
+    def one_of_each(self, of_ranks: Sequence[Any]) -> list[Any]:
+        """What all ranks say -> what those say that hold different rows."""
+        return list(of_ranks[:: self.shared_by])
+
+    def gather(self, own: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
+        """(B, ...) -> (N, ...) in rank order, differentiable: what all ranks say about a row is summed at its owner.
+
+        `counts` holds every rank's number of rows. One all-gather forward, one reduce-scatter backward.
+        """
+        return own if self.size == 1 else _GatherRows.apply(own, tuple(counts), self)
+
+    def gather_ids(
+        self, ids: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], anchor: str
+    ) -> dict[str, torch.Tensor]:
+        """Text hashes of all ranks, column -> (N,), in one all-gather. Keys that are no column have one id per
+        anchor."""
+        per_key = [counts.get(name, counts[anchor]) for name in ids]
+        lengths = [sum(of_rank) for of_rank in zip(*per_key, strict=True)]  # per rank, all keys end to end
+        with torch.no_grad():
+            everyone = self.gather(torch.cat(list(ids.values())), lengths)
+        parts = [part.split([count[r] for count in per_key]) for r, part in enumerate(everyone.split(lengths))]
+        return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(ids)}
+
+    def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Mean over ranks of each `.grad` (a missing one counts as 0), in one all-reduce, as DDP's own."""
+        parameters = [p for p in parameters if p.requires_grad]
+        if self.size == 1 or not parameters:
+            return
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+        dist.all_reduce(flat, group=self.peers)
+        flat /= self.size
+        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, counts: tuple[int, ...], rows: Rows) -> torch.Tensor:
+        ctx.counts, ctx.rows = counts, rows
+        most = max(counts)
+        padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
+        everyone = own.new_empty(len(counts) * most, *own.shape[1:])
+        collectives.all_gather(everyone, padded.contiguous(), group=rows.peers)
+        if min(counts) == most:
+            return everyone  # (W*B, D)
+        return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        counts, most = ctx.counts, max(ctx.counts)
+        if min(counts) != most:
+            padded = gradient.new_zeros(len(counts), most, *gradient.shape[1:])
+            for part, to, count in zip(gradient.split(counts), padded, counts, strict=True):
+                to[:count] = part
+            gradient = padded.flatten(0, 1)
+        own = gradient.new_empty(most, *gradient.shape[1:])
+        collectives.reduce_scatter(own, gradient.contiguous(), group=ctx.rows.peers)
+        return own[: counts[ctx.rows.index]], None, None
+
+
+class GatheredColumns(Mapping):
+    """column -> (N, D), gathered when first asked for: a column that the loss never reads is never sent.
+
+    Every rank runs the same loss and so asks for the same columns in the same order.
+    """
+
+    def __init__(self, rows: Rows, own: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]]):
+        self._rows, self._own, self._counts, self._gathered = rows, own, counts, {}
+
+    def __getitem__(self, column: str) -> torch.Tensor:
+        if column not in self._gathered:
+            self._gathered[column] = self._rows.gather(self._own[column], self._counts[column])
+        return self._gathered[column]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def row_weight(own_rows: int, counts: Iterable[int]) -> float:
+    """W * B / N: what a rank's mean loss is worth, so that the mean over ranks is the mean over all rows."""
+    counts = list(counts)
+    return len(counts) * own_rows / sum(counts)
