@@ -34,13 +34,13 @@ ALLOWED = {
 COMMON = {"errors", "policy", "failures", "launched", "lazy"}
 RUN_READS = {"checkpoints.manifest", "checkpoints.folder"}
 
-# Trainer is subclassed directly and once, but for evaluation that generates. The two files of hooks are still apart.
+# Trainer is subclassed directly and once, but for evaluation that generates. The hooks of checkpoints are still apart.
 SUBCLASSES = {
     "training.checkpoint_hooks": ["CheckpointHooks"],
-    "training.position_hooks": ["PositionHooks"],
     "training.trainer": ["DistTrainer"],
     "tasks.generation": ["GeneratingTrainer"],
 }
+LINES_OF_OVERRIDE = 15
 # What asks which parallelism runs; it belongs behind the seam in strategies/.
 PARALLELISM = re.compile(
     r"is_fsdp_enabled|is_deepspeed_enabled|\bDTensor\b|\bds_[a-z]+|DistributedType|FullyShardedDataParallel"
@@ -105,9 +105,23 @@ def test_few_classes_subclass_trainer():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                if bases & {"Trainer", "DistTrainer", "CheckpointHooks", "PositionHooks"}:
+                if bases & {"Trainer", "DistTrainer", "CheckpointHooks"}:
                     found.setdefault(name, []).append(node.name)
     assert found == SUBCLASSES
+
+
+def test_what_trainer_has_is_overridden_in_a_few_lines():
+    """An override hands on to a part; what takes longer belongs there."""
+    from transformers import Trainer
+
+    too_long = []
+    for name in SUBCLASSES:
+        for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and hasattr(Trainer, node.name):
+                body = node.body[ast.get_docstring(node) is not None :]
+                if body[-1].end_lineno - body[0].lineno >= LINES_OF_OVERRIDE:
+                    too_long.append(f"{name}.{node.name}")
+    assert not too_long
 
 
 def lines_with(pattern: re.Pattern, of: Iterable[str]) -> list[str]:

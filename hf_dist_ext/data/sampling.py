@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Sampler
 
+from hf_dist_ext.data.row_ids import shared_ids
 from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -194,17 +196,33 @@ class _Dealing:
         self.placed += 1
 
 
-def no_duplicates_sampler(
-    dataset: object, columns: Sequence[str], window: int, seed: int, id_column: str | None = None
-) -> NoDuplicatesSampler:
-    """A sampler for a dataset of `load_datasets`: no batch holds a query, a positive or a group twice.
+def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: int) -> NoDuplicatesSampler | None:
+    """A sampler that lets no batch of `window` rows hold a query, a positive or a group twice.
 
-    Negatives are left out: two rows with a common hard negative do not disturb each other.
+    Negatives are left out: two rows with a common hard negative do not disturb each other. None where
+    no_duplicates_in_batch, or "auto" for this dataset and collator, leaves the order to Trainer.
+
+    Raises:
+        UsageError: it was asked for and can not be.
     """
-    from hf_dist_ext.data.row_ids import shared_ids
-
+    wanted, columns = args.no_duplicates_in_batch, getattr(collator, "columns", None)
+    is_random = args.train_sampling_strategy == "random"
+    if wanted and not is_random:
+        raise UsageError(
+            f"no_duplicates_in_batch=true is an order of its own, and train_sampling_strategy="
+            f"{str(args.train_sampling_strategy)!r} another. Keep one."
+        )
+    is_possible = columns is not None and hasattr(dataset, "column_names") and hasattr(dataset, "__len__")
+    if wanted is False or not is_random or not (wanted or is_possible):
+        return None
+    if columns is None:
+        raise UsageError(
+            "no_duplicates_in_batch=true needs a data_collator that names its columns: ContrastiveCollator."
+        )
     refuse_stream(dataset)
-    names = [*columns, *([id_column] if id_column else [])]
+    id_column = getattr(collator, "id_column", None)
+    names = [*columns[:2], *([id_column] if id_column else [])]
+    seed = args.seed if args.data_seed is None else args.data_seed
     return NoDuplicatesSampler(shared_ids(dataset, names), window=window, seed=seed)
 
 

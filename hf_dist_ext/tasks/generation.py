@@ -46,7 +46,11 @@ class GeneratingTrainer(DistTrainer):
         loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
         if self.max_new_tokens is None:
             return loss, None, None
-        prompt = self._prepare_inputs(prompt)
+        new = self._generate(model, self._prepare_inputs(prompt))
+        return loss, new, answers.to(new.device)
+
+    def _generate(self, model: nn.Module, prompt: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tokens (B, T) that follow the prompts."""
         served = nullcontext() if self.image_stand_in is None else self.image_stand_in.generating(prompt)
         with self.compute_loss_context_manager(), served:
             tokens = self.accelerator.unwrap_model(model).generate(
@@ -55,8 +59,7 @@ class GeneratingTrainer(DistTrainer):
                 do_sample=False,
                 synced_gpus=self.strategy.forwards_are_collective,  # ranks go on until the last answer is whole
             )
-        new = tokens[:, prompt["input_ids"].shape[1] :]
-        return loss, new, answers.to(new.device)
+        return tokens[:, prompt["input_ids"].shape[1] :]
 
 
 def answer_accuracy(tokenizer: Any) -> Callable[[Any], dict[str, float]]:

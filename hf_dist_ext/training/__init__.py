@@ -2,7 +2,7 @@
 
 `trainer.py` is the subclass of Trainer and `arguments.py` that of TrainingArguments. `step.py` makes one training step
 of a loss over embeddings, whose sizes `sizes.py` has all ranks agree on. `checkpoint_hooks.py` has Trainer save and
-resume with `checkpoints/`, `position_hooks.py` has it read the rows that `data/position.py` names. `health.py` watches
+resume with `checkpoints/`. `health.py` watches
 signals, time limits, numbers that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`);
 `out_of_memory.py` makes chunks smaller; `timing.py`, `meter.py` and `scaling.py` measure. `metrics.py` computes
 retrieval metrics.

@@ -260,7 +260,8 @@ class CheckpointHooks(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any):
         if not self._has_own_arguments:
-            return super().train(resume_from_checkpoint, *arguments, **options)
+            with self.data_position.training(resume_from_checkpoint):
+                return super().train(resume_from_checkpoint, *arguments, **options)
         if self.args.save_full_model:
             merge.check_can_save_merged(self.bare_model, self.strategy.forwards_are_collective)
         if self._saves_trainable_only:
@@ -276,7 +277,7 @@ class CheckpointHooks(Trainer):
         parallel, why_fixed = self.strategy.rows.size, self.strategy.fixed_accumulation
         learning_rate.keep_effective_batch(self.args, resume_from_checkpoint, parallel, why_fixed)
         learning_rate.scale(self.args, parallel)
-        with self.keeper.background.ended():
+        with self.keeper.background.ended(), self.data_position.training(resume_from_checkpoint):
             return super().train(resume_from_checkpoint, *arguments, **options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -72,6 +73,17 @@ def prepare_arguments(args: DistTrainingArguments) -> None:
             "across devices and wrong gradients for cached chunks. Start it with `accelerate launch`, or make one "
             "device visible (CUDA_VISIBLE_DEVICES=0)."
         )
+
+
+def set_defaults_of_ddp(args: Any, model: Any, processor: Any, has_frozen: bool, uses_cache: bool) -> None:
+    """What Trainer leaves to DDP, where more is known of the model."""
+    if has_frozen and args.ddp_find_unused_parameters is None:
+        # DDP follows requires_grad, and a stand-in serves batches without images, so nothing is unused; searching
+        # costs a graph walk per forward.
+        if getattr(processor, "image_processor", None) is not None or "vision" not in module_groups(model):
+            args.ddp_find_unused_parameters = False
+    if uses_cache and args.ddp_broadcast_buffers is None:
+        args.ddp_broadcast_buffers = False  # modules that write to their buffers are refused with a cache
 
 
 # ---- after Trainer's constructor ----

@@ -2,12 +2,13 @@
 
 With `loss=None` every hook hands straight to Trainer. The work is done by parts, each made once with what it reads:
 `step` (a step of a loss over embeddings), `health` (what keeps a run well), `strategy` (how the model is spread over
-processes), `data_position` and the keeper of checkpoints, whose hooks lie in `position_hooks.py` and
+processes), `data_position` (the place in the data) and `keeper` (checkpoints), whose hooks lie in
 `checkpoint_hooks.py`. Here are the rest of the hooks, in the order of a run. No maths lives here.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,19 +16,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_dist_ext.checkpoints import loss_state
-from hf_dist_ext.data.sampling import no_duplicates_sampler
+from hf_dist_ext.checkpoints import loss_state, manifest
+from hf_dist_ext.data.position import DataPosition
+from hf_dist_ext.data.sampling import sampler_without_duplicates
 from hf_dist_ext.engine.budget import ChunkBudget
-from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import activity
 from hf_dist_ext.frozen import feature_cache, freeze
-from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.strategies import choose, collectives
@@ -38,7 +40,6 @@ from hf_dist_ext.training.checkpoint_hooks import CheckpointHooks
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
-from hf_dist_ext.training.position_hooks import PositionHooks
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep, forward_parameters, trained_parameters
@@ -47,7 +48,7 @@ from hf_dist_ext.training.timing import Profiler, StepClock
 logger = logging.get_logger(__name__)
 
 
-class DistTrainer(CheckpointHooks, PositionHooks):
+class DistTrainer(CheckpointHooks):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
@@ -69,34 +70,105 @@ class DistTrainer(CheckpointHooks, PositionHooks):
     step: EmbeddingStep | None = None
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
+        args = DistTrainingArguments(output_dir="tmp_trainer") if args is None else args
+        named = inspect.signature(Trainer).bind_partial(model, args, *more, **options).arguments
         self.loss, self._rate_names, self._rates = loss, [], {}
+        self._prepare(model, args, named)
+        with self.strategy.constructing(args):
+            super().__init__(**named)
+        self._make_parts()
+        self.strategy.constructed(self.model)
+        self._check_parts()
+        self._add_watchers()
+
+    # ---- setting up ----
+
+    def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any]) -> None:
+        """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
+        embeddings adds to them."""
         self.strategy = Strategy()
-        processor = more[3] if len(more) > 3 else options.get("processing_class")
-        self._makes_pictures = getattr(processor, "image_processor", None) is not None
-        if args is None:
-            args = DistTrainingArguments(output_dir="tmp_trainer")
-        if loss is None:
+        if self.loss is None:
             checks.refuse_without_loss(args)
         else:
             checks.prepare_arguments(args)
             self.strategy = choose.of_model(model, args)
-            if options.get("compute_metrics") is None and len(more) < 7:
+            if named.get("compute_metrics") is None:
                 metrics.check_can_be_computed(args)
-                normalizes = getattr(loss, "normalize", False)
-                options["compute_metrics"] = partial(metrics.metrics_of_prediction, normalizes=normalizes)
+                normalizes = getattr(self.loss, "normalize", False)
+                named["compute_metrics"] = partial(metrics.metrics_of_prediction, normalizes=normalizes)
         self.freeze_plan = freeze.freeze(model, args)
-        with self.strategy.constructing(args):
-            super().__init__(model, args, *more, **options)
-        uses_cache = loss is not None and self.args.uses_gradient_cache
-        fitting = FittingSizes(self.args, loss) if uses_cache else None
-        self.health = self._make_health(fitting)
+        processor, uses_cache = named.get("processing_class"), self.loss is not None and args.uses_gradient_cache
+        checks.set_defaults_of_ddp(args, model, processor, self.freeze_plan is not None, uses_cache)
+
+    def _make_parts(self) -> None:
+        args, loss = self.args, self.loss
+        self.data_position = DataPosition(
+            args,
+            lambda: self.train_dataset,
+            self._rows_of_micro_batch,
+            self.accelerator.dataloader_config,
+            splits_last_batch=loss is not None,
+            exchange=partial(collectives.exchange, device=args.device),
+            read_manifest=manifest.read,
+        )
+        fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
+        self.health = Health(
+            args,
+            is_guarded=loss is not None or self.freeze_plan is not None,
+            has_scaler=self.strategy.has_scaler(args),
+            processor=self.processing_class,
+            sizes=fitting,
+            progress=self._progress,
+            rows=lambda: self.strategy.rows,
+            take_begun=lambda: self.data_position.take_begun("bad_rows"),
+        )
+        if loss is not None or self.freeze_plan is not None:
+            self.image_stand_in = self.make_image_stand_in()
+        self.meter, self.clock = StepMeter(lambda: self.strategy.rows), StepClock(args.device)
+        self.scaling = Scaling(
+            lambda: (self._train_batch_size, self.data_position.rows_per_micro_batch),
+            lambda: getattr(self, "stage", None),
+            self.log,
+        )
+        if loss is not None:
+            self.step = self._make_step(fitting)
+            if isinstance(loss, nn.Module):
+                loss.to(args.device)
+        else:
+            is_across = args.average_tokens_across_devices
+            self._items = loss_scale.ItemsWatch(
+                self.accelerator.num_processes // self.get_tp_size() if is_across else 1,
+                self.compute_loss_func is None and self.model_accepts_loss_kwargs and not args.torch_compile,
+                self.is_world_process_zero(),
+            )
+
+    def _make_step(self, fitting: FittingSizes | None) -> EmbeddingStep:
+        sizes = StepSizes(
+            self.args,
+            loss=lambda: self.loss,
+            model=lambda: self.bare_model,
+            strategy=lambda: self.strategy,
+            progress=self._progress,
+            fitting=fitting,
+            takes_column="column" in forward_parameters(self.model),
+            has_stand_in=self.image_stand_in is not None,
+        )
+        return EmbeddingStep(sizes, self._prepare_inputs, self._precision, self.clock)
+
+    def _check_parts(self) -> None:
+        loader, has_loss = self.accelerator.dataloader_config, self.loss is not None
+        checks.check_what_is_read(self.args, loader, self.strategy, self.optimizer is not None, has_loss)
+        if (has_loss or self.freeze_plan is not None) and not self.strategy.keeps_float32:
+            checks.warn_of_rounded_updates(self.model)
+        if has_loss:
+            self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
+            checks.check_model(self.model, self.args)
+
+    def _add_watchers(self) -> None:
+        """Callbacks. Without a loss and frozen parts the output folder holds what Trainer's would."""
+        has_loss, is_ours = self.loss is not None, self.loss is not None or self.freeze_plan is not None
         if self.health.is_called_back:
             self.add_callback(self.health)
-        self.strategy.constructed(self.model)
-        loader = self.accelerator.dataloader_config
-        checks.check_what_is_read(self.args, loader, self.strategy, self.optimizer is not None, loss is not None)
-        if (loss is not None or self.freeze_plan is not None) and not self.strategy.keeps_float32:
-            checks.warn_of_rounded_updates(self.model)
         if self.freeze_plan is not None:
             self.freeze_watch = freeze.FreezeWatch(
                 lambda: self.freeze_plan,
@@ -105,38 +177,14 @@ class DistTrainer(CheckpointHooks, PositionHooks):
                 holds_gradients=self.strategy.holds_gradients,
             )
             self.add_callback(self.freeze_watch)
-        if self.freeze_plan is not None or loss is not None:
-            self.image_stand_in = self.make_image_stand_in()
-        self.meter = StepMeter(lambda: self.strategy.rows)
-        if loss is not None or self.freeze_plan is not None:  # else the output folder holds what Trainer's would
+        if is_ours:
             self.add_callback(MetricsFile())
-        self.scaling = Scaling(
-            lambda: (self._train_batch_size, self.data_position.rows_per_micro_batch),
-            lambda: getattr(self, "stage", None),
-            self.log,
-        )
-        if loss is not None or self.freeze_plan is not None or getattr(self.args, "scaling_baseline", None):
+        if is_ours or getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
-        self.clock = StepClock(self.args.device)
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))
-        if loss is None:
-            is_across = self.args.average_tokens_across_devices
-            self._items = loss_scale.ItemsWatch(
-                self.accelerator.num_processes // self.get_tp_size() if is_across else 1,
-                self.compute_loss_func is None and self.model_accepts_loss_kwargs and not self.args.torch_compile,
-                self.is_world_process_zero(),
-            )
-            return
-        self.add_callback(self.clock)
-        if isinstance(loss, nn.Module):
-            loss.to(self.args.device)
-        self.step = self._make_step(fitting)
-        self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
-        if self.args.uses_gradient_cache:
-            checks.check_model(self.model, self.args)
-
-    # ---- setting up ----
+        if has_loss:
+            self.add_callback(self.clock)
 
     def create_accelerator_and_postprocess(self) -> None:
         with choose.building(self.args, self.strategy):
@@ -154,33 +202,13 @@ class DistTrainer(CheckpointHooks, PositionHooks):
         """The model without its wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
-    def _make_health(self, fitting: FittingSizes | None) -> Health:
-        return Health(
-            self.args,
-            is_guarded=self.loss is not None or self.freeze_plan is not None,
-            has_scaler=self.strategy.has_scaler(self.args),
-            processor=self.processing_class,
-            sizes=fitting,
-            progress=self._progress,
-            rows=lambda: self.strategy.rows,
-            take_begun=lambda: self.data_position.take_begun("bad_rows"),
-        )
-
     def _progress(self) -> tuple[int, int]:
         return self.state.global_step, self._initial_global_step
 
-    def _make_step(self, fitting: FittingSizes | None) -> EmbeddingStep:
-        sizes = StepSizes(
-            self.args,
-            loss=lambda: self.loss,
-            model=lambda: self.bare_model,
-            strategy=lambda: self.strategy,
-            progress=self._progress,
-            fitting=fitting,
-            takes_column="column" in forward_parameters(self.model),
-            has_stand_in=self.image_stand_in is not None,
-        )
-        return EmbeddingStep(sizes, self._prepare_inputs, self._precision, self.clock)
+    def _rows_of_micro_batch(self) -> tuple[int, int]:
+        """(those of this process, those of all together)"""
+        everyone = self.get_total_train_batch_size(self.args) // self.args.gradient_accumulation_steps
+        return self._train_batch_size, everyone
 
     @contextmanager
     def _precision(self) -> Iterator[None]:
@@ -203,14 +231,6 @@ class DistTrainer(CheckpointHooks, PositionHooks):
             super()._sync_replicated_trainable_parameters(model)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        if self.freeze_plan is not None and self.args.ddp_find_unused_parameters is None:
-            # DDP follows requires_grad, and a stand-in serves batches without images, so nothing is unused; searching
-            # costs a graph walk per forward.
-            if self._makes_pictures or "vision" not in module_groups(self.model):
-                self.args.ddp_find_unused_parameters = False
-        if self.loss is not None and self.args.uses_gradient_cache and self.args.ddp_broadcast_buffers is None:
-            # Modules that write to their buffers are refused with a cache: there is nothing to broadcast.
-            self.args.ddp_broadcast_buffers = False
         if self._has_own_arguments:
             options |= choose.plugins(self.args, options.get("fsdp_plugin"))
         found = super()._build_accelerator_args(**options)
@@ -262,54 +282,57 @@ class DistTrainer(CheckpointHooks, PositionHooks):
         return trained_parameters(self.loss)
 
     def get_train_dataloader(self):
+        position, dataset, collate = self.data_position, self.train_dataset, self.data_collator
         if self.loss is not None:
-            batch, per_device = self.data_position.rows_per_micro_batch, self._train_batch_size
-            checks.check_rows(self.train_dataset, self.args.no_duplicates_in_batch, per_device, batch)
+            rows, wanted = position.rows_per_micro_batch, self.args.no_duplicates_in_batch
+            checks.check_rows(dataset, wanted, self._train_batch_size, rows)
+        self._fill_feature_cache()
+        try:
+            loader = self._loader_in_one_order() if position.reads_in_one_order else self._loader_of_rest()
+        finally:
+            self.train_dataset, self.data_collator = dataset, collate
+        if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
+            self.health.bad_rows.watch(loader, dataset)
+        return loader
+
+    def _fill_feature_cache(self) -> None:
+        """Where frozen features are kept, batches are to hold them."""
         if getattr(self.args, "frozen_feature_cache", None) is None:
-            return self._watched(super().get_train_dataloader())
+            return
         collate, options = self.data_collator, (self.args, self.accelerator.autocast, self.image_stand_in)
         if self.feature_cache is None:
             self.feature_cache = feature_cache.filled(self.bare_model, self.train_dataset, collate, *options)
         self.feature_cache.must_have_all = self.strategy.frozen_forwards_are_collective
         self.data_collator = feature_cache.CachingCollator(collate, self.feature_cache)
-        try:
-            return self._watched(super().get_train_dataloader())
-        finally:
-            self.data_collator = collate
 
-    def _watched(self, loader: Any) -> Any:
-        if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
-            self.health.bad_rows.watch(loader, self.train_dataset)
+    def _loader_of_rest(self) -> Any:
+        """Trainer's own loader, of what a resumed run has still to read."""
+        self.train_dataset = self.data_position.rest_of_dataset()
+        loader = super().get_train_dataloader()
+        self.data_position.take_over(loader)
         return loader
 
-    def _get_train_sampler(self, train_dataset: Any = None):
-        if self.loss is None:
-            return super()._get_train_sampler(train_dataset)
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        wanted, columns = self.args.no_duplicates_in_batch, getattr(self.data_collator, "columns", None)
-        if wanted and self.args.train_sampling_strategy != "random":
-            raise UsageError(
-                f"no_duplicates_in_batch=true is an order of its own, and train_sampling_strategy="
-                f"{str(self.args.train_sampling_strategy)!r} another. Keep one."
-            )
-        if wanted is not False and self.args.train_sampling_strategy == "random":
-            is_possible = columns is not None and hasattr(dataset, "column_names") and hasattr(dataset, "__len__")
-            if is_possible or wanted:
-                return self._no_duplicates_sampler(dataset, columns)
-        return super()._get_train_sampler(train_dataset)
-
-    def _no_duplicates_sampler(self, dataset: Any, columns: Any):
-        if columns is None:
-            raise UsageError(
-                "no_duplicates_in_batch=true needs a data_collator that names its columns: ContrastiveCollator."
-            )
-        return no_duplicates_sampler(
-            dataset,
-            columns[:2],
-            window=self.data_position.rows_per_micro_batch,
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
-            id_column=getattr(self.data_collator, "id_column", None),
+    def _loader_in_one_order(self) -> Any:
+        """A loader that knows its own rows of a stream: accelerate moves its batches to the device, and no more."""
+        collate = self._get_collator_with_removed_columns(self.data_collator, "training")
+        accelerator = self.accelerator
+        return prepare_data_loader(
+            self.data_position.loader_in_one_order(collate),
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=accelerator.device_placement,
+            rng_types=list(accelerator.rng_types or ()),
+            non_blocking=accelerator.non_blocking,
         )
+
+    def _get_train_sampler(self, train_dataset: Any = None):
+        if self.loss is not None:
+            dataset = self.train_dataset if train_dataset is None else train_dataset
+            window = self.data_position.rows_per_micro_batch
+            if (sampler := sampler_without_duplicates(self.args, dataset, self.data_collator, window)) is not None:
+                return sampler
+        return super()._get_train_sampler(train_dataset)
 
     # ---- a run ----
 
@@ -331,9 +354,26 @@ class DistTrainer(CheckpointHooks, PositionHooks):
                 self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
 
-    def get_batch_samples(self, *arguments: Any, **options: Any) -> Any:
+    def set_initial_training_values(self, args: Any, dataloader: Any):
+        return self.data_position.counts(super().set_initial_training_values(args, dataloader), dataloader)
+
+    def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *more: Any):
+        begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
+        return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
+
+    def _run_epoch(self, **options: Any) -> None:
+        epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
+        changed = self.data_position.begin_epoch(epoch, loader, num_batches, self.state)
+        super()._run_epoch(**options | changed)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any):
+        position = self.data_position
         with self.clock.part("data"), self.health.loading():
-            return super().get_batch_samples(*arguments, **options)
+            batches, items = super().get_batch_samples(position.used_of(epoch_iterator), num_batches, device)
+            position.add(batches)
+            if (checkpoint := position.take_random_states()) is not None:
+                self._load_rng_state(checkpoint)
+            return batches, items
 
     # ---- a step ----
 

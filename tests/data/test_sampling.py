@@ -8,7 +8,7 @@ import pytest
 
 from hf_dist_ext.data import sampling
 from hf_dist_ext.data.row_ids import numbered
-from hf_dist_ext.data.sampling import NoDuplicatesSampler, no_duplicates_sampler
+from hf_dist_ext.data.sampling import NoDuplicatesSampler, refuse_stream
 from hf_dist_ext.errors import UsageError
 
 
@@ -141,4 +141,4 @@ def test_the_order_is_that_of_looking_at_each_row_in_turn(monkeypatch, block):
 
 def test_a_stream_is_refused():
     with pytest.raises(UsageError, match="stream can not be reordered"):
-        no_duplicates_sampler(iter([]), ["query", "positive"], window=8, seed=0)
+        refuse_stream(iter([]))
