@@ -45,15 +45,17 @@ def build_backbone(
         config = parse_config(config)  # (1)
     if distributed_config is not None:
         tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
-    options = {"dtype": parse_dtype(dtype) or torch.float32}
-    if attn_implementation is not None:
-        options["attn_implementation"] = attn_implementation
+    options = _pooler_option(config) | ({"attn_implementation": attn_implementation} if attn_implementation else {})
+    backbone = _without_pooler(build_from_config(_auto_class(config), config, dtype, **options))  # (2)
+    return backbone if distributed_config is None else tensor_parallel.split(backbone, distributed_config)
+
+
+def build_from_config(model_class: Any, config: PreTrainedConfig, dtype: Any, **options) -> PreTrainedModel:
+    """An AutoModel class's `from_config`; `dtype` None is float32."""
     try:
-        backbone = _auto_class(config).from_config(config, **options, **_pooler_option(config))  # (2)
+        return model_class.from_config(config, dtype=parse_dtype(dtype) or torch.float32, **options)
     except (ValueError, ImportError, AssertionError) as error:
         raise UsageError(f"model_config cannot be built: {one_line(error)}") from error
-    backbone = _without_pooler(backbone)
-    return backbone if distributed_config is None else tensor_parallel.split(backbone, distributed_config)
 
 
 def load_backbone(
@@ -71,11 +73,8 @@ def load_backbone(
     class to make; None is the one that the configuration names, which may come with code of its own.
     """
     name = str(name_or_path)
-    options = {"trust_remote_code": trust_remote_code}
-    if revision is not None:
-        options["revision"] = revision
-    dtype = parse_dtype(dtype)
-    try:
+    options = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    with _loading_errors(f'model "{name}"'):
         if backbone_class is None:
             config = AutoConfig.from_pretrained(name, **options)
             backbone_class = _auto_class(config)
@@ -88,20 +87,32 @@ def load_backbone(
             tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
             options["distributed_config"] = distributed_config
         with _pooler_not_reported(config):
-            backbone, report = backbone_class.from_pretrained(
-                name, config=config, dtype=dtype, output_loading_info=True, **options
-            )
+            return _without_pooler(load_complete(backbone_class, name, config=config, dtype=dtype, **options))
+
+
+def load_complete(model_class: Any, name_or_path: str | Path, what: str | None = None, **options) -> PreTrainedModel:
+    """`model_class.from_pretrained` with every weight but a pooler's (4); `what` names the model in errors."""
+    what = what or f'model "{name_or_path}"'
+    options["dtype"] = parse_dtype(options["dtype"])
+    with _loading_errors(what):
+        model, report = model_class.from_pretrained(name_or_path, output_loading_info=True, **options)
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    if missing:
+        raise UsageError(
+            f"{what} lacks {len(missing)} weights of {type(model).__name__} ({shortened(missing)}), which would stay "
+            "random. Use a complete checkpoint of that architecture, or model_config to train from scratch."
+        )
+    return model
+
+
+@contextlib.contextmanager
+def _loading_errors(what: str) -> Iterator[None]:
+    try:
+        yield
     except UsageError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
-    if missing:  # (4)
-        raise UsageError(
-            f'model "{name}" lacks {len(missing)} weights of {type(backbone).__name__} ({shortened(missing)}), which '
-            "would stay random. Use a complete checkpoint of that architecture, or model_config to train from scratch."
-        )
-    return _without_pooler(backbone)
+        raise UsageError(f"{what} cannot be loaded: {one_line(error)}") from error
 
 
 def hidden_size(config: PreTrainedConfig) -> int:

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.backbones import load_complete
 from hf_dist_ext.models.embedding_model import EmbeddingModel, EmbeddingOutput
 from hf_dist_ext.models.weights import names_without_adapters
 
@@ -151,10 +152,4 @@ def load_tower(folder: str | Path, class_name: str, dtype: torch.dtype | str, **
     model_class = class_of_tower(class_name, folder)
     if model_class is EmbeddingModel:
         return EmbeddingModel.from_pretrained(folder, dtype=dtype, **options)
-    try:
-        tower, report = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f"tower {folder} cannot be loaded: {' '.join(str(error).split())}") from error
-    if report["missing_keys"]:
-        raise UsageError(f"tower {folder} lacks weights: {', '.join(sorted(report['missing_keys'])[:5])}.")
-    return tower
+    return load_complete(model_class, folder, f"tower {folder}", dtype=dtype, **options)

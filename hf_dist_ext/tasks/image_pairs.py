@@ -17,9 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.images import reads_fixed_width
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype
+from hf_dist_ext.models.backbones import load_complete, parse_config, parse_dtype
 from hf_dist_ext.models.towers import TowerModel, load_tower
-from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.run.config import Run, RunConfig
 
 TEXT, IMAGE = "text", "image"
@@ -51,9 +50,7 @@ def build_towers(run: Run, columns: list[str], image_columns: list[str]) -> Towe
             raise UsageError(f"{name} is given, but a model of towers ends in its own vectors. Remove {name}.")
     column_to_tower = {column: IMAGE if column in image_columns else TEXT for column in columns}  # (2)
     if config.model_config is None and Path(config.model_name_or_path, "towers.json").is_file():
-        folder, options = Path(config.model_name_or_path), {"dtype": parse_dtype(config.dtype or "float32")}
-        if config.attn_implementation is not None:
-            options["attn_implementation"] = config.attn_implementation
+        folder, options = Path(config.model_name_or_path), _options(config)
         model = TowerModel.from_description(folder, lambda name, kind: load_tower(folder / name, kind, **options))
         model.column_to_tower = column_to_tower
         if "normalize" in run.given:  # else as the folder says
@@ -69,24 +66,16 @@ def _tower(config: RunConfig, model_class: Any, dual: PreTrainedConfig, name: st
     part = dual.text_config if name == TEXT else dual.vision_config
     if "WithProjection" in model_class.__name__:
         part.projection_dim = dual.projection_dim
-    options = {"dtype": parse_dtype(config.dtype or "float32")}
-    if config.attn_implementation is not None:
-        options["attn_implementation"] = config.attn_implementation
+    options = _options(config)
     if config.model_config is not None:
         return model_class._from_config(part, **options)
-    source, revision = config.model_name_or_path, config.model_revision or "main"
-    try:
-        tower, report = model_class.from_pretrained(
-            source, config=part, revision=revision, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UsageError(f'model "{source}" cannot be loaded: {one_line(error)}') from error
-    if missing := sorted(report["missing_keys"]):
-        raise UsageError(
-            f'model "{source}" lacks {len(missing)} weights of {model_class.__name__} ({shortened(missing)}), which '
-            "would stay random. Use a complete checkpoint of that architecture, or model_config to train from scratch."
-        )
-    return tower
+    revision = config.model_revision or "main"
+    return load_complete(model_class, config.model_name_or_path, config=part, revision=revision, **options)
+
+
+def _options(config: RunConfig) -> dict[str, Any]:
+    options = {"dtype": parse_dtype(config.dtype or "float32")}
+    return options | ({"attn_implementation": config.attn_implementation} if config.attn_implementation else {})
 
 
 def _config_of(config: RunConfig) -> PreTrainedConfig:

@@ -18,8 +18,7 @@ from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.conversations import ConversationReader, load_conversations
 from hf_dist_ext.data.image_text_collator import ImageTextCollator
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.backbones import one_line, parse_config, parse_dtype
-from hf_dist_ext.models.weights import shortened
+from hf_dist_ext.models.backbones import build_from_config, load_complete, one_line, parse_config
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.generation import GeneratingTrainer, answer_accuracy
@@ -88,25 +87,12 @@ def load_processor(config: RunConfig) -> Any:
 
 def build_model(config: RunConfig, processor: Any) -> PreTrainedModel:
     options = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
-    options["dtype"] = parse_dtype(config.dtype) or torch.float32
     if config.model_config is not None:
         built = parse_config(_with_vocabulary(config.model_config, processor))
-        try:
-            return AutoModelForImageTextToText.from_config(built, **options)
-        except (ValueError, ImportError, AssertionError) as error:
-            raise UsageError(f"model_config cannot be built: {one_line(error)}") from error
-    name = config.model_name_or_path
+        return build_from_config(AutoModelForImageTextToText, built, config.dtype, **options)
     options |= {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision or "main"}
-    try:
-        model, report = AutoModelForImageTextToText.from_pretrained(name, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
-    if missing := sorted(report["missing_keys"]):
-        raise UsageError(
-            f'model "{name}" lacks {len(missing)} weights of {type(model).__name__} ({shortened(missing)}), which '
-            "would stay random. Use a complete checkpoint of that architecture, or model_config to train from scratch."
-        )
-    return model
+    options["dtype"] = config.dtype or torch.float32
+    return load_complete(AutoModelForImageTextToText, config.model_name_or_path, **options)
 
 
 def _with_vocabulary(config: dict[str, Any], processor: Any) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,14 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
         if stage in todo:
             if index:
                 resume.wait_to_see(args, Path(run.stages[index - 1].training["output_dir"]))
-            _start_from(stage, run.stages[index - 1] if index else None)
+                _start_from(stage, run.stages[index - 1])
             args = make_arguments(stage)
             parts = build_parts(stage, args)
             if stage is todo[0]:
                 for other in todo:
                     with _naming(other):
-                        _check_freezing(other, parts.model)
+                        fields = [other.training.get(name) for name in ("trainable_modules", "frozen_modules")]
+                        plan_freezing(parts.model, *fields)
             if index:
                 _carry(parts.model, Path(run.stages[index - 1].training["output_dir"]))
             if args.should_save:
@@ -105,36 +107,22 @@ def _in_short(report: dict[str, Any]) -> dict[str, Any]:
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 
-class _naming:
+@contextmanager
+def _naming(stage: Run) -> Iterator[None]:
     """UsageErrors inside name the stage."""
-
-    def __init__(self, stage: Run):
-        self.stage = stage
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, UsageError):
-            raise UsageError(f'stage "{self.stage.name}": {error}') from None
-
-
-def _check_freezing(stage: Run, model: nn.Module) -> None:
-    fields = [stage.training.get(name) for name in ("trainable_modules", "frozen_modules")]
-    plan_freezing(model, *fields)
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f'stage "{stage.name}": {error}') from None
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------
 
 
-def _start_from(stage: Run, before: Run | None) -> None:
+def _start_from(stage: Run, before: Run) -> None:
     """The stage as a run that starts from the folder of the one before it."""
-    if before is None:
-        return
-    folder = before.training["output_dir"]
-    dtype = manifest.read(folder)["dtype"]
-    config = stage.options
-    config.model_name_or_path, config.dtype = folder, dtype
+    config, folder = stage.options, before.training["output_dir"]
+    config.model_name_or_path, config.dtype = folder, manifest.read(folder)["dtype"]
     config.model_config = config.model_revision = config.tokenizer_name = None
 
 
