@@ -29,8 +29,8 @@ from transformers.utils import logging
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
-from hf_dist_ext.frozen.leading_part import FEATURES, ImageEncoder, LeadingPart, frozen_leading_part
-from hf_dist_ext.strategies import collectives
+from hf_dist_ext.frozen.leading_part import FEATURES, ImageEncoder, frozen_leading_part
+from hf_dist_ext.strategies import agreed, collectives
 
 logger = logging.get_logger(__name__)
 
@@ -44,16 +44,10 @@ class FeatureCache:
     copy of it. `model`: without its wrappers."""
 
     def __init__(self, model: nn.Module, args: Any):
-        self.part: LeadingPart = frozen_leading_part(model)
+        self.part = frozen_leading_part(model)
         config = getattr(model, "config", None)
-        facts = (
-            type(model).__name__,
-            args.bf16,
-            args.fp16,
-            None if config is None else config.to_dict(),
-        )
-        digest = part_digest(self.part.modules, *facts)
-        self.store = FeatureStore(Path(args.frozen_feature_cache) / digest)
+        facts = (type(model).__name__, args.bf16, args.fp16, None if config is None else config.to_dict())
+        self.store = FeatureStore(Path(args.frozen_feature_cache) / part_digest(self.part.modules, *facts))
         self.keeps_left_padding = getattr(config, "rope_parameters", None) is None
         self.must_have_all = False  # set where a forward of the part is a collective
 
@@ -88,22 +82,8 @@ class FeatureCache:
 
     # ---- filling ----
 
-    def fill(self, model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast) -> None:
-        """Compute what is missing of the training rows. Every rank must call it; an error on one is raised on all."""
-        error: UsageError | None = None
-        try:
-            self._fill(model, dataset, collate, args, autocast)
-        except UsageError as found:
-            error = found
-        failed = [row[0] for row in collectives.exchange([int(error is not None)], args.device)]
-        if error is not None:
-            raise error
-        if any(failed):
-            raise UsageError(f"frozen_feature_cache: rank {failed.index(1)} failed; its message says why.")
-        self._load_everyones(args.device)
-
-    def _load_everyones(self, device: torch.device) -> None:
-        """A folder on the network may show another machine's files a little later."""
+    def load_everyones(self, device: torch.device) -> None:
+        """Of all ranks: a folder on the network may show another machine's files a little later."""
         for wait in (0, *WAITS):
             time.sleep(wait)
             self.store.load()
@@ -117,7 +97,8 @@ class FeatureCache:
                 "machines share."
             )
 
-    def _fill(self, model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast) -> None:
+    def fill(self, model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast) -> None:
+        """Compute what is missing of this rank's share of the training rows."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise UsageError(
                 "frozen_feature_cache needs a dataset with a length, not a stream. Set streaming to false."
@@ -139,12 +120,12 @@ class FeatureCache:
             for module, _ in places:
                 module.to(args.device)  # FSDP leaves the model where it was loaded
             for number, batch in enumerate(progress):
-                found = self._compute(batch, args.device, autocast)
-                if number == 0 and found:
+                computed = self._compute(batch, args.device, autocast)
+                if number == 0 and computed:
                     rows = collate([dataset[i] for i in own[: args.per_device_eval_batch_size]])
-                    _check_repeatable(found, self._compute(rows, args.device, autocast, again=True))
-                    self._check_disk(found, len(own))
-                for keys, features in found:
+                    _check_repeatable(computed, self._compute(rows, args.device, autocast, again=True))
+                    self._check_disk(computed, len(own))
+                for keys, features in computed:
                     self.store.add(keys, features)
             self.store.flush()
         finally:
@@ -156,11 +137,11 @@ class FeatureCache:
         self, batch: dict, device: torch.device, autocast: Autocast, again: bool = False
     ) -> list[tuple[list, torch.Tensor]]:
         """(keys, features) of every input of the batch that has a row which is not stored."""
-        found = []
+        computed = []
         for name, inputs in self.part.inputs(batch).items():
             keys = self.keys(name, inputs)
             # An image encoder's shapes are known from a forward only, so the first batch is always computed.
-            is_known = not isinstance(self.part, ImageEncoder) or self.part.shapes is not None
+            is_known = not isinstance(self.part, ImageEncoder) or self.part.output is not None
             if all(key in self.store for key in keys) and is_known and not again:
                 continue
             placed = {key: value.to(device) for key, value in inputs.items()}
@@ -170,16 +151,15 @@ class FeatureCache:
                 raise UsageError(
                     f"frozen_feature_cache: {len(features)} features for the {len(keys)} rows of {name!r}."
                 )
-            found.append((keys, features))
-        return found
+            computed.append((keys, features))
+        return computed
 
-    def _check_disk(self, found: list, rows: int) -> None:
+    def _check_disk(self, computed: list, own_rows: int) -> None:
         """A first batch says what a row takes; the ranks share the rows evenly."""
-        stored = sum(features.numel() * features.element_size() for _, features in found)
-        batch_rows = max(len(keys) for keys, _ in found)
-        needed = stored / batch_rows * max(0, rows * collectives.world_size() - len(self.store))
+        stored, rows = sum(features.nbytes for _, features in computed), own_rows * collectives.world_size()
+        needed = stored / max(len(keys) for keys, _ in computed) * max(0, rows - len(self.store))
         free = shutil.disk_usage(self.store.folder).free
-        words = f"about {_size(needed)} for {rows * collectives.world_size()} rows, {_size(free)} are free in"
+        words = f"about {_size(needed)} for {rows} rows, {_size(free)} are free in"
         if needed > free:
             raise UsageError(f"frozen_feature_cache: {words} {self.store.folder}. Make room, or give another folder.")
         if collectives.rank() == 0:
@@ -190,15 +170,15 @@ def _size(number: float) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
-def _check_repeatable(found: list, again: list) -> None:
-    """Of the first batch: (keys, features) as they were found, and as they are once more."""
-    first = [keys for keys, _ in found]
+def _check_repeatable(computed: list, again: list) -> None:
+    """Of the first batch: (keys, features) as they were computed, and as they are once more."""
+    first = [keys for keys, _ in computed]
     if first != [keys for keys, _ in again][: len(first)]:
         raise UsageError(
             "frozen_feature_cache: collating the same rows twice gave different inputs (augmentation, random "
             "cropping?), so their features are not constants. Make the collator repeatable or drop the cache."
         )
-    if not all(torch.equal(one, other) for (_, one), (_, other) in zip(found, again, strict=False)):
+    if not all(torch.equal(one, other) for (_, one), (_, other) in zip(computed, again, strict=False)):
         raise UsageError(
             "frozen_feature_cache: the frozen part gave different features for the same rows (dropout in its own "
             "code, or a random operation), so they are not constants. Drop the cache."
@@ -223,13 +203,14 @@ class CachingCollator:
 def filled(
     model: nn.Module, dataset: Any, collate: Callable, args: Any, autocast: Autocast, stand_in: ImageStandIn | None
 ) -> FeatureCache:
-    """The cache of a model without its wrappers, with all training rows.
+    """The cache of a model without its wrappers, with all training rows. Every rank must call it.
 
     stand_in: its blank picture goes on from its features as well: a rank that stands in must not run an encoder, whose
     shards the others do not gather.
     """
     cache = FeatureCache(model, args)
-    cache.fill(model, dataset, collate, args, autocast)
+    agreed.together(lambda: cache.fill(model, dataset, collate, args, autocast))
+    cache.load_everyones(args.device)
     part = cache.part
     if isinstance(part, ImageEncoder) and stand_in is not None:
         with torch.no_grad(), autocast():

@@ -8,7 +8,6 @@ gradient.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.groups import match_depths, module_groups
+from hf_dist_ext.frozen.groups import image_arguments, match_depths, module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.plan import FreezePlan, GroupReport, format_report, plan_freezing, report
 from hf_dist_ext.frozen.run_mode import set_frozen_mode
@@ -64,9 +63,7 @@ def stand_in_for_images(
     from PIL import Image
 
     features = makes_pictures(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
-    holders = [model, getattr(model, "model", None)]  # the outer one may hand keywords on
-    methods = [holder.get_image_features for holder in holders if hasattr(holder, "get_image_features")]
-    taken = {name for method in methods for name in inspect.signature(method).parameters}
+    taken = image_arguments(model)
     blank = {key: value for key, value in features.items() if key in taken and isinstance(value, torch.Tensor)}
     return ImageStandIn(model, blank, is_collective=forwards_are_collective)
 

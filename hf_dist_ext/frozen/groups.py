@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ def module_groups(model: nn.Module) -> dict[str, Group]:
             groups[name] = Group(name, (names[id(part)],) if isinstance(part, nn.Module) else ())
         inner = inner.backbone
     return groups | _vision_language_groups(model, inner, names)
+
+
+def image_arguments(model: nn.Module) -> set[str]:
+    """The names of what `get_image_features` takes; the outer model's may hand keywords on to the inner one's."""
+    methods = [getattr(holder, "get_image_features", None) for holder in (model, getattr(model, "model", None))]
+    return {name for method in methods if method is not None for name in inspect.signature(method).parameters}
 
 
 def _vision_language_groups(model: nn.Module, inner: nn.Module, names: Mapping[int, str]) -> dict[str, Group]:

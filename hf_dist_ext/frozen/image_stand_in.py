@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hf_dist_ext.frozen.groups import module_groups
 
@@ -72,7 +73,8 @@ class ImageStandIn:
         output = self._encode_blank(embeds.device)
         if isinstance(output, Mapping) and "pooler_output" in output:  # what the projector made of the picture
             output = {key: value for key, value in output.items() if key not in ENCODER_OUTPUTS}
-        terms = [tensor.sum() for tensor in _tensors(output) if tensor.requires_grad]
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        terms = [leaf.sum() for leaf in leaves if leaf.requires_grad]
         parameters = dict(self.model.named_parameters())
         terms += [parameters[name].sum() for name in self.bare if parameters[name].requires_grad]  # (3)
         if not terms:
@@ -103,14 +105,3 @@ class ImageStandIn:
             yield
         finally:
             self._is_encoded_before = False
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)

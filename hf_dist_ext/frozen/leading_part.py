@@ -14,16 +14,17 @@ the model goes on from there.
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import frozen_columns, has_frozen_backbone
-from hf_dist_ext.frozen.groups import module_groups
+from hf_dist_ext.frozen.groups import image_arguments, module_groups
 from hf_dist_ext.models.towers import TowerModel
 
 FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the model's forward
@@ -31,19 +32,7 @@ FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the 
 Batch = dict[str, Any]
 
 
-class LeadingPart(Protocol):
-    modules: list[nn.Module]
-
-    def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]: ...
-
-    def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
-
-    def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch: ...
-
-    def salt(self, name: str) -> str: ...
-
-
-def frozen_leading_part(model: nn.Module) -> LeadingPart:
+def frozen_leading_part(model: nn.Module) -> PooledVectors | TowerVectors | ImageEncoder:
     """Raises UsageError when nothing before the first trainable parameter can be cached."""
     if has_frozen_backbone(model):
         return PooledVectors(model)
@@ -120,20 +109,16 @@ class ImageEncoder:
                 "there is no one place to go on from. Switch the cache off."
             )
         self.projector, self.modules = projectors[0], [self.encoder]
-        holders = [model, getattr(model, "model", None)]
-        methods = [holder.get_image_features for holder in holders if hasattr(holder, "get_image_features")]
-        self.taken = {name for method in methods for name in inspect.signature(method).parameters}
-        self.shapes: Any = None  # of the encoder's output, without its first axis
+        self.taken = image_arguments(model) - {"input_ids"}
+        self.output: Any = None  # what the encoder returns, with empty tensors of its shapes (0, ...)
         self._given: torch.Tensor | None = None
         self._encode = self.encoder.forward
         self.encoder.forward = self._forward
         self.projector.register_forward_pre_hook(self._go_on)
 
     def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
-        found = {
-            k: v for k, v in batch.items() if k in self.taken and k != "input_ids" and isinstance(v, torch.Tensor)
-        }
-        return {"images": found} if "pixel_values" in found else {}
+        images = {k: v for k, v in batch.items() if k in self.taken and isinstance(v, torch.Tensor)}
+        return {"images": images} if "pixel_values" in images else {}
 
     def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         reached: list[torch.Tensor] = []
@@ -143,23 +128,15 @@ class ImageEncoder:
             raise _Reached
 
         def note(module: nn.Module, args: tuple, output: Any) -> None:
-            self.shapes = _shapes(output)
+            self.output = tree_map_only(torch.Tensor, lambda one: one.new_empty(0, *one.shape[1:]), output)
 
-        handles = [
-            self.projector.register_forward_pre_hook(stop, prepend=True),
-            self.encoder.register_forward_hook(note),
-        ]
-        try:
+        stopping = self.projector.register_forward_pre_hook(stop, prepend=True)
+        with stopping, self.encoder.register_forward_hook(note), contextlib.suppress(_Reached):
             self.model.get_image_features(**inputs)
-        except _Reached:
-            pass
-        finally:
-            for handle in handles:
-                handle.remove()
         if not reached or len(reached[0]) != len(inputs["pixel_values"]):
-            found = tuple(reached[0].shape) if reached else "nothing"
+            given = tuple(reached[0].shape) if reached else "nothing"
             raise UsageError(
-                f"frozen_feature_cache: the projector of {type(self.model).__name__} is given {found} for "
+                f"frozen_feature_cache: the projector of {type(self.model).__name__} is given {given} for "
                 f"{len(inputs['pixel_values'])} images; one entry per image is needed. Switch the cache off."
             )
         return reached[0]
@@ -172,7 +149,7 @@ class ImageEncoder:
 
     def provide(self, features: torch.Tensor) -> None:
         """The next forward goes on from these, (n, ...) for its n images."""
-        assert self.shapes is not None
+        assert self.output is not None
         self._given = features
 
     def withdraw(self) -> None:
@@ -181,8 +158,8 @@ class ImageEncoder:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._given is None:
             return self._encode(*args, **kwargs)
-        zero = self._given.new_zeros(1)
-        return _zeros(self.shapes, len(self._given), zero)
+        zero, count = self._given.new_zeros(1), len(self._given)  # expanded, it takes no memory
+        return tree_map_only(torch.Tensor, lambda empty: zero.expand(count, *empty.shape[1:]), self.output)
 
     def _go_on(self, module: nn.Module, args: tuple) -> tuple | None:
         if self._given is None:
@@ -190,23 +167,3 @@ class ImageEncoder:
         given, self._given = self._given, None
         assert args[0].shape == given.shape, (args[0].shape, given.shape)
         return (given.to(args[0].device), *args[1:])
-
-
-def _shapes(output: Any) -> Any:
-    """A description, without tensors, of what an encoder returned."""
-    if isinstance(output, torch.Tensor):
-        return tuple(output.shape[1:])
-    if isinstance(output, Mapping):  # a ModelOutput
-        return type(output), {key: _shapes(value) for key, value in output.items()}
-    return [_shapes(value) for value in output] if isinstance(output, tuple | list) else None
-
-
-def _zeros(shapes: Any, count: int, zero: torch.Tensor) -> Any:
-    if shapes is None:
-        return None
-    if isinstance(shapes, list):
-        return tuple(_zeros(one, count, zero) for one in shapes)
-    if len(shapes) == 2 and isinstance(shapes[0], type):
-        kind, fields = shapes
-        return kind(**{key: _zeros(one, count, zero) for key, one in fields.items()})
-    return zero.expand(count, *shapes)  # takes no memory

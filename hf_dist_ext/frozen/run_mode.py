@@ -13,7 +13,6 @@ keeps its graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -39,19 +38,11 @@ def set_frozen_mode(model: nn.Module) -> None:
 def fully_frozen_roots(model: nn.Module) -> list[nn.Module]:
     """The outermost modules that have parameters and train none of them; lists of modules are never called, so their
     members count."""
-    return list(_frozen_roots(model))
-
-
-def _frozen_roots(module: nn.Module) -> Iterator[nn.Module]:
-    parameters = list(module.parameters())
-    if not parameters:
-        return
-    is_frozen = not any(p.requires_grad for p in parameters)
-    if is_frozen and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        yield module
-        return
-    for child in module.children():
-        yield from _frozen_roots(child)
+    parameters = list(model.parameters())
+    is_frozen = parameters and not any(p.requires_grad for p in parameters)
+    if is_frozen and not isinstance(model, nn.ModuleList | nn.ModuleDict):
+        return [model]
+    return [root for child in model.children() for root in fully_frozen_roots(child)]
 
 
 # ---- (1) ----
@@ -66,14 +57,9 @@ def _stays_in_eval(self: nn.Module, mode: bool = True) -> nn.Module:
 
 def _hold(module: nn.Module) -> None:
     if hasattr(module, "gradient_checkpointing"):
-        rates = {
-            name: value
-            for name, value in vars(module).items()
-            if "drop" in name and isinstance(value, float) and value > 0
-        }
-        module.__dict__[_RATES] = rates
-        for name in rates:
-            setattr(module, name, 0.0)
+        numbers = {name: value for name, value in vars(module).items() if isinstance(value, float)}
+        module.__dict__[_RATES] = {name: rate for name, rate in numbers.items() if "drop" in name and rate > 0}
+        module.__dict__.update(dict.fromkeys(module.__dict__[_RATES], 0.0))
         return
     module.__dict__["train"] = MethodType(_stays_in_eval, module)
     module.training = False
@@ -84,12 +70,11 @@ def _hold(module: nn.Module) -> None:
 
 def _run_without_graph(module: nn.Module) -> None:
     module.__dict__[_MODES] = []
-    handles = [
+    module.__dict__[_HOOKS] = [
         module.register_forward_pre_hook(_enter, with_kwargs=True),
         # always_call: an error inside must not leave gradients switched off for the rest of the program
         module.register_forward_hook(_leave, always_call=True),
     ]
-    module.__dict__[_HOOKS] = handles
 
 
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def load_backbone(
     """
     name = str(name_or_path)
     options = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
-    with _loading_errors(f'model "{name}"'):
+    with _loading_errors(name):
         if backbone_class is None:
             config = AutoConfig.from_pretrained(name, **options)
             backbone_class = _auto_class(config)
@@ -90,29 +90,29 @@ def load_backbone(
             return _without_pooler(load_complete(backbone_class, name, config=config, dtype=dtype, **options))
 
 
-def load_complete(model_class: Any, name_or_path: str | Path, what: str | None = None, **options) -> PreTrainedModel:
-    """`model_class.from_pretrained` with every weight but a pooler's (4); `what` names the model in errors."""
-    what = what or f'model "{name_or_path}"'
+def load_complete(model_class: Any, name_or_path: str | Path, **options) -> PreTrainedModel:
+    """`model_class.from_pretrained` with every weight but a pooler's (4); `options` name a `dtype`."""
     options["dtype"] = parse_dtype(options["dtype"])
-    with _loading_errors(what):
+    with _loading_errors(name_or_path):
         model, report = model_class.from_pretrained(name_or_path, output_loading_info=True, **options)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
     if missing:
         raise UsageError(
-            f"{what} lacks {len(missing)} weights of {type(model).__name__} ({shortened(missing)}), which would stay "
-            "random. Use a complete checkpoint of that architecture, or model_config to train from scratch."
+            f'model "{name_or_path}" lacks {len(missing)} weights of {type(model).__name__} ({shortened(missing)}), '
+            "which would stay random. Use a complete checkpoint of that architecture, or model_config to train from "
+            "scratch."
         )
     return model
 
 
 @contextlib.contextmanager
-def _loading_errors(what: str) -> Iterator[None]:
+def _loading_errors(name: str | Path) -> Iterator[None]:
     try:
         yield
     except UsageError:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise UsageError(f"{what} cannot be loaded: {one_line(error)}") from error
+        raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
 
 
 def hidden_size(config: PreTrainedConfig) -> int:

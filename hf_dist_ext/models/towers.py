@@ -152,4 +152,4 @@ def load_tower(folder: str | Path, class_name: str, dtype: torch.dtype | str, **
     model_class = class_of_tower(class_name, folder)
     if model_class is EmbeddingModel:
         return EmbeddingModel.from_pretrained(folder, dtype=dtype, **options)
-    return load_complete(model_class, folder, f"tower {folder}", dtype=dtype, **options)
+    return load_complete(model_class, folder, dtype=dtype, **options)

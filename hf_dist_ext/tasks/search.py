@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_dist_ext.data.code_search import read_functions
+from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES
 
@@ -67,21 +68,13 @@ def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list
     prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
     length = model.lengths.get(role, model.max_length)
     limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
-    has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
-    encoded = tokenizer(
-        [prompt + text for text in texts], truncation=has_limit, max_length=limit if has_limit else None
-    )
-    longest_first = sorted(range(len(texts)), key=lambda row: -len(encoded["input_ids"][row]))
-    embeddings: list[torch.Tensor] = [torch.empty(0)] * len(texts)
-    for start in range(0, len(texts), ROWS_PER_BATCH):
-        batch = longest_first[start : start + ROWS_PER_BATCH]
-        features = tokenizer.pad(
-            {name: [values[row] for row in batch] for name, values in encoded.items()}, return_tensors="pt"
-        )
-        vectors = model(**features.to(model.device)).embeddings.float().cpu()  # (rows, D)
-        for row, vector in zip(batch, vectors, strict=True):
-            embeddings[row] = vector
-    return torch.stack(embeddings)
+    collator = ContrastiveCollator(tokenizer, ("query", "document"), {role: prompt}, limit)
+    longest_first = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
+    embeddings = torch.empty(len(texts), model.embedding_dim)
+    for batch in torch.tensor(longest_first).split(ROWS_PER_BATCH):
+        features = collator.text_features(role, [texts[row] for row in batch])
+        embeddings[batch] = model(**{k: v.to(model.device) for k, v in features.items()}).embeddings.float().cpu()
+    return embeddings
 
 
 def show(query: str, results: list[tuple[float, dict]]) -> None:

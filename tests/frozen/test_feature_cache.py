@@ -292,7 +292,7 @@ def test_a_folder_that_processes_do_not_share_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(feature_cache.logger, "warning", said.append)
     cache = object.__new__(feature_cache.FeatureCache)
     cache.store = FeatureStore(tmp_path)
-    cache._load_everyones(torch.device("cpu"))
+    cache.load_everyones(torch.device("cpu"))
     assert not said, "it came a little later"
-    cache._load_everyones(torch.device("cpu"))
+    cache.load_everyones(torch.device("cpu"))
     assert len(said) == 1 and "from 3 to 5 stored rows" in said[0]

@@ -78,7 +78,7 @@ def test_what_has_no_tower_is_named(tmp_path):
     model = tiny()
     model.save_pretrained(tmp_path)
     (tmp_path / "image" / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match="image cannot be loaded"):
+    with pytest.raises(UsageError, match="image. cannot be loaded"):
         TowerModel.from_pretrained(tmp_path)
     with pytest.raises(UsageError, match='every weight of the tower "text"'):
         model.save_pretrained(tmp_path, state_dict={})
