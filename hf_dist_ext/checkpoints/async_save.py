@@ -1,9 +1,9 @@
 """Training goes on while a checkpoint is written (`save_async`).
 
-While a checkpoint is staged, large state is copied to the CPU instead of written, and the writes are collected in a
-list. Small files (configs, trainer state) are written at once. The copy is complete before the next step. Then one
-thread makes the writes, hashes, commits and rotates, in this order. In it ranks talk over a gloo group of their own,
-as collectives of two threads in one group would meet the wrong ones.
+Large state goes through a `Writer`, which copies it to the CPU instead of writing it, and collects the writes in a
+list. Small files (configs, random and trainer state) are written at once, and so are adapters. The copy is complete
+before the next step. Then one thread makes the writes, hashes, commits and rotates, in this order. In it ranks talk
+over a gloo group of their own, as collectives of two threads in one group would meet the wrong ones.
 
 At most one save is in flight: the next one, the end of training and a preemption wait for it. Its error is raised
 after the next step, or where it is waited for; the checkpoint is pushed there too. A save whose copy does not fit into
@@ -17,18 +17,17 @@ order, so its stager is used with one thread of ours.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers.utils import logging
 
@@ -55,48 +54,29 @@ def check(args: Any) -> None:
 # ---- copies instead of files ----
 
 
-@contextlib.contextmanager
-def staged(folder: Path) -> Iterator[list[Write]]:
-    """While inside, what is saved below `folder` by torch.save, safetensors and torch's distributed checkpoints is
-    copied; the list holds the writes that are still to be made."""
-    writes: list[Write] = []
-    torch_save, dcp_save, tensors_save = torch.save, dcp.save, safetensors.torch.save_file
+class Writer:
+    """Writes what is large in a checkpoint: at once, or, with `is_later`, when `make` is called with `writes`. Then
+    the state of the moment is copied."""
 
-    def is_ours(target: Any) -> bool:
-        return isinstance(target, (str, os.PathLike)) and Path(target).is_relative_to(folder)
+    def __init__(self, is_later: bool = False):
+        self.is_later, self.writes = is_later, []
 
-    def later_torch(content: Any, target: Any, *arguments: Any, **options: Any) -> None:
-        if not is_ours(target) or not isinstance(content, dict):  # Trainer's arguments: small, and pickled by a rule
-            return torch_save(content, target, *arguments, **options)  # that holds for this moment
-        copy = copied(content)
-        writes.append(lambda group: torch_save(copy, target, *arguments, **options))
+    def write(self, state: Any, save: Callable[[Any, Any], None]) -> None:
+        """`save` takes the state, or its copy, and the process group to talk over."""
+        if self.is_later:
+            self.writes.append(partial(save, copied(state)))
+        else:
+            save(state, None)
 
-    def later_tensors(tensors: dict[str, torch.Tensor], filename: Any, metadata: Any = None) -> None:
-        if not is_ours(filename):
-            return tensors_save(tensors, filename, metadata)
-        copy = copied({name: tensor.detach() for name, tensor in tensors.items()})
-        writes.append(lambda group: tensors_save(copy, filename, metadata))
+    def torch(self, content: Any, path: Path) -> None:
+        self.write(content, lambda content, group: torch.save(content, path))
 
-    def later_shards(state_dict: dict[str, Any], **options: Any) -> None:
-        copy = copied(state_dict)
-        writes.append(lambda group: dcp_save(copy, **(options | {"process_group": group})))
+    def tensors(self, tensors: dict[str, torch.Tensor], path: Path) -> None:
+        self.write(tensors, lambda tensors, group: save_file(tensors, path, metadata={"format": "pt"}))
 
-    # transformers, peft and our own modules hold the function of safetensors under names of their own
-    holders = [
-        (vars(module), name)
-        for module in list(sys.modules.values())
-        for name, value in list(getattr(module, "__dict__", {}).items())
-        if value is tensors_save
-    ]
-    try:
-        torch.save, dcp.save = later_torch, later_shards
-        for names, name in holders:
-            names[name] = later_tensors
-        yield writes
-    finally:
-        torch.save, dcp.save = torch_save, dcp_save
-        for names, name in holders:
-            names[name] = tensors_save
+    def shards(self, state: dict[str, Any], folder: Path) -> None:
+        """Every rank calls it."""
+        self.write(state, lambda state, group: dcp.save(state, checkpoint_id=folder, process_group=group))
 
 
 def make(writes: list[Write], group: Any) -> None:

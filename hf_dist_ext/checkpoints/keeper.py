@@ -36,6 +36,7 @@ class Keeper:
         committed_step: of this run's last checkpoint.
         frozen_digests: of the weights that checkpoints leave out; None when they hold all of them.
         background: the saves that are made while training goes on.
+        writer: of what is large in the save that runs.
     """
 
     def __init__(self, args: Any, loss: Any, check_lease: Callable[[], None]):
@@ -43,6 +44,7 @@ class Keeper:
         self.committed_step: int | None = None
         self.frozen_digests: dict[str, str] | None = None
         self.background = async_save.Background(args.ddp_timeout)
+        self.writer = async_save.Writer()
         self._run: Mapping[str, Any] = manifest.new_run()
 
     def resume(
@@ -102,7 +104,8 @@ class Keeper:
             entered.enter_context(commit.full_disk_in_words(output_dir, folder))
             generation = agreed.together(lambda: commit.begin(args, output_dir, folder))[0]
             entered.enter_context(agreed.ends_together(f"writing {folder.name}", args.ddp_timeout))
-            writes = entered.enter_context(async_save.staged(folder)) if is_async else []
+            self.writer = writer = async_save.Writer(is_async)
+            entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
         run = {name: self._run[name] for name in ("run_id", "parent")}
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
@@ -111,7 +114,7 @@ class Keeper:
         def end(group: Any = None) -> None:
             together = partial(agreed.together, group=group)
             with commit.full_disk_in_words(output_dir, folder):
-                together(lambda: async_save.make(writes, group))
+                together(lambda: async_save.make(writer.writes, group))
                 # (3)
                 shares = together(lambda: manifest.record(folder, commit.share(args, manifest.files_in(folder))))
                 together(lambda: commit.commit(args, folder, shares, content, self.check_lease))

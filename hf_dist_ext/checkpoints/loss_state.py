@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.tensors import bare_optimizer
@@ -125,6 +126,22 @@ def save_description(model: nn.Module, processor: Any, args: Any, folder: Path) 
         processor.save_pretrained(folder)
     with without_secrets(args):
         torch.save(args, folder / "training_args.bin")
+
+
+def can_save_later(model: nn.Module) -> bool:
+    """Whether `save_pretrained` makes what it writes of the weights it is given: not that of adapters (some kinds
+    compute theirs of the live model), of quantized weights, and of a model that transformers has split."""
+    is_split = getattr(getattr(model, "config", None), "distributed_config", None) is not None
+    return not (hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) or is_split)
+
+
+def save_later(model: nn.Module, weights: dict[str, torch.Tensor] | None, folder: Path, writer: Writer) -> None:
+    """What `Trainer._save` writes of the bare model's weights, from a copy. `weights`: whole; None for its own."""
+    weights = model.state_dict() if weights is None else weights
+    if hasattr(model, "save_pretrained"):
+        writer.write(weights, lambda weights, group: model.save_pretrained(folder, state_dict=weights))
+    else:
+        writer.tensors(weights, folder / "model.safetensors")
 
 
 def save_budget(budget: Any, folder: str) -> None:

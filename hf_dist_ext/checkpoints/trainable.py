@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from hf_dist_ext.checkpoints import safe_reading
+from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, gathered, is_split, put, whole
 
@@ -78,31 +77,40 @@ def optimizer_state(model: nn.Module, optimizer: Any) -> tuple[dict[str, torch.T
 
 
 def save_weights(
-    model: nn.Module, saved: frozenset[str], digests: Mapping[str, str], folder: Path, args: Any, is_sharded: bool
+    model: nn.Module,
+    saved: frozenset[str],
+    digests: Mapping[str, str],
+    folder: Path,
+    keep: bool,
+    is_sharded: bool,
+    writer: Writer,
 ) -> None:
-    """Write the weights `saved` and the `digests` of the others; every rank calls it."""
+    """Write the weights `saved` and the `digests` of the others; every rank calls it, those that `keep` write whole
+    tensors."""
     tensors = saved_tensors(model, saved)
     if is_sharded:
-        dcp.save({name: tensor.detach() for name, tensor in tensors.items()}, checkpoint_id=folder / SHARDED_WEIGHTS)
+        writer.shards({name: tensor.detach() for name, tensor in tensors.items()}, folder / SHARDED_WEIGHTS)
     else:
-        weights = dict(gathered(tensors, args.should_save))
-        if args.should_save:
-            save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    if args.should_save:
+        weights = dict(gathered(tensors, keep))
+        if keep:
+            writer.tensors(weights, folder / WEIGHTS)
+    if keep:
         (folder / FROZEN).write_text(json.dumps(digests, indent=1), encoding="utf-8")
 
 
-def save_optimizer(model: nn.Module, optimizer: Any, folder: Path, args: Any, is_sharded: bool) -> None:
+def save_optimizer(
+    model: nn.Module, optimizer: Any, folder: Path, args: Any, is_sharded: bool, writer: Writer
+) -> None:
     state, groups = optimizer_state(model, optimizer)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     content = {"groups": groups, "rest": {name: value for name, value in state.items() if name not in tensors}}
     if is_sharded:
         _check_can_be_sharded(model, tensors, args.optim)
-        dcp.save(tensors, checkpoint_id=folder / SHARDED_OPTIMIZER)
+        writer.shards(tensors, folder / SHARDED_OPTIMIZER)
     else:
         content["state"] = dict(gathered(tensors, args.should_save))
     if args.should_save:
-        torch.save(content, folder / OPTIMIZER)
+        writer.torch(content, folder / OPTIMIZER)
 
 
 def _check_can_be_sharded(model: nn.Module, state: Mapping[str, torch.Tensor], optim: str) -> None:

@@ -197,11 +197,18 @@ class Strategy:
         """With `has_engine`: its state in a run with frozen parts. Every rank calls it."""
         raise NotImplementedError
 
+    def save_optimizer(self, model: nn.Module, optimizer: Any, folder: Path, keep: bool, writer: Any) -> bool:
+        """The optimizer's state, and weights in a format of the strategy's own, through `writer` (checkpoints). Every
+        rank calls it, those that `keep` write whole tensors. False: Trainer does it."""
+        if keep:
+            writer.torch(optimizer.state_dict(), folder / "optimizer.pt")
+        return True
+
     def has_no_optimizer_state(self, folder: str | Path) -> bool:
         """Whether a checkpoint holds an optimizer that reading would fail at."""
         return False
 
-    def save(self, model: nn.Module, folder: str, args: Any) -> None:
+    def save(self, model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
         """What a checkpoint needs beside weights and optimizer; `model` in its wrapper. Every rank calls it."""
 
     def load(self, model: nn.Module, folder: str | None, args: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -61,8 +62,8 @@ class DDP(Strategy):
     def reducing(self) -> AbstractContextManager:
         return nullcontext() if self.wrapper is None or self.completes else self.wrapper.no_sync()
 
-    def save(self, model: nn.Module, folder: str, args: Any) -> None:
-        save(model, folder, args)
+    def save(self, model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
+        save(model, folder, args, writer)
 
     def load(self, model: nn.Module, folder: str | None, args: Any) -> None:
         load(model, folder, args)
@@ -157,7 +158,7 @@ def power_sgd_state(model: nn.Module) -> Any:
     return None
 
 
-def save(model: nn.Module, folder: str, args: Any) -> None:
+def save(model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
     """Every process writes its own: what was left out of its gradients is nobody else's."""
     state = power_sgd_state(model)
     if state is None:
@@ -170,8 +171,8 @@ def save(model: nn.Module, folder: str, args: Any) -> None:
         "rank": state.matrix_approximation_rank,
         "world_size": args.world_size,
     }
-    os.makedirs(folder, exist_ok=True)
-    torch.save(content, os.path.join(folder, STATE.format(rank=args.process_index)))
+    folder.mkdir(parents=True, exist_ok=True)
+    writer.torch(content, folder / STATE.format(rank=args.process_index))
 
 
 def load(model: nn.Module, folder: str | None, args: Any) -> None:

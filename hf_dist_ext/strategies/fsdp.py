@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers.utils import logging
 
@@ -102,11 +103,39 @@ class FSDP(Strategy):
     def reducing(self) -> AbstractContextManager:
         return self.units.reducing(self.completes, self.accelerator)
 
+    def save_optimizer(self, model: nn.Module, optimizer: Any, folder: Path, keep: bool, writer: Any) -> bool:
+        """In the files of accelerate 1.15 (fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer), which reads them.
+        FSDP1 is left to it."""
+        if self.plugin.fsdp_version != 2:
+            return False
+        options = StateDictOptions(full_state_dict=not self.saves_shards, cpu_offload=True)
+
+        def save(name: str, kind: str, state: dict[str, Any]) -> None:
+            if self.saves_shards:
+                writer.shards({kind: state}, folder / f"{name}_0")
+            elif self.accelerator.is_main_process:
+                writer.torch(state, folder / f"{name}.bin")
+
+        save("pytorch_model_fsdp", "model", _weights(model, options))
+        save("optimizer", "optimizer", get_optimizer_state_dict(model, optimizer, options=options))
+        return True
+
     def has_no_optimizer_state(self, folder: str | Path) -> bool:
         """Plain SGD has none: torch 2.13 fails to load it ("Expected device to be set" in
         torch/distributed/checkpoint/state_dict.py). Remove when torch loads it."""
         file = Path(folder, "optimizer.bin")
         return file.is_file() and not torch.load(file, map_location="cpu", weights_only=True, mmap=True)["state"]
+
+
+def _weights(model: nn.Module, options: StateDictOptions) -> dict[str, Any]:
+    """Of a model with adapters these alone."""
+    if not hasattr(model, "get_base_model"):
+        return get_model_state_dict(model, options=options)
+    if options.full_state_dict:
+        return get_model_state_dict(model, options=replace(options, ignore_frozen_params=True))
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, adapter_name=model.active_adapter)
 
 
 class Units:

@@ -145,6 +145,9 @@ class ZeRO(Strategy):
         if self.accelerator.deepspeed_engine_wrapped is not None:
             zero_checkpoint.attach(self.engine, is_part, trusts, around)
 
+    def save_optimizer(self, *arguments: Any) -> bool:
+        return False
+
     def save_engine(self, model: nn.Module, folder: Path) -> None:
         zero_checkpoint.save(model, folder)
 

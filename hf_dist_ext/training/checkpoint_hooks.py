@@ -142,7 +142,12 @@ class CheckpointHooks(Trainer):
         return facts.content(self.args, self.bare_model)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
+        folder, model = Path(output_dir or self.args.output_dir), self.bare_model
+        if self.keeper.writer.is_later and loss_state.can_save_later(model):
+            if self.args.should_save:
+                loss_state.save_description(model, self._processor, self.args, folder)
+                loss_state.save_later(model, state_dict, folder, self.keeper.writer)
+            return
         with loss_state.without_secrets(self.args):
             if not self._keeps_adapters_alone:
                 return super()._save(output_dir, state_dict)
@@ -154,19 +159,25 @@ class CheckpointHooks(Trainer):
             loss_state.save_description(self.bare_model, self._processor, self.args, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        saves = self.args.should_save
+        saves, folder, writer = self.args.should_save, Path(output_dir), self.keeper.writer
         with loss_state.loss_state_apart(self.loss, self.optimizer, save_to=output_dir if saves else None):
-            if not self._saves_optimizer_by_name:
+            is_saved = True
+            if self._saves_optimizer_by_name and self.strategy.has_engine:
+                self.strategy.save_engine(self.model_wrapped, folder)
+            elif self._saves_optimizer_by_name:
+                trainable.save_optimizer(
+                    self.model, self.optimizer, folder, self.args, self._saves_shards, self.keeper.writer
+                )
+            elif not self._has_own_arguments or not self.strategy.save_optimizer(
+                self.model, self.optimizer, folder, saves, writer
+            ):
                 super()._save_optimizer_and_scheduler(output_dir)
-            elif self.strategy.has_engine:
-                self.strategy.save_engine(self.model_wrapped, Path(output_dir))
-            else:
-                trainable.save_optimizer(self.model, self.optimizer, Path(output_dir), self.args, self._saves_shards)
-            if self._saves_optimizer_by_name and saves:
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+                is_saved = False
+            if is_saved and saves:
+                torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
         if self.chunk_budget is not None and saves:
             loss_state.save_budget(self.chunk_budget, output_dir)
-        self.strategy.save(self.model_wrapped, output_dir, self.args)
+        self.strategy.save(self.model_wrapped, folder, self.args, writer)
         if saves:
             self.data_position.save(output_dir)
 
@@ -245,7 +256,15 @@ class CheckpointHooks(Trainer):
 
     def _save_trainable(self, folder: Path, is_sharded: bool) -> None:
         digests = self.keeper.frozen_digests or {}
-        trainable.save_weights(self.model, self.freeze_plan.saved, digests, folder, self.args, is_sharded)
+        trainable.save_weights(
+            self.model,
+            self.freeze_plan.saved,
+            digests,
+            folder,
+            self.args.should_save,
+            is_sharded,
+            self.keeper.writer,
+        )
 
     def _commit_model(self, folder: Path, names: list[str]) -> None:
         self.accelerator.wait_for_everyone()

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
@@ -205,16 +206,27 @@ def test_a_preempted_run_ends_with_its_checkpoint_complete(tmp_path, monkeypatch
     assert not manifest.why_incomplete(tmp_path / "checkpoint-2", hashes=True)
 
 
-def test_other_files_are_saved_at_once_while_a_checkpoint_is_staged(tmp_path):
-    save = torch.save
-    with async_save.staged(tmp_path / "checkpoint-1") as writes:
-        torch.save({"a": torch.ones(2)}, tmp_path / "mine.pt")
-        torch.save({"a": (late := torch.ones(2))}, tmp_path / "checkpoint-1" / "theirs.pt")
-    late.zero_()
-    assert torch.save is save and (tmp_path / "mine.pt").exists() and len(writes) == 1
-    (tmp_path / "checkpoint-1").mkdir()
-    async_save.make(writes, None)
-    assert torch.load(tmp_path / "checkpoint-1" / "theirs.pt")["a"].sum() == 2
+def test_a_writer_writes_what_its_content_was_when_it_was_given_it(tmp_path):
+    for is_later in (False, True):
+        folder, shared = tmp_path / str(is_later), torch.ones(2)
+        folder.mkdir()
+        writer = async_save.Writer(is_later)
+        writer.torch({"a": shared, "b": [shared, 3]}, folder / "content.pt")
+        writer.tensors({"a": shared}, folder / "model.safetensors")
+        writer.shards({"model": {"a": shared}}, folder / "shards")
+        assert len(list(folder.iterdir())) == (0 if is_later else 3) and len(writer.writes) == (3 if is_later else 0)
+        shared.zero_()
+        async_save.make(writer.writes, None)
+        content, sharded = torch.load(folder / "content.pt"), {"model": {"a": torch.zeros(2)}}
+        dcp.load(sharded, checkpoint_id=folder / "shards")
+        for found in (
+            content["a"],
+            content["b"][0],
+            load_file(folder / "model.safetensors")["a"],
+            sharded["model"]["a"],
+        ):
+            assert found.sum() == 2
+        assert content["b"][1] == 3 and content["a"].data_ptr() == content["b"][0].data_ptr(), "they shared memory"
 
 
 @pytest.mark.parametrize("processes", ["single", "ddp"])
