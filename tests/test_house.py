@@ -47,12 +47,17 @@ PARALLELISM = re.compile(
     r"|DistributedDataParallel"
 )
 # What a launcher tells its processes. `launched` reads it for all; `launch` starts a launcher and looks whether it
-# runs under one; strategies.fsdp hides FSDP from accelerate for a while.
+# runs under one; strategies.fsdp_options hides FSDP from accelerate for a while.
 LAUNCHER = re.compile(r"ACCELERATE_USE_|PARALLELISM_CONFIG_[A-Z{]|\"FSDP_|LOCAL_RANK|WORLD_SIZE|\"RANK\"")
-READS_LAUNCHER = {"launch", "launched", "strategies.fsdp"}
+READS_LAUNCHER = {"launch", "launched", "strategies.fsdp_options"}
 # Strategies by name: only strategies.choose knows which there are. transformers splits a model while it loads one.
-PARTICULAR = {f"strategies.{name}" for name in ("ddp", "fsdp", "tensor_parallel", "zero", "zero_checkpoint")}
-NAMES_ONE = {"models.backbones -> strategies.tensor_parallel"}
+PARTICULAR = {
+    f"strategies.{name}"
+    for name in (
+        "ddp", "fsdp", "fsdp_options", "sharded", "splitting", "tensor_parallel", "zero", "zero_checkpoint"
+    )
+}  # fmt: skip
+NAMES_ONE = {"models.backbones -> strategies.splitting"}
 
 
 def imports(name: str) -> set[str]:
@@ -136,7 +141,7 @@ def test_only_strategies_ask_which_parallelism_runs():
 
 def test_one_file_reads_what_a_launcher_says():
     assert lines_with(LAUNCHER, FILES.keys() - READS_LAUNCHER) == []
-    (hidden,) = lines_with(LAUNCHER, ["strategies.fsdp"])
+    (hidden,) = lines_with(LAUNCHER, ["strategies.fsdp_options"])
     assert "ACCELERATE_USE_FSDP" in hidden and len(lines_with(LAUNCHER, ["launched"])) > 5
 
 
@@ -144,7 +149,10 @@ def test_no_file_but_choose_knows_which_strategies_there_are():
     outside = [name for name in FILES if not name.startswith("strategies.")]
     found = {f"{source} -> {target}" for source in outside for target in ARROWS[source] & PARTICULAR}
     assert found == NAMES_ONE
-    assert ARROWS["strategies.choose"] & PARTICULAR == PARTICULAR - {"strategies.zero_checkpoint"}
+    assert ARROWS["strategies.choose"] & PARTICULAR == PARTICULAR - {
+        "strategies.sharded",
+        "strategies.zero_checkpoint",
+    }
     assert not ARROWS["strategies.base"] & PARTICULAR
 
 

@@ -16,14 +16,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_dist_ext.strategies import tensor_parallel
+from hf_dist_ext.strategies import splitting
 
 # The name of Trainer's field, and in those of models' methods. Remove when the minimum is transformers 5.23.
 CHECKPOINTING = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 )
 needs_tensor_parallelism = pytest.mark.skipif(
-    not tensor_parallel.is_supported(), reason="tensor parallelism needs transformers 5.23"
+    not splitting.is_supported(), reason="tensor parallelism needs transformers 5.23"
 )
 
 WORDS = "parse a date from text read file into list of lines search : sort the numbers by key".split()

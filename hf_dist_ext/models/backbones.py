@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.weights import shortened
-from hf_dist_ext.strategies import tensor_parallel
+from hf_dist_ext.strategies import splitting
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ def build_backbone(
     if not isinstance(config, PreTrainedConfig):
         config = parse_config(config)  # (1)
     if distributed_config is not None:
-        tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
+        splitting.check_can_be_split(config, distributed_config.tp_size)
     options = _pooler_option(config) | ({"attn_implementation": attn_implementation} if attn_implementation else {})
     backbone = _without_pooler(build_from_config(_auto_class(config), config, dtype, **options))  # (2)
-    return backbone if distributed_config is None else tensor_parallel.split(backbone, distributed_config)
+    return backbone if distributed_config is None else splitting.split(backbone, distributed_config)
 
 
 def build_from_config(model_class: Any, config: PreTrainedConfig, dtype: Any, **options) -> PreTrainedModel:
@@ -84,7 +84,7 @@ def load_backbone(
             options["attn_implementation"] = attn_implementation
         options |= _pooler_option(config)
         if distributed_config is not None:
-            tensor_parallel.check_can_be_split(config, distributed_config.tp_size)
+            splitting.check_can_be_split(config, distributed_config.tp_size)
             options["distributed_config"] = distributed_config
         with _pooler_not_reported(config):
             return _without_pooler(load_complete(backbone_class, name, config=config, dtype=dtype, **options))

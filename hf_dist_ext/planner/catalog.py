@@ -86,7 +86,7 @@ def tensor_parallel_size(work: Workload, hardware: Hardware) -> int:
     config = work.config
     heads = [config.get(name) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
     has_plan = "rms_norm_eps" in config and "text_config" not in config  # transformers has plans for decoders
-    has_experts = any("experts" in name for name in config)  # whose styles are refused (strategies/tensor_parallel.py)
+    has_experts = any("experts" in name for name in config)  # whose styles are refused (strategies/splitting.py)
     divides = not any(number % TENSOR_PARALLEL_GROUP for number in [*heads, hardware.per_node])
     return TENSOR_PARALLEL_GROUP if has_plan and not has_experts and divides else 1
 

@@ -1,7 +1,7 @@
 """The scale knobs of a run file as the planner reads them: what FSDP shards, where, and how gradients travel.
 
-(1) the fields of strategies/fsdp.py and strategies/ddp.py, read without torch; their rules are checked there, at
-    launch
+(1) the fields of strategies/fsdp_options.py and strategies/ddp.py, read without torch; their rules are checked there,
+    at launch
 (2) what a hook of DDP sends of the gradients, and what it keeps: fp16 and bf16 a copy of half the size,
     PowerSGD two factors of each large matrix and what they left out
 """

@@ -100,12 +100,7 @@ class Strategy:
     # ---- a step ----
 
     def start(
-        self,
-        model: nn.Module,
-        mode: str,
-        loss_parameters: Sequence[nn.Parameter],
-        optimizer: Any,
-        has_towers: bool = False,
+        self, model: nn.Module, mode: str, loss_parameters: Sequence[nn.Parameter], optimizer: Any, has_towers: bool
     ) -> None:
         """Before the first step of a wrapped model. `mode`: the argument `gradient_cache_fsdp`; `has_towers`: every
         column of a batch has a tower of its own."""

@@ -13,11 +13,13 @@ from typing import Any
 
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, ddp, fsdp, tensor_parallel
+from hf_dist_ext.strategies import collectives, ddp, fsdp_options, splitting
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.fsdp import FSDP
+from hf_dist_ext.strategies.tensor_parallel import TensorParallel
 from hf_dist_ext.strategies.zero import ZeRO
 
-OF_AN_ACCELERATOR: tuple[type[Strategy], ...] = (ZeRO, fsdp.FSDP, ddp.DDP, Strategy)  # the first one that runs
+OF_AN_ACCELERATOR: tuple[type[Strategy], ...] = (ZeRO, FSDP, ddp.DDP, Strategy)  # the first one that runs
 SHARE_ROWS = {"cp": "context", "sp": "sequence"}
 
 # ---- the strategy ----
@@ -37,12 +39,12 @@ def of_model(model: Any, args: Any) -> Strategy:
         )
     size = _sizes(args, ("tp",)).get("tp", 1)
     if model is None:
-        return tensor_parallel.TensorParallel(None) if launched.mesh_size("tp") > 1 else Strategy()
-    split = tensor_parallel.find_split(model)
+        return TensorParallel(None) if launched.mesh_size("tp") > 1 else Strategy()
+    split = splitting.find_split(model)
     if split is not None:
-        tensor_parallel.check_layout(model, split, size)
-        tensor_parallel.check_rest(model, args)
-        return tensor_parallel.TensorParallel(model)
+        splitting.check_layout(model, split, size)
+        splitting.check_rest(model, args)
+        return TensorParallel(model)
     if size > 1:
         raise UsageError(
             f"tp_size={size} in the parallelism_config, but {type(model).__name__} is whole on every process. "
@@ -54,7 +56,7 @@ def of_model(model: Any, args: Any) -> Strategy:
 
 def launched_split() -> Any:
     """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers."""
-    return tensor_parallel.launched_config()
+    return splitting.launched_config()
 
 
 def of_accelerator(accelerator: Any, before: Strategy) -> Strategy:
@@ -81,20 +83,20 @@ def _sizes(args: Any, names: Any) -> dict[str, int]:
 
 def check_arguments(args: Any) -> None:
     """Rules between the fields of the strategies. Raises UsageError."""
-    fsdp.check(args)
+    fsdp_options.check(args)
     ddp.check(args)
 
 
 @contextlib.contextmanager
 def building(args: Any, before: Strategy) -> Iterator[None]:
     """Around the making of an `Accelerator`."""
-    with fsdp.without_fsdp(args), collectives.sharded_on_cpu(has_mesh=before.comes_with_model):
+    with fsdp_options.without_fsdp(args), collectives.sharded_on_cpu(has_mesh=before.comes_with_model):
         yield
 
 
 def plugins(args: Any, fsdp_plugin: Any) -> dict[str, Any]:
     """Arguments for `Accelerator` that the fields of the strategies ask for."""
-    return fsdp.options(args, fsdp_plugin)
+    return fsdp_options.options(args, fsdp_plugin)
 
 
 def set_handlers(args: Any, handlers: list[Any], has_loss: bool) -> None:

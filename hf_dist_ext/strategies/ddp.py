@@ -1,8 +1,8 @@
 """How DDP sends gradients: compression hooks and bucket options that Trainer's arguments do not reach.
 
-(1) `options`: the fields go into accelerate's DDP arguments; what has no meaning in this run is refused
-(2) PowerSGD remembers what it left out of every step, per process, and its low-rank factors: both are part of a
-    checkpoint, `ddp_comm_hook_<rank>.pt`, and are used again from the third step after a resume
+`options` puts the fields into accelerate's DDP arguments; what has no meaning in this run is refused. PowerSGD
+remembers what it left out of every step, per process, and its low-rank factors: both are part of a checkpoint,
+`ddp_comm_hook_<rank>.pt`, and are used again from the third step after a resume.
 
 fp16 and bf16 halve what is sent and round it; PowerSGD (https://huggingface.co/papers/1905.13727) sends two factors of
 the given rank per weight matrix after its warm-up steps. With a gradient cache a step reduces once, so a hook runs
@@ -51,7 +51,7 @@ class DDP(Strategy):
 
     def start(self, model: nn.Module, *more: Any, **options: Any) -> None:
         super().start(model, *more, **options)
-        # torch.compile wraps what accelerate has wrapped before.
+        # torch.compile wraps what accelerate has wrapped already.
         self.wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
         self.waits_for_all = self.wrapper is not None
 
@@ -63,13 +63,57 @@ class DDP(Strategy):
         return nullcontext() if self.wrapper is None or self.completes else self.wrapper.no_sync()
 
     def save(self, model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
-        save(model, folder, args, writer)
+        """Every process writes its own: what was left out of its gradients is nobody else's."""
+        state = power_sgd_state(model)
+        if state is None:
+            return
+        kind, keys, position, has_gauss, cached = state.rng.get_state()
+        content = {name: dict(getattr(state, name)) for name in _PER_BUCKET}
+        content |= {
+            "iter": state.iter,
+            "rng": [kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],
+            "rank": state.matrix_approximation_rank,
+            "world_size": args.world_size,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        writer.torch(content, folder / STATE.format(rank=args.process_index))
 
     def load(self, model: nn.Module, folder: str | None, args: Any) -> None:
-        load(model, folder, args)
+        """Continue with the factors and errors of a checkpoint; with other processes or another rank they start
+        anew."""
+        state = power_sgd_state(model)
+        if state is None or folder is None:
+            return
+        path = os.path.join(folder, STATE.format(rank=args.process_index))
+        device = args.device if args.device.type != "cpu" else "cpu"  # torch.load knows no "cpu:0"
+        content = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else None
+        now, misfit = (args.world_size, state.matrix_approximation_rank), ""
+        if content is None:
+            misfit = f"{folder} holds no state of PowerSGD"
+        elif (content["world_size"], content["rank"]) != now:
+            misfit = (
+                f"{folder} holds PowerSGD's state of {content['world_size']} processes and rank {content['rank']}, "
+                f"this run has {now[0]} and {now[1]}"
+            )
+        if misfit:
+            if args.process_index == 0:
+                logger.warning(f"{misfit}: it starts anew, with its warm-up steps.")
+            return
+        for name in _PER_BUCKET:
+            setattr(state, name, content[name])
+        # DDP orders its buckets anew after the first step of a process, and what was left out lies in the old order:
+        # the next two steps send whole gradients, from the third on the state is used.
+        state.iter = min(content["iter"], state.start_powerSGD_iter - 2)
+        kind, keys, *others = content["rng"]
+        state.rng.set_state((kind, keys.cpu().numpy().astype(numpy.uint32), *others))
 
 
-# (1) ---------------------------------------------------------------------------------------------------------------
+def power_sgd_state(model: nn.Module) -> Any:
+    """The hook's state inside DDP, None for other wrappers and hooks."""
+    for hook in getattr(model, "_comm_hooks", []):
+        if type(hook[1]).__name__ == "PowerSGDState":
+            return hook[1]
+    return None
 
 
 def check(args: Any) -> None:
@@ -84,16 +128,12 @@ def check(args: Any) -> None:
             'ddp_comm_hook="batched_power_sgd" stops with an AssertionError inside torch 2.13 at its first compressed '
             'step. Use "power_sgd".'
         )
-    is_power_sgd = hook == "power_sgd"
-    for name in ("ddp_power_sgd_rank", "ddp_power_sgd_warmup_steps"):
+    rebuilds = ": DDP rebuilds its buckets in the first two steps"
+    for name, least, why in (("ddp_power_sgd_rank", 1, ""), ("ddp_power_sgd_warmup_steps", 2, rebuilds)):
         value = getattr(args, name)
-        if value is None:
-            continue
-        if not is_power_sgd:
+        if value is not None and hook != "power_sgd":
             raise UsageError(f'{name}={value} needs "ddp_comm_hook": "power_sgd".')
-        least = 1 if name.endswith("rank") else 2
-        if value < least:
-            why = "" if least == 1 else ": DDP rebuilds its buckets in the first two steps"
+        if value is not None and value < least:
             raise UsageError(f"{name}={value} must be at least {least}{why}.")
 
 
@@ -145,60 +185,3 @@ def _refuse_without_ddp(given: tuple[str, Any], args: Any) -> None:
         name, value = given
         shown = "true" if value is True else f'"{value}"'
         raise UsageError(f"{name}={shown} has no meaning here: the run is {runs}. Remove it, or use multi_gpu_ddp.")
-
-
-# (2) ---------------------------------------------------------------------------------------------------------------
-
-
-def power_sgd_state(model: nn.Module) -> Any:
-    """The hook's state inside DDP, None for other wrappers and hooks."""
-    for hook in getattr(model, "_comm_hooks", []):
-        if type(hook[1]).__name__ == "PowerSGDState":
-            return hook[1]
-    return None
-
-
-def save(model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
-    """Every process writes its own: what was left out of its gradients is nobody else's."""
-    state = power_sgd_state(model)
-    if state is None:
-        return
-    kind, keys, position, has_gauss, cached = state.rng.get_state()
-    content = {name: dict(getattr(state, name)) for name in _PER_BUCKET}
-    content |= {
-        "iter": state.iter,
-        "rng": [kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],
-        "rank": state.matrix_approximation_rank,
-        "world_size": args.world_size,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    writer.torch(content, folder / STATE.format(rank=args.process_index))
-
-
-def load(model: nn.Module, folder: str | None, args: Any) -> None:
-    """Continue with the factors and errors of a checkpoint; with other processes or another rank they start anew."""
-    state = power_sgd_state(model)
-    if state is None or folder is None:
-        return
-    path = os.path.join(folder, STATE.format(rank=args.process_index))
-    if not os.path.isfile(path):
-        if args.process_index == 0:
-            logger.warning(f"{folder} holds no state of PowerSGD: it starts anew, with its warm-up steps.")
-        return
-    device = args.device if args.device.type != "cpu" else "cpu"  # torch.load knows no "cpu:0"
-    content = torch.load(path, map_location=device, weights_only=True)
-    now = (args.world_size, state.matrix_approximation_rank)
-    if (content["world_size"], content["rank"]) != now:
-        if args.process_index == 0:
-            logger.warning(
-                f"{folder} holds PowerSGD's state of {content['world_size']} processes and rank {content['rank']}, "
-                f"this run has {now[0]} and {now[1]}: it starts anew, with its warm-up steps."
-            )
-        return
-    for name in _PER_BUCKET:
-        setattr(state, name, content[name])
-    # DDP orders its buckets anew after the first step of a process, and what was left out lies in the old order: the
-    # next two steps send whole gradients, from the third on the state is used.
-    state.iter = min(content["iter"], state.start_powerSGD_iter - 2)
-    kind, keys, *others = content["rng"]
-    state.rng.set_state((kind, keys.cpu().numpy().astype(numpy.uint32), *others))

@@ -1,22 +1,14 @@
-"""Scale knobs of the run file: what FSDP shards, where it stays, and in which precision gradients are reduced.
+"""FSDP2, and HSDP with it: what accelerate's plugin and FSDP's units are told beside a run's own fields.
 
-(1) `without_fsdp`: NO_SHARD switches the FSDP of a preset off, which leaves DDP: whole weights on every device
-(2) `options`: the others go over what the accelerate YAML says, into accelerate's FSDP plugin
-(3) under bf16 and fp16 units compute as autocast does under DDP: matrices are gathered in half precision, everything
-    else as it is stored, and gradients are added up and reduced in float32
-(4) what has no meaning in the way the run was started is refused, with the reason
-
-The names of FSDP1 keep their meaning: FULL_SHARD holds a layer's weights whole only while it runs, SHARD_GRAD_OP from
-forward to backward, HYBRID_SHARD shards inside a group of processes (a machine) and keeps copies between groups.
+Under bf16 and fp16 units compute as autocast does under DDP: matrices are gathered in half precision, everything else
+as it is stored, and gradients are added up and reduced in float32. Small frozen parts stay whole on every rank.
+`fsdp_options.py` reads the fields, `sharded.py` says which collectives run in a step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,27 +20,20 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers.utils import logging
 
-from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.collectives import choose_mode
+from hf_dist_ext.strategies.fsdp_options import FROZEN_PARTS
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
+from hf_dist_ext.strategies.sharded import Sharded
 
 logger = logging.get_logger(__name__)
-
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
-KNOBS = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
-FROZEN_PARTS = "frozen parts"  # what the preset multi_gpu_fsdp_frozen_replicated writes where accelerate takes a regex
 
 REPLICATED_SHARE = 0.25  # of a device's free memory, that replicated frozen weights may take
 REPLICATED_BYTES_ON_CPU = 4 * 2**30
 
 
-class FSDP(Strategy):
-    """FSDP2, HSDP with it. FSDP1 passes through where nothing of ours trains."""
+class FSDP(Sharded):
+    """FSDP1 passes through where nothing of ours trains."""
 
-    forwards_are_collective = True
-    can_redo = False
     reads_own_format = True
 
     @classmethod
@@ -78,30 +63,50 @@ class FSDP(Strategy):
     def place(
         self, model: nn.Module | None, args: Any, has_loss: bool, frozen_roots: Sequence[nn.Module] | None
     ) -> None:
-        has_own_arguments = hasattr(args, "reduce_dtype")
-        if has_loss or frozen_roots is not None:
-            check_version(self.plugin)
+        plugin = self.plugin
+        if (has_loss or frozen_roots is not None) and plugin.fsdp_version != 2:
+            raise UsageError(
+                f"the accelerate configuration asks for FSDP version {plugin.fsdp_version}, and a loss over "
+                "embeddings, trainable_modules and frozen_modules are exact with version 2 only. Set fsdp_version: 2 "
+                "in the YAML (the launcher's own default is 1), or use multi_gpu_fsdp."
+            )
         if model is None:
             return
-        without_pinning(self.plugin)
-        _name_layers(self.plugin, model, getattr(args, "min_num_params", None) or 0)
-        if has_own_arguments:
-            set_precision(self.accelerator, model, args, has_loss)
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
+            # Pinned memory is for a device to read from; where there is none, torch raises.
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
+        min_num_params = getattr(args, "min_num_params", None) or 0
+        if plugin.transformer_cls_names_to_wrap is None or min_num_params:
+            # accelerate's own choice crashes for many encoders or shards almost nothing (strategies/layers.py says
+            # which). Empty: one unit.
+            plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model, min_num_params)
+        if hasattr(args, "reduce_dtype") and plugin.fsdp_version == 2:
+            self._set_precision(model, args.reduce_dtype, has_loss)
         if frozen_roots is not None:
-            check_names(self.plugin)
-        replicate_frozen_parts(self.plugin, frozen_roots, getattr(args, "frozen_parts_fsdp", "auto"))
+            check_names(plugin)
+        replicate_frozen_parts(plugin, frozen_roots, getattr(args, "frozen_parts_fsdp", "auto"))
+
+    def _set_precision(self, model: nn.Module, reduce_dtype: str | None, computes_as_autocast: bool) -> None:
+        """In which precision units compute, and gradients are added up over backwards and reduced.
+
+        accelerate 1.15 (FullyShardedDataParallelPlugin.set_mixed_precision) casts inputs, weights, outputs and
+        gradients of every unit to half precision, and runs no autocast. `computes_as_autocast`: the caller runs the
+        forward under autocast, so that what DDP keeps in float32 is float32 here too.
+        """
+        policy = self.plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        dtype = getattr(torch, reduce_dtype) if reduce_dtype else policy.reduce_dtype
+        if computes_as_autocast:
+            param_dtype = policy.param_dtype if self.accelerator.native_amp else None
+            policy = replace(policy, param_dtype=param_dtype, output_dtype=None, cast_forward_inputs=False)
+            is_half = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
+            if reduce_dtype is None:
+                dtype = torch.float32 if param_dtype or is_half else None
+        self.plugin.mixed_precision_policy = replace(policy, reduce_dtype=dtype)
 
     def wrapped(self, model: nn.Module, has_loss: bool) -> None:
         replay_dropout(model)
         if has_loss:
             set_precision_of_parameters(model)
-
-    def start(self, model: nn.Module, mode: str, *more: Any, has_towers: bool = False) -> None:
-        super().start(model, mode, *more, has_towers)
-        self.units = Units(model, mode, has_towers)
-
-    def reducing(self) -> AbstractContextManager:
-        return self.units.reducing(self.completes, self.accelerator)
 
     def save_optimizer(self, model: nn.Module, optimizer: Any, folder: Path, keep: bool, writer: Any) -> bool:
         """In the files of accelerate 1.15 (fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer), which reads them.
@@ -138,60 +143,14 @@ def _weights(model: nn.Module, options: StateDictOptions) -> dict[str, Any]:
     return get_peft_model_state_dict(model, adapter_name=model.active_adapter)
 
 
-class Units:
-    """Which collectives of a model's FSDP2 units run around a forward or backward.
-
-    "speed": weights are gathered once per step and gradients reduce-scattered once; "memory": every chunk gathers and
-    reduces, nothing is kept unsharded. HSDP: every chunk reduce-scatters inside its replica, so gradients stay
-    sharded, and replicas all-reduce once; with a tower per column they all-reduce every chunk, since torch 2.13 can
-    add up partly reduced gradients only when every backward reaches the same parameters of a unit.
-    """
-
-    def __init__(self, model: nn.Module, mode: str, has_towers: bool, shared_by: int = 1):
-        """`shared_by`: ranks over which layers are split beside."""
-        self.root = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
-        if self.root is None:  # tensor parallelism without groups to shard over
-            return
-        meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
-        # The dimension along which tensor parallelism splits layers is none of FSDP's.
-        copies = [[name for name in mesh.mesh_dim_names or range(mesh.ndim) if name != "tp"] for mesh in meshes]
-        self.is_hsdp, self.has_towers = any(len(names) > 1 for names in copies), has_towers
-        self.mode = _mode_that_fits(model, shared_by) if mode == "auto" else mode
-
-    def reducing(self, completes: bool, accelerator: Any) -> AbstractContextManager:
-        return nullcontext() if self.root is None else self._reducing(completes, accelerator)
-
-    @contextlib.contextmanager
-    def _reducing(self, completes: bool, accelerator: Any) -> Iterator[None]:
-        root, is_sharded_between = self.root, self.mode == "memory"
-        root.set_requires_gradient_sync(completes or is_sharded_between or self.is_hsdp)
-        if self.is_hsdp:
-            root.set_requires_all_reduce(completes or self.has_towers)
-        if not is_sharded_between:
-            root.set_reshard_after_forward(False)
-            root.set_reshard_after_backward(completes)
-        root.set_is_last_backward(completes or is_sharded_between)
-        try:
-            yield
-        finally:
-            root.set_is_last_backward(True)
-            # Trainer's own no_sync sets this to True when it ends, so the outer state is what this step was part of.
-            root.set_requires_gradient_sync(accelerator.sync_gradients)
-            if self.is_hsdp:
-                root.set_requires_all_reduce(accelerator.sync_gradients)
-
-
-def _mode_that_fits(model: nn.Module, shared_by: int) -> str:
-    """By what unsharded weights and gradients take."""
-    needed = sum(p.numel() * p.element_size() * (1 + p.requires_grad) for p in model.parameters())
-    return choose_mode(needed / shared_by)
-
-
-def _name_layers(plugin: Any, model: nn.Module, min_num_params: int) -> None:
-    """accelerate's own choice crashes for many encoders or shards almost nothing (strategies/layers.py says which)."""
-    if plugin.transformer_cls_names_to_wrap is None or min_num_params:
-        # Empty: one unit, not accelerate's guess.
-        plugin.transformer_cls_names_to_wrap = repeated_layer_classes(model, min_num_params)
+def check_names(plugin: Any) -> None:
+    """For runs with frozen parts, whose names decide what trains and what is saved."""
+    if plugin.activation_checkpointing:
+        raise UsageError(
+            "fsdp_activation_checkpointing wraps layers, and the names by which this run trains and saves a part of "
+            'the model are then others. Set "use_gradient_checkpointing": true in the run file, and '
+            "fsdp_activation_checkpointing: false in the accelerate YAML."
+        )
 
 
 def replicate_frozen_parts(plugin: Any, roots: Sequence[nn.Module] | None, choice: str) -> None:
@@ -234,78 +193,6 @@ def _replicated_limit() -> int:
     return int(REPLICATED_SHARE * total)
 
 
-# (1) ---------------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def without_fsdp(args: Any) -> Iterator[None]:
-    """Around the making of an `Accelerator`: with NO_SHARD it sees no FSDP."""
-    name = "ACCELERATE_USE_FSDP"
-    before = os.environ.get(name)
-    if getattr(args, "sharding", None) != "NO_SHARD" or before is None:
-        yield
-        return
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ[name] = before
-
-
-# (2) ---------------------------------------------------------------------------------------------------------------
-
-
-def options(args: Any, plugin: Any) -> dict[str, Any]:
-    """Arguments for `Accelerator`; `plugin` is the one Trainer made of its own fsdp fields, if it made one.
-
-    Raises:
-        UsageError: a knob that has no meaning here.
-    """
-    given = {name: getattr(args, name) for name in KNOBS if getattr(args, name) is not None}
-    is_fsdp = plugin is not None or launched.uses_fsdp()
-    if not given or not is_fsdp:
-        _refuse_without_fsdp(given)
-        return {}
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    plugin = plugin or FullyShardedDataParallelPlugin()  # what the YAML says, which travels in the environment
-    if plugin.fsdp_version != 2:
-        raise UsageError(f"{_shown(given)} needs FSDP version 2. Set fsdp_version: 2 in the accelerate YAML.")
-    found: dict[str, Any] = {"fsdp_plugin": plugin} | _mesh(args)
-    if args.sharding is not None:
-        plugin.reshard_after_forward = args.sharding != "SHARD_GRAD_OP"
-    if args.cpu_offload is not None:
-        _check_backend(args.cpu_offload)
-        plugin.cpu_offload = args.cpu_offload
-        plugin.set_cpu_offload()
-    return found
-
-
-def check_version(plugin: Any) -> None:
-    if plugin.fsdp_version != 2:
-        raise UsageError(
-            f"the accelerate configuration asks for FSDP version {plugin.fsdp_version}, and a loss over embeddings, "
-            "trainable_modules and frozen_modules are exact with version 2 only. Set fsdp_version: 2 in the YAML "
-            "(the launcher's own default is 1), or use multi_gpu_fsdp."
-        )
-
-
-def without_pinning(plugin: Any) -> None:
-    """Offloading pins its memory for a device to read from; where there is none, torch raises."""
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-
-
-def check_names(plugin: Any) -> None:
-    """For runs with frozen parts, whose names decide what trains and what is saved."""
-    if plugin.activation_checkpointing:
-        raise UsageError(
-            "fsdp_activation_checkpointing wraps layers, and the names by which this run trains and saves a part of "
-            'the model are then others. Set "use_gradient_checkpointing": true in the run file, and '
-            "fsdp_activation_checkpointing: false in the accelerate YAML."
-        )
-
-
 def replay_dropout(model: nn.Module) -> None:
     """In the layers that FSDP checkpoints by itself: the recomputed forward draws the first one's dropout masks.
 
@@ -315,74 +202,6 @@ def replay_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, CheckpointWrapper):
             module.checkpoint_fn = functools.partial(module.checkpoint_fn, preserve_rng_state=True)
-
-
-def _check_backend(offloads: bool) -> None:
-    # accelerate lets the process group take tensors of both devices for whole checkpoints and for the YAML's offload.
-    is_whole = launched.fsdp_setting("state_dict_type", "SHARDED_STATE_DICT") == "FULL_STATE_DICT"
-    in_yaml = launched.fsdp_setting("offload_params", "false").lower() == "true"
-    if offloads and not (is_whole or in_yaml) and torch.accelerator.is_available():
-        raise UsageError(
-            "cpu_offload=true with sharded checkpoints needs fsdp_offload_params: true in the YAML, so that "
-            'gradients on the CPU can be reduced. The preset "multi_gpu_fsdp_offload" has it.'
-        )
-
-
-def _mesh(args: Any) -> dict[str, Any]:
-    """HYBRID_SHARD's groups as accelerate's parallelism_config, unless the YAML holds one already."""
-    from accelerate import ParallelismConfig
-
-    in_yaml = launched.uses_mesh()
-    yaml_mesh, group = args.parallelism_config or (ParallelismConfig() if in_yaml else None), args.sharding_group_size
-    copies = getattr(yaml_mesh, "dp_replicate_size", 1)
-    if args.sharding is None:
-        return {}
-    if args.sharding != "HYBRID_SHARD":
-        if copies > 1:
-            raise UsageError(
-                f'sharding="{args.sharding}" shards over all processes, the accelerate YAML\'s mesh over groups with '
-                f"{copies} copies. Keep one of them."
-            )
-        return {}
-    processes = launched.processes()
-    if copies > 1:
-        if group not in (None, yaml_mesh.dp_shard_size):
-            raise UsageError(
-                f"sharding_group_size={group}, but the mesh of the accelerate YAML has groups of "
-                f"{yaml_mesh.dp_shard_size}. Leave one out."
-            )
-        return {}
-    group = group or launched.processes_here(processes)
-    if processes % group or processes == group or group == 1:
-        raise UsageError(
-            f'sharding="HYBRID_SHARD" needs two or more groups of two or more: {processes} processes in groups of '
-            f'{group} are none. Set "sharding_group_size", or use FULL_SHARD (one group) or NO_SHARD (groups of one).'
-        )
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=processes // group, dp_shard_size=group)}
-
-
-# (3) ---------------------------------------------------------------------------------------------------------------
-
-
-def set_precision(accelerator: Any, model: nn.Module, args: Any, computes_as_autocast: bool) -> None:
-    """In which precision units compute, and gradients are added up over backwards and reduced.
-
-    accelerate 1.15 (FullyShardedDataParallelPlugin.set_mixed_precision) casts inputs, weights, outputs and gradients
-    of every unit to half precision, and runs no autocast. `computes_as_autocast`: the caller runs the forward under
-    autocast, so that what DDP keeps in float32 is float32 here too.
-    """
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:
-        return
-    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else policy.reduce_dtype
-    if computes_as_autocast:
-        param_dtype = policy.param_dtype if accelerator.native_amp else None
-        policy = replace(policy, param_dtype=param_dtype, output_dtype=None, cast_forward_inputs=False)
-        is_half = any(p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters())
-        if args.reduce_dtype is None:
-            reduce_dtype = torch.float32 if param_dtype or is_half else None
-    plugin.mixed_precision_policy = replace(policy, reduce_dtype=reduce_dtype)
 
 
 def set_precision_of_parameters(model: nn.Module) -> None:
@@ -410,46 +229,3 @@ def set_precision_of_parameters(model: nn.Module) -> None:
 
 def _init_dtypes(parameter: Any, policy: MixedPrecisionPolicy, policy_of_unit: MixedPrecisionPolicy) -> None:
     type(parameter).init_dtype_attrs(parameter, policy)
-
-
-# (4) ---------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_without_fsdp(given: dict[str, Any]) -> None:
-    if given.get("sharding") == "NO_SHARD":
-        given = {name: value for name, value in given.items() if name != "sharding"}
-    if not given:
-        return
-    hint = ' For DDP there is "ddp_comm_hook".' if "reduce_dtype" in given else ""
-    if launched.uses_deepspeed():
-        hint = " DeepSpeed's own knobs are in its preset."
-    raise UsageError(
-        f'{_shown(given)} has no meaning without FSDP, and this run does not shard. Set "accelerate_config": '
-        f'"multi_gpu_fsdp", or leave it out.{hint}'
-    )
-
-
-def _shown(given: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items())
-
-
-def check(args: Any) -> None:
-    """Rules between the fields. Raises UsageError."""
-    if args.sharding is not None and args.sharding not in STRATEGIES:
-        raise UsageError(f"sharding={args.sharding!r}: choose one of {', '.join(STRATEGIES)}, or null.")
-    if args.sharding_group_size is not None and args.sharding != "HYBRID_SHARD":
-        raise UsageError(f'sharding_group_size={args.sharding_group_size} needs "sharding": "HYBRID_SHARD".')
-    if args.sharding == "NO_SHARD" and (others := [n for n in KNOBS[1:] if getattr(args, n) is not None]):
-        raise UsageError(f'sharding="NO_SHARD" leaves nothing for {others[0]} to act on. Keep one of them.')
-    if args.reduce_dtype not in (None, "float32", "bfloat16", "float16"):
-        raise UsageError(f"reduce_dtype={args.reduce_dtype!r}: choose float32, bfloat16 or float16, or null.")
-    wanted = {"FULL_SHARD": "memory", "SHARD_GRAD_OP": "speed"}.get(args.sharding)
-    if wanted and args.gradient_cache_fsdp not in ("auto", wanted):
-        raise UsageError(
-            f'sharding="{args.sharding}" is gradient_cache_fsdp="{wanted}" between the chunks of a step, but '
-            f'"{args.gradient_cache_fsdp}" is given. Keep one.'
-        )
-    if wanted:
-        args.gradient_cache_fsdp = wanted
-    if args.frozen_parts_fsdp == "auto" and launched.fsdp_setting("ignored_modules", "") == FROZEN_PARTS:
-        args.frozen_parts_fsdp = "replicate"  # as the preset multi_gpu_fsdp_frozen_replicated says

@@ -26,7 +26,6 @@ from torch import nn
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.strategies import collectives, zero_checkpoint
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 
 
@@ -70,15 +69,15 @@ class ZeRO(Strategy):
     # ---- a step ----
 
     def start(
-        self,
-        model: nn.Module,
-        mode: str,
-        loss_parameters: Sequence[nn.Parameter],
-        optimizer: Any,
-        has_towers: bool = False,
+        self, model: nn.Module, mode: str, loss_parameters: Sequence[nn.Parameter], optimizer: Any, has_towers: bool
     ) -> None:
         super().start(model, mode, loss_parameters, optimizer, has_towers)
-        self.update = Update(self.engine, self.rows, model, mode, loss_parameters, optimizer)
+        self.loss_parameters, self.optimizer = loss_parameters, optimizer
+        if mode == "auto":  # gradients that stay whole are a rank's own memory
+            trained = (p for p in model.parameters() if p.requires_grad)
+            mode = collectives.choose_mode(sum(num_elements(p) * p.element_size() for p in trained))
+        self.reduces_once = self.plugin.zero_stage > 1 and mode == "speed"
+        self._together: ExitStack | None = None  # while gradients are kept whole
 
     def check_graphs(self, num_kept: int, num_chunks: int) -> None:
         if self.max_live_graphs is not None and num_chunks > 1 and num_kept:
@@ -89,7 +88,21 @@ class ZeRO(Strategy):
             )
 
     def backward(self, loss: torch.Tensor, own_loss: torch.Tensor) -> None:
-        self.update.backward(self.mark(self.reaching_all(loss), own_loss), self.completes)
+        """(1), (2): the one that completes the gradients runs the reduction and the optimizer's step."""
+        engine, loss = self.engine, self.mark(self.reaching_all(loss), own_loss)
+        if self.reduces_once and self._together is None and not self.completes:
+            self._together = ExitStack()
+            self._together.enter_context(engine.coalesce_grad_reduction())
+        engine.set_gradient_accumulation_boundary(self.completes)
+        engine.backward(loss, scale_wrt_gas=False)
+        if not self.completes:
+            return
+        if self._together is not None:
+            together, self._together = self._together, None
+            together.close()  # the one reduction
+            engine.set_gradient_accumulation_boundary(True)
+        with self._with_loss_parameters():
+            engine.step()
 
     def mark(self, loss: torch.Tensor, own_loss: torch.Tensor) -> torch.Tensor:
         """(3) `loss`, bit for bit, where `own_loss` is finite; else its gradient is NaN."""
@@ -116,83 +129,10 @@ class ZeRO(Strategy):
             )
         super().drop_update(optimizer, step)
 
-    # ---- (5) ----
-
-    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
-        if has_loss_parameters:
-            self.check_optimizer("learnable_temperature")
-        if has_loss_parameters and self.plugin.hf_ds_config.is_offload():
-            raise UsageError(
-                "learnable_temperature does not work with DeepSpeed's offloading, whose optimizer steps on the CPU "
-                "only. Use a fixed temperature, or a preset that does not offload."
-            )
-        if has_budget:
-            raise UsageError(
-                'an automatic chunk size or number of graphs ("auto") is not measured under DeepSpeed. Give '
-                "gradient_cache_chunk_size or gradient_cache_chunk_tokens, and gradient_cache_keep_graph, as numbers."
-            )
-
-    def check_optimizer(self, field: str) -> None:
-        if self.plugin.hf_ds_config.get_value("optimizer"):
-            raise UsageError(
-                f"{field} does not reach the optimizer that DeepSpeed's configuration names. Remove it there: Trainer "
-                "then builds the one that optim names."
-            )
-
-    # ---- checkpoints ----
-
-    def read_as(self, is_part: bool, trusts: bool, around: Callable[[], AbstractContextManager]) -> None:
-        if self.accelerator.deepspeed_engine_wrapped is not None:
-            zero_checkpoint.attach(self.engine, is_part, trusts, around)
-
-    def save_optimizer(self, *arguments: Any) -> bool:
-        return False
-
-    def save_engine(self, model: nn.Module, folder: Path) -> None:
-        zero_checkpoint.save(model, folder)
-
-    def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
-        super().check_resumable(folder, content, world_size)
-        zero_checkpoint.check_processes(folder, content, world_size)
-
-
-class Update:
-    """The backwards of one optimizer step, of which the last takes it; made once per engine."""
-
-    def __init__(
-        self,
-        engine: Any,
-        rows: Rows,
-        model: nn.Module,
-        mode: str,
-        loss_parameters: Sequence[nn.Parameter],
-        optimizer: Any,
-    ):
-        self.engine, self.rows, self.loss_parameters, self.optimizer = engine, loss_parameters, optimizer
-        self.reduces_once = engine.zero_optimization_stage() > 1 and _mode_that_fits(model, mode) == "speed"
-        self._together: ExitStack | None = None  # while gradients are kept whole
-
-    def backward(self, loss: torch.Tensor, completes: bool) -> None:
-        """(1), (2): `completes` runs the reduction and the optimizer's step."""
-        engine = self.engine
-        if self.reduces_once and self._together is None and not completes:
-            self._together = ExitStack()
-            self._together.enter_context(engine.coalesce_grad_reduction())
-        engine.set_gradient_accumulation_boundary(completes)
-        engine.backward(loss, scale_wrt_gas=False)
-        if not completes:
-            return
-        if self._together is not None:
-            together, self._together = self._together, None
-            together.close()  # the one reduction
-            engine.set_gradient_accumulation_boundary(True)
-        with self._loss_parameters():
-            engine.step()
-
     # ---- (4) ----
 
     @contextmanager
-    def _loss_parameters(self) -> Iterator[None]:
+    def _with_loss_parameters(self) -> Iterator[None]:
         """Around the engine's step: the loss's parameters are clipped with the model's and skipped with them.
 
         Their group stands in the base optimizer, for its rates and its schedule, but not while ZeRO looks: it takes
@@ -228,6 +168,56 @@ class Update:
             parameter.grad = (gradient * factor).to(parameter.dtype)
         optimizer.step()
 
+    # ---- (5) ----
+
+    def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
+        if has_loss_parameters:
+            self.check_optimizer("learnable_temperature")
+        if has_loss_parameters and self.plugin.hf_ds_config.is_offload():
+            raise UsageError(
+                "learnable_temperature does not work with DeepSpeed's offloading, whose optimizer steps on the CPU "
+                "only. Use a fixed temperature, or a preset that does not offload."
+            )
+        if has_budget:
+            raise UsageError(
+                'an automatic chunk size or number of graphs ("auto") is not measured under DeepSpeed. Give '
+                "gradient_cache_chunk_size or gradient_cache_chunk_tokens, and gradient_cache_keep_graph, as numbers."
+            )
+
+    def check_optimizer(self, field: str) -> None:
+        if self.plugin.hf_ds_config.get_value("optimizer"):
+            raise UsageError(
+                f"{field} does not reach the optimizer that DeepSpeed's configuration names. Remove it there: Trainer "
+                "then builds the one that optim names."
+            )
+
+    # ---- checkpoints ----
+
+    def read_as(self, is_part: bool, trusts: bool, around: Callable[[], AbstractContextManager]) -> None:
+        if self.accelerator.deepspeed_engine_wrapped is not None:
+            zero_checkpoint.attach(self.engine, is_part, trusts, around)
+
+    def save_optimizer(self, *arguments: Any) -> bool:
+        return False
+
+    def save_engine(self, model: nn.Module, folder: Path) -> None:
+        """What trains stands in `trainable.safetensors` too, as in every mode."""
+        model.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+
+    def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
+        super().check_resumable(folder, content, world_size)
+        before = content.get("world_size", world_size)
+        if before != world_size:
+            raise UsageError(
+                f"{folder} is of {before} processes, this run of {world_size}: ZeRO's parts fit the number they were "
+                "made for. resume_weights_only=true takes the weights."
+            )
+        if content.get("sharding", "deepspeed") != "deepspeed" or not list(folder.glob("global_step*")):
+            raise UsageError(
+                f"{folder} was not written under DeepSpeed, which can not continue it. resume_weights_only=true takes "
+                "its weights."
+            )
+
 
 @contextmanager
 def _joint_norm(zero: Any, norm: torch.Tensor) -> Iterator[None]:
@@ -236,26 +226,18 @@ def _joint_norm(zero: Any, norm: torch.Tensor) -> Iterator[None]:
     DeepSpeed 0.19.8 computes it inside `step` and takes no other: stages 1 and 2 in `scaled_global_norm`, stage 3 from
     `_get_norm_groups`. Both say -1 or infinity for what is not finite.
     """
-    if hasattr(zero, "_get_norm_groups"):
-        name, own = "_get_norm_groups", zero._get_norm_groups
-        joint = lambda *given, **named: [*own(*given, **named), norm]  # noqa: E731
-    else:
-        name, own = "scaled_global_norm", zero.scaled_global_norm
+    has_groups = hasattr(zero, "_get_norm_groups")
+    name = "_get_norm_groups" if has_groups else "scaled_global_norm"
+    of_model = getattr(zero, name)
 
-        def joint(*given: Any, **named: Any) -> torch.Tensor:
-            whole = torch.as_tensor(own(*given, **named)).to(norm)
-            return torch.where(whole < 0, whole, torch.hypot(whole, norm))
+    def joint(*given: Any, **named: Any) -> Any:
+        if has_groups:
+            return [*of_model(*given, **named), norm]
+        whole = torch.as_tensor(of_model(*given, **named)).to(norm)
+        return torch.where(whole < 0, whole, torch.hypot(whole, norm))
 
     setattr(zero, name, joint)
     try:
         yield
     finally:
         delattr(zero, name)
-
-
-def _mode_that_fits(model: nn.Module, mode: str) -> str:
-    """(2): gradients that stay whole are a rank's own memory."""
-    if mode != "auto":
-        return mode
-    trained = (p for p in model.parameters() if p.requires_grad)
-    return collectives.choose_mode(sum(num_elements(p) * p.element_size() for p in trained))

@@ -28,7 +28,7 @@ from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import tensor_parallel
+from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -64,7 +64,7 @@ def collate(rows: list[int]) -> dict:
 
 def make_trainer(base: Path, folder: Path, is_split: bool = True, **more) -> DistTrainer:
     torch.manual_seed(rank())  # a new projection is the first process's all the same
-    config = tensor_parallel.launched_config() if is_split else None
+    config = splitting.launched_config() if is_split else None
     model = EmbeddingModel.from_pretrained(base, projection_dim=16, distributed_config=config)
     options = dict(max_steps=4, save_steps=2, learning_rate=1e-2, max_grad_norm=0.5, gradient_accumulation_steps=2)
     options |= {"preemptible": True} | more
@@ -180,7 +180,7 @@ def upstream(base: Path) -> dict[str, float]:
     rows = torch.randint(1, 99, (4, 7), generator=torch.Generator().manual_seed(0))
     models = [
         AutoModel.from_pretrained(base, dtype=torch.float64, distributed_config=config)
-        for config in (None, tensor_parallel.launched_config())
+        for config in (None, splitting.launched_config())
     ]
     for model in models:
         for half in rows.split(2):

@@ -48,7 +48,7 @@ def test_accelerate_still_refuses_bert_without_named_layers():
 
 
 def test_trainer_still_cannot_resume_a_model_split_at_load(tmp_path):
-    """tensor_parallel.saving_allowed."""
+    """TensorParallel.constructing."""
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], save_strategy="steps")
     model = LlamaModel(
         LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)

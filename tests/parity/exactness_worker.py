@@ -27,7 +27,7 @@ from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies.collectives import rank
-from hf_dist_ext.strategies.tensor_parallel import launched_config, split
+from hf_dist_ext.strategies.splitting import launched_config, split
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together

@@ -12,11 +12,11 @@ from transformers.distributed import DistributedConfig
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import tensor_parallel
+from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.choose import of_accelerator, of_model
 from hf_dist_ext.strategies.rows import Rows
-from hf_dist_ext.strategies.tensor_parallel import check_can_be_split, launched_config
+from hf_dist_ext.strategies.splitting import check_can_be_split, launched_config
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import needs_tensor_parallelism
@@ -88,7 +88,7 @@ def test_what_can_not_be_split_is_said_before_weights_are_read(config, size, wor
         check_can_be_split(config, size)
 
 
-@pytest.mark.skipif(tensor_parallel.is_supported(), reason="this transformers has what splitting needs")
+@pytest.mark.skipif(splitting.is_supported(), reason="this transformers has what splitting needs")
 def test_a_transformers_without_the_plans_is_refused_before_weights_are_read():
     with pytest.raises(UsageError, match="needs transformers 5.23"):
         check_can_be_split(LlamaConfig(), 2)
