@@ -16,7 +16,7 @@ A stream that fails while it is iterated, before its row reaches the collator, c
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hf_dist_ext.data.stream_order import DealtRows
 from hf_dist_ext.errors import RunError, StorageError, UsageError
 
 LISTED = 64  # row numbers kept per loader worker, at least
+SHOWN = 20  # of them in messages
 TRIES = 100  # following rows that are asked for one replacement
 
 
@@ -115,10 +116,9 @@ class GuardedCollator:
                 return self._collated(batch)
             except StorageError:
                 raise
-            except Exception as error:
+            except Exception:
                 if not any(map(self._why_bad, batch)):
                     raise  # of the batch, not of a row
-                del error
         return self._collated(self._replaced(batch))
 
     def _collated(self, batch: list[tuple[int, Any]]) -> Any:
@@ -178,7 +178,7 @@ class GuardedCollator:
         elif self.rows is None:
             where += f" of those that loader worker {getattr(get_worker_info(), 'id', 0)} read"
         column = self._bad_column(number, row, reason)
-        where = where if column is None else f'{where}, column "{column}"'
+        where += "" if column is None else f', column "{column}"'
         return f"{where}, on rank {rank} cannot be used: {what} {remedy}"
 
     def _bad_column(self, number: int, row: Any, reason: Exception) -> str | None:
@@ -228,7 +228,6 @@ def in_short(error: UsageError | RunError) -> UsageError | RunError:
     return kind(last.strip())
 
 
-def listing(tally: Tally, rows: Any, shown: int = 20) -> str:
-    numbers: Iterator[int] = (original_row(rows, number) for number in tally.rows())
-    listed = [str(number) for number, _ in zip(numbers, range(shown), strict=False)]
-    return ", ".join(listed) + (", ..." if tally.count() > shown else "")
+def listing(tally: Tally, rows: Any) -> str:
+    listed = [str(original_row(rows, number)) for number in tally.rows()[:SHOWN]]
+    return ", ".join(listed) + (", ..." if tally.count() > SHOWN else "")

@@ -104,17 +104,6 @@ def type_name(feature: Any) -> str:
     return feature.dtype if isinstance(feature, datasets.Value) else type(feature).__name__
 
 
-def arrow_batches(dataset: Dataset, num_rows: int = 10_000) -> Iterator[pa.Table]:
-    return dataset.with_format("arrow").iter(batch_size=num_rows)
-
-
-def stored(dataset: AnyDataset) -> AnyDataset:
-    """With pictures as they are stored, not decoded."""
-    if isinstance(dataset, IterableDataset):
-        return dataset.decode(False) if dataset.features else dataset
-    for name, feature in dataset.features.items():
-        if isinstance(feature, datasets.Image):
-            dataset = dataset.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
-    return dataset
+def arrow_batches(dataset: Dataset) -> Iterator[pa.Table]:
+    """The rows as they are stored: no picture is decoded."""
+    return dataset.with_format("arrow").iter(batch_size=10_000)

@@ -30,13 +30,14 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from hf_dist_ext.data import digits
 from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of, require_column, type_name
 from hf_dist_ext.data.image_files import find_image
-from hf_dist_ext.data.load import load_datasets, open_splits
+from hf_dist_ext.data.load import load_datasets, open_splits, refuse_empty
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
@@ -78,8 +79,8 @@ def open_rows(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
 
 def _kept(path: Path, kept: set[str], names: Mapping[str, Any]) -> Dataset:
     """The rows of a file, kept in `datasets`' cache: one process parses it, the others and later runs read Arrow."""
-    found = path.stat()
-    facts = [str(path.resolve()), found.st_size, found.st_mtime_ns, sorted(kept), sorted(map(repr, names.items()))]
+    file = path.stat()
+    facts = [str(path.resolve()), file.st_size, file.st_mtime_ns, sorted(kept), sorted(map(repr, names.items()))]
     key = hashlib.blake2b(repr([*facts, datasets.__version__]).encode(), digest_size=16).hexdigest()
     folder = Path(datasets.config.HF_DATASETS_CACHE, "hf_dist_ext", key)
     if not folder.is_dir():
@@ -132,8 +133,7 @@ def check_rows(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDatas
     dataset = dataset.select_columns(list(reader.columns.values()))
     if isinstance(dataset, IterableDataset):  # whose readers each would count from 0
         return dataset
-    if not len(dataset):
-        raise UsageError(f'Dataset "{check.name}" is empty: there is no row in it. Check the file or the split.')
+    refuse_empty(dataset, check.name)
     texts = dataset.select_columns([column for key, column in reader.columns.items() if key != "image"])
     pictures = _pictures(dataset, reader.columns.get("image"))
     check.rows(zip(texts, pictures, strict=True), lambda row: reader.check(*row))
@@ -156,14 +156,10 @@ def _pictures(dataset: Dataset, column: str | None) -> Iterator[list[str | None]
         if is_text:
             for value in values.to_pylist():
                 yield [file for file in as_list(value) if file]
-        elif is_list:
-            import pyarrow.compute as pc
-
-            for count in pc.list_value_length(values).to_pylist():
-                yield [None] * (count or 0)
         else:
-            for is_there in values.is_valid().to_pylist():
-                yield [None] * is_there
+            counts = pc.list_value_length(values) if is_list else values.is_valid()
+            for count in counts.to_pylist():
+                yield [None] * (count or 0)
 
 
 # (3) ---------------------------------------------------------------------------------------------------------------
@@ -182,12 +178,13 @@ class ConversationReader:
     def read(self, row: Mapping[str, Any]) -> Example:
         """A row with its pictures opened."""
         stored = as_list(row.get(self.columns.get("image", "")))
-        images = [one for one in stored if one is not None and one != ""]
+        images = [image for image in stored if image is not None and image != ""]
+        where = f"{self.name}, row {row[ROW]} (counted from 0)" if ROW in row else self.name
         try:
             messages = self.messages(row, len(images))
-            return Example([self._open(one) for one in images], messages, self._where(row))
+            return Example([self._open(image) for image in images], messages, where)
         except UsageError as error:
-            raise UsageError(f"{self._where(row)}: {error}") from error
+            raise UsageError(f"{where}: {error}") from error
 
     def check(self, row: Mapping[str, Any], images: list[str | None]) -> None:
         """What can be known without opening a picture."""
@@ -232,8 +229,7 @@ class ConversationReader:
             )
         for role, text in turns:
             if role == "assistant" and (not text.strip() or MARK in text):
-                found = f"holds {MARK}" if text.strip() else "is empty"
-                raise UsageError(f"an answer {found}. Remove the row.")
+                raise UsageError(f"an answer {f'holds {MARK}' if text.strip() else 'is empty'}. Remove the row.")
 
     def _open(self, image: Any) -> Any:
         from PIL import UnidentifiedImageError
@@ -245,9 +241,6 @@ class ConversationReader:
             return with_retries(lambda: _opened(path), path)
         except (UnidentifiedImageError, OSError) as error:
             raise UsageError(f"{path} cannot be read as an image: {error}.") from error
-
-    def _where(self, row: Mapping[str, Any]) -> str:
-        return f"{self.name}, row {row[ROW]} (counted from 0)" if ROW in row else self.name
 
 
 def _opened(path: str) -> Any:

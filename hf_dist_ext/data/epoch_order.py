@@ -33,12 +33,15 @@ from hf_dist_ext.data.sampling import NoDuplicatesSampler
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The first `rows` of epoch `epoch` were used, whose order was made for the batch `made_for`."""
+class RowsUsed:
+    """`rows` of epoch `epoch` were used; its order was made for global batches of `window` rows. `samples`: rows of
+    the whole run. `is_regular`: every step so far had the present run's batch, so that Trainer can find the place."""
 
-    epoch: int
-    rows: int
-    made_for: int
+    epoch: int = 0
+    rows: int = 0
+    window: int = 0
+    samples: int = 0
+    is_regular: bool = True
 
 
 class StandIn(dict):
@@ -59,7 +62,7 @@ class EpochBatches(Sampler[list[int]]):
         index: int = 0,
         drop_last: bool = False,
         last: Literal["split", "filled", "uneven"] = "split",
-        begun: Begun | None = None,
+        begun: RowsUsed | None = None,
     ):
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
         self.num_processes, self.process_index = size, index  # accelerate's names: its loaders count rows by them
@@ -94,7 +97,7 @@ class EpochBatches(Sampler[list[int]]):
     def made_for(self, epoch: int) -> int:
         """The batch that an epoch's order was made for, where orders depend on that; else the global batch."""
         if self.begun is not None and epoch == self.begun.epoch:
-            return self.begun.made_for
+            return self.begun.window
         return getattr(self.sampler, made_for_name(self.sampler) or "", self.window)
 
     def order(self) -> np.ndarray:
@@ -190,11 +193,8 @@ def take_over(loader: Any, **options: Any) -> None:
     elif type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
         if size == 1 and options["last"] == "filled":
             options["last"] = "uneven"  # one process has a shorter batch
-        drop_last = batches.drop_last
-        found = EpochBatches(
-            batches.sampler, batches.batch_size, size=size, index=index, drop_last=drop_last, **options
-        )
-        _set_batches(loader, found)
+        options |= {"size": size, "index": index, "drop_last": batches.drop_last}
+        _set_batches(loader, EpochBatches(batches.sampler, batches.batch_size, **options))
 
 
 def _set_batches(loader: DataLoader, batches: Any) -> None:

@@ -27,11 +27,11 @@ def data_fingerprint(dataset: Any) -> str | None:
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "with_format") or not hasattr(dataset, "__len__"):
         return None
     raw, count = dataset.with_format("arrow"), len(dataset)  # as they are stored: nothing in them is decoded
-    found = hashlib.blake2b(f"{sorted(dataset.column_names)} {count}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{sorted(dataset.column_names)} {count}".encode(), digest_size=16)
     for i in sorted({i * (count - 1) // max(1, SAMPLED_ROWS - 1) for i in range(SAMPLED_ROWS)} if count else ()):
         (row,) = raw[i].to_pylist()
-        found.update(repr(sorted(row.items())).encode())
-    return found.hexdigest()
+        digest.update(repr(sorted(row.items())).encode())
+    return digest.hexdigest()
 
 
 def check_same_data(args: Any, dataset: Any, content: Mapping[str, Any], folder: str) -> None:
@@ -39,34 +39,29 @@ def check_same_data(args: Any, dataset: Any, content: Mapping[str, Any], folder:
 
     `allow_changed_data` makes a warning of the error.
     """
-    now = {
-        "seed": args.seed if args.data_seed is None else args.data_seed,
-        "rows": length(dataset),
-        "content": data_fingerprint(dataset),
-    }
-    before = {
-        "seed": content["seed"] if content["data_seed"] is None else content["data_seed"],
-        "rows": content["data_length"],
-        "content": content["data_fingerprint"],
-    }
-    changed = [name for name in now if before[name] is not None and now[name] != before[name]]
-    if not changed:
-        return
-    words = {
-        "seed": f"the seed of the order was {before['seed']}, now it is {now['seed']}",
-        "rows": f"the training set had {before['rows']} rows, now it has {now['rows']}",
-        "content": "the rows of the training set are others",
-    }
+    other_rows = "the rows of the training set are others"
     if stream_readers.is_stream(dataset):
-        words["content"] = "the stream has other columns or shards, or is shuffled with another seed"
-    found = "; ".join(words[name] for name in changed)
-    if not args.allow_changed_data:
+        other_rows = "the stream has other columns or shards, or is shuffled with another seed"
+    seed = content["seed"] if content["data_seed"] is None else content["data_seed"]
+    compared = (
+        (seed, seed_of_order(args), "the seed of the order was {}, now it is {}"),
+        (content["data_length"], length(dataset), "the training set had {} rows, now it has {}"),
+        (content["data_fingerprint"], data_fingerprint(dataset), other_rows),
+    )
+    changes = [words.format(before, now) for before, now, words in compared if before is not None and now != before]
+    if changes and not args.allow_changed_data:
         raise UsageError(
-            f"{folder} can not be continued on these data: {found}, so rows would be repeated and others skipped. "
-            "Restore them, or set allow_changed_data=true."
+            f"{folder} can not be continued on these data: {'; '.join(changes)}, so rows would be repeated and others "
+            "skipped. Restore them, or set allow_changed_data=true."
         )
-    if args.process_index == 0:
-        logger.warning(f"allow_changed_data: {found}; rows are repeated or skipped in the epoch that was begun.")
+    if changes and args.process_index == 0:
+        logger.warning(
+            f"allow_changed_data: {'; '.join(changes)}; rows are repeated or skipped in the epoch that was begun."
+        )
+
+
+def seed_of_order(args: Any) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def length(dataset: Any) -> int | None:

@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from hf_dist_ext.data.collator import as_list, content_id
-from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of, stored
+from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def _groups(dataset: Dataset, columns: Sequence[str]) -> list[list[int]]:
 
     for column in columns:
         row = 0
-        for table in arrow_batches(stored(dataset.select_columns([column]))):
+        for table in arrow_batches(dataset.select_columns([column])):
             for value in table.column(column).to_pylist():
-                for one in _values(value):
-                    group_of[root(row)] = root(first_with.setdefault((column, one), row))
+                for content in _values(value):
+                    group_of[root(row)] = root(first_with.setdefault((column, content), row))
                 row += 1
     groups: dict[int, list[int]] = {}
     for row in range(len(dataset)):
@@ -93,8 +93,9 @@ def _values(value: Any) -> list:
 
 def _hold_out_of_stream(stream: Any, num_rows: int, columns: Sequence[str]) -> tuple[AnyDataset, AnyDataset]:
     """The rest is filtered by content: skip() would count rows over all shards, and leave one reader."""
-    held = {key for row in stored(stream).take(num_rows) for key in _keys(row, columns)}
-    rest = stored(stream).filter(_shares_nothing, fn_kwargs={"held": held, "columns": list(columns)})
+    stored = stream.decode(False) if stream.features else stream  # no picture is decoded
+    held = {key for row in stored.take(num_rows) for key in _keys(row, columns)}
+    rest = stored.filter(_shares_nothing, fn_kwargs={"held": held, "columns": list(columns)})
     return (rest.decode(num_threads=0) if rest.features else rest), stream.take(num_rows)
 
 

@@ -22,7 +22,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_dist_ext.data.conversations import ConversationReader, Example, Message
 from hf_dist_ext.errors import UsageError
@@ -119,12 +121,12 @@ class ImageTextCollator:
     def _check_placeholders(self, text: str, example: Example) -> None:
         if self.image_token is None:
             return
-        found, wanted = text.count(self.image_token), len(example.images)
-        if found != wanted:
+        written, wanted = text.count(self.image_token), len(example.images)
+        if written != wanted:
             raise UsageError(
-                f"{example.where}: the text that goes to {type(self.processor).__name__} has {found} image token(s) "
+                f"{example.where}: the text that goes to {type(self.processor).__name__} has {written} image token(s) "
                 f"{self.image_token} for {wanted} image(s). "
-                + ("Its chat template writes none for an image." if found < wanted else "Remove it from the text.")
+                + ("Its chat template writes none for an image." if written < wanted else "Remove it from the text.")
             )
 
     # (2)
@@ -141,10 +143,8 @@ class ImageTextCollator:
         options = {"add_special_tokens": False} if starts_with_bos else {}
         if any(images):
             options["images"] = images if all(images) else [one for of_row in images for one in of_row]
-        encoded = self.processor(
-            text=texts, return_offsets_mapping=True, return_text_replacement_offsets=True, padding=False, **options
-        )
-        encoded = dict(encoded)
+        options |= {"return_offsets_mapping": True, "return_text_replacement_offsets": True, "padding": False}
+        encoded = dict(self.processor(text=texts, **options))
         offsets = encoded.pop("offset_mapping")
         replaced = encoded.pop("text_replacement_offsets", None) or [[] for _ in texts]
         encoded.pop("labels", None)  # PaliGemma's processor makes some, of another meaning
@@ -196,12 +196,11 @@ class ImageTextCollator:
         return encoded
 
     def _tensors(self, encoded: dict[str, Any], ids: list[list[int]], side: str) -> dict[str, torch.Tensor]:
-        width = max(len(row) for row in encoded["input_ids"])
         fill = {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED}
         batch = {}
         for key, value in encoded.items():
             if _is_per_token(value, encoded["input_ids"]):  # (B, T)
-                value = [_padded(row, width, fill.get(key, 0), side) for row in value]
+                value = _padded(value, fill.get(key, 0), side)
             batch[key] = value if isinstance(value, torch.Tensor) else _tensor(value)
         return batch
 
@@ -209,9 +208,7 @@ class ImageTextCollator:
 
     def _answers(self, examples: list[Example]) -> torch.Tensor:
         texts = [example.messages[-1]["content"][0]["text"].strip() for example in examples]
-        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        width = max(map(len, ids))
-        return torch.tensor([_padded(row, width, IGNORED, "right") for row in ids])
+        return _padded(self.tokenizer(texts, add_special_tokens=False)["input_ids"], IGNORED, "right")
 
 
 def check_processor(processor: Any) -> None:
@@ -247,14 +244,12 @@ def _is_per_token(value: Any, ids: list[list[int]]) -> bool:
     )
 
 
-def _padded(row: list[int], width: int, fill: int, side: str) -> list[int]:
-    missing = [fill] * (width - len(row))
-    return missing + row if side == "left" else row + missing
+def _padded(rows: list[list[int]], fill: int, side: str) -> torch.Tensor:
+    rows = [torch.tensor(row, dtype=torch.long) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    import numpy as np
-
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
         return torch.stack(list(value))
     return torch.as_tensor(np.asarray(value))

@@ -20,6 +20,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
+from hf_dist_ext.data import digits
 from hf_dist_ext.data.code_search import load_code_search
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.columns import AnyDataset, columns_of, rename, require_column, resolve_columns
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
 CODE_SEARCH = "code-search"
-BUILT_IN = (CODE_SEARCH, "digits")  # they bring a test split
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHUFFLE_BUFFER_ROWS = 10_000
 
@@ -62,25 +62,18 @@ def load_datasets(
         # (1), (2)
         splits = opened(opener, run.dataset_name, run)
         train = pick_split(splits, run.train_split, run.dataset_name, "train_split")
-        eval_of = None
+        eval_name, eval_split = run.eval_dataset_name or run.dataset_name, run.eval_split
         if run.eval_dataset_name:
-            eval_splits = opened(opener, run.eval_dataset_name, run)
-            eval_of = (
-                run.eval_dataset_name,
-                eval_splits,
-                run.eval_split or only_split(eval_splits, run.eval_dataset_name),
-            )
-        elif run.eval_split or (
-            run.dataset_name in BUILT_IN and not (run.eval_holdout and run.dataset_name != CODE_SEARCH)
-        ):
-            eval_of = run.dataset_name, splits, run.eval_split or "test"
-        if eval_of is not None:
-            name, eval_splits, eval_split = eval_of
-            evaluation = pick_split(eval_splits, eval_split, name, "eval_split")
+            splits = opened(opener, eval_name, run)
+            eval_split = eval_split or only_split(splits, eval_name)
+        elif run.dataset_name == CODE_SEARCH or (run.dataset_name == digits.NAME and not run.eval_holdout):
+            eval_split = eval_split or "test"  # they bring one
+        if eval_split:
+            evaluation = pick_split(splits, eval_split, eval_name, "eval_split")
         # (3)
         train = preparer(train, run, train_check)
         if evaluation is not None:
-            evaluation = preparer(evaluation, run, RowCheck(f"{name} ({eval_split})", is_on=train_check.is_on))
+            evaluation = preparer(evaluation, run, RowCheck(f"{eval_name} ({eval_split})", is_on=train_check.is_on))
     bad = train_check.finish()
     if evaluation is None and run.eval_holdout:
         train, evaluation = hold_out(train, run.eval_holdout, train_name, kept_together(run, train), bad)
@@ -134,13 +127,14 @@ def loading_errors(name: str) -> Iterator[None]:
         yield
     except UsageError:
         raise
+    # StopIteration: there is no row, as `datasets` 5.2 says of a JSON file of zero bytes too
     except (
         datasets.exceptions.DatasetsError,
         pa.ArrowException,
         OSError,
         ValueError,
         RuntimeError,
-        StopIteration,  # datasets 5.2 on a JSON file of zero bytes
+        StopIteration,
     ) as error:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
@@ -207,20 +201,15 @@ def first_rows(dataset: AnyDataset, num_rows: int | None) -> AnyDataset:
 
 def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
     """Check the columns the run needs, rename them, drop the rest."""
-    name = check.name
-    with loading_errors(name):
-        # Reading a row is the only way to know that a stream has one, and where its first error shows.
-        is_empty = not len(dataset) if isinstance(dataset, Dataset) else next(iter(dataset), None) is None
-    if is_empty:
-        raise UsageError(f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.')
+    refuse_empty(dataset, check.name)
     available = columns_of(dataset)
-    columns = resolve_columns(run.columns, available, name)
+    columns = resolve_columns(run.columns, available, check.name)
     if run.id_column:
         if run.id_column in columns and columns[run.id_column] != run.id_column:
             raise UsageError(
                 f'id_column="{run.id_column}" is also a name in columns. Call that column something else.'
             )
-        require_column(run.id_column, available, name, "id_column")
+        require_column(run.id_column, available, check.name, "id_column")
     if run.image_columns:
         dataset = with_images(dataset, columns, run, check)
     if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
@@ -228,4 +217,10 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
             check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, check)
         if run.id_column:
             check_no_nulls(dataset, run.id_column, check)
-    return rename(dataset, {**columns, **({run.id_column: run.id_column} if run.id_column else {})}, available)
+    return rename(dataset, columns | ({run.id_column: run.id_column} if run.id_column else {}), available)
+
+
+def refuse_empty(dataset: AnyDataset, name: str) -> None:
+    with loading_errors(name):
+        # Reading a row is the only way to know that a stream has one, and where its first error shows.
+        next(iter(range(len(dataset)) if isinstance(dataset, Dataset) else dataset))

@@ -14,10 +14,11 @@ of `datasets` knows itself what was read of it (stream_order.py): its state is a
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,25 +28,13 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils import logging
 
 from hf_dist_ext.data import epoch_order, stream_order
-from hf_dist_ext.data.epoch_order import Begun, EpochBatches, StandIn
-from hf_dist_ext.data.fingerprint import check_same_data, data_fingerprint, length
+from hf_dist_ext.data.epoch_order import EpochBatches, RowsUsed, StandIn
+from hf_dist_ext.data.fingerprint import check_same_data, data_fingerprint, length, seed_of_order
 from hf_dist_ext.data.stream_order import StreamState
 from hf_dist_ext.data.stream_readers import is_stream
 from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RowsUsed:
-    """`rows` of epoch `epoch` were used; its order was made for global batches of `window` rows. `samples`: rows of
-    the whole run. `is_regular`: every step so far had the present run's batch, so that Trainer can find the place."""
-
-    epoch: int = 0
-    rows: int = 0
-    window: int = 0
-    samples: int = 0
-    is_regular: bool = True
 
 
 class RestOfStream(IterableDataset):
@@ -60,13 +49,10 @@ class RestOfStream(IterableDataset):
             self.stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        begun = self.epoch == self.first
-        if begun and hasattr(self.stream, "skip"):
-            yield from self.stream.skip(self.rows)
-            return
-        for i, row in enumerate(self.stream):
-            if not begun or i >= self.rows:
-                yield row
+        used = self.rows if self.epoch == self.first else 0
+        if used and hasattr(self.stream, "skip"):
+            return iter(self.stream.skip(used))
+        return itertools.islice(self.stream, used, None)
 
 
 class DataPosition:
@@ -170,7 +156,7 @@ class DataPosition:
             self.stream = None
 
     def _continue(self, content: Mapping[str, Any], folder: str) -> None:
-        args, dataset, found = self.args, self._dataset(), RowsUsed(**content["position"])
+        args, dataset, used = self.args, self._dataset(), RowsUsed(**content["position"])
         own, everyone = self._batch()
         now = {
             "data_parallel_size": everyone // own,
@@ -181,22 +167,21 @@ class DataPosition:
             now["dataloader_num_workers"] = args.dataloader_num_workers
         before = {"data_parallel_size": content["world_size"]} | content  # older manifests
         changed = [name for name in now if before.get(name, now[name]) != now[name]]
-        self.used, self._begun = found, {name: content.get(name) for name in ("order_digest", "bad_rows")}
+        self.used, self._begun = used, {name: content.get(name) for name in ("order_digest", "bad_rows")}
         if is_stream(dataset):
             self._check_reading(content, changed, folder)
-        is_unchanged = found.is_regular and not changed
         if self.stream is not None:
             self.stream = stream_order.load(folder)
             self._random_states_of = folder if content["world_size"] == args.world_size else None
             if content["data_fingerprint"] != data_fingerprint(dataset):  # allow_changed_data
                 self.stream = replace(self.stream, states=None)
-        elif not is_unchanged:
-            self.used = self._resumed = replace(found, is_regular=False)
+        elif changed or not used.is_regular:
+            self.used = self._resumed = replace(used, is_regular=False)
             self._resumed_step = content["step"]
         if changed and args.process_index == 0:
             logger.warning(
-                f"{' and '.join(changed)} changed since the checkpoint: epoch {found.epoch} goes on behind its first "
-                f"{found.rows} rows, none is repeated or skipped."
+                f"{' and '.join(changed)} changed since the checkpoint: epoch {used.epoch} goes on behind its first "
+                f"{used.rows} rows, none is repeated or skipped."
             )
 
     def _check_reading(self, content: Mapping[str, Any], changed: list[str], folder: str) -> None:
@@ -229,9 +214,10 @@ class DataPosition:
             args.allow_changed_data,
             args.device,
         )
-        return stream_order.loader(
-            self._dealer,
-            collate,
+        return DataLoader(
+            stream_order.DealtRows(self._dealer.readers.features),
+            batch_sampler=self._dealer,
+            collate_fn=collate,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -255,15 +241,15 @@ class DataPosition:
 
     def take_over(self, loader: Any) -> None:
         """Let a loader of Trainer's take its batches from `EpochBatches`."""
-        begun, args = self._resumed, self.args
+        begun = self._resumed
         if not self._is_on or isinstance(loader.dataset, IterableDataset):
             return
         fills = "filled" if self.dataloader_config.even_batches else "uneven"
         epoch_order.take_over(
             loader,
-            seed=args.seed if args.data_seed is None else args.data_seed,
+            seed=seed_of_order(self.args),
             last="split" if self.splits_last_batch else fills,
-            begun=None if begun is None else Begun(begun.epoch, begun.rows, begun.window),
+            begun=begun,
         )
         batches = epoch_order.batches_of(loader)
         if begun is not None and not isinstance(batches, EpochBatches):
@@ -275,20 +261,19 @@ class DataPosition:
 
     # ---- Trainer's counts ----
 
-    def counts(self, found: tuple, loader: Any) -> tuple:
-        """(epochs, updates per epoch, ..., steps of the whole run), as Trainer `found` them, for what is left."""
+    def counts(self, counted: tuple, loader: Any) -> tuple:
+        """(epochs, updates per epoch, ..., steps of the whole run), as Trainer `counted` them, for what is left."""
         if self._resumed is None:
-            return found
-        args, (epochs, updates, *others, max_steps) = self.args, found
+            return counted
+        args, (epochs, updates, *others, max_steps) = self.args, counted
         if args.max_steps > 0:  # as many epochs as the steps that are left may need
             epochs = self._resumed.epoch + 1 + math.ceil(max(0, max_steps - self._resumed_step) / updates)
-            return (epochs, updates, *others, max_steps)
-        # Behind the steps that were made: those of the begun epoch's rest, and whole epochs from then on.
-        rows, whole_epochs = self._rows_in(loader), args.num_train_epochs - self._resumed.epoch - 1
-        left = rows - self._resumed.rows + math.ceil(min(0, whole_epochs) * rows)
-        begun = math.ceil(max(0, left) / self.rows_per_micro_batch)
-        max_steps = self._resumed_step + math.ceil(begun / args.gradient_accumulation_steps)
-        max_steps += math.ceil(max(0, whole_epochs) * updates)
+        else:  # behind the steps that were made: those of the begun epoch's rest, and whole epochs from then on
+            rows, whole_epochs = self._rows_in(loader), args.num_train_epochs - self._resumed.epoch - 1
+            left = rows - self._resumed.rows + math.ceil(min(0, whole_epochs) * rows)
+            batches = math.ceil(max(0, left) / self.rows_per_micro_batch)
+            max_steps = self._resumed_step + math.ceil(batches / args.gradient_accumulation_steps)
+            max_steps += math.ceil(max(0, whole_epochs) * updates)
         return (epochs, updates, *others, max_steps)
 
     def first_batch(self, found: tuple[int, int], state: Any, max_steps: int, num_epochs: int) -> tuple[int, int]:
@@ -369,13 +354,9 @@ class DataPosition:
 
     def used_of(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of a loader; those of a stream say how far it has come when they are taken."""
-        if self.stream is None:
-            return batches
-        return self._with_states(batches)
-
-    def _with_states(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self.stream = self._dealer.states.popleft()
+            if self.stream is not None:
+                self.stream = self._dealer.states.popleft()
             yield batch
 
     def add(self, batches: list[Any]) -> None:

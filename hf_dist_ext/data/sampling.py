@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler
 
+from hf_dist_ext.data.fingerprint import seed_of_order
 from hf_dist_ext.data.row_ids import shared_ids
 from hf_dist_ext.errors import UsageError
 
@@ -222,8 +223,7 @@ def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: i
     refuse_stream(dataset)
     id_column = getattr(collator, "id_column", None)
     names = [*columns[:2], *([id_column] if id_column else [])]
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return NoDuplicatesSampler(shared_ids(dataset, names), window=window, seed=seed)
+    return NoDuplicatesSampler(shared_ids(dataset, names), window=window, seed=seed_of_order(args))
 
 
 def refuse_stream(dataset: object) -> None:

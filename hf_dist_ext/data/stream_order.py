@@ -26,7 +26,7 @@ import itertools
 import json
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -176,26 +176,24 @@ class Dealer(Sampler[list[Dealt]]):
         self.states.clear()
         order = self._order()
         while True:
-            found = list(itertools.islice(order, self.batch * self.ranks.shares))
-            begun, offset, *_ = found[-1]
+            rows = list(itertools.islice(order, self.batch * self.ranks.shares))
+            begun, offset, *_ = rows[-1]
             self.states.append(replace(begun, rows=begun.rows + offset, offset=offset))
-            yield self._own([(reader, Dealt(begun.rows + i - 1, row)) for begun, i, reader, row in found])
+            yield self._own([(reader, Dealt(begun.rows + i - 1, row)) for begun, i, reader, row in rows])
 
     def _order(self) -> Iterator[tuple[StreamState, int, int, Any]]:
         """(state before the round, rows of it up to here, reader, row or None) from the start on."""
-        start = self.start
-        rounds = self._rounds(start)
-        one = next(rounds)
-        if start.digests is not None and start.states is not None and one.before.digests != start.digests:
+        start, rounds = self.start, self._rounds(self.start)
+        first = next(rounds)
+        if start.digests is not None and start.states is not None and first.before.digests != start.digests:
             self._say(
                 f"the states of the checkpoint lead to other rows than it has used: the first {start.rows} rows of "
                 f"epoch {start.epoch} are read again."
             )
-            start = replace(start, states=None)
-            rounds = self._rounds(start)
-            one = next(rounds)
-        skipped = start.rows - one.before.rows
-        for dealt in itertools.chain([one], rounds):
+            rounds = self._rounds(replace(start, states=None))
+            first = next(rounds)
+        skipped = start.rows - first.before.rows
+        for dealt in itertools.chain([first], rounds):
             before = dealt.before
             if start.digests is not None and (before.epoch, before.round) == (start.epoch, start.round):
                 self._compare(before.digests, start)
@@ -208,13 +206,13 @@ class Dealer(Sampler[list[Dealt]]):
     def _compare(self, digests: Any, start: StreamState) -> None:
         if digests == start.digests:
             return
-        found = f"the rows around row {start.rows} of epoch {start.epoch} are not those of the checkpoint"
+        text = f"the rows around row {start.rows} of epoch {start.epoch} are not those of the checkpoint"
         if not self.allow_changed:
             raise UsageError(
-                f"the stream can not go on: {found}, so rows would be repeated and others skipped. Restore the data, "
+                f"the stream can not go on: {text}, so rows would be repeated and others skipped. Restore the data, "
                 "or set allow_changed_data=true."
             )
-        self._say(f"allow_changed_data: {found}.")
+        self._say(f"allow_changed_data: {text}.")
 
     def _say(self, text: str) -> None:
         if self.ranks.rank == 0:
@@ -231,9 +229,8 @@ class Dealer(Sampler[list[Dealt]]):
             told = self._tell({r: (len(block.rows), block.state, block.digest) for r, block in own.items()})
             lengths = {r: told[r][0] for r in left}
             total = sum(lengths.values())
-            state = replace(
-                state, states={r: told[r][1] for r in left}, digests={r: told[r][2] for r in left}
-            )  # fmt: skip
+            states, digests = {r: told[r][1] for r in left}, {r: told[r][2] for r in left}
+            state = replace(state, states=states, digests=digests)
             if total:
                 yield Round(state, {r: block.rows for r, block in own.items()}, lengths)
             state = replace(state, rows=state.rows + total, round=state.round + 1)
@@ -249,15 +246,15 @@ class Dealer(Sampler[list[Dealt]]):
         blocks = partial(Blocks, self.readers, epoch=start.epoch, number=start.round, states=start.states)
         if not self.num_workers:
             return dict.fromkeys(own, iter(blocks(own)))
-        found: dict[int, Iterator[Block]] = {}
+        sources: dict[int, Iterator[Block]] = {}
         for i in range(min(self.num_workers, len(own))):
             part = own[i :: self.num_workers]
             loader = DataLoader(
                 blocks(part), batch_size=None, collate_fn=_as_it_is, num_workers=1,
                 prefetch_factor=max(2, len(part)), multiprocessing_context=self.context, generator=torch.Generator(),
             )  # fmt: skip
-            found |= dict.fromkeys(part, iter(loader))
-        return found
+            sources |= dict.fromkeys(part, iter(loader))
+        return sources
 
     def _tell(self, own: dict[int, Any]) -> dict[int, Any]:
         if self.ranks.processes == 1:
@@ -326,10 +323,6 @@ def _is_stored(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(_is_stored(one) for one in value)
     return isinstance(value, dict) and {"bytes", "path"} <= value.keys()
-
-
-def loader(dealer: Dealer, collate: Callable, **options: Any) -> DataLoader:
-    return DataLoader(DealtRows(dealer.readers.features), batch_sampler=dealer, collate_fn=collate, **options)
 
 
 # ---- (6) ----

@@ -91,18 +91,11 @@ def with_adapters(model: PreTrainedModel, folder: Path, weights: dict[str, torch
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise UsageError(f"{folder}: its adapters do not fit {type(model).__name__}: {error}") from error
-    wanted = get_peft_model_state_dict(adapted)
-    differing = sorted(
-        name for name in wanted.keys() | weights.keys() if _shape(wanted, name) != _shape(weights, name)
-    )
-    if differing:
+    wanted, given = ({(k, v.shape) for k, v in of.items()} for of in (get_peft_model_state_dict(adapted), weights))
+    if differing := sorted({name for name, _ in wanted ^ given}):
         raise UsageError(
             f"{folder}: {len(differing)} of its adapters do not fit the base model, such as {differing[0]}. Use the "
             "base that adapter_config.json names, as it was when the adapters were trained."
         )
     set_peft_model_state_dict(adapted, weights)
     return adapted.eval()
-
-
-def _shape(weights: dict[str, torch.Tensor], name: str) -> tuple[int, ...] | None:
-    return tuple(weights[name].shape) if name in weights else None

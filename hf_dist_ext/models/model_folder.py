@@ -43,12 +43,6 @@ POOLING_FLAGS = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
 }
-READABLE_CHAINS = (
-    ["Transformer", "Pooling"],
-    ["Transformer", "Pooling", "Normalize"],
-    ["Transformer", "Pooling", "Dense"],
-    ["Transformer", "Pooling", "Dense", "Normalize"],
-)
 ADAPTERS = "adapter_config.json"
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -130,13 +124,8 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
         | (of_adapters if contents.has_adapters else {}),
     )
     modules = [
-        {
-            "idx": index,
-            "name": str(index),
-            "path": f"{index}_{kind}" if index else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for index, kind in enumerate(chain)
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(chain)
     ]
     _write_json(folder / "modules.json", modules)
 
@@ -161,7 +150,7 @@ def read_model_folder(folder: str | Path) -> ModelFolder:
 
     modules = _read_json(folder / "modules.json")
     chain = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    if chain not in READABLE_CHAINS:
+    if chain != ["Transformer", "Pooling", *(kind for kind in ("Dense", "Normalize") if kind in chain)]:
         raise UsageError(
             f"{folder} chains {' -> '.join(chain)}; supported is Transformer -> Pooling [-> Dense] [-> Normalize]. "
             "EmbeddingModel.from_backbone takes the backbone only."
@@ -214,15 +203,8 @@ def _with_document_prompt(prompts: Mapping[str, str]) -> dict[str, str]:
 
 def _write_dense(folder: Path, projection: dict[str, torch.Tensor]) -> None:
     out_features, in_features = projection["weight"].shape
-    _write_json(
-        folder / "config.json",
-        {
-            "in_features": in_features,
-            "out_features": out_features,
-            "bias": "bias" in projection,
-            "activation_function": IDENTITY,
-        },
-    )
+    config = {"in_features": in_features, "out_features": out_features, "bias": "bias" in projection}
+    _write_json(folder / "config.json", config | {"activation_function": IDENTITY})
     weights = {f"linear.{name}": tensor.detach().cpu().contiguous() for name, tensor in projection.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -275,4 +257,4 @@ def _read_json(path: Path, missing_is_empty: bool = False):
 
 def _write_json(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -68,7 +68,7 @@ def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list
     prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
     length = model.lengths.get(role, model.max_length)
     limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
-    collator = ContrastiveCollator(tokenizer, ("query", "document"), {role: prompt}, limit)
+    collator = ContrastiveCollator(tokenizer, ("query", role), {role: prompt}, limit)
     longest_first = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
     embeddings = torch.empty(len(texts), model.embedding_dim)
     for batch in torch.tensor(longest_first).split(ROWS_PER_BATCH):
@@ -78,16 +78,11 @@ def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list
 
 
 def show(query: str, results: list[tuple[float, dict]]) -> None:
-    """Two lines per result, since names and places are too long for columns; in color where rich is installed."""
-    try:
-        from rich.console import Console
+    """Two lines per result, since names and places are too long for columns."""
+    from rich.console import Console
 
-        # soft_wrap: a place that is cut in two can not be clicked
-        console = Console(highlight=False, markup=False, soft_wrap=True)
-        write, bold, dim = console.print, {"style": "bold"}, {"style": "dim"}
-    except ImportError:
-        write, bold, dim = print, {}, {}
-    write(f'"{query}", in {sysconfig.get_path("stdlib")}:', **dim)
+    console = Console(highlight=False, markup=False, soft_wrap=True)  # a place that is cut in two can not be clicked
+    console.print(f'"{query}", in {sysconfig.get_path("stdlib")}:', style="dim")
     for score, row in results:
-        write(f"{score:.3f}  {row['name']}  {row['path']}:{row['line']}", **bold)
-        write(f"       {row['query']}")
+        console.print(f"{score:.3f}  {row['name']}  {row['path']}:{row['line']}", style="bold")
+        console.print(f"       {row['query']}")
