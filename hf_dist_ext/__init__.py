@@ -13,6 +13,7 @@ _HOMES = {
     "DistTrainingArguments": "training.arguments",
     "EmbeddingModel": "models.embedding_model",
     "InfoNCELoss": "engine.losses",
+    "RunError": "errors",
     "TowerModel": "models.towers",
     "UsageError": "errors",
 }

@@ -1,6 +1,7 @@
 """README, docs and example run files: what they name exists, what they show parses, what they call runnable runs."""
 
 import ast
+import importlib
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from hf_dist_ext import DistTrainer
 from hf_dist_ext.cli import main as hf_dist
 from hf_dist_ext.run.config import all_fields
 from hf_dist_ext.run.help import json_schema
@@ -84,6 +86,28 @@ PARTS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 def test_files_that_a_package_describes_exist(package):
     named = re.findall(r"`(\w+\.py)`", text_of(package / "__init__.py"))
     assert named and all((package / name).is_file() for name in named)
+
+
+@pytest.mark.parametrize("module", ["", ".engine", ".data"])
+def test_public_names_are_those_of_the_page_that_lists_them(module):
+    name = f"hf_dist_ext{module}"
+    _, _, section = text_of(ROOT / "docs" / "api.md").partition(f"## `{name}`\n")
+    table, _, _ = section.partition("\n\nBeside" if not module else "\n\n## ")
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(importlib.import_module(name).__all__)
+
+
+def test_attributes_listed_as_public_are_there():
+    _, _, section = text_of(ROOT / "docs" / "api.md").partition("these public attributes:")
+    names = re.findall(r"^\| `(\w+)", section.partition("## ")[0], re.MULTILINE)
+    assert len(names) > 4 and [name for name in names if not hasattr(DistTrainer, name)] == ["loss"]  # set when made
+
+
+@by_page
+def test_examples_import_public_names_only(page):
+    for code, _ in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("hf_dist_ext"):
+                assert {alias.name for alias in node.names} <= set(importlib.import_module(node.module).__all__)
 
 
 @by_page

@@ -10,6 +10,6 @@ batches. `bad_rows.py` and `storage.py` deal with rows and files that can not be
 
 from hf_dist_ext.lazy import handed_on
 
-_HOMES = {"ContrastiveCollator": "collator"}
+_HOMES = {"ContrastiveCollator": "collator", "train_tokenizer": "code_search"}
 __all__ = list(_HOMES)
 __getattr__ = handed_on(__name__, _HOMES)
