@@ -2,8 +2,9 @@
 
 Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of columns into tables of sorted rows,
 `chunks.py` cuts these into chunks and puts their embeddings back into the batch's order; `columns.py`, `rows.py` and
-`images.py` say which axis of a feature is the row, the token or the picture. `losses.py` and `tiled_infonce.py` hold
-the loss and its gradient. `budget.py` measures how large a chunk may be.
+`images.py` say which axis of a feature is the row, the token or the picture, and `families.py` what a model makes of a
+picture. `losses.py` and `tiled_infonce.py` hold the loss and its gradient. `budget.py` finds how large a chunk may be,
+from what `peak.py` measures.
 """
 
 from hf_dist_ext.lazy import handed_on

@@ -11,6 +11,7 @@ Letters: R rows of a table, L its token width, b rows of a chunk, D embedding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -164,6 +165,8 @@ class Table:
 
     def _packed(self, begin: int, end: int, limits: ChunkLimits) -> list[tuple[int, int]]:
         """Cut greedily: a chunk closes when the next row would pass a limit. A row beyond a limit is alone."""
+        given = (limits.max_rows, limits.max_tokens, limits.max_patches)
+        most_rows, most_tokens, most_patches = (math.inf if size is None else size for size in given)
         bounds, start = [], begin
         first, last, entries, longest = self.width, 0, 0, 0  # of the open chunk
         for row in range(begin, end):
@@ -171,10 +174,9 @@ class Table:
             first, last = min(first, row_first), max(last, row_last)
             entries, longest = entries + row_entries, max(longest, row_longest)
             left, right = self._widened(first, last, limits.width_multiple)
-            too_many_rows = limits.max_rows is not None and row - start >= limits.max_rows
-            too_many_tokens = limits.max_tokens is not None and (row + 1 - start) * (right - left) > limits.max_tokens
-            too_many_patches = limits.max_patches is not None and entries * longest > limits.max_patches
-            if row > start and (too_many_rows or too_many_tokens or too_many_patches):
+            rows = row + 1 - start
+            fits = rows <= most_rows and rows * (right - left) <= most_tokens and entries * longest <= most_patches
+            if row > start and not fits:
                 bounds.append((start, row))
                 start, first, last, entries, longest = row, row_first, row_last, row_entries, row_longest
         return [*bounds, (start, end)] if end > start else bounds

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hf_dist_ext.engine import images
+from hf_dist_ext.engine.families import reads_fixed_width
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.errors import UsageError
 
@@ -51,30 +52,26 @@ class Column:
     counts_positions_from_mask: bool
     has_fixed_width: bool
 
+    @property
+    def has_left_padding(self) -> bool:
+        return any(first > 0 for first, _ in self.extents)
+
 
 def read_columns(
     batch: Mapping[str, Mapping[str, Any]], needs_patches: bool, model_config: Any, feature_axes: FeatureAxes
 ) -> list[Column]:
-    """Arguments as in `chunking.lay_out`.
+    """Arguments as in `lay_out` (engine/layout.py).
 
     Raises:
         UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
     """
-    asked: dict[tuple[str, str], torch.Tensor] = {}
-    for name, features in batch.items():
-        _check_features(name, features)
-        extents = _row_extents(features)
-        if extents is not None:
-            asked[name, "extents"] = extents
-        known = {key: value for key, value in features.items() if key not in feature_axes}
-        for key, value in images.questions(known, _config_of(name, model_config)).items():
-            asked[name, key] = value
-        for key in feature_axes.values():
-            if isinstance(features.get(key), torch.Tensor):
-                asked[name, key] = features[key]
-    answers = zip(asked, _to_host(list(asked.values())), strict=True)
+    asked = {
+        (name, key): value
+        for name, features in batch.items()
+        for key, value in _questions(name, features, _config_of(name, model_config), feature_axes).items()
+    }
     host: dict[str, dict[str, list]] = {name: {} for name in batch}
-    for (name, key), values in answers:
+    for (name, key), values in zip(asked, _to_host(list(asked.values())), strict=True):
         host[name][key] = values
     return [
         _read_column(place, name, features, _config_of(name, model_config), host[name], feature_axes, needs_patches)
@@ -84,6 +81,20 @@ def read_columns(
 
 def _config_of(column: str, model_config: Any) -> Any:
     return model_config.get(column) if isinstance(model_config, Mapping) else model_config
+
+
+def _questions(
+    name: str, features: Mapping[str, Any], config: Any, feature_axes: FeatureAxes
+) -> dict[str, torch.Tensor]:
+    """Small integer tensors whose values the host must know."""
+    _check_features(name, features)
+    extents = _row_extents(features)
+    asked = {} if extents is None else {"extents": extents}
+    asked |= images.questions({key: value for key, value in features.items() if key not in feature_axes}, config)
+    for key in feature_axes.values():
+        if isinstance(features.get(key), torch.Tensor):
+            asked[key] = features[key]
+    return asked
 
 
 def _read_column(
@@ -108,7 +119,7 @@ def _read_column(
         has_vision=[False] * num_rows,
         patches=[(0, 1)] * num_rows,
         counts_positions_from_mask=False,
-        has_fixed_width=images.reads_fixed_width(config),
+        has_fixed_width=reads_fixed_width(config),
     )
     vision = None
     if images.has_images(known):
@@ -178,8 +189,7 @@ def _found_layout(
 
 
 def _check_features(column: str, features: Mapping[str, Any]) -> None:
-    counts = {name for names in images.COUNT_NAMES.values() for name in names}
-    lists = counts - {"batch_num_images"} | {"second_per_grid_ts"}
+    lists = {*images.ALL_COUNT_NAMES, "second_per_grid_ts"} - {"batch_num_images"}
     bad = [
         key
         for key, value in features.items()
@@ -224,14 +234,7 @@ def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list]:
     """Values of integer tensors with one or two axes: the only copy from an accelerator that cutting a batch makes."""
-    far = [tensor.reshape(-1).long() for tensor in tensors if tensor.device.type != "cpu"]
-    flat = iter(torch.cat(far).tolist() if far else [])
-    values = []
-    for tensor in tensors:
-        if tensor.device.type == "cpu":
-            values.append(tensor.tolist())
-        elif tensor.dim() == 1:
-            values.append([next(flat) for _ in range(len(tensor))])
-        else:
-            values.append([[next(flat) for _ in range(tensor.shape[1])] for _ in range(len(tensor))])
-    return values
+    far = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    copied = torch.cat([tensor.reshape(-1).long() for tensor in far]).cpu() if far else torch.empty(0)
+    parts = iter(copied.split([tensor.numel() for tensor in far]))
+    return [(t if t.device.type == "cpu" else next(parts).view_as(t)).tolist() for t in tensors]

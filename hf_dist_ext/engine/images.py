@@ -2,26 +2,26 @@
 
 Processors lay images out as their models like it: one entry per image, per tile, per packed patch, or padded per row.
 What they share: entries stand in the order of the rows, so a row owns one run of them, and numbers of entries per row
-are all that is needed to cut. This file knows the model families; `chunks.py` does the cutting.
+are all that is needed to cut. `families.py` knows what the models make of an image; `chunks.py` does the cutting.
 
 `questions` names small integer tensors whose values the host must know; `columns.py` copies them all at once. How many
 entries a row has is what the collator counted; else every row's placeholder tokens are walked, image by image, and
 must come out even: nothing is ever assumed about how many images a row has. Every image key gets its `UnitLayout`; a
 chunk that owns none of its entries goes without the key. Patches per row are counted for the budget.
 
-Letters: R rows, L tokens, I images, T tiles, V videos, P packed patches. Model families were read and run with
-transformers 5.23; configs are only asked for attributes, so nothing of it is imported.
+Letters: R rows, L tokens, I images.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hf_dist_ext.engine.families import FAMILIES, MROPE_MODEL_TYPES, Family, patch_grid, patch_size, tokens_per_entry
 from hf_dist_ext.errors import UsageError
 
 # What collators call the number of images (tiles where a model cuts images up) and videos of a row.
@@ -29,6 +29,7 @@ COUNT_NAMES = {
     "image": ("num_tiles", "num_images_per_sample", "num_images", "batch_num_images"),
     "video": ("num_videos_per_sample", "num_videos"),
 }
+ALL_COUNT_NAMES = (*COUNT_NAMES["image"], *COUNT_NAMES["video"])
 PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
 # One entry per image (or tile), and one per video, unless the family says that axis 0 holds rows.
@@ -37,13 +38,6 @@ ENTRY_KEYS = {
     "video": ("pixel_values_videos", "image_sizes_videos", "second_per_grid_ts"),
 }
 ROW_KEYS = ("aspect_ratio_ids", "aspect_ratio_mask", "batch_num_images")  # Mllama, LLaVA-OneVision
-
-# SigLIP text pools the last position of a fixed width, so trimming moves the embedding.
-FIXED_WIDTH_MODEL_TYPES = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
-# Positions are counted over real tokens, from mm_token_type_ids, as soon as a grid is passed.
-MROPE_MODEL_TYPES = frozenset(
-    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v".split()
-)
 
 
 @dataclass(frozen=True)
@@ -70,27 +64,12 @@ class Vision:
     counts_positions_from_mask: bool = False
 
 
-@dataclass(frozen=True)
-class Family:
-    """tokens: config, pixel height, width -> placeholder tokens of one image or tile; None: they vary by more than
-    that, so that only the collator knows. is_padded: axis 0 is the row, axis 1 its tiles, padded at the end."""
-
-    tokens: Callable[[Any, int, int], int] | None = None
-    makes_tiles: bool = False
-    is_padded: bool = False
-
-
-def reads_fixed_width(config: Any) -> bool:
-    """Whether the model reads a fixed position of a fixed width, so that tokens may never be trimmed."""
-    return getattr(config, "model_type", None) in FIXED_WIDTH_MODEL_TYPES
-
-
 def without_counts(features: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The features that reach the model: all but the numbers of images and videos per row."""
-    names = {name for names in COUNT_NAMES.values() for name in names}
-    if getattr(config, "model_type", None) == "llava_onevision":
+    names, model_type = set(ALL_COUNT_NAMES), getattr(config, "model_type", None)
+    if model_type == "llava_onevision":
         names.discard("batch_num_images")  # its forward decides by it which images were cut into patches
-    if getattr(config, "model_type", None) == "paligemma":
+    if model_type == "paligemma":
         names.add("labels")  # its processor makes them unasked; they only cost a loss that nobody reads
     return {key: value for key, value in features.items() if key not in names}
 
@@ -99,48 +78,9 @@ def has_images(features: Mapping[str, Any]) -> bool:
     return any(key in features for key in PIXELS.values())
 
 
-def _patch_size(config: Any) -> tuple[int, int] | None:
-    size = getattr(getattr(config, "vision_config", None) or config, "patch_size", None)
-    return (size, size) if isinstance(size, int) else None if size is None else tuple(size)
-
-
-def _patch_grid(config: Any, height: int, width: int) -> int:
-    patch_height, patch_width = _patch_size(config)
-    return (height // patch_height) * (width // patch_width)
-
-
-def _llava_tokens(config: Any, height: int, width: int) -> int:
-    vision_type = config.vision_config.model_type
-    has_class_token = "siglip" not in vision_type
-    drops_first = config.vision_feature_select_strategy == "default"
-    return _patch_grid(config, height, width) + has_class_token - drops_first
-
-
-# Not here, because their tokens follow from more than the size of pixel_values: grids, padded patches and Pixtral's
-# sizes (see _tokens_per_entry), and LLaVA-NeXT and -OneVision, where only the processor knows.
-FAMILIES = {
-    "llava": Family(_llava_tokens),
-    "vipllava": Family(_patch_grid),
-    "paligemma": Family(_patch_grid),
-    "gemma3": Family(lambda c, h, w: c.mm_tokens_per_image, makes_tiles=True),
-    "internvl": Family(lambda c, h, w: int(_patch_grid(c, h, w) * c.downsample_ratio**2), makes_tiles=True),
-    "aya_vision": Family(lambda c, h, w: _patch_grid(c, h, w) // c.downsample_factor**2, makes_tiles=True),
-    "lfm2_vl": Family(makes_tiles=True),
-    "idefics2": Family(lambda c, h, w: c.perceiver_config.resampler_n_latents, True, is_padded=True),
-    "idefics3": Family(lambda c, h, w: _patch_grid(c, h, w) // c.scale_factor**2, True, is_padded=True),
-    "smolvlm": Family(lambda c, h, w: _patch_grid(c, h, w) // c.scale_factor**2, True, is_padded=True),
-    "modernvbert": Family(lambda c, h, w: _patch_grid(c, h, w) // c.pixel_shuffle_factor**2, True, is_padded=True),
-}
-
-
 def questions(features: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
     """Integer tensors of at most two axes whose values `describe` needs, under the names it looks them up by."""
-    asked = {
-        name: features[name]
-        for names in COUNT_NAMES.values()
-        for name in names
-        if isinstance(features.get(name), torch.Tensor)
-    }
+    asked = {name: features[name] for name in ALL_COUNT_NAMES if isinstance(features.get(name), torch.Tensor)}
     if not has_images(features):
         return asked
     for key in (*GRIDS.values(), "spatial_shapes", "image_sizes"):
@@ -184,7 +124,7 @@ def describe(
     model_type = getattr(config, "model_type", None)
     if model_type == "mllama":
         return reader.always_on()
-    if "pixel_values" in features and FAMILIES.get(model_type, Family()).is_padded:
+    if "pixel_values" in features and reader.family.is_padded:
         return reader.padded_rows()
     if config is not None and _token_id("image", config) is None and reader.has_one_image_per_row():
         return reader.always_on()
@@ -196,21 +136,15 @@ class _Reader:
 
     def __init__(self, column: str, features: Mapping[str, Any], num_rows: int, config: Any, host: Mapping[str, Any]):
         self.column, self.features, self.num_rows, self.config = column, features, num_rows, config
-        self.family = FAMILIES.get(getattr(config, "model_type", None))
-        counted = {
-            name: list(features[name])
-            for names in COUNT_NAMES.values()
-            for name in names
-            if isinstance(features.get(name), (list, tuple))
-        }
+        self.family = FAMILIES.get(getattr(config, "model_type", None), Family())
+        counted = {name: features[name] for name in ALL_COUNT_NAMES if isinstance(features.get(name), (list, tuple))}
         self.host = {**host, **counted}
-        for names in COUNT_NAMES.values():
-            for name in names:
-                if name in self.host and len(self.host[name]) != num_rows:
-                    raise self.error(
-                        f"{name} counts {len(self.host[name])} rows, but the column has {num_rows}. "
-                        "Give one number per row, 0 for a row without."
-                    )
+        for name in ALL_COUNT_NAMES:
+            if name in self.host and len(self.host[name]) != num_rows:
+                raise self.error(
+                    f"{name} counts {len(self.host[name])} rows, but the column has {num_rows}. "
+                    "Give one number per row, 0 for a row without."
+                )
 
     def error(self, message: str) -> UsageError:
         return UsageError(f"column {self.column!r}: {message}")
@@ -241,23 +175,22 @@ class _Reader:
             raise self.error(
                 "rows with another number of images than one need text to place them in; the column has none."
             )
-        keys = (*ENTRY_KEYS["image"], *ENTRY_KEYS["video"])
-        units = {key: UnitLayout() for key in keys if self._holds(key, self.num_rows)}
-        patches = self._patches_per_entry(next(key for key in PIXELS.values() if key in self.features))
-        per_row = None if patches is None else [(patches, 1)] * self.num_rows
-        shapes = self.host.get("spatial_shapes")
-        if shapes is not None and "pixel_values" in self.features:
-            lengths = tuple(math.prod(shape) for shape in shapes)
-            units |= {key: UnitLayout(None, lengths, True) for key in self._patch_keys()}
-            per_row = [(1, length) for length in lengths]
-        return Vision(units, [True] * self.num_rows, per_row)
+        pixels = next(key for key in PIXELS.values() if key in self.features)
+        vision = self._one_entry_per_row((*ENTRY_KEYS["image"], *ENTRY_KEYS["video"]), pixels)
+        if "spatial_shapes" not in self.host or "pixel_values" not in self.features:
+            return vision
+        lengths = tuple(math.prod(shape) for shape in self.host["spatial_shapes"])
+        padded = {key: UnitLayout(None, lengths, True) for key in self._patch_keys()}
+        return replace(vision, units=vision.units | padded, patches=[(1, length) for length in lengths])
 
     def always_on(self) -> Vision:
         """Rows on axis 0, nothing ever left out. Mllama: with images in the batch a row without one goes through the
         cross-attention layers too; without the keys they would be skipped and its embedding would move."""
-        keys = (*ENTRY_KEYS["image"], *ROW_KEYS)
+        return self._one_entry_per_row((*ENTRY_KEYS["image"], *ROW_KEYS), "pixel_values")
+
+    def _one_entry_per_row(self, keys: Sequence[str], pixels: str) -> Vision:
         units = {key: UnitLayout() for key in keys if self._holds(key, self.num_rows)}
-        patches = self._patches_per_entry("pixel_values")
+        patches = self._patches_per_entry(pixels)
         return Vision(units, [True] * self.num_rows, None if patches is None else [(patches, 1)] * self.num_rows)
 
     def padded_rows(self) -> Vision:
@@ -281,7 +214,7 @@ class _Reader:
                 raise self._uneven("image", row, f"at most the {most} tiles of pixel_values", count)
         layout = UnitLayout(None, tuple(tiles))
         units = {key: layout for key in ("pixel_values", "pixel_attention_mask") if self._holds(key, self.num_rows)}
-        each = None if _patch_size(self.config) is None else _patch_grid(self.config, *pixels.shape[-2:])
+        each = None if patch_size(self.config) is None else patch_grid(self.config, *pixels.shape[-2:])
         return Vision(units, [count > 0 for count in tiles], None if each is None else [(n * each, 1) for n in tiles])
 
     def flat(self) -> Vision:
@@ -339,13 +272,14 @@ class _Reader:
                 if sum(self.host[name]) == total:
                     return tuple(self.host[name])
                 given = given or name
-        makes_tiles = self.family is not None and self.family.makes_tiles
-        if given and (given == "num_tiles" or not makes_tiles):  # images of a tiling model need not add up to tiles
+        # Images of a tiling model need not add up to tiles.
+        if given and (given == "num_tiles" or not self.family.makes_tiles):
             raise self.error(
                 f"{given} adds up to {sum(self.host[given])}, but {PIXELS[kind]} holds {total} "
                 f"{kind}s. Count them per row as the processor laid them out."
             )
-        tokens = self._tokens_per_entry(kind, total)
+        shape, grid = self.features[PIXELS[kind]].shape, self.host.get(GRIDS[kind])
+        tokens = tokens_per_entry(self.config, kind, shape, grid, self.host)
         if tokens is None or f"{kind}_tokens" not in self.host:
             raise self._not_counted(kind)
         return self._walk(kind, tokens, self.host[f"{kind}_tokens"])
@@ -368,42 +302,15 @@ class _Reader:
             raise self._uneven(kind, self.num_rows - 1, f"{expected} {kind} tokens", left)
         return tuple(counts)
 
-    def _tokens_per_entry(self, kind: str, total: int) -> list[int] | None:
-        config, grid, shape = self.config, self.host.get(GRIDS[kind]), self.features[PIXELS[kind]].shape
-        vision = getattr(config, "vision_config", None)
-        if grid is not None:
-            merge = getattr(vision, "spatial_merge_size", None)
-            return None if merge is None else [math.prod(thw) // merge**2 for thw in grid]
-        model_type = getattr(config, "model_type", None)
-        if kind == "video":
-            if model_type != "llava_onevision" or len(shape) != 5:
-                return None
-            side = math.ceil(math.sqrt(_patch_grid(config, *shape[-2:])) / 2)  # pooled 2 x 2, and one newline
-            return [shape[1] * side**2 + 1] * total
-        if "real_patches" in self.host:
-            pooled = getattr(vision, "pooling_kernel_size", None)
-            return None if pooled is None else [number // pooled**2 for number in self.host["real_patches"]]
-        if model_type == "lfm2_vl" and "spatial_shapes" in self.host:
-            factor = config.downsample_factor
-            return [(height // factor) * (width // factor) for height, width in self.host["spatial_shapes"]]
-        if "image_sizes" in self.host and getattr(vision, "model_type", None) == "pixtral":
-            patch_height, patch_width = (
-                size * getattr(config, "spatial_merge_size", 1) for size in _patch_size(config)
-            )
-            return [(h // patch_height) * (w // patch_width) for h, w in self.host["image_sizes"]]
-        if self.family is None or self.family.tokens is None:
-            return None
-        return [self.family.tokens(config, *shape[-2:])] * total
-
     # ---- patches per row, and small things ----
 
     def _patches_per_entry(self, pixels: str) -> int | None:
         shape = self.features[pixels].shape
         if len(shape) == 3:  # already patches: (entries, padded patches, values)
             return shape[1]
-        if len(shape) < 4 or _patch_size(self.config) is None:
+        if len(shape) < 4 or patch_size(self.config) is None:
             return None
-        return math.prod(shape[1:-3]) * _patch_grid(self.config, *shape[-2:])
+        return math.prod(shape[1:-3]) * patch_grid(self.config, *shape[-2:])
 
     def _holds(self, key: str, entries: int) -> bool:
         if key not in self.features:

@@ -97,7 +97,7 @@ def _kinds(column: Column) -> dict[str, Any]:
 
 def _unmixed_when_padded_left(columns: list[Column], can_shift: bool) -> list[list[Column]]:
     # With absolute positions a row padded on the left must stay at its own place in its own width.
-    has_left_padding = any(first > 0 for column in columns for first, _ in column.extents)
+    has_left_padding = any(column.has_left_padding for column in columns)
     if has_left_padding and not can_shift and not columns[0].counts_positions_from_mask:
         return [[column] for column in columns]
     return [columns]
@@ -114,24 +114,23 @@ def _make_table(
 ) -> Table:
     width = max(c.width for c in columns)
     row_counts = [c.num_rows for c in columns]
-    has_left_padding = any(first > 0 for c in columns for first, _ in c.extents)
+    has_left_padding = any(c.has_left_padding for c in columns)
     pads_left = has_left_padding and all(last == c.width for c in columns for _, last in c.extents)
     counts_from_mask = all(c.counts_positions_from_mask for c in columns)
     can_shift = pads_left and (can_shift or counts_from_mask)
-    rows: list[tuple[int, int]] = []
-    for c in columns:
-        shift = width - c.width if pads_left else 0
-        rows += [(first + shift, last + shift) for first, last in c.extents]
-    real_tokens = sum(last - first for first, last in rows)
+    first_tokens = [width - c.width if pads_left else 0 for c in columns]
+    extents = [
+        (first + at, last + at) for c, at in zip(columns, first_tokens, strict=True) for first, last in c.extents
+    ]
+    real_tokens = sum(last - first for first, last in extents)
     if not can_shift:  # keep every row at its absolute positions: trim on the right only
-        rows = [(0, last) for _, last in rows]
+        extents = [(0, last) for _, last in extents]
     has_vision = [has for c in columns for has in c.has_vision]
     patches = [numbers for c in columns for numbers in c.patches]
-    order = list(range(len(rows)))
+    order = list(range(len(extents)))
     if sort:
-        order.sort(key=lambda i: (rows[i][0] - rows[i][1], -patches[i][0] * patches[i][1]))
+        order.sort(key=lambda i: (extents[i][0] - extents[i][1], -patches[i][0] * patches[i][1]))
     order.sort(key=has_vision.__getitem__)
-    first_tokens = [width - c.width if pads_left else 0 for c in columns]
     features = {
         key: RowFeature([c.rows[key][0] for c in columns], layout, first_tokens, pad_values.get(key, 0))
         for key, (_, layout) in columns[0].rows.items()
@@ -147,9 +146,9 @@ def _make_table(
         first_tokens=first_tokens,
         positions=positions,
         units={key: _make_units([c.units[key] for c in columns], row_counts, order) for key in columns[0].units},
-        extents=[rows[i] for i in order],
+        extents=[extents[i] for i in order],
         patches=[patches[i] for i in order],
-        num_text_rows=len(rows) - sum(has_vision),
+        num_text_rows=len(order) - sum(has_vision),
         order=order,
         column=column,
         width=width,

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.engine.images import reads_fixed_width
+from hf_dist_ext.engine.families import reads_fixed_width
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import load_complete, parse_config, parse_dtype
 from hf_dist_ext.models.towers import TowerModel, load_tower

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.budget import ChunkBudget, Measured, costliest_chunk, longest_row, peak_bytes, widened
+from hf_dist_ext.engine.budget import ChunkBudget, Measured, costliest_chunk, longest_row, widened
 from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.engine.test_gradient_cache import Encoder, gradients_of, naive_score, plain_step, text

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
-from hf_dist_ext.engine.budget import peak_bytes
+from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.architectures import FAMILIES, TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.planner.shape_config import read_model_config, with_defaults
