@@ -1,7 +1,7 @@
 """`DistTrainingArguments`: TrainingArguments with our fields, their help and their cross-field rules."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from transformers import TrainingArguments
@@ -12,6 +12,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import async_save
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
+from hf_dist_ext.run.config import option
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.collectives import has_accelerator, must_use_cpu
 from hf_dist_ext.training import learning_rate
@@ -26,252 +27,182 @@ class DistTrainingArguments(TrainingArguments):
     * started as several processes on a machine without an accelerator, `use_cpu` is set, so that they form a gloo
       group instead of each training alone;
     * `bf16`/`fp16` follow the mixed precision of the accelerate YAML when neither is set, so that code which asks the
-      arguments agrees with what runs.
-
+      arguments agrees with what runs;
     * with a loss over embeddings or frozen parts, an update whose loss or gradient norm is not finite is skipped
       (`max_nonfinite_steps=None`: as the parent).
 
     No default of the parent is changed.
     """
 
-    gradient_cache_chunk_size: int | str | None = field(
-        default=None,
-        metadata={
-            "help": "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. "
-            "'auto' finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens is set."
-        },
+    gradient_cache_chunk_size: int | str | None = option(
+        None,
+        "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. 'auto' "
+        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens is set.",
     )
-    gradient_cache_chunk_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."},
+    gradient_cache_chunk_tokens: int | None = option(
+        None, "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."
     )
-    gradient_cache_chunk_patches: int | None = field(
-        default=None,
-        metadata={
-            "help": "Image patches per chunk, beside rows and tokens: a row with several images costs far more."
-        },
+    gradient_cache_chunk_patches: int | None = option(
+        None, "Image patches per chunk, beside rows and tokens: a row with several images costs far more."
     )
-    gradient_cache_fsdp: Literal["auto", "speed", "memory"] = field(
-        default="auto",
-        metadata={
-            "help": "FSDP with the cache. 'speed': gather weights and reduce gradients once per step, keeping both "
-            "whole in between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory. "
-            "The same for the gradients of ZeRO-2 and 3, whose weights are gathered per chunk in either."
-        },
+    gradient_cache_fsdp: Literal["auto", "speed", "memory"] = option(
+        "auto",
+        "FSDP with the cache. 'speed': gather weights and reduce gradients once per step, keeping both whole in "
+        "between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory. The same "
+        "for the gradients of ZeRO-2 and 3, whose weights are gathered per chunk in either.",
     )
-    gradient_cache_keep_graph: int | str = field(
-        default=0,
-        metadata={
-            "help": "Chunks whose graph is kept from the first pass instead of being encoded twice; 'auto' keeps as "
-            "many as the memory budget holds. With all kept a step costs what it costs without the cache."
-        },
+    gradient_cache_keep_graph: int | str = option(
+        0,
+        "Chunks whose graph is kept from the first pass instead of being encoded twice; 'auto' keeps as many as the "
+        "memory budget holds. With all kept a step costs what it costs without the cache.",
     )
-    gradient_cache_memory_gib: float | None = field(
-        default=None,
-        metadata={
-            "help": "Memory that 'auto' plans a step with, beside weights and optimizer state: gradients, gathered "
-            "weights, activations. Null: what an accelerator has free less 5 %, 1 GiB on a CPU (activations only)."
-        },
+    gradient_cache_memory_gib: float | None = option(
+        None,
+        "Memory that 'auto' plans a step with, beside weights and optimizer state: gradients, gathered weights, "
+        "activations. Null: what an accelerator has free less 5 %, 1 GiB on a CPU (activations only).",
     )
-    gradient_cache_width_multiple: int = field(
-        default=8,
-        metadata={
-            "help": "Chunk widths are rounded up to a multiple of this many tokens, so that kernels see few shapes."
-        },
+    gradient_cache_width_multiple: int = option(
+        8, "Chunk widths are rounded up to a multiple of this many tokens, so that kernels see few shapes."
     )
-    gradient_cache_sort: bool = field(
-        default=True,
-        metadata={"help": "Sort the rows of a batch by length before cutting it; false trims neighbours only."},
+    gradient_cache_sort: bool = option(
+        True, "Sort the rows of a batch by length before cutting it; false trims neighbours only."
     )
-    no_duplicates_in_batch: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Order the training rows so that no global batch holds the same text twice in a column. Null: on "
-            "with a loss over embeddings and a map-style dataset that has text columns."
-        },
+    no_duplicates_in_batch: bool | None = option(
+        None,
+        "Order the training rows so that no global batch holds the same text twice in a column. Null: on with a loss "
+        "over embeddings and a map-style dataset that has text columns.",
     )
-    verify_checkpoint_hashes: bool = field(
-        default=True,
-        metadata={"help": "Before resuming, read the checkpoint and compare it with the hashes of its manifest."},
+    verify_checkpoint_hashes: bool = option(
+        True, "Before resuming, read the checkpoint and compare it with the hashes of its manifest."
     )
-    trainable_modules: list[str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "What trains, all else is frozen: a list of groups (vision, projector, language; backbone, "
-            "projection), module names or dotted suffixes, or one string, a regex over full names. Null: everything."
-        },
+    trainable_modules: list[str] | str | None = option(
+        None,
+        "What trains, all else is frozen: a list of groups (vision, projector, language; backbone, projection), "
+        "module names or dotted suffixes, or one string, a regex over full names. Null: everything.",
     )
-    frozen_modules: list[str] | str | None = field(
-        default=None,
-        metadata={"help": "What does not train, written like trainable_modules; the rest trains."},
+    frozen_modules: list[str] | str | None = option(
+        None, "What does not train, written like trainable_modules; the rest trains."
     )
-    learning_rates: dict[str, float] | None = field(
-        default=None,
-        metadata={
-            "help": 'Learning rates of parts, by the names of trainable_modules: {"projector": 1e-3}. The rest has '
-            "learning_rate."
-        },
+    learning_rates: dict[str, float] | None = option(
+        None,
+        'Learning rates of parts, by the names of trainable_modules: {"projector": 1e-3}. The rest has learning_rate.',
     )
-    frozen_feature_cache: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder for what the frozen leading part (backbone, tower, image encoder) makes of the training "
-            "rows: computed once before training and used in every epoch, run and rank. Null: computed in every step."
-        },
+    frozen_feature_cache: str | None = option(
+        None,
+        "Folder for what the frozen leading part (backbone, tower, image encoder) makes of the training rows: "
+        "computed once before training and used in every epoch, run and rank. Null: computed in every step.",
     )
-    frozen_parts_fsdp: Literal["auto", "shard", "replicate"] = field(
-        default="auto",
-        metadata={
-            "help": "Frozen parts under FSDP: 'shard' them like the rest, or 'replicate' them whole on every device, "
-            "which needs no collective for them. 'auto' replicates up to a quarter of a device's memory."
-        },
+    frozen_parts_fsdp: Literal["auto", "shard", "replicate"] = option(
+        "auto",
+        "Frozen parts under FSDP: 'shard' them like the rest, or 'replicate' them whole on every device, which needs "
+        "no collective for them. 'auto' replicates up to a quarter of a device's memory.",
     )
-    max_nonfinite_steps: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "A step whose loss or gradient norm is not finite is skipped on all ranks; this many in a row end "
-            "the run. Null: such steps train, as in Trainer. 'auto': 20 in a run file, with a loss over embeddings "
-            "and with frozen parts, else null."
-        },
+    max_nonfinite_steps: int | str | None = option(
+        "auto",
+        "A step whose loss or gradient norm is not finite is skipped on all ranks; this many in a row end the run. "
+        "Null: such steps train, as in Trainer. 'auto': 20 in a run file, with a loss over embeddings and with "
+        "frozen parts, else null.",
     )
-    max_bad_rows: int | None = field(
-        default=None,
-        metadata={
-            "help": "Training rows per epoch, of all ranks, that may be unreadable: each is replaced by the next good "
-            "one, counted and listed at the end. Null: the first one ends the run with its name."
-        },
+    max_bad_rows: int | None = option(
+        None,
+        "Training rows per epoch, of all ranks, that may be unreadable: each is replaced by the next good one, "
+        "counted and listed at the end. Null: the first one ends the run with its name.",
     )
-    step_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds a step with its data may take, after the first; then the run ends and says which rank "
-            "was where. The first step, evaluations and saves have ddp_timeout. Null: no limit of ours."
-        },
+    step_timeout: float | None = option(
+        None,
+        "Seconds a step with its data may take, after the first; then the run ends and says which rank was where. "
+        "The first step, evaluations and saves have ddp_timeout. Null: no limit of ours.",
     )
-    preemptible: bool = field(
-        default=False,
-        metadata={
-            "help": "SIGTERM, SIGUSR1 and Ctrl-C finish the step, write a checkpoint and end train() with "
-            "was_preempted true. scripts/train_hf.py has it on unless given, and then exits with code 75 (after "
-            "Ctrl-C 130)."
-        },
+    preemptible: bool = option(
+        False,
+        "SIGTERM, SIGUSR1 and Ctrl-C finish the step, write a checkpoint and end train() with was_preempted true. "
+        "scripts/train_hf.py has it on unless given, and then exits with code 75 (after Ctrl-C 130).",
     )
-    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = field(
-        default=None,
-        metadata={
-            "help": "What FSDP shards. FULL_SHARD: weights are whole only while a layer runs. SHARD_GRAD_OP: from "
-            "forward to backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: "
-            "the preset's."
-        },
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] | None = option(
+        None,
+        "What FSDP shards. FULL_SHARD: weights are whole only while a layer runs. SHARD_GRAD_OP: from forward to "
+        "backward. HYBRID_SHARD: sharded inside a machine, copied between them. NO_SHARD: DDP. Null: the preset's.",
     )
-    sharding_group_size: int | None = field(
-        default=None,
-        metadata={"help": "Processes that share one copy of the model under HYBRID_SHARD. Null: those of a machine."},
+    sharding_group_size: int | None = option(
+        None, "Processes that share one copy of the model under HYBRID_SHARD. Null: those of a machine."
     )
-    cpu_offload: bool | None = field(
-        default=None,
-        metadata={
-            "help": "FSDP keeps its shards, gradients and optimizer state in the CPU's memory: far less on the "
-            "device, slower steps. Null: the preset's."
-        },
+    cpu_offload: bool | None = option(
+        None,
+        "FSDP keeps its shards, gradients and optimizer state in the CPU's memory: far less on the device, slower "
+        "steps. Null: the preset's.",
     )
-    min_num_params: int | None = field(
-        default=None,
-        metadata={
-            "help": "Transformer layers with fewer parameters than this are no FSDP unit of their own: fewer and "
-            "larger collectives. Null: every layer is one."
-        },
+    min_num_params: int | None = option(
+        None,
+        "Transformer layers with fewer parameters than this are no FSDP unit of their own: fewer and larger "
+        "collectives. Null: every layer is one.",
     )
-    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = field(
-        default=None,
-        metadata={
-            "help": "The precision in which FSDP adds gradients up over chunks and reduces them. Null: float32 with a "
-            "loss over embeddings, else that of the forward (bf16, fp16)."
-        },
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None,
+        "The precision in which FSDP adds gradients up over chunks and reduces them. Null: float32 with a loss over "
+        "embeddings, else that of the forward (bf16, fp16).",
     )
-    ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd"] | None = field(
-        default=None,
-        metadata={
-            "help": "Compress the gradients that DDP sends: half precision, or two low-rank factors (PowerSGD). For "
-            "slow networks and many trainable parameters; the gradients are then not exact."
-        },
+    ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd"] | None = option(
+        None,
+        "Compress the gradients that DDP sends: half precision, or two low-rank factors (PowerSGD). For slow "
+        "networks and many trainable parameters; the gradients are then not exact.",
     )
-    ddp_power_sgd_rank: int | None = field(
-        default=None, metadata={"help": "Rank of PowerSGD's factors. Null: 1. Higher is closer to the gradient."}
+    ddp_power_sgd_rank: int | None = option(
+        None, "Rank of PowerSGD's factors. Null: 1. Higher is closer to the gradient."
     )
-    ddp_power_sgd_warmup_steps: int | None = field(
-        default=None, metadata={"help": "Steps with uncompressed gradients before PowerSGD begins. Null: 1000."}
+    ddp_power_sgd_warmup_steps: int | None = option(
+        None, "Steps with uncompressed gradients before PowerSGD begins. Null: 1000."
     )
-    ddp_gradient_as_bucket_view: bool | None = field(
-        default=None,
-        metadata={"help": "Gradients live in DDP's buckets instead of beside them: saves their memory once."},
+    ddp_gradient_as_bucket_view: bool | None = option(
+        None, "Gradients live in DDP's buckets instead of beside them: saves their memory once."
     )
-    profile_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "Write a torch profiler trace of this many steps, from the third on: profile_rank<r>.json in "
-            "output_dir. Null: none."
-        },
+    profile_steps: int | None = option(
+        None,
+        "Write a torch profiler trace of this many steps, from the third on: profile_rank<r>.json in output_dir. "
+        "Null: none.",
     )
-    scaling_baseline: str | None = field(
-        default=None,
-        metadata={
-            "help": "metrics.json of a single-process run with the same batch per device: the end of this run logs "
-            "scaling_efficiency, its samples per second over N times that run's. Null: none."
-        },
+    scaling_baseline: str | None = option(
+        None,
+        "metrics.json of a single-process run with the same batch per device: the end of this run logs "
+        "scaling_efficiency, its samples per second over N times that run's. Null: none.",
     )
-    lr_scale_rule: Literal["none", "linear", "sqrt"] = field(
-        default="none",
-        metadata={
-            "help": "Scale learning_rate by (effective batch / lr_base_batch_size), or by its square root. The "
-            "effective batch is rows per device x accumulation x devices."
-        },
+    lr_scale_rule: Literal["none", "linear", "sqrt"] = option(
+        "none",
+        "Scale learning_rate by (effective batch / lr_base_batch_size), or by its square root. The effective batch "
+        "is rows per device x accumulation x devices.",
     )
-    lr_base_batch_size: int | None = field(
-        default=None, metadata={"help": "The effective batch that learning_rate was found with, for lr_scale_rule."}
+    lr_base_batch_size: int | None = option(
+        None, "The effective batch that learning_rate was found with, for lr_scale_rule."
     )
-    resume_weights_only: bool = field(
-        default=False,
-        metadata={
-            "help": "With resume_from_checkpoint: take the weights only; optimizer, schedule, data and random states "
-            "start anew."
-        },
+    resume_weights_only: bool = option(
+        False,
+        "With resume_from_checkpoint: take the weights only; optimizer, schedule, data and random states start anew.",
     )
-    trust_checkpoint: bool = field(
-        default=False,
-        metadata={"help": "Read checkpoints whose files may run code when they are read."},
+    trust_checkpoint: bool = option(False, "Read checkpoints whose files may run code when they are read.")
+    save_async: bool = option(
+        False,
+        "Training goes on while a checkpoint is written, from a copy in the CPU's memory. It counts once it is "
+        "complete; the next save, the end and a preemption wait for it. A save whose copy does not fit into memory "
+        "is made while training waits. Not with DeepSpeed.",
     )
-    save_async: bool = field(
-        default=False,
-        metadata={
-            "help": "Training goes on while a checkpoint is written, from a copy in the CPU's memory. It counts once "
-            "it is complete; the next save, the end and a preemption wait for it. A save whose copy does not fit into "
-            "memory is made while training waits. Not with DeepSpeed."
-        },
+    save_full_model: bool = option(
+        False,
+        "When only a part was trained, end with the complete model all the same, adapters merged. Off: what was "
+        "trained; hf-dist merge makes the complete model of it.",
     )
-    save_full_model: bool = field(
-        default=False,
-        metadata={
-            "help": "When only a part was trained, end with the complete model all the same, adapters merged. Off: "
-            "what was trained; hf-dist merge makes the complete model of it."
-        },
+    allow_changed_data: bool = option(
+        False, "Resume though the seed of the order or the training rows are not those of the checkpoint."
     )
-    allow_changed_data: bool = field(
-        default=False,
-        metadata={"help": "Resume though the seed of the order or the training rows are not those of the checkpoint."},
-    )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={
-            "help": "scripts/train_hf.py: train into an output_dir that already holds another run. train() from "
-            "Python starts beside it in any case; its checkpoints stay, and are not resumed."
-        },
+    overwrite_output_dir: bool = option(
+        False,
+        "scripts/train_hf.py: train into an output_dir that already holds another run. train() from Python starts "
+        "beside it in any case; its checkpoints stay, and are not resumed.",
     )
 
     def __post_init__(self) -> None:
         if launched.uses_deepspeed():
             deepspeed_install.check()
             deepspeed_install.check_offload(os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"))
+        self._check_sizes()
         self._check_gradient_cache()
         self._check_freezing()
         choose.check_arguments(self)
@@ -297,54 +228,48 @@ class DistTrainingArguments(TrainingArguments):
             # Else transformers 5.23 builds and loads models in parts under ZeRO-3, whatever the flag says.
             unset_hf_deepspeed_config()
 
-    def _check_gradient_cache(self) -> None:
+    def _check_sizes(self) -> None:
         size = self.gradient_cache_chunk_size
         if isinstance(size, str) and size.isdigit():
-            size = self.gradient_cache_chunk_size = int(size)
-        if size is not None and size != "auto" and not _is_positive_int(size):
-            raise UsageError(
-                f"gradient_cache_chunk_size={size!r}: it is a positive number of rows, 'auto' or null (no cache)."
-            )
-        for name in ("gradient_cache_chunk_tokens", "gradient_cache_chunk_patches", "gradient_cache_width_multiple"):
+            self.gradient_cache_chunk_size = int(size)
+        taken = {  # what is taken beside positive numbers, and all of it in words
+            "gradient_cache_chunk_size": (["auto", None], "a positive number of rows, 'auto' or null (no cache)"),
+            "gradient_cache_chunk_tokens": ([None], "a positive number"),
+            "gradient_cache_chunk_patches": ([None], "a positive number"),
+            "gradient_cache_width_multiple": ([None], "a positive number"),
+            "gradient_cache_keep_graph": (["auto", 0], "a number of chunks, 0 or more, or 'auto'"),
+            "max_nonfinite_steps": (["auto", None], "a positive number of steps, 'auto' or null"),
+        }
+        for name, (others, words) in taken.items():
             value = getattr(self, name)
-            if value is not None and not _is_positive_int(value):
-                raise UsageError(f"{name}={value!r}: it is a positive number.")
-        if self.gradient_cache_fsdp not in ("auto", "speed", "memory"):
-            raise UsageError(f"gradient_cache_fsdp={self.gradient_cache_fsdp!r}: choose 'auto', 'speed' or 'memory'.")
-        keep = self.gradient_cache_keep_graph
-        if keep != "auto" and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
-            raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more, or 'auto'.")
-        steps = self.max_nonfinite_steps
-        if steps not in ("auto", None) and not _is_positive_int(steps):
-            raise UsageError(f"max_nonfinite_steps={steps!r}: it is a positive number of steps, 'auto' or null.")
+            is_number = isinstance(value, int) and value > 0
+            if isinstance(value, bool) or not (is_number or value in others):
+                raise UsageError(f"{name}={value!r}: it is {words}.")
         memory = self.gradient_cache_memory_gib
         if memory is not None and not memory > 0:
             raise UsageError(f"gradient_cache_memory_gib={memory!r}: it is a positive number of GiB, or null.")
-        self._check_cache_is_on()
-        if self.gradient_cache_chunk_size == "auto" and self.gradient_cache_chunk_tokens is not None:
+
+    def _check_gradient_cache(self) -> None:
+        """What would be taken and have no effect."""
+        size, keep, memory = (
+            getattr(self, f"gradient_cache_{name}") for name in ("chunk_size", "keep_graph", "memory_gib")
+        )
+        if self.gradient_cache_fsdp not in ("auto", "speed", "memory"):
+            raise UsageError(f"gradient_cache_fsdp={self.gradient_cache_fsdp!r}: choose 'auto', 'speed' or 'memory'.")
+        useless = "gradient_cache_keep_graph" if keep != 0 else "gradient_cache_memory_gib"
+        if (keep != 0 or memory is not None) and not self.uses_gradient_cache:
+            raise UsageError(
+                f"{useless}={getattr(self, useless)!r} needs a gradient cache. Set gradient_cache_chunk_size, or remove "
+                f"{useless}."
+            )
+        if memory is not None and "auto" not in (size, keep):
+            raise UsageError(
+                f'gradient_cache_memory_gib={memory!r} is what "auto" plans with, and nothing is automatic. Set '
+                'gradient_cache_chunk_size or gradient_cache_keep_graph to "auto", or remove it.'
+            )
+        if size == "auto" and self.gradient_cache_chunk_tokens is not None:
             raise UsageError(
                 "gradient_cache_chunk_size='auto' finds the tokens itself; drop gradient_cache_chunk_tokens."
-            )
-
-    def _check_cache_is_on(self) -> None:
-        """What would be taken and have no effect."""
-        given = {
-            "gradient_cache_keep_graph": self.gradient_cache_keep_graph != 0,
-            "gradient_cache_memory_gib": self.gradient_cache_memory_gib is not None,
-        }
-        useless = [name for name, is_given in given.items() if is_given]
-        if useless and not self.uses_gradient_cache:
-            raise UsageError(
-                f"{useless[0]}={getattr(self, useless[0])!r} needs a gradient cache. Set gradient_cache_chunk_size, "
-                f"or remove {useless[0]}."
-            )
-        if self.gradient_cache_memory_gib is not None and "auto" not in (
-            self.gradient_cache_chunk_size,
-            self.gradient_cache_keep_graph,
-        ):
-            raise UsageError(
-                f'gradient_cache_memory_gib={self.gradient_cache_memory_gib!r} is what "auto" plans with, and nothing '
-                'is automatic. Set gradient_cache_chunk_size or gradient_cache_keep_graph to "auto", or remove it.'
             )
 
     def _check_freezing(self) -> None:
@@ -367,10 +292,6 @@ class DistTrainingArguments(TrainingArguments):
     def uses_gradient_cache(self) -> bool:
         limits = (self.gradient_cache_chunk_size, self.gradient_cache_chunk_tokens, self.gradient_cache_chunk_patches)
         return any(limit is not None for limit in limits)
-
-
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 # A checkpoint's training_args.bin names the class: by where users import it from, not by where its file lies. The
