@@ -85,12 +85,12 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
         notes = NOTES[path.stem]
         print(f"{path.stem}: {presets()[path.stem]}")
         print(f"sharded:    {notes.sharded}\ntravels:    {notes.travels}\nuse it:     {notes.use}")
-        print(f"runs here:  {runs_here(path, devices)[1]}\nfile:       {path}")
+        print(f"runs here:  {runs_here(path, devices)}\nfile:       {path}")
         return
     for name, description in presets().items():
         short = [one for one, preset in PRESET_SHORT_NAMES.items() if preset == name]
         print(f"{name} ({', '.join(short)})" if short else name)
-        print(f"    {description}\n    here: {runs_here(find_preset(name), devices)[1]}")
+        print(f"    {description}\n    here: {runs_here(find_preset(name), devices)}")
     print(f"auto\n    what hf-dist plan recommends for the devices here.\n\nFiles: {preset_folder()}")
 
 

@@ -13,7 +13,6 @@ The module imports no torch; the launcher is imported when it takes over.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext import launched
 from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto
@@ -29,7 +29,7 @@ from hf_dist_ext.planner.devices import count_devices
 from hf_dist_ext.run import deepspeed_install, lease, trackers
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
-from hf_dist_ext.run.presets import find_preset, is_shipped, load_preset
+from hf_dist_ext.run.presets import find_preset, is_shipped, kind_of, load_preset, mesh_size
 
 HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
 CPU_PROCESSES = 2  # where no device says how many
@@ -44,7 +44,7 @@ def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | N
     if is_launched():
         if os.environ.get(HANDED_OVER) != "1":
             check_running(run)  # (4)
-        if os.environ.get("RANK", "0") == "0":
+        if launched.rank() == 0:
             lease.take(output_dir)
         return
     _refuse_lonely_tasks()
@@ -121,7 +121,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
         asked = choice.preset
     path = find_preset(asked)
     preset = load_preset(path)
-    kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")  # YAML reads a bare NO as false
+    kind = kind_of(preset)
     devices = 0 if preset.get("use_cpu") else devices
     _refuse_impossible(run, kind, _fsdp_version(preset), devices, f'accelerate_config="{path.stem}"')
     if kind == "NO":
@@ -144,7 +144,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
         devices = len(gpu_ids.split(","))
     if wanted is None and not is_shipped(path):
         wanted = preset.get("num_processes")
-    mesh, group = _mesh_size(preset), _group_size(preset)
+    mesh, group = mesh_size(preset), _group_size(preset)
     if mesh == group > 1:  # as many groups as there are processes for
         wanted = int(wanted or devices or preset.get("num_processes") or group)
         if wanted % group:
@@ -160,12 +160,6 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
     wanted = int(wanted or (mesh if mesh > 1 else devices) or CPU_PROCESSES)
     _refuse_too_many(wanted, devices, "Set num_processes to null")
     return LaunchPlan(path, kind, wanted, choice)
-
-
-def _mesh_size(preset: dict[str, Any]) -> int:
-    """Processes that the sizes of a parallelism_config multiply to; 1 without one."""
-    sizes = (preset.get("parallelism_config") or {}).items()
-    return math.prod(int(size) for name, size in sizes if name.endswith("_size"))
 
 
 def _group_size(preset: dict[str, Any]) -> int:
@@ -207,10 +201,11 @@ def _refuse_lonely_tasks() -> None:
 def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) -> int:
     """accelerate's launcher in this process; its children's exit code, 128 + the signal's number when one ended it."""
     os.environ[HANDED_OVER] = "1"
-    if load_preset(plan.path).get("use_cpu"):
+    preset = load_preset(plan.path)
+    if preset.get("use_cpu"):
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the launcher says so to a single process only
     words = ["--config_file", str(plan.path), "--num_processes", str(plan.num_processes)]
-    if not load_preset(plan.path).get("main_process_port"):
+    if not preset.get("main_process_port"):
         words += ["--main_process_port", "0"]  # a free one
     if devices == 0 and "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -233,19 +228,15 @@ def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) 
         launch_command(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode in (REQUEUE, INTERRUPTED):
-            _say(
-                f"asked to stop; exit code {failure.exitcode}. The same command with --resume_from_checkpoint auto "
-                "goes on"
-            )
-            return failure.exitcode
-        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if code != 2:
-            how = f"exit code {code}" if failure.exitcode > 0 else signal.Signals(-failure.exitcode).name
-            if failure.exitcode == -signal.SIGKILL:
+        code = failure.exitcode
+        if code in (REQUEUE, INTERRUPTED):
+            _say(f"asked to stop; exit code {code}. The same command with --resume_from_checkpoint auto goes on")
+        elif code != 2:
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+            if code == -signal.SIGKILL:
                 how += ", which is mostly the machine's memory running out (look at its system log)"
             _say(f"rank {rank} ended with {how}; the others were stopped")
-        return code
+        return code if code > 0 else 128 - code
     except subprocess.CalledProcessError as error:
         return error.returncode
     except SignalException as error:
@@ -265,16 +256,16 @@ def check_running(run: Run) -> None:
     A difference that works is one warning; one that cannot work is an error, and so is an output_dir of another run.
     The others cannot overtake rank 0: the first thing they do is to wait for it in the process group.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if launched.rank() != 0:
         return
     _check_before_ranks(run)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    on_cpu = run.training.get("use_cpu") or _is_set("ACCELERATE_USE_CPU")
-    devices = 0 if on_cpu else count_devices()
+    processes = launched.processes()
+    local = launched.processes_here(processes)
+    devices = 0 if run.training.get("use_cpu") or launched.uses_cpu() else count_devices()
     kind = _running_kind(processes)
-    version = int(os.environ.get("FSDP_VERSION", "1"))
-    runs = _in_words(kind, version, _running_group()) + ("" if kind == "NO" else f" on {processes} process(es)")
+    version = int(launched.fsdp_setting("version", "1"))
+    runs = _in_words(kind, version, launched.mesh_size("tp"))
+    runs += "" if kind == "NO" else f" on {processes} process(es)"
     _refuse_impossible(run, kind, version, devices, f"The launcher started {runs}")
     _refuse_too_many(local, devices, f"Add to accelerate launch: --num_processes {devices}")
     if processes == 1 and "LOCAL_RANK" not in os.environ:
@@ -283,46 +274,33 @@ def check_running(run: Run) -> None:
         _say(f"{local} processes use {local} of {devices} visible GPUs; --num_processes {devices} uses all")
     elif devices == 0 and processes > 1:
         _say(f"no GPU visible: {processes} processes on the CPU over gloo, slowly")
-    asks = _what_is_asked(run, kind, processes)
-    if asks:
+    if asks := _what_is_asked(run, kind, version, processes):
         _say(f"warning: the launcher started {runs}, the run file asks for {asks}. What the launcher started runs.")
 
 
 def _running_kind(processes: int) -> str:
-    if _is_set("ACCELERATE_USE_FSDP"):
+    if launched.uses_fsdp():
         return "FSDP"
-    if _is_set("ACCELERATE_USE_DEEPSPEED"):
+    if launched.uses_deepspeed():
         return "DEEPSPEED"
     return "MULTI_GPU" if processes > 1 else "NO"
 
 
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("true", "1")
-
-
-def _running_group() -> int:
-    has_mesh = _is_set("ACCELERATE_USE_PARALLELISM_CONFIG")
-    return int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) if has_mesh else 1
-
-
-def _in_words(kind: str, fsdp_version: int, group: int = 1) -> str:
+def _in_words(kind: str, fsdp_version: int, group: int) -> str:
     if group > 1:
         return f"tensor parallelism in groups of {group}"
     names = {"NO": "one process", "MULTI_GPU": "DDP", "FSDP": f"FSDP version {fsdp_version}", "DEEPSPEED": "DeepSpeed"}
     return names.get(kind, kind)
 
 
-def _what_is_asked(run: Run, kind: str, processes: int) -> str | None:
+def _what_is_asked(run: Run, kind: str, fsdp_version: int, processes: int) -> str | None:
     """What the run file asks for, in words, when that is not what runs."""
     asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     if asked != "auto":
         preset = load_preset(find_preset(asked))
-        asked_kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")
-        version, group = _fsdp_version(preset), _group_size(preset)
+        asked_kind, version, group = kind_of(preset), _fsdp_version(preset), _group_size(preset)
         is_same = asked_kind == kind or (asked_kind == "MULTI_GPU" and processes == 1 and kind == "NO")
-        is_same &= (group > 1) == (_running_group() > 1)  # --parallelism_config_tp_size says how large
-        if not is_same or (kind == "FSDP" and version != int(os.environ.get("FSDP_VERSION", "1"))):
+        is_same &= (group > 1) == (launched.mesh_size("tp") > 1)  # --parallelism_config_tp_size says how large
+        if not is_same or (kind == "FSDP" and version != fsdp_version):
             return f'accelerate_config="{asked}" ({_in_words(asked_kind, version, group)})'
-    if wanted not in (None, processes):
-        return f"num_processes={wanted}"
-    return None
+    return f"num_processes={wanted}" if wanted not in (None, processes) else None

@@ -142,22 +142,30 @@ def load_preset(path: Path) -> dict[str, Any]:
     return content
 
 
-def runs_here(path: Path, devices: int) -> tuple[bool, str]:
-    """Whether a preset runs on this machine with so many visible GPUs, and how or why not."""
+def kind_of(preset: dict[str, Any]) -> str:
+    """accelerate's distributed_type in capitals; "NO" is one process, and YAML reads a bare NO as false."""
+    return str(preset["distributed_type"]).upper().replace("FALSE", "NO")
+
+
+def mesh_size(preset: dict[str, Any]) -> int:
+    """Processes that the sizes of a parallelism_config multiply to; 1 without one."""
+    sizes = (preset.get("parallelism_config") or {}).items()
+    return math.prod(int(size) for name, size in sizes if name.endswith("_size"))
+
+
+def runs_here(path: Path, devices: int) -> str:
+    """Whether a preset runs on this machine with so many visible GPUs, and how or why not, in words."""
     preset = load_preset(path)
-    kind = str(preset["distributed_type"]).upper().replace("FALSE", "NO")
+    kind, machines = kind_of(preset), int(preset.get("num_machines") or 1)
     offloads_to = (preset.get("deepspeed_config") or {}).get("offload_optimizer_device")
     if kind == "DEEPSPEED" and (reason := deepspeed_install.why_unusable(offloads_to)):
-        return False, f"no: {reason}"
-    machines = int(preset.get("num_machines") or 1)
+        return f"no: {reason}"
     if machines > 1:
-        return False, f"not alone: it is started on each of {machines} machines"
+        return f"not alone: it is started on each of {machines} machines"
     if kind == "NO":
-        return True, "yes, on one GPU" if devices else "yes, on the CPU"
+        return "yes, on one GPU" if devices else "yes, on the CPU"
     if preset.get("use_cpu"):
-        return True, "yes, over gloo"
-    sizes = (preset.get("parallelism_config") or {}).items()
-    needed = math.prod(int(size) for name, size in sizes if name.endswith("_size"))
-    if 0 < devices < needed:
-        return False, f"no: its mesh is of {needed} processes and {devices} GPU(s) are visible"
-    return True, f"yes, on {devices} GPU(s)" if devices else "yes, slowly: no GPU is visible, on the CPU over gloo"
+        return "yes, over gloo"
+    if 0 < devices < (needed := mesh_size(preset)):
+        return f"no: its mesh is of {needed} processes and {devices} GPU(s) are visible"
+    return f"yes, on {devices} GPU(s)" if devices else "yes, slowly: no GPU is visible, on the CPU over gloo"

@@ -9,22 +9,17 @@ import importlib.util
 
 from hf_dist_ext.errors import UsageError
 
-# Each tracker needs one package of each tuple; from transformers 5.23's integration_utils.py.
-PACKAGES: dict[str, list[tuple[str, ...]]] = {
+# Each tracker needs one package of each tuple, mostly of its own name; from transformers 5.23's integration_utils.py.
+_NAMES = (
+    "azure_ml clearml codecarbon comet_ml dagshub dvclive flyte kubeflow mlflow neptune swanlab tensorboard trackio "
+    "wandb"
+).split()
+PACKAGES: dict[str, list[tuple[str, ...]]] = {name: [(name,)] for name in _NAMES} | {
     "azure_ml": [("azureml",)],
-    "clearml": [("clearml",)],
-    "codecarbon": [("codecarbon",)],
-    "comet_ml": [("comet_ml",)],
     "dagshub": [("dagshub",), ("mlflow",)],
-    "dvclive": [("dvclive",)],
     "flyte": [("flytekit",)],
     "kubeflow": [],
-    "mlflow": [("mlflow",)],
-    "neptune": [("neptune",)],
-    "swanlab": [("swanlab",)],
     "tensorboard": [("tensorboard", "tensorboardX")],
-    "trackio": [("trackio",)],
-    "wandb": [("wandb",)],
 }
 
 

@@ -259,8 +259,8 @@ class DistTrainingArguments(TrainingArguments):
         useless = "gradient_cache_keep_graph" if keep != 0 else "gradient_cache_memory_gib"
         if (keep != 0 or memory is not None) and not self.uses_gradient_cache:
             raise UsageError(
-                f"{useless}={getattr(self, useless)!r} needs a gradient cache. Set gradient_cache_chunk_size, or remove "
-                f"{useless}."
+                f"{useless}={getattr(self, useless)!r} needs a gradient cache. Set gradient_cache_chunk_size, or "
+                f"remove {useless}."
             )
         if memory is not None and "auto" not in (size, keep):
             raise UsageError(
