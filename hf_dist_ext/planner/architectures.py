@@ -4,10 +4,8 @@
     embed(tape, config, Rows(32, 128))               # an embedding model: backbone, pooling, projection
     generate(tape, config, Rows(4, 300, images=1))   # a model with its labels' loss
 
-(1) model type -> form: planner/text_architectures.py, planner/tower_architectures.py, planner/vision_language.py
-(2) what stands around: pooling and projection of an EmbeddingModel, the logits of a language model
-
-A family that is not here is counted by torch itself (tasks/trace.py).
+Around a family's form stand the pooling and projection of an EmbeddingModel, or the logits of a language model. A
+family that is not here is counted by torch itself (tasks/trace.py).
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from hf_dist_ext.planner.tape import Tape, Value
 from hf_dist_ext.planner.text_architectures import GEMMA, Config, Rows, bert, decoder, distilbert, modernbert
 from hf_dist_ext.planner.tower_architectures import text_tower, vision_tower
 from hf_dist_ext.planner.vision_language import LANGUAGE, TOWERS, vision_language
-
-# (1) -----------------------------------------------------------------------------------------------------------------
 
 FAMILIES: dict[str, Callable[[Tape, Config, Rows], Value]] = {
     **dict.fromkeys(["bert", "roberta", "xlm-roberta", "camembert", "mpnet"], bert),
@@ -39,13 +35,10 @@ PARTS = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text")  # decoders that a
 def is_known(config: Config) -> bool:
     kind = config["model_type"]
     if kind not in TOWERS:
-        kinds = [config, *(config[part] for part in ("text_config", "vision_config") if config.get(part))]
-        return all(one["model_type"] in {*FAMILIES, *TWO_TOWERS} for one in kinds)
+        parts = [config, *(config[part] for part in ("text_config", "vision_config") if config.get(part))]
+        return all(part["model_type"] in {*FAMILIES, *TWO_TOWERS} for part in parts)
     text = config["text_config"]["model_type"]
     return config["vision_config"]["model_type"] in TOWERS[kind] and (FAMILIES.get(text) is decoder or text in PARTS)
-
-
-# (2) -----------------------------------------------------------------------------------------------------------------
 
 
 def embed(tape: Tape, config: Config, rows: Rows, projection_dim: int | None = None) -> Value:
@@ -60,12 +53,11 @@ def embed(tape: Tape, config: Config, rows: Rows, projection_dim: int | None = N
 
 def embed_tower(tape: Tape, config: Config, rows: Rows, is_image: bool) -> Value:
     """One tower of a two-tower model such as CLIP, to one vector per row."""
-    name = "vision" if is_image else "text"
+    name, head, tower = ("vision", "visual", vision_tower) if is_image else ("text", "text", text_tower)
     with tape.module(f"{name}_model"):
-        tower = vision_tower if is_image else text_tower
         x = tower(tape, config[f"{name}_config"], rows)
     if config["model_type"] == "clip":
-        x = tape.linear("visual_projection" if is_image else "text_projection", x, config["projection_dim"], False)
+        x = tape.linear(f"{head}_projection", x, config["projection_dim"], False)
     return _normalized(tape, x)
 
 
@@ -83,8 +75,7 @@ def generate(tape: Tape, config: Config, rows: Rows) -> Value:
     with tape.module("model"):
         x = _family(config)(tape, config, rows)
     text = config["text_config"] if is_whole else config
-    is_tied = text.get("tie_word_embeddings") or config.get("tie_word_embeddings")
-    if is_tied:  # the embedding's matrix once more
+    if text.get("tie_word_embeddings") or config.get("tie_word_embeddings"):  # the embedding's matrix once more
         part = LANGUAGE.get(config["model_type"], "language_model") + "." if is_whole else ""
         name = f"model.{part}embed_tokens.weight"
         logits = tape.product(name, tape.parameters[name], x, text["vocab_size"])

@@ -1,9 +1,7 @@
 """Ways to spread a run over devices, and what the run file's knobs make of them.
 
-(1) a `Strategy`: what is split over devices, what is whole when; `Hardware`: the devices
-(2) how many devices share one copy
-(3) `adapted`: the same strategy as this run would have it (offload, frozen parts left whole)
-(4) `refusal`: why a run file's knobs do not go with a strategy, in the words of the launch
+A `Strategy` says what is split over devices and what is whole when, `Hardware` what the devices are. `adapted` gives a
+strategy as a run would have it (offload, frozen parts left whole), `refusal` says why it does not go with the knobs.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from hf_dist_ext.planner.workload import Workload
 
 GIB = 2**30
 REPLICATED_SHARE = 0.25  # of a device, that frozen weights may take and stay whole (frozen/freeze.py)
-
-# (1) ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -35,17 +31,14 @@ class Strategy:
     in_words: str = ""
 
 
+_FROZEN_WHOLE = "what trains is sharded, what is frozen is whole"
 STRATEGIES = (
     Strategy("single", "single_gpu", in_words="one device"),
     Strategy("DDP", "multi_gpu_ddp", in_words="every device has everything"),
     Strategy("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
     Strategy("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
     Strategy(
-        "FSDP frozen whole",
-        "multi_gpu_fsdp_frozen_replicated",
-        "ogw",
-        replicates_frozen=True,
-        in_words="what trains is sharded, what is frozen is whole",
+        "FSDP frozen whole", "multi_gpu_fsdp_frozen_replicated", "ogw", replicates_frozen=True, in_words=_FROZEN_WHOLE
     ),
     Strategy("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words="sharded in a machine, copies between them"),
     Strategy("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words="weights and state on the CPU"),
@@ -78,9 +71,6 @@ class Hardware:
         return max(1, self.num_devices // self.num_nodes)
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
-
-
 def tensor_parallel_size(work: Workload, hardware: Hardware) -> int:
     """The preset's groups where the heads and the devices of a machine can be dealt to them; 1: cannot be split."""
     config = work.config
@@ -100,9 +90,6 @@ def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
     if strategy.is_tensor_parallel:
         return max(1, hardware.num_devices // tensor_parallel_size(work, hardware))
     return hardware.num_devices
-
-
-# (3) ---------------------------------------------------------------------------------------------------------------
 
 
 def is_fsdp(strategy: Strategy) -> bool:
@@ -128,9 +115,6 @@ def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:
         offloads=strategy.offloads or bool(knobs.cpu_offload),
         replicates_frozen=strategy.replicates_frozen or leaves_frozen_whole(work, hardware),
     )
-
-
-# (4) ---------------------------------------------------------------------------------------------------------------
 
 
 def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:

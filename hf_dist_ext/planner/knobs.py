@@ -1,9 +1,8 @@
 """The scale knobs of a run file as the planner reads them: what FSDP shards, where, and how gradients travel.
 
-(1) the fields of strategies/fsdp_options.py and strategies/ddp.py, read without torch; their rules are checked there,
-    at launch
-(2) what a hook of DDP sends of the gradients, and what it keeps: fp16 and bf16 a copy of half the size,
-    PowerSGD two factors of each large matrix and what they left out
+They are the fields of strategies/fsdp_options.py and strategies/ddp.py, which check their rules at launch. A hook of DDP
+keeps beside the gradients what it sends: fp16 and bf16 a copy of half the size, PowerSGD two factors of each large
+matrix and what they left out.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_dist_ext.planner.tape import Parameter
-
-# (1) ---------------------------------------------------------------------------------------------------------------
 
 _OF_FSDP = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,11 +47,8 @@ class Knobs:
 
 
 def knobs_of(given: Mapping[str, Any]) -> Knobs:
-    found = {name: given.get(name) for name in _OF_FSDP}
-    return Knobs(**found, hook=given.get("ddp_comm_hook"), hook_rank=given.get("ddp_power_sgd_rank") or 1)
-
-
-# (2) ---------------------------------------------------------------------------------------------------------------
+    of_fsdp = {name: given.get(name) for name in _OF_FSDP}
+    return Knobs(**of_fsdp, hook=given.get("ddp_comm_hook"), hook_rank=given.get("ddp_power_sgd_rank") or 1)
 
 
 def sent_by_hook(hook: str | None, rank: int, parameters: Iterable[Parameter]) -> float:

@@ -1,10 +1,7 @@
 """Text models as forwards on a `Tape`: their parameters by name, and what autograd keeps of them.
 
-(1) encoders (Bert and its relatives, DistilBert, MPNet, ModernBert), one layer in ten lines each
-(2) decoders (Llama, Mistral, Qwen, Gemma, Phi3): grouped queries, gated feed-forward, mixtures of experts
-
-Names are those of `model.named_parameters()`, so that freezing patterns and LoRA targets mean here what they mean
-there.
+Encoders are Bert and its relatives, DistilBert and ModernBert; decoders are Llama, Mistral, Qwen, Gemma and Phi3.
+Names are those of `model.named_parameters()`, so that freezing patterns and LoRA targets mean here what they mean there.
 """
 
 from __future__ import annotations
@@ -31,25 +28,30 @@ class Rows:
         return self.count * self.length
 
 
-# (1) ---------------------------------------------------------------------------------------------------------------
+def _embeddings(tape: Tape, config: Config, rows: Rows, width: int, dropout: float, has_types: bool) -> Value:
+    with tape.module("embeddings"):
+        x = tape.embedding("word_embeddings", rows.tokens, config["vocab_size"], width)
+        x = tape.add(x, tape.embedding("position_embeddings", rows.tokens, config["max_position_embeddings"], width))
+        if has_types:
+            types = tape.embedding("token_type_embeddings", rows.tokens, config["type_vocab_size"], width)
+            x = tape.add(x, types)
+        return tape.dropout(tape.layer_norm("LayerNorm", x), dropout)
+
+
+def feed_forward(tape: Tape, x: Value, names: Sequence[str], inner: int, activation: str, width: int) -> Value:
+    """Two linear layers with an activation between them."""
+    return tape.linear(names[1], tape.activation(tape.linear(names[0], x, inner), activation), width)
 
 
 def bert(tape: Tape, config: Config, rows: Rows) -> Value:
     width, drop, act = config["hidden_size"], config["hidden_dropout_prob"], config["hidden_act"]
     is_mpnet = config["model_type"] == "mpnet"
-    with tape.module("embeddings"):
-        x = tape.embedding("word_embeddings", rows.tokens, config["vocab_size"], width)
-        x = tape.add(x, tape.embedding("position_embeddings", rows.tokens, config["max_position_embeddings"], width))
-        if not is_mpnet:
-            types = tape.embedding("token_type_embeddings", rows.tokens, config["type_vocab_size"], width)
-            x = tape.add(x, types)
-        x = tape.dropout(tape.layer_norm("LayerNorm", x), drop)
+    x = _embeddings(tape, config, rows, width, drop, has_types=not is_mpnet)
+    names = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
     if is_mpnet:
         buckets = config.get("relative_attention_num_buckets", 32)
         tape.learned("encoder.relative_attention_bias.weight", 1, buckets, config["num_attention_heads"])
-    names = ("attn.q", "attn.k", "attn.v", "attn.o", "LayerNorm")
-    if not is_mpnet:
-        names = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
+        names = ("attn.q", "attn.k", "attn.v", "attn.o", "LayerNorm")
     for i in range(config["num_hidden_layers"]):
         with tape.layer(f"encoder.layer.{i}", x):
             with tape.module("attention"):
@@ -59,55 +61,53 @@ def bert(tape: Tape, config: Config, rows: Rows) -> Value:
                 attended = tape.attention(query, key, value, heads, rows.length, drop_scores, kind=kind)
                 attended = tape.dropout(tape.linear(names[3], attended, width), drop)
                 x = tape.layer_norm(names[4], tape.add(attended, x))
-            inner = tape.activation(tape.linear("intermediate.dense", x, config["intermediate_size"]), act)
-            outer = tape.dropout(tape.linear("output.dense", inner, width), drop)
+            layers = ("intermediate.dense", "output.dense")
+            outer = tape.dropout(feed_forward(tape, x, layers, config["intermediate_size"], act, width), drop)
             x = tape.layer_norm("output.LayerNorm", tape.add(outer, x))
     return x
 
 
 def distilbert(tape: Tape, config: Config, rows: Rows) -> Value:
     width, drop = config["dim"], config["dropout"]
-    with tape.module("embeddings"):
-        x = tape.embedding("word_embeddings", rows.tokens, config["vocab_size"], width)
-        x = tape.add(x, tape.embedding("position_embeddings", rows.tokens, config["max_position_embeddings"], width))
-        x = tape.dropout(tape.layer_norm("LayerNorm", x), drop)
+    x = _embeddings(tape, config, rows, width, drop, has_types=False)
     for i in range(config["n_layers"]):
         with tape.layer(f"transformer.layer.{i}", x):
             parts = [tape.linear(f"attention.{name}_lin", x, width) for name in "qkv"]
             attended = tape.attention(*parts, config["n_heads"], rows.length, config["attention_dropout"])
             attended = tape.linear("attention.out_lin", attended, width)
             x = tape.layer_norm("sa_layer_norm", tape.add(attended, x))
-            inner = tape.activation(tape.linear("ffn.lin1", x, config["hidden_dim"]), config["activation"])
-            outer = tape.dropout(tape.linear("ffn.lin2", inner, width), drop)
+            layers = ("ffn.lin1", "ffn.lin2")
+            outer = feed_forward(tape, x, layers, config["hidden_dim"], config["activation"], width)
+            outer = tape.dropout(outer, drop)
             x = tape.layer_norm("output_layer_norm", tape.add(outer, x))
     return x
 
 
 def modernbert(tape: Tape, config: Config, rows: Rows) -> Value:
-    width, inner = config["hidden_size"], config["intermediate_size"]
+    width, inner, bias = config["hidden_size"], config["intermediate_size"], config["norm_bias"]
     with tape.module("embeddings"):
         x = tape.embedding("tok_embeddings", rows.tokens, config["vocab_size"], width)
-        x = tape.dropout(tape.layer_norm("norm", x, config["norm_bias"]), config["embedding_dropout"])
+        x = tape.dropout(tape.layer_norm("norm", x, bias), config["embedding_dropout"])
     for i in range(config["num_hidden_layers"]):
         with tape.layer(f"layers.{i}", x):
-            normed = x if i == 0 else tape.layer_norm("attn_norm", x, config["norm_bias"])
+            normed = x if i == 0 else tape.layer_norm("attn_norm", x, bias)
             together = tape.linear("attn.Wqkv", normed, 3 * width, config["attention_bias"])
             parts = [tape.part(together, width) for _ in range(3)]
             query, key = (rotated(tape, one) for one in parts[:2])
             heads, drop = config["num_attention_heads"], config["attention_dropout"]
             attended = tape.attention(query, key, parts[2], heads, rows.length, drop)
             x = tape.add(x, tape.linear("attn.Wo", attended, width, config["attention_bias"]))
-            both = tape.linear(
-                "mlp.Wi", tape.layer_norm("mlp_norm", x, config["norm_bias"]), 2 * inner, config["mlp_bias"]
-            )
-            gate, up = tape.part(both, inner), tape.part(both, inner)
-            gated = tape.multiply(tape.activation(gate, config["hidden_activation"]), up)
-            gated = tape.dropout(gated, config["mlp_dropout"])
+            both = tape.linear("mlp.Wi", tape.layer_norm("mlp_norm", x, bias), 2 * inner, config["mlp_bias"])
+            gated = tape.dropout(_halves_gated(tape, both, config["hidden_activation"]), config["mlp_dropout"])
             x = tape.add(x, tape.linear("mlp.Wo", gated, width, config["mlp_bias"]))
-    return tape.layer_norm("final_norm", x, config["norm_bias"])
+    return tape.layer_norm("final_norm", x, bias)
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
+def _halves_gated(tape: Tape, both: Value, activation: str) -> Value:
+    """A gate and what it multiplies, side by side in one value."""
+    gate, up = tape.part(both, both.width / 2), tape.part(both, both.width / 2)
+    return tape.multiply(tape.activation(gate, activation), up)
+
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 QUERY_KEY_NORM = ("qwen3", "qwen3_moe", "qwen3_vl_text", "gemma3_text")
@@ -165,10 +165,9 @@ def decoder(tape: Tape, config: Config, rows: Rows, embeds: Value | None = None,
 
 def _feed_forward(tape: Tape, config: Config, x: Value, index: int) -> Value:
     experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    is_sparse = experts and index not in (config.get("mlp_only_layers") or ())
-    is_sparse = is_sparse and (index + 1) % (config.get("decoder_sparse_step") or 1) == 0
+    is_dense = index in (config.get("mlp_only_layers") or ()) or (index + 1) % (config.get("decoder_sparse_step") or 1)
     with tape.module("mlp"):
-        if is_sparse:
+        if experts and not is_dense:
             return _experts(tape, config, x, experts)
         return gated_layers(tape, config, x, config["intermediate_size"])
 
@@ -176,11 +175,11 @@ def _feed_forward(tape: Tape, config: Config, x: Value, index: int) -> Value:
 def gated_layers(tape: Tape, config: Config, x: Value, inner: int) -> Value:
     bias, act = bool(config.get("mlp_bias")), config.get("hidden_act") or config.get("hidden_activation")
     if config["model_type"] == "phi3":
-        both = tape.linear("gate_up_proj", x, 2 * inner, False)
-        gate, up = tape.part(both, inner), tape.part(both, inner)
+        gated = _halves_gated(tape, tape.linear("gate_up_proj", x, 2 * inner, False), act)
     else:
         gate, up = tape.linear("gate_proj", x, inner, bias), tape.linear("up_proj", x, inner, bias)
-    return tape.linear("down_proj", tape.multiply(tape.activation(gate, act), up), int(x.width), bias)
+        gated = tape.multiply(tape.activation(gate, act), up)
+    return tape.linear("down_proj", gated, int(x.width), bias)
 
 
 def _experts(tape: Tape, config: Config, x: Value, experts: int) -> Value:
@@ -192,9 +191,7 @@ def _experts(tape: Tape, config: Config, x: Value, experts: int) -> Value:
     both = tape.parameter("experts.gate_up_proj", experts * 2 * inner * width, width)
     down = tape.parameter("experts.down_proj", experts * width * inner, inner)
     copies = tape.new(x.rows * chosen, width, x.item, x.flows or scores.flows)
-    hidden = _grouped_product(tape, both, copies, 2 * inner)
-    gate, up = tape.part(hidden, inner), tape.part(hidden, inner)
-    gated = tape.multiply(tape.activation(gate, "silu"), up)
+    gated = _halves_gated(tape, _grouped_product(tape, both, copies, 2 * inner), "silu")
     out = _grouped_product(tape, down, gated, width)
     if out.flows:
         tape.keep(out)  # times the router's weight

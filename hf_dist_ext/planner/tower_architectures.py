@@ -1,18 +1,15 @@
-"""Image and text towers as forwards on a `Tape`.
+"""Image and text towers as forwards on a `Tape`: CLIP, SigLIP and those built alike (Idefics3), InternVL, Qwen-VL.
 
-(1) CLIP, SigLIP and those built alike (Idefics3, SmolVLM): an image's patches, positions, layers; one vector per
-    image, or the states for a vision-language model; a text
-(2) InternVL: learned scales on both branches of a layer
-(3) Qwen2-VL to Qwen3-VL: rotary positions, pictures of any size, and a merger that makes one token of a square of
-    patches; Qwen3-VL also hands on what some layers in between see
+A tower gives one vector per image or text, or the states for a vision-language model. Qwen's towers take pictures of
+any size, and a merger makes one token of a square of patches; Qwen3-VL also hands on what layers in between see.
 """
 
 from __future__ import annotations
 
 from hf_dist_ext.planner.tape import Tape, Value
-from hf_dist_ext.planner.text_architectures import Config, Rows, gated_layers, rotated
+from hf_dist_ext.planner.text_architectures import Config, Rows, feed_forward, gated_layers, rotated
 
-# (1) ---------------------------------------------------------------------------------------------------------------
+_MLP = ("mlp.fc1", "mlp.fc2")
 
 
 def _tower_layers(tape: Tape, config: Config, x: Value, length: float, masked: bool = True) -> list[Value]:
@@ -24,28 +21,34 @@ def _tower_layers(tape: Tape, config: Config, x: Value, length: float, masked: b
             query, key, value = (tape.linear(f"self_attn.{name}_proj", normed, width) for name in "qkv")
             attended = tape.attention(query, key, value, config["num_attention_heads"], length, drop, masked=masked)
             x = tape.add(x, tape.linear("self_attn.out_proj", attended, width))
-            inner = tape.linear("mlp.fc1", tape.layer_norm("layer_norm2", x), config["intermediate_size"])
-            x = tape.add(x, tape.linear("mlp.fc2", tape.activation(inner, config["hidden_act"]), width))
+            normed = tape.layer_norm("layer_norm2", x)
+            x = tape.add(x, feed_forward(tape, normed, _MLP, config["intermediate_size"], config["hidden_act"], width))
         states.append(x)
     return states
 
 
+def _side(config: Config, name: str) -> int:
+    """Of an image or a patch, which are squares."""
+    return config[name] if isinstance(config[name], int) else config[name][0]
+
+
 def num_patches(config: Config) -> int:
     """Of one image of a tower: patches, without a class token."""
-    size, patch = (one if isinstance(one, int) else one[0] for one in (config["image_size"], config["patch_size"]))
-    return (size // patch) ** 2
+    return (_side(config, "image_size") // _side(config, "patch_size")) ** 2
+
+
+def _pixels(tape: Tape, config: Config, images: float) -> Value:
+    """The image itself is an input: nothing flows into it, but a trained patch embedding keeps it."""
+    return tape.new(images * num_patches(config), config["num_channels"] * _side(config, "patch_size") ** 2, 4, False)
 
 
 def vision_states(tape: Tape, config: Config, images: float) -> tuple[list[Value], float]:
     width, is_clip = config["hidden_size"], config["model_type"].startswith("clip")
-    patch = config["patch_size"] if isinstance(config["patch_size"], int) else config["patch_size"][0]
     length = num_patches(config) + is_clip
-    # The image itself is an input: nothing flows into it, but a trained patch embedding keeps it.
-    pixels = tape.new(images * num_patches(config), config["num_channels"] * patch * patch, 4, False)
     with tape.module("embeddings"):
         if is_clip:
             tape.parameter("class_embedding", width)
-        patches = tape.linear("patch_embedding", pixels, width, bias=not is_clip)
+        patches = tape.linear("patch_embedding", _pixels(tape, config, images), width, bias=not is_clip)
         positions = tape.embedding("position_embedding", 0, length, width)
         flows = patches.flows or positions.flows
         # float32 position vectors lift the sum
@@ -80,8 +83,8 @@ def attention_head(tape: Tape, config: Config, x: Value, images: float) -> Value
             tape.keep(keys)
         pooled = tape.linear("attention.out_proj", tape.new(images, width, keys.item, keys.flows), width)
         normed = tape.layer_norm("layernorm", pooled)
-        inner = tape.activation(tape.linear("mlp.fc1", normed, config["intermediate_size"]), config["hidden_act"])
-        return tape.add(pooled, tape.linear("mlp.fc2", inner, width))
+        inner, act = config["intermediate_size"], config["hidden_act"]
+        return tape.add(pooled, feed_forward(tape, normed, _MLP, inner, act, width))
 
 
 def text_tower(tape: Tape, config: Config, rows: Rows) -> Value:
@@ -97,23 +100,17 @@ def text_tower(tape: Tape, config: Config, rows: Rows) -> Value:
     return pooled
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
-
-
 def internvl_tower(tape: Tape, config: Config, images: float) -> Value:
-    """-> the states of the last layer, those of the class token included."""
-    width, drop = config["hidden_size"], config["hidden_dropout_prob"]
-    patch = config["patch_size"] if isinstance(config["patch_size"], int) else config["patch_size"][0]
-    length = num_patches(config) + 1
+    """-> the states of the last layer, those of the class token included. Both branches of a layer have a scale."""
+    width, drop, length = config["hidden_size"], config["hidden_dropout_prob"], num_patches(config) + 1
     norm = tape.rms_norm if config["norm_type"] == "rms_norm" else tape.layer_norm
-    pixels = tape.new(images * num_patches(config), config["num_channels"] * patch * patch, 4, False)
     with tape.module("embeddings"):
         first = [tape.parameter("cls_token", width)]
         if config["use_mask_token"]:
             tape.parameter("mask_token", width)
         if config["use_absolute_position_embeddings"]:
             first.append(tape.parameter("position_embeddings", length * width))
-        patches = tape.linear("patch_embeddings.projection", pixels, width)
+        patches = tape.linear("patch_embeddings.projection", _pixels(tape, config, images), width)
         flows = patches.flows or any(one.trains for one in first)
         x = tape.new(images * length, width, max(patches.item, *(one.item for one in first)), flows)
         x = tape.dropout(x, drop)
@@ -129,13 +126,10 @@ def internvl_tower(tape: Tape, config: Config, images: float) -> Value:
                 attended = tape.attention(query, key, value, heads, length, drop_scores, masked=False)
                 attended = tape.dropout(tape.linear("projection_layer", attended, width), config["projection_dropout"])
             x = tape.add(tape.scaled("lambda_1", attended), x)
-            inner = tape.linear("mlp.fc1", norm("layernorm_after", x), config["intermediate_size"])
-            outer = tape.linear("mlp.fc2", tape.activation(inner, config["hidden_act"]), width)
+            normed, inner = norm("layernorm_after", x), config["intermediate_size"]
+            outer = feed_forward(tape, normed, _MLP, inner, config["hidden_act"], width)
             x = tape.add(tape.scaled("lambda_2", tape.dropout(outer, drop)), x)
     return x if config["use_mean_pooling"] else tape.layer_norm("layernorm", x)
-
-
-# (3) ---------------------------------------------------------------------------------------------------------------
 
 
 def qwen_tower(tape: Tape, config: Config, patches: float, length: float) -> tuple[Value, list[Value]]:
@@ -173,16 +167,16 @@ def _qwen_feed_forward(tape: Tape, config: Config, generation: str, x: Value) ->
     with tape.module("mlp"):
         if generation == "qwen2_5":
             return gated_layers(tape, {**config, "mlp_bias": True}, x, config["intermediate_size"])
-        names = ("fc1", "fc2") if generation == "qwen2" else ("linear_fc1", "linear_fc2")
-        width = int(x.width)
-        inner = width * config["mlp_ratio"] if generation == "qwen2" else config["intermediate_size"]
-        return tape.linear(names[1], tape.activation(tape.linear(names[0], x, inner), config["hidden_act"]), width)
+        names, width, inner = ("linear_fc1", "linear_fc2"), int(x.width), config.get("intermediate_size")
+        if generation == "qwen2":
+            names, inner = ("fc1", "fc2"), width * config["mlp_ratio"]
+        return feed_forward(tape, x, names, inner, config["hidden_act"], width)
 
 
 def _merged(tape: Tape, config: Config, generation: str, x: Value, norms_squares: bool = False) -> Value:
     square = config["spatial_merge_size"] ** 2
     norm = tape.rms_norm if generation == "qwen2_5" else tape.layer_norm
-    name, first, second = ("norm", "linear_fc1", "linear_fc2") if generation == "qwen3" else ("ln_q", "mlp.0", "mlp.2")
+    name, *layers = ("norm", "linear_fc1", "linear_fc2") if generation == "qwen3" else ("ln_q", "mlp.0", "mlp.2")
     x = norm(name, tape.regrouped(x, square)) if norms_squares else tape.regrouped(norm(name, x), square)
-    inner = tape.activation(tape.linear(first, x, int(x.width)), "gelu")
-    return tape.linear(second, inner, config["hidden_size"] if generation == "qwen2" else config["out_hidden_size"])
+    width = config["hidden_size"] if generation == "qwen2" else config["out_hidden_size"]
+    return feed_forward(tape, x, layers, int(x.width), "gelu", width)

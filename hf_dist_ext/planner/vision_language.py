@@ -1,10 +1,7 @@
-"""Vision-language models as forwards on a `Tape`: a tower, a projector, a decoder.
+"""Vision-language models as forwards on a `Tape`: a tower and a projector make a vector for every image token.
 
-(1) which tower a model type takes, and what its parts are called
-(2) how many pictures its tower sees and how many tokens they become, where the configuration tells; else one tile, or
-    a picture of PICTURE x PICTURE
-(3) tower and projector: one vector per image token
-(4) the decoder, where these stand in for the image's tokens
+How many images the tower sees of a picture, and how many tokens they become, is counted where the configuration tells;
+else it is one tile, or a picture of PICTURE x PICTURE.
 """
 
 from __future__ import annotations
@@ -19,19 +16,13 @@ from hf_dist_ext.planner.tower_architectures import (
     vision_states,
 )
 
-# (1) ---------------------------------------------------------------------------------------------------------------
-
-_PLAIN = ("clip_vision_model", "siglip_vision_model")
-TOWERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(["llava", "llava_next", "paligemma", "gemma3"], _PLAIN),
-    **{kind: (f"{kind}_vision",) for kind in ("idefics3", "smolvlm", "internvl")},
-    **{kind: (f"{kind}_vision",) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
-}
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SHUFFLING = ("idefics3", "smolvlm")
+TOWERS: dict[str, tuple[str, ...]] = {  # model type -> the towers that it takes
+    **dict.fromkeys(["llava", "llava_next", "paligemma", "gemma3"], ("clip_vision_model", "siglip_vision_model")),
+    **{kind: (f"{kind}_vision",) for kind in (*SHUFFLING, "internvl", *QWEN)},
+}
 LANGUAGE = dict.fromkeys(SHUFFLING, "text_model")  # the decoder's name where it is not language_model
-
-# (2) ---------------------------------------------------------------------------------------------------------------
 
 PICTURE = 448  # pixels of a side, for models that take any size
 
@@ -88,9 +79,6 @@ def assumption(config: Config) -> str:
     return ""
 
 
-# (3) ---------------------------------------------------------------------------------------------------------------
-
-
 def _image_features(tape: Tape, config: Config, pictures: float) -> tuple[Value, list[Value]]:
     """-> one vector per image token, and for Qwen3-VL those of the layers in between."""
     kind, vision, text = config["model_type"], config["vision_config"], config["text_config"]
@@ -135,31 +123,26 @@ def _chosen_layer(tape: Tape, config: Config, images: float) -> Value:
 
 
 def _projected(tape: Tape, config: Config, x: Value, images: float, pictures: float) -> Value:
-    kind, vision, text = config["model_type"], config["vision_config"], config["text_config"]
+    kind, width = config["model_type"], config["vision_config"]["hidden_size"]
+    out = config["text_config"]["hidden_size"]
     if kind == "internvl":
         square = round(1 / config["downsample_ratio"]) ** 2
         x = tape.layer_norm("layer_norm", _shuffled(tape, x, pictures * image_tokens(config), square))
     else:
-        count = num_patches(vision) if kind == "llava_next" else image_tokens(config)
-        x = tape.new(images * count, vision["hidden_size"], x.item, x.flows)
+        count = num_patches(config["vision_config"]) if kind == "llava_next" else image_tokens(config)
+        x = tape.new(images * count, width, x.item, x.flows)
     if kind == "paligemma":
-        return tape.linear("linear", x, text["hidden_size"])
+        return tape.linear("linear", x, out)
     if kind == "gemma3":
         x = tape.rms_norm("mm_soft_emb_norm", x, adds_one=True)
-        weight = tape.parameter(
-            "mm_input_projection_weight", vision["hidden_size"] * text["hidden_size"], vision["hidden_size"]
-        )
-        return tape.product(f"{tape.prefix}mm_input_projection_weight", weight, x, text["hidden_size"])
+        weight = tape.parameter("mm_input_projection_weight", width * out, width)
+        return tape.product(f"{tape.prefix}mm_input_projection_weight", weight, x, out)
     bias = config.get("multimodal_projector_bias", True)
-    inner = tape.linear("linear_1", x, text["hidden_size"], bias)
-    inner = tape.activation(inner, config.get("projector_hidden_act", "gelu"))
-    x = tape.linear("linear_2", inner, text["hidden_size"], bias)
+    inner = tape.activation(tape.linear("linear_1", x, out, bias), config.get("projector_hidden_act", "gelu"))
+    x = tape.linear("linear_2", inner, out, bias)
     if kind == "llava_next":  # packed with the ends of lines
         x = tape.new(pictures * image_tokens(config), x.width, x.item, x.flows)
     return x
-
-
-# (4) ---------------------------------------------------------------------------------------------------------------
 
 
 def vision_language(tape: Tape, config: Config, rows: Rows) -> Value:
@@ -168,7 +151,6 @@ def vision_language(tape: Tape, config: Config, rows: Rows) -> Value:
     if config["model_type"] == "llava_next":
         newline = tape.parameter("image_newline", config["text_config"]["hidden_size"])
         features = tape.new(features.rows, features.width, features.item, features.flows or newline.trains)
+    images = (features, between) if rows.images else ()
     with tape.module(LANGUAGE.get(config["model_type"], "language_model")):
-        if rows.images:
-            return decoder(tape, config["text_config"], rows, features, between)
-        return decoder(tape, config["text_config"], rows)
+        return decoder(tape, config["text_config"], rows, *images)

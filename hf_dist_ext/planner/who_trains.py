@@ -1,9 +1,4 @@
-"""Who trains, by parameter names alone: freezing patterns and adapters, with the meaning they have in training.
-
-(1) trainable_modules and frozen_modules as in frozen/groups.py: the deepest match decides; names of parts such as
-    "vision"
-(2) LoRA as in tasks/adapters.py: the layers that are named, or peft's own choice, which stays out of an image part
-"""
+"""Who trains, by parameter names alone: freezing patterns as in frozen/groups.py, adapters as in tasks/adapters.py."""
 
 from __future__ import annotations
 
@@ -17,8 +12,6 @@ from hf_dist_ext.planner.tape import Lora
 
 # peft's own targets for the families of planner/architectures.py; q_proj and v_proj in all others (tasks/adapters.py)
 LORA_TARGETS = dict.fromkeys(["bert", "roberta", "xlm-roberta"], ("query", "value"))
-
-# (1) -----------------------------------------------------------------------------------------------------------------
 
 
 def who_trains(trainable: Any, frozen: Any, is_lora: bool) -> Callable[[str], bool]:
@@ -43,13 +36,12 @@ def depth(patterns: Sequence[str] | str, name: str) -> int:
     above = [".".join(parts[: count + 1]) for count in range(len(parts))]
     if isinstance(patterns, str):
         return max((one.count(".") + 1 for one in above if re.fullmatch(patterns, one)), default=0)
-    found = [0]
+    depths = [0]
     for pattern in patterns:
-        if root := _group_root(pattern, name):
-            found.append(root.count(".") + 1)
-            continue
-        found += [one.count(".") + 1 for one in above if one == pattern or one.endswith("." + pattern)]
-    return max(found)
+        root = _group_root(pattern, name)
+        matches = [root] if root else [one for one in above if one == pattern or one.endswith("." + pattern)]
+        depths += [match.count(".") + 1 for match in matches]
+    return max(depths)
 
 
 # Names of parts as frozen/groups.py finds them in a model; a projector may lie inside the vision part.
@@ -77,9 +69,6 @@ def _group_root(pattern: str, name: str) -> str | None:
         return next((root for root in roots if name == root or name.startswith(root + ".")), None)
 
     return None if pattern == "vision" and root_of("projector") else root_of(pattern)
-
-
-# (2) -----------------------------------------------------------------------------------------------------------------
 
 
 def lora_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:
