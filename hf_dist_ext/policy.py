@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MOST_WIDENING = 8
+KEPT_WHOLE_SHARE = 0.25  # of a device's memory, that weights or gradients may take whole where they could be sharded
 LOSS_TILE_BYTES = 512 * 2**20  # of all buffers of a tile of scores together
 LOSS_TILE_BUFFERS = 4  # logits, mask of known false negatives, two while false negatives are looked for
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hf_dist_ext import policy
 from hf_dist_ext.planner.workload import Workload
 
 GIB = 2**30
-REPLICATED_SHARE = 0.25  # of a device, that frozen weights may take and stay whole (frozen/freeze.py)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def leaves_frozen_whole(work: Workload, hardware: Hardware) -> bool:
     if not work.can_replicate or work.replicates_frozen == "shard":
         return False
     frozen = sum(one.elements * one.item for one in work.parameters().values() if not one.trains)
-    return work.replicates_frozen == "replicate" or frozen <= REPLICATED_SHARE * hardware.memory_bytes
+    return work.replicates_frozen == "replicate" or frozen <= policy.KEPT_WHOLE_SHARE * hardware.memory_bytes
 
 
 def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:

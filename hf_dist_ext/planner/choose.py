@@ -3,16 +3,14 @@
     plan = make_plan(run, Hardware(num_devices=8, memory_bytes=80 * GIB))
     plan.best.strategy.preset, plan.changes, plan.reasons
 
-(1) every strategy is estimated with the run's own settings: planner/memory.py for bytes, planner/traffic.py for
-    collectives
+(1) every strategy is estimated with the run's own settings: bytes by planner/memory.py, collectives by traffic.py
 (2) what does not fit is tried with smaller chunks, with checkpointing, with both (or a smaller batch and more
     accumulation where there is no gradient cache to use)
 (3) of what fits and has a preset, the one whose step is shortest wins: arithmetic plus communication; what fits as the
     run stands comes before what needs changes or the CPU's memory
-(4) boundaries follow from these numbers; nothing here knows how large a "large" model is
-(5) stages are planned one by one, and the one that needs most decides
 
-It loads no weights and imports no torch: a laptop plans for a model that it could never hold.
+Stages are planned one by one, and the one that needs most decides. Boundaries follow from the numbers: nothing here
+knows how large a "large" model is. No weights are loaded: a laptop plans for a model that it could never hold.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.architectures import is_known
 from hf_dist_ext.planner.catalog import (
+    GIB,
     STRATEGIES,
     Hardware,
     Strategy,
@@ -41,7 +40,7 @@ from hf_dist_ext.planner.memory import Settings, estimate, is_cut, is_known_opti
 from hf_dist_ext.planner.plan import Option, Plan, changes_for
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traffic import traffic
+from hf_dist_ext.planner.traffic import Traffic, traffic
 from hf_dist_ext.planner.workload import TracedWorkload, Workload, with_batch, workload_of
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
@@ -63,9 +62,9 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
     work = workload_of(run, shape)
     if not is_known(shape):
         note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
-        found = run_trace(run, "--shape")
+        traced = run_trace(run, "--shape")
         known = {one.name: getattr(work, one.name) for one in fields(work)}
-        work = TracedWorkload(**known | {"notes": (*work.notes, note)}, found=found)
+        work = TracedWorkload(**known | {"notes": (*work.notes, note)}, traced=traced)
     plan = plan_workload(work, hardware, available)
     plan.run = run
     return plan
@@ -73,22 +72,22 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
 
 def _plan_stages(run: Any, hardware: Hardware, available: Collection[str] | None) -> Plan:
     """Each stage by itself; the plan of the one that needs most where nothing is sharded, since the processes are
-    those of the whole run. (5)"""
+    those of the whole run."""
     plans = [make_plan(stage, hardware, available) for stage in run.stages]
-    found = max(plans, key=lambda plan: plan.simplest.given.total)
+    largest = max(plans, key=lambda plan: plan.simplest.given.total)
     for plan in plans:
-        chosen = plan.option(found.best.strategy.name) if found.best is not None else None
-        found.stages.append(
+        chosen = plan.option(largest.best.strategy.name) if largest.best is not None else None
+        largest.stages.append(
             {
                 "name": plan.run.name,
                 "needs": round(plan.simplest.given.total),
                 "needs_with": None if chosen is None else round(chosen.given.total),
                 "fits": None if chosen is None else chosen.fits,
-                "set": {} if chosen is None else changes_for(plan, chosen, hardware),
+                "set": {} if chosen is None else changes_for(plan, chosen),
             }
         )
-    explain_stages(found)
-    return found
+    explain_stages(largest)
+    return largest
 
 
 def run_trace(run: Any, *options: str) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     plan = Plan(work, hardware, options, best, notes=list(work.notes))
     if hardware.memory_is_assumed:
         plan.notes.append(
-            f"no device is visible here: {hardware.memory_bytes / 2**30:.0f} GiB per device are assumed. "
+            f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
             "--device_memory_gib says otherwise."
         )
     if not is_known_optimizer(work.optimizer):
@@ -130,7 +129,7 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
         )
     explain(plan)
     if best is not None:
-        plan.changes = changes_for(plan, best, hardware)
+        plan.changes = changes_for(plan, best)
     return plan
 
 
@@ -179,9 +178,7 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
         _make_fit(option, work, hardware)
     else:
         option.settings, option.batch, option.fitted = as_given, work.batch, option.given
-        sent = option.traffic
-        option.seconds = sent.seconds + sent.arithmetic_seconds * _waiting(work, as_given)
-        option.seconds *= _repeats(strategy, work, hardware)
+        option.seconds = _seconds(work, strategy, hardware, as_given, option.traffic)
     if work.finds_chunk and option.settings is not None and option.settings.is_checkpointed == work.is_checkpointed:
         option.given = option.fitted or option.given  # the run finds this size itself
     return option
@@ -201,45 +198,37 @@ def _make_fit(option: Option, work: Workload, hardware: Hardware) -> None:
     """(2) The quickest of: smaller chunks, checkpointing, both."""
     for is_checkpointed in dict.fromkeys([work.is_checkpointed, True]):
         for variant, settings in _smaller(work, is_checkpointed):
-            found = estimate(variant, option.strategy, hardware, settings)
-            if found.total > hardware.memory_bytes:
+            needed = estimate(variant, option.strategy, hardware, settings)
+            if needed.total > hardware.memory_bytes:
                 continue
             sent = traffic(variant, option.strategy, hardware, settings)
-            seconds = sent.seconds + sent.arithmetic_seconds * _waiting(variant, settings)
-            seconds *= _repeats(option.strategy, work, hardware)
+            seconds = _seconds(variant, option.strategy, hardware, settings, sent)
             if seconds < option.seconds:
-                option.settings, option.batch, option.fitted = settings, variant.batch, found
+                option.settings, option.batch, option.fitted = settings, variant.batch, needed
                 option.seconds = seconds
 
 
 def _smaller(work: Workload, is_checkpointed: bool) -> list[tuple[Workload, Settings]]:
     """Settings from large to small: rows per chunk for a loss over embeddings, else the batch."""
     if not work.is_embedding:
-        found, rows = [], work.batch
-        while rows:
-            share = -(-work.batch // rows)
-            variant = replace(with_batch(work, rows), accumulation=work.accumulation * share)
-            found.append((variant, Settings(is_checkpointed=is_checkpointed)))
-            rows //= 2
-        return found
+        batches = [work.batch >> halvings for halvings in range(work.batch.bit_length())]
+        steps = {rows: work.accumulation * -(-work.batch // rows) for rows in batches}
+        variants = [replace(with_batch(work, rows), accumulation=steps[rows]) for rows in batches]
+        return [(variant, Settings(is_checkpointed=is_checkpointed)) for variant in variants]
     most = max(work.rows_of_chunk(column.length) for column in work.columns)
     whole = [(work, Settings(is_checkpointed=is_checkpointed))] if not work.finds_chunk else []
     sizes = [2**power for power in range(20, -1, -1) if 2**power < most or work.finds_chunk and 2**power <= most]
     return whole + [(work, Settings(rows, is_checkpointed)) for rows in sizes]
 
 
-def _waiting(work: Workload, settings: Settings) -> float:
-    """How many times longer arithmetic takes because chunks are small."""
+def _seconds(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings, sent: Traffic) -> float:
+    """Of as many steps as do what one step of all devices with rows of their own does."""
     longest = max(column.length for column in work.columns)
     rows = work.rows_of_chunk(longest, settings.chunk_rows) if is_cut(work, settings) else work.batch
-    return 1 + HALF_SPEED_TOKENS / (rows * longest)
-
-
-def _repeats(strategy: Strategy, work: Workload, hardware: Hardware) -> float:
-    """Steps that do what one step of all devices with rows of their own does."""
-    if strategy.name == "single":
-        return hardware.num_devices
-    return tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
+    waiting = 1 + HALF_SPEED_TOKENS / (rows * longest)  # arithmetic takes so many times longer in small chunks
+    steps = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
+    steps = hardware.num_devices if strategy.name == "single" else steps
+    return (sent.seconds + sent.arithmetic_seconds * waiting) * steps
 
 
 def _best(options: list[Option]) -> Option | None:

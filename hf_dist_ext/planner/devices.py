@@ -24,22 +24,13 @@ def count_devices() -> int:
     """Visible GPUs, asked of the driver and not of torch, which takes seconds to import."""
     if importlib.metadata.version("torch").endswith("+cpu"):
         return 0  # this torch could not use them
-    nvidia = _count_nvidia()
+    nvidia = len(re.findall(r"^GPU \d+:", _ask("-L"), re.MULTILINE)) or len(glob.glob("/dev/nvidia[0-9]*"))
     if nvidia:
         return _count_visible(nvidia, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    amd = 0
-    for path in glob.glob("/sys/class/kfd/kfd/topology/nodes/*/properties"):  # a node with compute units is a GPU
-        amd += re.search(r"^simd_count [1-9]", Path(path).read_text(encoding="utf-8"), re.MULTILINE) is not None
+    nodes = map(Path, glob.glob("/sys/class/kfd/kfd/topology/nodes/*/properties"))  # with compute units one is a GPU
+    amd = sum(bool(re.search(r"^simd_count [1-9]", node.read_text(encoding="utf-8"), re.MULTILINE)) for node in nodes)
     masks = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     return _count_visible(amd, next((os.environ[name] for name in masks if name in os.environ), None))
-
-
-def _count_nvidia() -> int:
-    if shutil.which("nvidia-smi"):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        if listed.returncode == 0:
-            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
-    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _count_visible(installed: int, mask: str | None) -> int:
@@ -58,10 +49,9 @@ def _count_visible(installed: int, mask: str | None) -> int:
 def device_memory_bytes() -> float | None:
     """None when no driver says."""
     listed = _ask("--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    found = [float(one) * 2**20 for one in re.findall(r"^\s*(\d+)\s*$", listed, re.MULTILINE)]
-    for path in glob.glob("/sys/class/drm/card*/device/mem_info_vram_total"):
-        found.append(float(Path(path).read_text(encoding="utf-8")))
-    return min(found, default=None)
+    sizes = [float(mib) * 2**20 for mib in re.findall(r"^\s*(\d+)\s*$", listed, re.MULTILINE)]
+    amd = glob.glob("/sys/class/drm/card*/device/mem_info_vram_total")
+    return min([*sizes, *(float(Path(path).read_text(encoding="utf-8")) for path in amd)], default=None)
 
 
 def links() -> str:

@@ -1,7 +1,7 @@
 """The scale knobs of a run file as the planner reads them: what FSDP shards, where, and how gradients travel.
 
-They are the fields of strategies/fsdp_options.py and strategies/ddp.py, which check their rules at launch. A hook of DDP
-keeps beside the gradients what it sends: fp16 and bf16 a copy of half the size, PowerSGD two factors of each large
+They are the fields of strategies/fsdp_options.py and strategies/ddp.py, which check their rules at launch. A hook of
+DDP keeps beside the gradients what it sends: fp16 and bf16 a copy of half the size, PowerSGD two factors of each large
 matrix and what they left out.
 """
 

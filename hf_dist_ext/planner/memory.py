@@ -1,10 +1,8 @@
 """Bytes per device for every way to spread a run: a closed form.
 
-(1) what the model has: parameters by layer, trained and frozen, as stored and as computed with (planner/workload.py)
-(2) a `Strategy` (planner/catalog.py) says what is split over how many devices, and what is whole when
-(3) `estimate` adds up: weights, master weights, gradients, optimizer, activations of a chunk, the embeddings of the
-    batch, buffers of the collectives, the framework; the optimizer's own scratch counts only while no activation lives
-What the same strategies send is in planner/traffic.py.
+`estimate` adds up what a model has (planner/workload.py) as a `Strategy` splits it (planner/catalog.py): weights,
+master weights, gradients, optimizer, activations of a chunk, embeddings of the batch, buffers of the collectives, the
+framework; the optimizer's own scratch counts only while no activation lives.
 
 Under autocast "weights" are the copies that compute (and what is frozen), "master weights" the float32 ones behind
 them; with a loss over embeddings FSDP's copies are half precision where autocast's would be (strategies/fsdp.py). S
@@ -13,12 +11,13 @@ devices share one copy of what is sharded.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import GIB, Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.planner.knobs import kept_by_hook
-from hf_dist_ext.planner.tape import TEMPORARY_VALUES, Parameter
+from hf_dist_ext.planner.tape import TEMPORARY_VALUES, Cost, Parameter
 from hf_dist_ext.planner.workload import Cast, Column, Work, Workload
 
 # What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
@@ -58,9 +57,6 @@ class Bytes:
 
     def as_dict(self) -> dict[str, int]:
         return {name: round(value) for name, value in asdict(self).items()} | {"total": round(self.total)}
-
-
-# (1) ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -139,7 +135,6 @@ def reduced_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
 _OPTIMIZERS = {
     "adamw_bnb_8bit": 2.03,  # two bytes and a float32 scale for every 256
     "adamw_8bit": 2.03,
-    "paged_adamw_8bit": 2.03,
     "adamw_torch_8bit": 2.03,
     "adamw_torch_4bit": 1.06,
     "lion": "x1",
@@ -153,7 +148,7 @@ _OPTIMIZERS = {
 
 def optimizer_bytes(optimizer: str, parameter: Parameter) -> float:
     """State of one parameter. Adafactor keeps a row and a column of each matrix; AdamW two copies."""
-    name = optimizer.removeprefix("paged_") if optimizer not in _OPTIMIZERS else optimizer
+    name = optimizer.removeprefix("paged_")
     if name == "adafactor":
         rows = parameter.elements / parameter.columns if parameter.columns else parameter.elements
         return 4 * (rows + parameter.columns)
@@ -166,52 +161,45 @@ def optimizer_bytes(optimizer: str, parameter: Parameter) -> float:
 
 
 def is_known_optimizer(optimizer: str) -> bool:
-    known = optimizer in _OPTIMIZERS or optimizer.removeprefix("paged_") in _OPTIMIZERS
-    return known or optimizer == "adafactor" or optimizer.startswith(("adamw_torch", "adamw_apex", "paged_adamw"))
-
-
-# (2), (3) ----------------------------------------------------------------------------------------------------------
+    known = {*_OPTIMIZERS, "adafactor"}
+    return optimizer.removeprefix("paged_") in known or optimizer.startswith(
+        ("adamw_torch", "adamw_apex", "paged_adamw")
+    )
 
 
 def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
-    """Peak bytes of one device. (3)"""
+    """Peak bytes of one device."""
     parts = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
     model = model_of(work, parts, work.knobs.min_num_params or 0)
     shards = shard_count(strategy, work, hardware)
-    is_half = work.autocast_bytes is not None
-    computes_in = work.compute_bytes
-    found = Bytes()
+    found, whole = Bytes(), model.whole
     # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
     casts_itself = "w" in strategy.shards or strategy.is_deepspeed
     of_chunk = held(work, settings, cast_by(strategy, work), parts)
     # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
-    found.activations = max(of_chunk.activations, 0 if casts_itself else model.whole.largest_trained)
+    found.activations = max(of_chunk.activations, 0 if casts_itself else whole.largest_trained)
     found.embeddings = _embeddings(work, hardware.num_devices // parts)
-    whole = model.whole
-    stored = whole.trained * 4 if casts_itself and is_half else whole.trained_stored
     found.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
+    stays_whole = reduces_once(work, strategy, model, hardware, settings)
     if strategy.is_deepspeed:
-        once = reduces_once(work, strategy, model, hardware, settings)
-        _deepspeed(found, strategy, model, shards, computes_in, once)
+        _deepspeed(found, work, strategy, model, shards, stays_whole)
     elif strategy.shards:
-        _fsdp(found, strategy, model, shards, stored, is_half, work)
+        _fsdp(found, work, strategy, model, shards)
         found.weights += of_chunk.casts
     else:
         found.gradients = whole.trained_stored
-        has_masters = whole.trained_stored > whole.trained * computes_in
+        has_masters = whole.trained_stored > whole.trained * work.compute_bytes
         found.weights = whole.frozen_stored + of_chunk.casts + (0 if has_masters else whole.trained_stored)
         found.master_weights = whole.trained_stored if has_masters else 0.0
-        if strategy.name == "DDP" and not work.bucket_view:
-            found.buffers = whole.trained_stored  # the reducer's buckets
         if strategy.name == "DDP":
+            found.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets
             found.buffers += kept_by_hook(work.knobs.hook, work.knobs.hook_rank, work.parameters().values())
     if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
         found.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
-        stays = reduces_once(work, strategy, model, hardware, settings)
-        found.host += found.master_weights + found.gradients / (shards if stays else 1) + found.optimizer
+        found.host += found.master_weights + found.gradients / (shards if stays_whole else 1) + found.optimizer
         found.master_weights = found.optimizer = found.scratch = 0.0
-        of_unit = whole if stays else max(model.units.values(), key=lambda unit: unit.trained, default=whole)
+        of_unit = whole if stays_whole else max(model.units.values(), key=lambda unit: unit.trained, default=whole)
         found.gradients = reduced_bytes(work, strategy, of_unit)
     is_alone = hardware.num_devices == 1 or strategy.name == "single"
     found.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
@@ -219,28 +207,19 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     return found
 
 
-def _fsdp(
-    found: Bytes,
-    strategy: Strategy,
-    model: Model,
-    shards: int,
-    stored: float,
-    is_half: bool,
-    work: Workload,
-) -> None:
+def _fsdp(found: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int) -> None:
     """Shards; whole units in the computing precision: all (speed), or the root and two layers; buffers."""
-    whole = model.whole
-
-    def gathered(unit: Sizes) -> float:
-        return whole_bytes(work, strategy, unit)
-
-    units = [gathered(unit) for unit in model.layers]
+    whole, is_half = model.whole, work.autocast_bytes is not None
+    stored = whole.trained * 4 if is_half else whole.trained_stored
+    root, *units = (whole_bytes(work, strategy, unit) for unit in (model.root, *model.layers))
     largest = max(units, default=0.0)
     reduced = max((reduced_bytes(work, strategy, unit) for unit in model.units.values()), default=0.0)
-    live = gathered(model.root) + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
-    frozen = whole.frozen_stored if strategy.replicates_frozen else whole.frozen_stored / shards
-    found.weights = live + (frozen if strategy.replicates_frozen else 0.0)  # which FSDP never moves
-    resting = (0 if strategy.replicates_frozen else frozen) + (0 if is_half else stored / shards)
+    live = root + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
+    found.weights, resting = live, 0 if is_half else stored / shards
+    if strategy.replicates_frozen:  # FSDP never moves them
+        found.weights += whole.frozen_stored
+    else:
+        resting += whole.frozen_stored / shards
     if strategy.offloads:
         found.host = resting
     else:
@@ -249,7 +228,7 @@ def _fsdp(
     between = reduced_bytes(work, strategy, whole) if strategy.keeps_whole else 0.0
     found.gradients = stored / shards + between
     # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
-    found.buffers = max(largest, gathered(model.root)) + (1 if strategy.keeps_whole else 2) * reduced
+    found.buffers = max(largest, root) + (1 if strategy.keeps_whole else 2) * reduced
     if strategy.is_hybrid:
         found.buffers += stored / shards
 
@@ -260,7 +239,7 @@ def reduces_once(work: Workload, strategy: Strategy, model: Model, hardware: Har
         return False
     if work.fsdp_mode != "auto" or not work.is_embedding:
         return work.is_embedding and work.fsdp_mode == "speed"
-    return model.whole.trained * work.compute_bytes < hardware.memory_bytes / 4
+    return model.whole.trained * work.compute_bytes < policy.KEPT_WHOLE_SHARE * hardware.memory_bytes
 
 
 def num_backwards(work: Workload, settings: Settings) -> int:
@@ -269,33 +248,18 @@ def num_backwards(work: Workload, settings: Settings) -> int:
     return chunks * work.accumulation
 
 
-def _deepspeed(found: Bytes, strategy: Strategy, model: Model, shards: int, computes_in: int, once: bool) -> None:
+def _deepspeed(found: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int, stays_whole: bool) -> None:
     """Weights in the computing precision, float32 masters in partitions, gradients whole (1) or in partitions."""
-    whole, units = model.whole, [unit.elements * computes_in for unit in model.layers]
-    all_weights = whole.elements * computes_in
+    whole, computes_in = model.whole, work.compute_bytes
+    root, *units = (unit.elements * computes_in for unit in (model.root, *model.layers))
+    found.weights = whole.elements * computes_in
     if "w" in strategy.shards:
-        live = model.root.elements * computes_in + min(sum(units), 2 * max(units, default=0.0))
-        found.weights = live + (0 if strategy.offloads else all_weights / shards)
-        found.host = all_weights / shards if strategy.offloads else 0.0
-    else:
-        found.weights = all_weights
+        resting = found.weights / shards
+        found.weights = root + min(sum(units), 2 * max(units, default=0.0)) + (0 if strategy.offloads else resting)
+        found.host = resting if strategy.offloads else 0.0
     found.master_weights = whole.trained * 4 / shards
-    found.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards and not once else 1)
-    bucket = min(whole.trained, 2e8) * computes_in
-    found.buffers = 2 * bucket
-
-
-@dataclass
-class Held:
-    """Of one chunk's forward and backward: saved values, autocast's weight copies, what backward makes meanwhile."""
-
-    saved: float = 0.0
-    casts: float = 0.0
-    temporary: float = 0.0
-
-    @property
-    def activations(self) -> float:
-        return self.saved + self.temporary
+    found.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards and not stays_whole else 1)
+    found.buffers = 2 * min(whole.trained, 2e8) * computes_in  # of two buckets
 
 
 def cast_by(strategy: Strategy, work: Workload) -> Cast:
@@ -307,10 +271,10 @@ def cast_by(strategy: Strategy, work: Workload) -> Cast:
     return work.gathered_as if "w" in strategy.shards else "nothing"
 
 
-def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int = 1) -> Held:
+def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int = 1) -> Cost:
     """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together;
     without chunks all columns' graphs are alive at once."""
-    of_tower: dict[str, Held] = {}
+    of_tower: dict[str, Cost] = {}
     cut = is_cut(work, settings)
     for column in work.columns:
         cost = work.work(column, cast, parts)
@@ -319,31 +283,36 @@ def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int 
             continue
         rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) if cut else column.rows
         graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
-        found = Held(
-            rows * (cost.kept_checkpointed if settings.is_checkpointed else cost.kept) * graphs,
-            (cost.casts_checkpointed if settings.is_checkpointed else cost.casts) * graphs,
-            rows * (cost.temporary_checkpointed if settings.is_checkpointed else cost.temporary),
-        )
-        if cut:  # the pass without a graph takes wider chunks
-            wide = min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
-            found.temporary = max(found.temporary, wide - found.saved)
-        before = of_tower.get(column.tower, Held())
-        if not cut:
-            found = Held(*(one + other for one, other in zip(astuple(before), astuple(found), strict=True)))
-        of_tower[column.tower] = found if not cut else max(before, found, key=lambda one: one.activations)
-    return Held(*(sum(column) for column in zip(*map(astuple, of_tower.values()), strict=True)))
+        of_row = cost.checkpointed if settings.is_checkpointed else cost.plain
+        of_column = Cost(rows * of_row.saved * graphs, of_row.casts * graphs, rows * of_row.temporary)
+        before = of_tower.get(column.tower, Cost())
+        if cut:
+            wide = _without_graph(column, rows, cost, work, settings)
+            of_column.temporary = max(of_column.temporary, wide - of_column.saved)
+            of_tower[column.tower] = max(before, of_column, key=lambda one: one.activations)
+        else:
+            of_tower[column.tower] = _sum([before, of_column])
+    return _sum(of_tower.values())
 
 
-def _hold_features(of_tower: dict[str, Held], column: Column, cost: Work, work: Workload, settings: Settings) -> None:
+def _sum(costs: Iterable[Cost]) -> Cost:
+    return Cost(*map(sum, zip(*map(astuple, costs), strict=True)))
+
+
+def _without_graph(column: Column, rows: int, cost: Work, work: Workload, settings: Settings) -> float:
+    """Of the pass without a graph, which takes wider chunks."""
+    return min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
+
+
+def _hold_features(of_tower: dict[str, Cost], column: Column, cost: Work, work: Workload, settings: Settings) -> None:
     """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
-    through the projection together, with one graph. `cost.kept` is the projection's, its input included."""
+    through the projection together, with one graph. `cost.plain` is the projection's, its input included."""
     rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows))
-    wide = min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
-    before = of_tower.get("", Held())
-    saved = before.saved + column.rows * cost.kept
-    forward = 0.0 if work.reads_features else wide  # alone on the device before there is a graph
-    most = max(before.activations, forward)
-    of_tower[""] = Held(saved, before.casts, max(0.0, most - saved))
+    before = of_tower.get("", Cost())
+    saved = before.saved + column.rows * cost.plain.saved
+    # alone on the device before there is a graph
+    forward = 0.0 if work.reads_features else _without_graph(column, rows, cost, work, settings)
+    of_tower[""] = Cost(saved, before.casts, max(0.0, max(before.activations, forward) - saved))
 
 
 def is_cut(work: Workload, settings: Settings) -> bool:

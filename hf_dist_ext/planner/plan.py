@@ -46,14 +46,12 @@ class Option:
         return self.memory_bytes - self.given.total
 
     def as_dict(self) -> dict[str, Any]:
-        fitted = None
-        if self.settings is not None and self.fitted is not None:
-            fitted = {
-                "chunk_rows": self.settings.chunk_rows,
-                "checkpointing": self.settings.is_checkpointed,
-                "per_device_batch": self.batch,
-                "bytes": self.fitted.as_dict(),
-            }
+        fitted = self.settings and {
+            "chunk_rows": self.settings.chunk_rows,
+            "checkpointing": self.settings.is_checkpointed,
+            "per_device_batch": self.batch,
+            "bytes": self.fitted.as_dict(),
+        }
         return {
             "strategy": self.strategy.name,
             "preset": self.preset,
@@ -90,20 +88,18 @@ class Plan:
         return self.option("DDP") or self.options[0]
 
     def as_dict(self) -> dict[str, Any]:
-        model = model_of(self.work).whole
+        model, best, hardware = model_of(self.work).whole, self.best, self.hardware
         return {
             "model_type": self.work.config["model_type"],
             "parameters": int(model.elements),
             "trained_parameters": int(model.trained),
             "hardware": {
-                "num_devices": self.hardware.num_devices,
-                "num_nodes": self.hardware.num_nodes,
-                "device_memory": round(self.hardware.memory_bytes),
-                "interconnect": self.hardware.interconnect,
+                "num_devices": hardware.num_devices,
+                "num_nodes": hardware.num_nodes,
+                "device_memory": round(hardware.memory_bytes),
+                "interconnect": hardware.interconnect,
             },
-            "recommended": None
-            if self.best is None
-            else {"strategy": self.best.strategy.name, "preset": self.best.preset, "set": self.changes},
+            "recommended": best and {"strategy": best.strategy.name, "preset": best.preset, "set": self.changes},
             "reasons": self.reasons,
             "notes": self.notes,
             "stage": self.run.name if self.stages else None,
@@ -113,12 +109,12 @@ class Plan:
         }
 
 
-def changes_for(plan: Plan, best: Option, hardware: Hardware) -> dict[str, Any]:
+def changes_for(plan: Plan, best: Option) -> dict[str, Any]:
     """Fields of the run file that an option needs set."""
     work, settings, changes = plan.work, best.settings, {}
     if settings is None:
         return {}
-    if hardware.num_devices > 1 or best.strategy.name != "single":
+    if plan.hardware.num_devices > 1 or best.strategy.name != "single":
         changes["accelerate_config"] = best.preset
     is_plain = best.strategy.name in ("FSDP speed", "FSDP memory")
     if is_plain and work.is_embedding and work.fsdp_mode == "auto":

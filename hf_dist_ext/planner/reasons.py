@@ -1,13 +1,14 @@
 """Why a plan is what it is, in plain sentences with the numbers.
 
-(1) words for numbers
-(2) what trains, what fits, what dominates, whether compressing gradients is worth it
-(3) of several stages: which one decides, and what the others need
+They say what trains, what fits, what dominates, whether compressing gradients is worth it, and of several stages which
+one decides and what the others need.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
 from hf_dist_ext.planner.memory import Bytes, is_cut, model_of
@@ -31,12 +32,16 @@ def count_with(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
+def in_json(fields: Mapping[str, Any]) -> str:
+    """Fields of a run file as they stand there."""
+    return ", ".join(f'"{name}": {json.dumps(value)}' for name, value in fields.items())
+
+
 def explain(plan: Plan) -> None:
     work, hardware, best, say = plan.work, plan.hardware, plan.best, plan.reasons.append
     whole = model_of(work).whole
     share = whole.trained / whole.elements if whole.elements else 0
-    simplest = plan.simplest
-    states = simplest.given.gradients + simplest.given.optimizer
+    simplest, states = plan.simplest, plan.simplest.given.gradients + plan.simplest.given.optimizer
     trained = f"All {count_of(whole.elements)} parameters train"
     if share < 1:
         trained = f"{count_of(whole.trained)} of {count_of(whole.elements)} parameters train ({share:.1%})"
@@ -106,14 +111,13 @@ def explain_stages(plan: Plan) -> None:
         0, f'Stage "{plan.run.name}" needs most and decides ({how}, as they stand: {needs}). What follows is for it.'
     )
     for stage in plan.stages:
-        fields = {name: value for name, value in stage["set"].items() if name not in ("accelerate_config",)}
+        fields = {name: value for name, value in stage["set"].items() if name != "accelerate_config"}
         if stage["name"] == plan.run.name or plan.best is None:
             continue
         if stage["fits"]:
             plan.reasons.append(f'Stage "{stage["name"]}" then needs {gib(stage["needs_with"])}.')
         elif fields:
-            words = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in fields.items())
-            plan.reasons.append(f'Stage "{stage["name"]}" does not fit as it stands. Set in it {words}.')
+            plan.reasons.append(f'Stage "{stage["name"]}" does not fit as it stands. Set in it {in_json(fields)}.')
         else:
             plan.reasons.append(f'Stage "{stage["name"]}" does not fit with {plan.best.strategy.name}.')
 
@@ -130,10 +134,8 @@ def _explain_activations(plan: Plan, best: Option, fitted: Bytes) -> None:
     with_it, without = best.checkpointed.activations, best.unchecked.activations
     as_given = settings.chunk_rows is None and best.batch == work.batch
     other = f" ({gib(without)} without checkpointing, {gib(with_it)} with)" if as_given else ""
-    largest = max(
-        ("weights", fitted.weights + fitted.master_weights), ("activations", fitted.activations), key=lambda x: x[1]
-    )
-    dominate = ": they dominate" if largest[0] == "activations" and fitted.activations > fitted.total / 2 else ""
+    bound = max(fitted.weights + fitted.master_weights, fitted.total / 2)
+    dominate = ": they dominate" if fitted.activations > bound else ""
     plan.reasons.append(f"Activations of {what}: {gib(fitted.activations)}{other}{dominate}.")
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB
-from hf_dist_ext.planner.memory import Bytes
 from hf_dist_ext.planner.plan import Option, Plan
-from hf_dist_ext.planner.reasons import count_of, gib
+from hf_dist_ext.planner.reasons import count_of, count_with, gib, in_json
 from hf_dist_ext.planner.traffic import ARITHMETIC, BANDWIDTH
 
 PARTS = ("weights", "master_weights", "gradients", "optimizer", "activations", "embeddings", "buffers", "framework")
-COLUMNS = ("weights", "masters", "gradients", "optimizer", "activations", "embeddings", "buffers", "framework")
+COLUMNS = ["masters" if part == "master_weights" else part for part in PARTS]
 
 
 def print_plan(plan: Plan) -> None:
@@ -25,7 +24,7 @@ def print_plan(plan: Plan) -> None:
     console = Console()
     work, hardware = plan.work, plan.hardware
     model = plan.as_dict()
-    devices = f"{hardware.num_devices} device{'s' if hardware.num_devices > 1 else ''}"
+    devices = count_with(hardware.num_devices, "device")
     stage = f', stage "{plan.run.name}" of {len(plan.stages)}' if plan.stages else ""
     where = f" on {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
     title = (
@@ -56,8 +55,8 @@ def print_plan(plan: Plan) -> None:
     if plan.best is None:
         print("recommended: nothing that this machine and these presets can run")
     else:
-        changes = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in plan.changes.items())
-        print(f"recommended: {plan.best.strategy.name} (preset {plan.best.preset}). Set: {changes or 'nothing'}")
+        changes = in_json(plan.changes) or "nothing"
+        print(f"recommended: {plan.best.strategy.name} (preset {plan.best.preset}). Set: {changes}")
     for reason in plan.reasons:
         print(f"  - {reason}")
     for option in plan.options:
@@ -82,16 +81,14 @@ def _fits(option: Option) -> str:
 
 def _checkpointing(plan: Plan) -> str:
     """One line: activations with and without checkpointing, by what computes."""
-    seen = {}
+    names: dict[tuple[int, int], list[str]] = {}
     for option in plan.options:
-        seen.setdefault((round(option.unchecked.activations), round(option.checkpointed.activations)), []).append(
-            option
-        )
-    lines = []
-    for (plain, checkpointed), options in seen.items():
-        names = ", ".join(option.strategy.name for option in options)
-        lines.append(f"activations without checkpointing {gib(plain)}, with {gib(checkpointed)}: {names}")
-    return "\n".join(lines)
+        key = round(option.unchecked.activations), round(option.checkpointed.activations)
+        names.setdefault(key, []).append(option.strategy.name)
+    return "\n".join(
+        f"activations without checkpointing {gib(plain)}, with {gib(checkpointed)}: {', '.join(of_key)}"
+        for (plain, checkpointed), of_key in names.items()
+    )
 
 
 def trace_line(trace: dict[str, Any]) -> str:
@@ -122,7 +119,7 @@ def write_png(plan: Plan, path: Path) -> None:
     names = [option.strategy.name for option in plan.options]
     left = [0.0] * len(names)
     for part, label in zip(PARTS, COLUMNS, strict=True):
-        widths = [getattr(_shown(option), part) / GIB for option in plan.options]
+        widths = [getattr(option.given, part) / GIB for option in plan.options]
         axes.barh(names, widths, left=left, label=label)
         left = [one + width for one, width in zip(left, widths, strict=True)]
     axes.axvline(plan.hardware.memory_bytes / GIB, color="black", linestyle="--", label="device memory")
@@ -137,7 +134,3 @@ def write_png(plan: Plan, path: Path) -> None:
         raise UsageError(f"--png {path} cannot be written: {error}. Give a .png in a folder that exists.") from None
     finally:
         pyplot.close(figure)
-
-
-def _shown(option: Option) -> Bytes:
-    return option.given

@@ -109,15 +109,20 @@ class Layer:
 
 @dataclass
 class Cost:
-    """Peak of what autograd keeps, split into values and casts of weights; and what backward makes beside it."""
+    """Of a forward and backward: saved values, autocast's copies of weights, what backward makes meanwhile."""
 
-    activations: float
-    casts: float
+    saved: float = 0.0
+    casts: float = 0.0
     temporary: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.activations + self.casts
+        """Peak of what autograd keeps."""
+        return self.saved + self.casts
+
+    @property
+    def activations(self) -> float:
+        return self.saved + self.temporary
 
 
 @dataclass
@@ -175,12 +180,9 @@ class Tape:
         recomputed = widest.saved - (widest.input if widest.keeps_input else 0.0)
         base = self.before.saved + sum(layer.saved for layer in plain) + inputs
         casts = self.before.casts + sum(layer.casts for layer in plain)
-        largest = max((layer.largest for layer in [*self.layers, self.before]), default=0.0)
-        first = Cost(
-            base + self.after.saved,
-            casts + self.after.casts,
-            TEMPORARY_VALUES * max(self.after.largest, 0.0 if again else largest),
-        )
+        largest = max(layer.largest for layer in [*self.layers, self.before])
+        widest_first = max(self.after.largest, 0.0 if again else largest)
+        first = Cost(base + self.after.saved, casts + self.after.casts, TEMPORARY_VALUES * widest_first)
         last = Cost(base + recomputed, casts + widest.casts, TEMPORARY_VALUES_CHECKPOINTED * largest)
         return max(first, last, key=lambda cost: cost.total + cost.temporary) if again else first
 

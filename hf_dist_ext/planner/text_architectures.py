@@ -1,7 +1,7 @@
 """Text models as forwards on a `Tape`: their parameters by name, and what autograd keeps of them.
 
 Encoders are Bert and its relatives, DistilBert and ModernBert; decoders are Llama, Mistral, Qwen, Gemma and Phi3.
-Names are those of `model.named_parameters()`, so that freezing patterns and LoRA targets mean here what they mean there.
+Names are those of `model.named_parameters()`, so that freezing patterns and LoRA targets mean here what they do there.
 """
 
 from __future__ import annotations

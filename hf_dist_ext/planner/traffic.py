@@ -1,16 +1,13 @@
 """Collectives and bytes sent per optimizer step, and a rough time for them: what tells strategies apart that all fit.
 
-(1) DDP: one all-reduce of what trains, whatever the number of chunks; less with a hook that compresses
-    (planner/knobs.py)
-(2) FSDP "speed": every unit is gathered once and reduced once per step; "memory": three gathers per
-    chunk and layer (pass without a graph, replay, its backward), one reduction per chunk and unit
-(3) tensor parallelism: two all-reduces of the activations per layer and forward, two per backward
-(4) the loss over embeddings: three small all-gathers and a reduce-scatter per micro-batch
-(5) seconds = bytes / bandwidth + arithmetic / speed, with the round figures below; they only rank strategies
+DDP sends one all-reduce of what trains, whatever the number of chunks; less with a hook that compresses. FSDP "speed"
+gathers and reduces every unit once per step; "memory" gathers thrice per chunk and layer (pass without a graph,
+replay, its backward) and reduces once per chunk and unit. A loss over embeddings sends three small all-gathers and a
+reduce-scatter per micro-batch. Seconds are bytes / bandwidth + arithmetic / speed, with the round figures below; they
+only rank strategies.
 
-Counts agree with what tests/distributed counts on real processes. Letters: W devices, S that share one copy, n chunks,
-U units (layers and root), A micro-batches. A ring sends (W-1)/W of the data per gather or scatter, twice that per
-all-reduce.
+Counts agree with what tests/distributed counts on real processes. A ring of W devices sends (W-1)/W of the data per
+gather or scatter, twice that per all-reduce.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ class Traffic:
 
 def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
     """Collectives, bytes and seconds of one optimizer step."""
-    found = Traffic()
+    sums = Traffic()
     parts = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
     world = 1 if strategy.name == "single" else hardware.num_devices // parts
     inside = BANDWIDTH[hardware.interconnect]
@@ -76,95 +73,79 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     def send(kind: str, count: float, size: float, members: int, bandwidth: float) -> None:
         if members < 2 or not count:
             return
-        found.collectives[kind] = found.collectives.get(kind, 0) + round(count)
+        sums.collectives[kind] = sums.collectives.get(kind, 0) + round(count)
         share = (members - 1) / members * (2 if kind == "all_reduce" else 1)
-        found.bytes += size * share
-        found.seconds += size * share / bandwidth + count * LATENCY
+        sums.bytes += size * share
+        sums.seconds += size * share / bandwidth + count * LATENCY
 
     if parts > 1:
-        _tensor_parallel(work, settings, parts, model, send, inside)
+        send("all_reduce", *_inside_layers(work, settings, model), parts, inside)
     shards = shard_count(strategy, work, hardware)
+    is_once = reduces_once(work, strategy, model, hardware, settings)
     if not strategy.shards:
-        parameters, knobs = work.parameters().values(), work.knobs  # (1)
+        parameters, knobs = work.parameters().values(), work.knobs
         sent = sent_by_hook(knobs.hook, knobs.hook_rank, parameters)
         send("all_reduce", 1, sent, world, across)
         ring = 2 * (world - 1) / world / across
-        found.reduction_seconds = model.whole.trained_stored * ring
-        found.compressed_seconds = (sent if knobs.hook else sent_by_hook("fp16", 1, parameters)) * ring
+        sums.reduction_seconds = model.whole.trained_stored * ring
+        sums.compressed_seconds = (sent if knobs.hook else sent_by_hook("fp16", 1, parameters)) * ring
     elif "w" in strategy.shards:
         link = inside if strategy.is_hybrid else across
-        once = reduces_once(work, strategy, model, hardware, settings)
-        _sharded(work, strategy, settings, model, shards, chunks, send, link, once)
+        gathers, reductions = _sharded(work, strategy, settings, model, chunks, is_once)
+        send("all_gather", *gathers, shards, link)
+        send("reduce_scatter", *reductions, shards, link)
         if strategy.is_hybrid:
             send("all_reduce", 1, model.whole.trained * 4 / shards, hardware.num_nodes, across)
     else:  # ZeRO-1 and 2: gradients to their owners, updated weights back
-        is_once = "g" not in strategy.shards or reduces_once(work, strategy, model, hardware, settings)
-        times = 1 if is_once else num_backwards(work, settings)
+        times = 1 if is_once or "g" not in strategy.shards else num_backwards(work, settings)
         send("reduce_scatter", times, times * model.whole.trained * computes_in, shards, across)
         send("all_gather", 1, model.whole.trained * computes_in, shards, across)
-    if work.is_embedding and world > 1:  # (4)
+    if work.is_embedding and world > 1:
         rows = sum(column.rows for column in work.columns[1:]) * world
         size = rows * work.embedding_dim * 4 * work.accumulation
         send("all_gather", 3 * work.accumulation, size, world, across)
         send("reduce_scatter", work.accumulation, size, world, across)
     if strategy.offloads:
         moved = model.whole.elements * computes_in / shards * chunks + model.whole.trained * 4 / shards
-        found.seconds += moved / HOST_BANDWIDTH + model.whole.trained / shards / HOST_OPTIMIZER
-    found.arithmetic_seconds = arithmetic(work, settings, parts) / ARITHMETIC[min(computes_in, 4)]
-    return found
+        sums.seconds += moved / HOST_BANDWIDTH + model.whole.trained / shards / HOST_OPTIMIZER
+    sums.arithmetic_seconds = arithmetic(work, settings, parts) / ARITHMETIC[min(computes_in, 4)]
+    return sums
+
+
+Sent = tuple[float, float]  # how many collectives, and their bytes together
 
 
 def _sharded(
-    work: Workload,
-    strategy: Strategy,
-    settings: Settings,
-    model: Model,
-    shards: int,
-    chunks: int,
-    send: Any,
-    bandwidth: float,
-    once: bool,
-) -> None:
-    """(2); `once`: gradients are reduced once all the same (ZeRO-3)."""
-    layers = model.layers
-
-    def weight(unit: Any) -> float:
-        return whole_bytes(work, strategy, unit)
-
-    gathered = [unit for unit in layers if weight(unit)]
-    root = weight(model.root)
-    reduced = sum(1 for unit in [*layers, model.root] if unit.trained)
-    size = sum(map(weight, gathered))
-    reduced_size = reduced_bytes(work, strategy, model.whole)
-    if strategy.keeps_whole:
-        times = 1 if work.is_embedding else work.accumulation  # only our step keeps them over micro-batches
-        send("all_gather", times * (len(gathered) + bool(root)), times * (size + root), shards, bandwidth)
-        send("reduce_scatter", times * reduced, times * reduced_size, shards, bandwidth)
-        return
-    runs = backwards = chunks * work.accumulation
+    work: Workload, strategy: Strategy, settings: Settings, model: Model, chunks: int, is_once: bool
+) -> tuple[Sent, Sent]:
+    """Gathers of weights and reductions of gradients. `is_once`: gradients are reduced once all the same (ZeRO-3)."""
+    root, *layers = (whole_bytes(work, strategy, unit) for unit in (model.root, *model.layers))
+    num_gathered, size = sum(1 for layer in layers if layer), sum(layers)
+    num_reduced = sum(1 for unit in [*model.layers, model.root] if unit.trained)
     passes = 3 if is_cut(work, settings) else 2  # the root stays whole from a forward to its backward
-    if encodes_once(work, settings):  # the projection alone has a backward, once
+    runs = backwards = chunks * work.accumulation
+    if strategy.keeps_whole:  # only our step keeps them over micro-batches
+        passes, runs = 1, 1 if work.is_embedding else work.accumulation
+        backwards = runs
+    elif encodes_once(work, settings):  # the projection alone has a backward, once
         passes, backwards = 0 if work.reads_features else 1, work.accumulation
-    if once:
+    if is_once:
         backwards = 1
-    send("all_gather", runs * (passes * len(gathered) + bool(root)), runs * (passes * size + root), shards, bandwidth)
-    send("reduce_scatter", backwards * reduced, backwards * reduced_size, shards, bandwidth)
+    gathers = runs * (passes * num_gathered + bool(root)), runs * (passes * size + root)
+    return gathers, (backwards * num_reduced, backwards * reduced_bytes(work, strategy, model.whole))
 
 
-def _tensor_parallel(
-    work: Workload, settings: Settings, parts: int, model: Model, send: Any, bandwidth: float
-) -> None:
-    """(3)"""
+def _inside_layers(work: Workload, settings: Settings, model: Model) -> Sent:
+    """All-reduces of activations under tensor parallelism: two per layer and forward, and as many per backward."""
     width = (work.config.get("text_config") or work.config)["hidden_size"]
-    computes_in = work.compute_bytes
-    passes = 3 if is_cut(work, settings) else 2  # forwards, and a backward that sends as much as a forward
-    passes += settings.is_checkpointed
+    passes = (3 if is_cut(work, settings) else 2) + settings.is_checkpointed
+    times, size = 2 * len(model.layers) * passes * work.accumulation, 0.0
+    chunks = 0
     for column in work.columns:
         rows = work.rows_of_chunk(column.length, settings.chunk_rows) if is_cut(work, settings) else column.rows
-        chunks = -(-column.rows // rows) * work.accumulation
-        size = column.rows * work.accumulation * column.length * width * computes_in
-        count = 2 * len(model.layers) * passes
-        send("all_reduce", count * chunks, count * size, parts, bandwidth)
+        chunks += -(-column.rows // rows)
+        size += column.rows * column.length * width * work.compute_bytes
+    return times * chunks, times * size
 
 
 def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:

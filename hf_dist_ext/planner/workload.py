@@ -1,11 +1,7 @@
 """What one step of a run computes: columns, row lengths, chunks, precisions, who trains; from the run file alone.
 
-(1) columns and the tokens of their rows: `max_length`, or what the model takes at most (said in `notes`)
-(2) chunks: rows per chunk from gradient_cache_chunk_size and _tokens; without a cache every row's graph is held
-(3) who trains, and which layers have adapters: planner/who_trains.py
-(4) a forward and backward of one row on a `Tape`; everything it keeps is linear in rows
-
-Row lengths are upper bounds: real batches are shorter than `max_length`, never longer.
+A forward and backward of one row runs on a `Tape`, and everything that the tape keeps is linear in rows. Row lengths
+are upper bounds: `max_length`, or what the model takes at most (said in `notes`); real batches are never longer.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from typing import Any, Literal
 from hf_dist_ext import policy
 from hf_dist_ext.planner.architectures import TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.planner.knobs import Knobs, knobs_of
-from hf_dist_ext.planner.tape import Lora, Parameter, Recipe, Tape
+from hf_dist_ext.planner.tape import Cost, Layer, Lora, Parameter, Recipe, Tape
 from hf_dist_ext.planner.text_architectures import Rows
 from hf_dist_ext.planner.tower_architectures import num_patches
 from hf_dist_ext.planner.vision_language import assumption, image_tokens
@@ -42,26 +38,20 @@ class Column:
 
 @dataclass(frozen=True)
 class Work:
-    """What a row costs: bytes kept for backward, weight copies, the largest value and what backward makes beside what
-    is kept, multiply-adds."""
+    """What a row costs: bytes as it stands and with checkpointing, those of the largest value, multiply-adds."""
 
-    kept: float
-    kept_checkpointed: float
-    casts: float
-    casts_checkpointed: float
+    plain: Cost
+    checkpointed: Cost
     largest: float
-    temporary: float
-    temporary_checkpointed: float
     forward: float
     backward: float
 
 
 @dataclass(frozen=True, eq=False)  # by identity, so that what was computed once is found again
 class Workload:
-    """A run as the planner sees it; see the head of this file."""
+    """A run as the planner sees it."""
 
     config: Mapping[str, Any]
-    task: str
     columns: tuple[Column, ...]
     chunk_rows: int | None  # None: not given
     chunk_tokens: int | None
@@ -78,7 +68,6 @@ class Workload:
     embedding_dim: int
     trains: Callable[[str], bool]
     lora: Lora | None
-    is_frozen: bool  # freezing fields or LoRA are given
     bucket_view: bool
     fsdp_mode: str
     replicates_frozen: str
@@ -106,29 +95,32 @@ class Workload:
         """Whether a step reads pooled output from frozen_feature_cache instead."""
         return self.has_feature_cache and self.has_frozen_backbone
 
-    def products_of(self, column: Column, tape: Tape) -> float:
+    def _products_of(self, tape: Tape, parts: list[Layer]) -> float:
         """Multiply-adds of one forward in a step; frozen_feature_cache takes the frozen leading part out of it."""
-        parts = [tape.before, *tape.layers, tape.after]
         if self.reads_features:
-            return tape.after.products
-        if self.has_feature_cache and self.config["model_type"] in TWO_TOWERS:
-            return sum(part.products for part in parts) if any(p.trains for p in tape.parameters.values()) else 0.0
-        if self.has_feature_cache and not self.is_embedding:  # the image encoder
-            return sum(part.products for part in parts if part.backward or not depth(["vision"], part.name))
+            parts = [tape.after]
+        elif self.has_feature_cache and self.has_towers:
+            parts = parts if any(p.trains for p in tape.parameters.values()) else []
+        elif self.has_feature_cache and not self.is_embedding:  # the image encoder
+            parts = [part for part in parts if part.backward or not depth(["vision"], part.name)]
         return sum(part.products for part in parts)
+
+    @property
+    def has_towers(self) -> bool:
+        return self.config["model_type"] in TWO_TOWERS
 
     def widening(self, is_checkpointed: bool) -> int:
         """How many times wider the chunks of the pass without a graph are."""
         return policy.widening(self.config.get("num_hidden_layers"), is_checkpointed)
 
     def rows_of_chunk(self, length: int, chunk_rows: int | None = None) -> int:
-        """(2) Rows per chunk for rows of a length, never more than a column has."""
+        """Rows per chunk for rows of a length, never more than a column has."""
         rows = max(column.rows for column in self.columns)
-        if self.chunk_rows is not None and chunk_rows is None:
-            rows = min(rows, self.chunk_rows)
-        if self.chunk_tokens is not None and chunk_rows is None:
+        if chunk_rows is not None:
+            return min(rows, chunk_rows)
+        if self.chunk_tokens is not None:
             rows = min(rows, max(1, self.chunk_tokens // length))
-        return min(rows, chunk_rows) if chunk_rows else rows
+        return rows if self.chunk_rows is None else min(rows, self.chunk_rows)
 
     def num_chunks(self, chunk_rows: int | None = None) -> int:
         if not self.is_cached:
@@ -137,7 +129,7 @@ class Workload:
 
     def item(self, name: str) -> int:
         """Bytes per element a parameter is stored in."""
-        if self.is_frozen and self.autocast_bytes and self.trains(name):
+        if (self.can_replicate or self.lora) and self.autocast_bytes and self.trains(name):
             return 4  # frozen/plan.py keeps what trains in float32 under autocast
         return 4 if ".lora_" in name else self.load_bytes
 
@@ -184,13 +176,13 @@ class Workload:
 
     @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
     def tape(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1, rows: float = 1) -> Tape:
-        """(4) One row of a column through its forward."""
+        """One row of a column through its forward."""
         tape = Tape(self.recipe(cast))
         config = self.config if tensor_parallel == 1 else split_heads(self.config, tensor_parallel)
         of_row = Rows(rows, column.length, column.images)
         if not self.is_embedding:
             generate(tape, config, of_row)
-        elif config["model_type"] in TWO_TOWERS:
+        elif self.has_towers:
             embed_tower(tape, config, of_row, is_image=column.tower == "image")
         else:
             embed(tape, config, of_row, self.projection_dim)
@@ -200,44 +192,33 @@ class Workload:
     def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
         """Of one row of a column."""
         tape = self.tape(column, cast, tensor_parallel)
-        plain, checkpointed = tape.cost(), tape.cost(lambda layer: True)
         parts = [tape.before, *tape.layers, tape.after]
-        return Work(
-            kept=plain.activations,
-            kept_checkpointed=checkpointed.activations,
-            casts=plain.casts,
-            casts_checkpointed=checkpointed.casts,
-            largest=max(part.largest for part in parts),
-            temporary=plain.temporary,
-            temporary_checkpointed=checkpointed.temporary,
-            forward=self.products_of(column, tape),
-            backward=sum(part.backward for part in parts),
-        )
+        forward, backward = self._products_of(tape, parts), sum(part.backward for part in parts)
+        largest = max(part.largest for part in parts)
+        return Work(tape.cost(), tape.cost(lambda layer: True), largest, forward, backward)
 
     def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
         """Name -> `tape.Parameter`, of all towers."""
-        found = {}
-        for column in self.columns:
-            found |= self.tape(column, "nothing", tensor_parallel).parameters
-        return found
+        tapes = (self.tape(column, "nothing", tensor_parallel) for column in self.columns)
+        return {name: parameter for tape in tapes for name, parameter in tape.parameters.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class TracedWorkload(Workload):
     """A model without a closed form, as torch's trace found it (`tasks/trace.py --shape`)."""
 
-    found: Mapping[str, Any] = field(default_factory=dict)
+    traced: Mapping[str, Any] = field(default_factory=dict)
 
     def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
-        row = self.found["rows"][column.name]
-        trains = any(one[2] for one in self.found["parameters"].values())
+        row = self.traced["rows"][column.name]
+        trains = any(parameter.trains for parameter in self.parameters().values())
         casts = row["casts"] if cast == "nothing" else 0.0
-        backward = 2 * row["products"] * trains
         # what backward makes meanwhile is in the trace already
-        return Work(row["kept"], row["kept_checkpointed"], casts, casts, 0.0, 0.0, 0.0, row["products"], backward)
+        costs = Cost(row["kept"], casts), Cost(row["kept_checkpointed"], casts)
+        return Work(*costs, 0.0, row["products"], 2 * row["products"] * trains)
 
     def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
-        return {name: Parameter(*values) for name, values in self.found["parameters"].items()}
+        return {name: Parameter(*values) for name, values in self.traced["parameters"].items()}
 
 
 def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
@@ -245,18 +226,10 @@ def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
     if config.get("text_config"):
         return {**config, "text_config": split_heads(config["text_config"], parts)}
     heads = config["num_attention_heads"]
-    return {
-        **config,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "num_attention_heads": heads // parts,
-        "num_key_value_heads": (config.get("num_key_value_heads") or heads) // parts,
-        "intermediate_size": config["intermediate_size"] // parts,
-        **(
-            {"moe_intermediate_size": config["moe_intermediate_size"] // parts}
-            if "moe_intermediate_size" in config
-            else {}
-        ),
-    }
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    divided = {name: config[name] for name in ("intermediate_size", "moe_intermediate_size") if name in config}
+    divided |= {"num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads") or heads}
+    return {**config, "head_dim": head_dim, **{name: size // parts for name, size in divided.items()}}
 
 
 # ---- from a run ----
@@ -267,7 +240,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     given, fields = run.given, run.options
     knobs = knobs_of(given)
     notes: list[str] = []
-    is_embedding = getattr(fields, "task", "embedding") == "embedding"
+    is_embedding = fields.task == "embedding"
     columns = _columns(run, config, is_embedding, notes)
     size = given.get("gradient_cache_chunk_size")
     tokens = given.get("gradient_cache_chunk_tokens")
@@ -281,7 +254,6 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     text = config.get("text_config") or config
     return Workload(
         config=config,
-        task=getattr(fields, "task", "embedding"),
         columns=columns,
         chunk_rows=size if isinstance(size, int) else None,
         chunk_tokens=tokens,
@@ -298,7 +270,6 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         embedding_dim=fields.projection_dim or config.get("projection_dim") or text["hidden_size"],
         trains=who_trains(trainable, frozen, is_lora=lora is not None),
         lora=lora,
-        is_frozen=bool(trainable or frozen or lora),
         bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
         fsdp_mode=knobs.fsdp_mode or given.get("gradient_cache_fsdp") or "auto",
         replicates_frozen=given.get("frozen_parts_fsdp") or "auto",
@@ -311,10 +282,9 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
 
 
 def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:
-    """(1)"""
     fields, given = run.options, run.given
     rows = given.get("per_device_train_batch_size") or 8
-    text = config.get("text_config") or config
+    has_towers, text = config["model_type"] in TWO_TOWERS, config.get("text_config") or config
     longest = text.get("max_position_embeddings") or DEFAULT_LENGTH
     if not is_embedding:
         per_image = image_tokens(config) if config.get("vision_config") else 0
@@ -326,27 +296,22 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
             notes.append(said)
         return (Column("rows", rows, length, images=1 if per_image else 0),)
     names = dict(fields.columns or {"query": "query", "positive": "positive"})
-    found = []
+    columns = []
     for i, (name, source) in enumerate(names.items()):
         length = fields.max_length.get(name) if isinstance(fields.max_length, dict) else fields.max_length
         count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
         is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
-        if config["model_type"] in TWO_TOWERS and (is_image or (i == 1 and "image" not in str(names))):
-            found.append(Column(name, count, num_patches(config["vision_config"]), tower="image", images=1))
+        if has_towers and (is_image or (i == 1 and "image" not in str(names))):
+            columns.append(Column(name, count, num_patches(config["vision_config"]), tower="image", images=1))
             continue
         if length is None:
             length = min(longest, DEFAULT_LENGTH)
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
         length = min(int(length), longest)
         multiple = given.get("gradient_cache_width_multiple") or 8
-        found.append(
-            Column(name, count, -(-length // multiple) * multiple, "text" if found_towers(config) else "backbone")
-        )
-    return tuple(found)
-
-
-def found_towers(config: Mapping[str, Any]) -> bool:
-    return config["model_type"] in TWO_TOWERS
+        length = -(-length // multiple) * multiple
+        columns.append(Column(name, count, length, "text" if has_towers else "backbone"))
+    return tuple(columns)
 
 
 def with_batch(work: Workload, rows: int) -> Workload:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from hf_dist_ext import launched
+from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 
 # ---- processes without an accelerator ----
@@ -115,7 +115,7 @@ def choose_mode(needed: float) -> str:
         return "speed"
     device = torch.accelerator.current_accelerator()
     free, _ = torch.get_device_module(device).mem_get_info()
-    fits = torch.tensor([int(needed < free / 4)], device=device)
+    fits = torch.tensor([int(needed < policy.KEPT_WHOLE_SHARE * free)], device=device)
     dist.all_reduce(fits, op=dist.ReduceOp.MIN)
     return "speed" if fits.item() else "memory"
 

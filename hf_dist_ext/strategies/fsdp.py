@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from transformers.utils import logging
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.fsdp_options import FROZEN_PARTS
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
@@ -27,7 +28,6 @@ from hf_dist_ext.strategies.sharded import Sharded
 
 logger = logging.get_logger(__name__)
 
-REPLICATED_SHARE = 0.25  # of a device's free memory, that replicated frozen weights may take
 REPLICATED_BYTES_ON_CPU = 4 * 2**30
 
 
@@ -190,7 +190,7 @@ def _replicated_limit() -> int:
         return REPLICATED_BYTES_ON_CPU
     device = torch.accelerator.current_accelerator()
     total = torch.get_device_module(device).mem_get_info()[1]  # the same on every rank, unlike what is free
-    return int(REPLICATED_SHARE * total)
+    return int(policy.KEPT_WHOLE_SHARE * total)
 
 
 def replay_dropout(model: nn.Module) -> None:

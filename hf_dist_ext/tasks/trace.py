@@ -165,7 +165,7 @@ def compare(run: Any, work: Workload) -> dict[str, Any]:
     settings = Settings(is_checkpointed=work.is_checkpointed)
     columns = {one: min(one.rows, work.rows_of_chunk(one.length)) for one in work.columns}
     if is_cut(work, settings):
-        costliest = max(columns, key=lambda one: columns[one] * work.work(one).kept)
+        costliest = max(columns, key=lambda one: columns[one] * work.work(one).plain.saved)
         columns = {costliest: columns[costliest]}
     whole, of_chunk = model_of(work).whole, held(work, settings)
     closed = {
