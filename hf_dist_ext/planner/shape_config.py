@@ -1,12 +1,9 @@
 """A model's configuration as plain JSON, complete: what is not written comes from transformers' source text.
 
-(1) where it is: `model_config` of the run file, a folder, the hub's cache, or one small file fetched from the hub
-(2) config.json leaves out what equals the class's default, and a run file leaves out more; the defaults are read from
-    the source of the configuration class (`fields.read_fields`), since importing transformers takes seconds
-(3) names that differ between families (n_layers, dim, ...) are added under their usual ones
-(4) how many tiles a picture is cut into at most, from the image processor's file beside config.json
-
-No weights are loaded and neither torch nor transformers is imported.
+It is `model_config` of the run file, in a folder, in the hub's cache, or one small file fetched from the hub.
+config.json leaves out what equals the class's default, and a run file leaves out more. The defaults are read from the
+source of the configuration class (`fields.read_fields`), since importing transformers takes seconds. Names that differ
+between families (n_layers, dim, ...) are added under their usual ones.
 """
 
 from __future__ import annotations
@@ -20,21 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.fields import UNKNOWN, read_fields, source_of
-
-# (1) ---------------------------------------------------------------------------------------------------------------
+from hf_dist_ext.run.fields import UNKNOWN, parsed, read_fields, source_of
 
 
 def read_model_config(
     model_config: Mapping[str, Any] | None, name_or_path: str | None, revision: str | None = None
 ) -> dict[str, Any]:
-    """The complete configuration of a run's model, with `tiles_of_picture` (4). Raises UsageError: there is none."""
+    """The complete configuration of a run's model, with `tiles_of_picture`. Raises UsageError: there is none."""
     if model_config is not None:
         return with_defaults(model_config)
-    found = with_defaults(_from_folder(name_or_path, revision))
-    if (tiles := _tiles_of_picture(found["model_type"], name_or_path, revision)) is not None:
-        found["tiles_of_picture"] = tiles
-    return found
+    config = with_defaults(_from_folder(name_or_path, revision))
+    if (tiles := _tiles_of_picture(config["model_type"], name_or_path, revision)) is not None:
+        config["tiles_of_picture"] = tiles
+    return config
 
 
 def _from_folder(name_or_path: str | None, revision: str | None) -> dict[str, Any]:
@@ -61,11 +56,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
-    cached = try_to_load_from_cache(name, "config.json", revision=revision) if name.count("/") < 2 else None
-    if isinstance(cached, str):
-        return Path(cached)
+    if cached := _cached(name, "config.json", revision):
+        return cached
     try:
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # offline, no such model, gated: huggingface_hub has a class for each
@@ -77,7 +71,12 @@ def _from_hub(name: str, revision: str | None) -> Path:
         ) from None
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
+def _cached(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a hub model that was fetched before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name, file, revision=revision) if name.count("/") < 2 else None
+    return Path(path) if isinstance(path, str) else None
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,8 +87,8 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, (kind, more) in parts.items():
         given = complete.get(name) or {}
         kind = given.get("model_type", kind)
-        complete[name] = with_defaults({**(more if not given else {}), **given, "model_type": kind})
-    for usual, own in renamed.items():  # (3)
+        complete[name] = with_defaults({**(given or more), "model_type": kind})
+    for usual, own in renamed.items():
         complete[usual] = complete[own] if own in complete else complete.get(usual)
     return complete
 
@@ -99,46 +98,35 @@ def class_defaults(model_type: str) -> tuple[dict[str, Any], dict[str, str], dic
     """(default of every field, usual name -> the class's own, part -> (model type, its defaults)) of a model type."""
     path, node = _config_class(model_type)
     defaults = {name: one.default for name, one in read_fields(path, node.name).items() if one.default != UNKNOWN}
-    defaults |= _products(node)
-    renamed: dict[str, str] = {}
+    renamed = _assigned(node, "attribute_map")
     parts: dict[str, tuple[str, dict]] = {}
-    for statement in node.body:
-        if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
-            continue
-        if statement.targets[0].id == "attribute_map":
-            renamed = ast.literal_eval(statement.value)
-        if statement.targets[0].id in ("sub_configs", "sub_configs_defaults") and isinstance(
-            statement.value, ast.Dict
-        ):
-            parts |= _parts(statement.value, path)
-    return defaults, renamed, parts
+    for name in ("sub_configs", "sub_configs_defaults"):
+        if isinstance(value := _assigned(node, name), ast.Dict):
+            parts |= _parts(value, path)
+    return defaults, ast.literal_eval(renamed) if renamed else {}, parts
 
 
-def _products(node: ast.ClassDef) -> dict[str, int]:
-    """Defaults written as a product of two numbers, such as DistilBert's hidden_dim."""
-    found = {}
-    for statement in node.body:
-        value = getattr(statement, "value", None)
-        if isinstance(statement, ast.AnnAssign) and isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
-            found[statement.target.id] = ast.literal_eval(value.left) * ast.literal_eval(value.right)
-    return found
+def _assigned(node: ast.ClassDef, name: str) -> ast.expr | None:
+    """What a class's body assigns to a name."""
+    assignments = (statement for statement in node.body if isinstance(statement, ast.Assign))
+    return next((one.value for one in assignments if getattr(one.targets[0], "id", "") == name), None)
 
 
 def _parts(node: ast.Dict, path: Path) -> dict[str, tuple[str, dict]]:
-    found = {}
+    parts = {}
     for key, value in zip(node.keys, node.values, strict=True):
         name = ast.literal_eval(key)
         if isinstance(value, ast.Name) and value.id != "AutoConfig":
-            found[name] = (_model_type_of(path, value.id), {})
+            parts[name] = (_model_type_of(path, value.id), {})
         elif isinstance(value, ast.Call):
             words = {one.arg: one.value for one in value.keywords}
             more = ast.literal_eval(words["init_kwargs"]) if "init_kwargs" in words else {}
             if isinstance(words.get("model_type"), ast.Constant):
-                found[name] = (words["model_type"].value, more)
+                parts[name] = (words["model_type"].value, more)
             # transformers 5.20 writes the class so too. Remove when the minimum is 5.21.
             elif isinstance(kind := words.get("config_class"), ast.Name) and kind.id != "AutoConfig":
-                found[name] = (_model_type_of(path, kind.id), more)
-    return found
+                parts[name] = (_model_type_of(path, kind.id), more)
+    return parts
 
 
 def _config_class(model_type: str) -> tuple[Path, ast.ClassDef]:
@@ -155,23 +143,16 @@ def _config_class(model_type: str) -> tuple[Path, ast.ClassDef]:
     raise UsageError(f'model_type="{model_type}" is not one of the installed transformers. Check its name.')
 
 
-@functools.cache
 def _classes(path: Path) -> list[ast.ClassDef]:
-    return [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return [node for node in parsed(path)[0].body if isinstance(node, ast.ClassDef)]
 
 
 def _model_type(node: ast.ClassDef) -> str | None:
-    for statement in node.body:
-        if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "") == "model_type":
-            return getattr(statement.value, "value", None)
-    return None
+    return getattr(_assigned(node, "model_type"), "value", None)
 
 
 def _model_type_of(path: Path, class_name: str) -> str:
     return next((_model_type(node) for node in _classes(path) if node.name == class_name), None) or class_name
-
-
-# (4) ---------------------------------------------------------------------------------------------------------------
 
 
 def _tiles_of_picture(model_type: str, name_or_path: str | None, revision: str | None) -> int | None:
@@ -193,14 +174,9 @@ def _tiles_of_picture(model_type: str, name_or_path: str | None, revision: str |
 
 def _processor_file(name_or_path: str, revision: str | None) -> dict[str, Any] | None:
     for name in ("preprocessor_config.json", "processor_config.json"):
-        path = Path(name_or_path, name)
-        if not Path(name_or_path).is_dir():
-            from huggingface_hub import try_to_load_from_cache
-
-            path = (
-                try_to_load_from_cache(name_or_path, name, revision=revision) if name_or_path.count("/") < 2 else None
-            )
-        if isinstance(path, (str, Path)) and Path(path).is_file():
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        is_folder = Path(name_or_path).is_dir()
+        path = Path(name_or_path, name) if is_folder else _cached(name_or_path, name, revision)
+        if path is not None and path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
             return content.get("image_processor", content)
     return None

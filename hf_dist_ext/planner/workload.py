@@ -68,6 +68,7 @@ class Workload:
     embedding_dim: int
     trains: Callable[[str], bool]
     lora: Lora | None
+    is_frozen: bool  # freezing fields or LoRA are given
     bucket_view: bool
     fsdp_mode: str
     replicates_frozen: str
@@ -129,7 +130,7 @@ class Workload:
 
     def item(self, name: str) -> int:
         """Bytes per element a parameter is stored in."""
-        if (self.can_replicate or self.lora) and self.autocast_bytes and self.trains(name):
+        if self.is_frozen and self.autocast_bytes and self.trains(name):
             return 4  # frozen/plan.py keeps what trains in float32 under autocast
         return 4 if ".lora_" in name else self.load_bytes
 
@@ -270,6 +271,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         embedding_dim=fields.projection_dim or config.get("projection_dim") or text["hidden_size"],
         trains=who_trains(trainable, frozen, is_lora=lora is not None),
         lora=lora,
+        is_frozen=bool(trainable or frozen or lora),
         bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
         fsdp_mode=knobs.fsdp_mode or given.get("gradient_cache_fsdp") or "auto",
         replicates_frozen=given.get("frozen_parts_fsdp") or "auto",

@@ -52,14 +52,14 @@ def source_of(module: str) -> Path:
 
 
 @functools.cache
-def _parsed(path: Path) -> tuple[ast.Module, list[str]]:
+def parsed(path: Path) -> tuple[ast.Module, list[str]]:
     text = path.read_text(encoding="utf-8")
     return ast.parse(text), text.splitlines()
 
 
 def read_fields(path: Path, class_name: str) -> dict[str, Field]:
     """The fields of a dataclass, those of its parents in the same file first; empty when the class is not there."""
-    module, lines = _parsed(path)
+    module, lines = parsed(path)
     classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
     if class_name not in classes:
         return {}
@@ -111,10 +111,12 @@ def _default(options: dict[str, ast.expr]) -> Any:
 
 
 def _value(node: ast.expr | None, otherwise: Any = None) -> Any:
-    """The constant an expression stands for, or `otherwise`."""
+    """The constant an expression stands for, a product of two numbers included, or `otherwise`."""
     if node is None:
         return otherwise
     try:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            return ast.literal_eval(node.left) * ast.literal_eval(node.right)
         return ast.literal_eval(node)
     except ValueError:
         return otherwise
@@ -132,7 +134,7 @@ def _group(lines: list[str], line_number: int) -> str:
 
 def _enum_values(path: Path, name: str) -> list[str] | None:
     """The string values of an Enum that a file defines or imports from a neighbour; None when it is no such class."""
-    for node in _parsed(path)[0].body:
+    for node in parsed(path)[0].body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             if not any("Enum" in ast.dump(base) for base in node.bases):
                 return None
@@ -160,9 +162,9 @@ def parse_type(annotation: ast.expr | str, enums=lambda name: None) -> Type:
 
 def _alternatives(node: ast.expr, enums) -> list[tuple[str, Any]]:
     if isinstance(node, ast.Constant):
-        return (
-            [("null", None)] if node.value is None else _alternatives(ast.parse(node.value, mode="eval").body, enums)
-        )
+        if node.value is None:
+            return [("null", None)]
+        return _alternatives(ast.parse(node.value, mode="eval").body, enums)
     if isinstance(node, ast.BinOp):
         return _alternatives(node.left, enums) + _alternatives(node.right, enums)
     if isinstance(node, ast.Subscript):
@@ -239,8 +241,8 @@ def from_text(alternatives: Type, tokens: list[str]) -> Any:
         if "bool" not in kinds:
             raise UsageError(f"a value is missing; it takes {describe(alternatives)}.")
         return True
+    item = next((detail for kind, detail in alternatives if kind == "list"), None)
     if len(tokens) > 1:
-        item = next((detail for kind, detail in alternatives if kind == "list"), None)
         return [from_text(item, [token]) for token in tokens] if item else tokens
     text = tokens[0]
     if "null" in kinds and text == "null":
@@ -261,7 +263,6 @@ def from_text(alternatives: Type, tokens: list[str]) -> Any:
                 raise UsageError(f"{text} is not JSON: {error.msg} at column {error.colno}.") from None
     if "str" in kinds or any(kind == "literal" and detail == text for kind, detail in alternatives):
         return text
-    item = next((detail for kind, detail in alternatives if kind == "list"), None)
     return [from_text(item, [text])] if item else text
 
 
@@ -300,7 +301,6 @@ def out_of_bounds(value: Any, bounds: dict[str, Any]) -> str | None:
     tests = {
         "minimum": (value.__ge__, "at least"),
         "exclusiveMinimum": (value.__gt__, "above"),
-        "maximum": (value.__le__, "at most"),
         "exclusiveMaximum": (value.__lt__, "below"),
     }
     broken = any(key in bounds and test(bounds[key]) is False for key, (test, _) in tests.items())
