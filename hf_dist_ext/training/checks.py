@@ -21,14 +21,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-# ---- arguments alone ----
-
-LOSS_FIELDS = (
-    "gradient_cache_chunk_size",
-    "gradient_cache_chunk_tokens",
-    "gradient_cache_chunk_patches",
-    "no_duplicates_in_batch",
-)
+LOSS_FIELDS = [*(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")), "no_duplicates_in_batch"]
 
 
 def refuse_without_loss(args: Any) -> None:
@@ -86,9 +79,6 @@ def set_defaults_of_ddp(args: Any, model: Any, processor: Any, has_frozen: bool,
         args.ddp_broadcast_buffers = False  # modules that write to their buffers are refused with a cache
 
 
-# ---- after Trainer's constructor ----
-
-
 def check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer: bool, has_loss: bool) -> None:
     """Fields that something else of this run would leave without effect, or make count wrongly.
 
@@ -129,9 +119,6 @@ def warn_of_rounded_updates(model: nn.Module) -> None:
         )
 
 
-# ---- the model ----
-
-
 def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
     """The model that a gradient cache works on."""
     if not args.uses_gradient_cache:
@@ -154,9 +141,6 @@ def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
             "one chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks "
             "alone unless a single chunk does not fit."
         )
-
-
-# ---- the rows ----
 
 
 def check_rows(dataset: Any, no_duplicates: bool | None, per_device: int, batch: int) -> None:

@@ -184,7 +184,7 @@ class Health(TrainerCallback):
             self._stop_at_step = step
             logger.warning(f"rank {signals.index(1.0)} was asked to stop; all leave behind step {step}.")
         self.bad_rows.add_up(int(sum(self.rows().one_of_each(bad_rows))), step)
-        if self.guard is not None and self.guard.is_bad(losses, norm, self.has_scaler):
+        if self.guard is not None and self.guard.count_update(losses, norm, self.has_scaler):
             drop_update()
             rows = "not known"
             if collectives.rank() in (bad_ranks(losses) or [collectives.rank()]):

@@ -26,8 +26,6 @@ from hf_dist_ext.strategies.tensors import bare_optimizer
 
 logger = logging.get_logger(__name__)
 
-# ---- the rate follows the batch ----
-
 
 def check(args: Any) -> None:
     """Rules between the fields. Raises UsageError."""
@@ -44,21 +42,12 @@ def check(args: Any) -> None:
         raise UsageError(f"lr_base_batch_size={base} must be at least 1.")
 
 
-def effective_batch(args: Any, data_parallel_size: int | None = None) -> int:
-    """Rows of one optimizer step over all devices."""
-    devices = args.world_size if data_parallel_size is None else data_parallel_size
-    return args.train_batch_size * args.gradient_accumulation_steps * devices
+def scale(args: Any, devices: int) -> None:
+    """Scale `learning_rate` and `learning_rates` by the rule, once however many trainers share the arguments.
 
-
-def scaled(rate: float, rule: str, effective: int, base: int) -> float:
-    factor = effective / base
-    return rate * (math.sqrt(factor) if rule == "sqrt" else factor)
-
-
-def scale(args: Any, data_parallel_size: int | None = None) -> None:
-    """Scale `learning_rate` and `learning_rates` by the rule, once however many trainers share the arguments."""
-    effective = effective_batch(args, data_parallel_size)
-    devices = args.world_size if data_parallel_size is None else data_parallel_size
+    devices: those that have rows of their own.
+    """
+    effective = args.train_batch_size * args.gradient_accumulation_steps * devices
     words = (
         f"effective batch: {effective} rows = {args.train_batch_size} per device x "
         f"{args.gradient_accumulation_steps} accumulated x {devices} device(s)"
@@ -69,14 +58,12 @@ def scale(args: Any, data_parallel_size: int | None = None) -> None:
             logger.info(f"{words}; learning_rate {args.learning_rate:g} as given.")
         return
     rate, rates = args._given_rates = given or (args.learning_rate, getattr(args, "learning_rates", None))
-    args.learning_rate = scaled(rate, rule, effective, base)
+    factor = math.sqrt(effective / base) if rule == "sqrt" else effective / base
+    args.learning_rate = rate * factor
     if rates:
-        args.learning_rates = {name: scaled(one, rule, effective, base) for name, one in rates.items()}
+        args.learning_rates = {name: of_part * factor for name, of_part in rates.items()}
     if args.process_index == 0:
         logger.warning(f"{words}; learning_rate {rate:g} for {base} rows becomes {args.learning_rate:g} ({rule}).")
-
-
-# ---- the batch survives another number of devices ----
 
 
 def keep_effective_batch(args: Any, checkpoint: str | None, now_parallel: int, why_fixed: str) -> None:
@@ -92,7 +79,8 @@ def keep_effective_batch(args: Any, checkpoint: str | None, now_parallel: int, w
         return
     before = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * parallel
     per_micro_step = args.train_batch_size * now_parallel
-    if effective_batch(args, now_parallel) == before:
+    now = per_micro_step * args.gradient_accumulation_steps
+    if now == before:
         return
     devices = f"{parallel} processes before, {now_parallel} now"
     is_chosen = args.gradient_accumulation_steps != content["gradient_accumulation_steps"]
@@ -102,7 +90,6 @@ def keep_effective_batch(args: Any, checkpoint: str | None, now_parallel: int, w
             if is_chosen
             else why_fixed or f"{per_micro_step} rows of a forward over all devices do not divide it"
         )
-        now = effective_batch(args, now_parallel)
         _say(f"{devices}: the effective batch is {now} rows, it was {before}, because {why}.")
         return
     args.gradient_accumulation_steps = before // per_micro_step
@@ -112,8 +99,6 @@ def keep_effective_batch(args: Any, checkpoint: str | None, now_parallel: int, w
         f"{per_micro_step}; it was {before // content['gradient_accumulation_steps']}."
     )
 
-
-# ---- the arguments win over the checkpoint ----
 
 NUMBERS = ("weight_decay", "betas", "eps", "momentum")  # of an optimizer's groups, that the arguments set
 

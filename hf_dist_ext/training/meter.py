@@ -60,12 +60,9 @@ class StepMeter:
             return {}
         seconds = time.perf_counter() - self._started
         names = sorted(self._metrics)
-        own = torch.tensor(
-            [self._rows / seconds, self._real / seconds, self._real, self._computed], dtype=torch.float64
-        )
-        means = [self._metrics[name].to(device) / self._steps for name in names]
-        parts = [own.float().to(device), *[m.reshape(1) for m in means]]
-        total = torch.cat(parts)
+        own = torch.tensor([self._rows / seconds, self._real / seconds, float(self._real), float(self._computed)])
+        means = [self._metrics[name].to(device).reshape(1) / self._steps for name in names]
+        total = torch.cat([own.float().to(device), *means])
         if collectives.world_size() > 1:
             torch.distributed.all_reduce(total)
         total[:4] /= self.rows().shared_by  # the sums, not the means
@@ -76,10 +73,9 @@ class StepMeter:
             "rows_per_second": round(rows_per_second, 2),
             "tokens_per_second": round(tokens_per_second, 1),
             "padding_share": round(1 - real / computed, 4) if computed else 0.0,
+            **{name: value / collectives.world_size() for name, value in zip(names, values, strict=True)},
         }
-        report.update({name: value / collectives.world_size() for name, value in zip(names, values, strict=True)})
-        peak = peak_memory(device)
-        if peak is not None:
+        if (peak := peak_memory(device)) is not None:
             report["peak_memory_gib"] = round(peak / 2**30, 3)
         self._reset()
         return report

@@ -120,9 +120,6 @@ def _first_rows(index: torch.Tensor) -> torch.Tensor:
     return torch.full((int(index.max()) + 1,), len(index)).scatter_reduce_(0, index, rows, "amin")
 
 
-# ---- in DistTrainer ----
-
-
 def ids_of_rows(ids: dict[str, torch.Tensor] | None, anchor: str, positive: str, rows: torch.Tensor) -> torch.Tensor:
     """What travels as a batch's labels: (B, 2), with groups (B, 3); zeros (B,) when the collator gives no ids."""
     if ids is None or anchor not in ids or positive not in ids:
@@ -132,12 +129,11 @@ def ids_of_rows(ids: dict[str, torch.Tensor] | None, anchor: str, positive: str,
 
 def check_can_be_computed(args: Any) -> None:
     """Raises UsageError for arguments that do not hand over all rows at once."""
-    given = {"batch_eval_metrics=true": args.batch_eval_metrics}
-    given |= {"eval_do_concat_batches=false": not args.eval_do_concat_batches}
-    if wrong := [name for name, is_given in given.items() if is_given]:
+    if args.batch_eval_metrics or not args.eval_do_concat_batches:
+        wrong = "batch_eval_metrics=true" if args.batch_eval_metrics else "eval_do_concat_batches=false"
         raise UsageError(
-            f"{wrong[0]} hands over one batch at a time, and retrieval metrics rank every query among the documents "
-            f"of all rows. Remove {wrong[0].partition('=')[0]}, or give a compute_metrics of your own."
+            f"{wrong} hands over one batch at a time, and retrieval metrics rank every query among the documents of "
+            f"all rows. Remove {wrong.partition('=')[0]}, or give a compute_metrics of your own."
         )
 
 

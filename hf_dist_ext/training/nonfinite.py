@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 
@@ -36,22 +37,20 @@ class NonFiniteGuard:
         self.limit = limit
         self.total = self.in_a_row = 0
 
-    def is_bad(self, losses: Sequence[float], norm: float, has_scaler: bool) -> bool:
-        """Of one update: every rank's loss and the gradient norm. Ranks are given the same and answer the same."""
+    def count_update(self, losses: Sequence[float], norm: float, has_scaler: bool) -> bool:
+        """Whether it is bad: every rank's loss and the gradient norm. Ranks are given the same and answer the same."""
         if all(map(math.isfinite, [*losses, norm])):
             self.in_a_row = 0
             return False
         self.in_a_row += 1
-        is_of_the_scaler = has_scaler and all(map(math.isfinite, losses))
-        self.total += not is_of_the_scaler
+        self.total += bool(bad_ranks(losses)) or not has_scaler
         return True
 
     def report(self, step: int, losses: Sequence[float], norm: float, rows: str, has_scaler: bool = False) -> None:
         """Say what was skipped; raise when it was once too often. `rows` are those of the ranks of `bad_ranks`."""
-        ranks = bad_ranks(losses)
-        found = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradient norm"
-        value = losses[ranks[0]] if ranks else norm
-        what = f"step {step}: {found} is {value}"
+        ranks, what = bad_ranks(losses), f"step {step}: the gradient norm is {norm}"
+        if ranks:
+            what = f"step {step}: the loss of rank {', '.join(map(str, ranks))} is {losses[ranks[0]]}"
         if self.in_a_row >= self.limit:
             raise RunError(
                 f"{what}; {self.in_a_row} steps in a row were not finite (max_nonfinite_steps={self.limit}). "
@@ -82,7 +81,7 @@ def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str, de
     ranks = [row[0] for row in collectives.exchange([int(is_bad)], device)]
     if not any(ranks):
         return
-    names = [name for name, weight in trained.items() if not weight.isfinite().all()] if is_bad else []
+    names = [name for name, weight in trained.items() if not weight.isfinite().all()]
     named_here = f" ({names[0]!r}" + (f" and {len(names) - 1} more)" if names[1:] else ")") if names else ""
     raise RunError(
         f"{what} was not written: trained weights{named_here} are not finite on rank "
@@ -95,21 +94,15 @@ def describe_rows(inputs: object, tokenizer: object = None) -> str:
     """The rows of a batch in words: dataset indices where the batch carries them, else how their text begins."""
     ids = inputs.get("ids") if hasattr(inputs, "get") else None
     if ids is not None and "row" in ids:
-        numbers = ids["row"].tolist()
-        return f"dataset indices {_some(map(str, numbers), len(numbers))}"
-    features = next((part for part in _features(inputs) if "input_ids" in part), None)
+        return f"dataset indices {_some(map(str, ids['row'].tolist()), len(ids['row']))}"
+    columns = [part for part in inputs.values() if hasattr(part, "keys")] if hasattr(inputs, "values") else []
+    features = next((part for part in (inputs, *columns) if "input_ids" in part), None)
     if features is None or not hasattr(tokenizer, "batch_decode"):
         return "not known"
     texts = tokenizer.batch_decode(features["input_ids"][:SHOWN_ROWS].tolist(), skip_special_tokens=True)
     return _some((repr(text[:SHOWN_CHARACTERS]) for text in texts), len(features["input_ids"]))
 
 
-def _features(inputs: object) -> list:
-    if not hasattr(inputs, "values"):
-        return []
-    return [inputs, *(value for value in inputs.values() if hasattr(value, "keys"))]
-
-
 def _some(words: Iterable[str], count: int) -> str:
-    shown = [word for word, _ in zip(words, range(SHOWN_ROWS), strict=False)]
+    shown = list(islice(words, SHOWN_ROWS))
     return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")

@@ -21,7 +21,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,6 @@ ENCODE, REPLAY, LAST, LOSS = PLACES = (
     "the backward that reduces gradients",
     "the loss or its gradient",
 )
-
-# ---- sizes that are left ----
 
 
 @dataclass(frozen=True)
@@ -105,20 +103,12 @@ class FittingSizes:
         self.now, self.place, self.cause = Sizes(), ENCODE, ""
         self._run = 0  # number of this start, the same on all ranks
 
-    # ---- a start ----
-
     def begin(self) -> None:
         """At the start of training, on every rank."""
-        found = self._read()
-        is_same = found.get("given") == self.given
-        stored = Sizes(**found["sizes"]) if is_same else Sizes()
-        everyone = collectives.exchange(
-            [*map(int, asdict(stored).values()), random.SystemRandom().getrandbits(60)], self.device
-        )
+        own, smallest = astuple(self._smallest_stored(Sizes())), Sizes()
+        everyone = collectives.exchange([*map(int, own), random.SystemRandom().getrandbits(60)], self.device)
         self._run = everyone[0][-1]
-        smallest = Sizes()
-        for *numbers, _ in everyone:
-            halvings, kept, widens, tiles = numbers
+        for halvings, kept, widens, tiles, _ in everyone:
             smallest = smallest.smallest(Sizes(halvings, kept, bool(widens), tiles))
         if smallest != Sizes():
             logger.warning(
@@ -138,8 +128,6 @@ class FittingSizes:
         except FileNotFoundError:
             return {}
 
-    # ---- a lack of memory ----
-
     def shrink(self, place: str, step: int, ranks: list[int], **of_step: Any) -> None:
         """After a lack of memory that all ranks know of: `now` is smaller.
 
@@ -149,8 +137,7 @@ class FittingSizes:
         self.cause = f"step {step}: rank {', '.join(map(str, ranks))} ran out of memory in {place}"
         smaller = self.now.smaller(place, has_tiles=self._has_tiles, **of_step)
         if smaller is None:
-            named = ", ".join(map(str, ranks))
-            raise RunError(f"step {step}: rank {named} ran out of memory in {place}{_nothing_left(place)}")
+            raise RunError(self.cause + _nothing_left(place))
         self._take(smaller)
         if collectives.rank() == 0:
             logger.warning(f"{self.cause}. The step is run again with {smaller}, which stays so from here on.")
@@ -178,18 +165,21 @@ class FittingSizes:
 
     def error_of_peer(self) -> RunError | None:
         """The error of the rank that ran out of memory in this start, when one did."""
-        found = self._read()
-        return RunError(found["cause"]) if self._run and found.get("run") == self._run else None
+        stored = self._read()
+        return RunError(stored["cause"]) if self._run and stored.get("run") == self._run else None
 
     @property
     def _has_tiles(self) -> bool:
         return hasattr(self.loss, "tile_halvings") and policy.LOSS_TILE_ROWS >> self.now.tile_halvings > 1
 
+    def _smallest_stored(self, sizes: Sizes) -> Sizes:
+        """These, or what the same fields have stored, by another rank too."""
+        stored = self._read()
+        return sizes.smallest(Sizes(**stored["sizes"])) if stored.get("given") == self.given else sizes
+
     def _store(self, sizes: Sizes) -> None:
-        found = self._read()
-        if found.get("given") == self.given:  # what another rank has just written
-            sizes = sizes.smallest(Sizes(**found["sizes"]))
-        content = {"given": self.given, "sizes": asdict(sizes), "cause": self.cause, "run": self._run}
+        sizes = asdict(self._smallest_stored(sizes))
+        content = {"given": self.given, "sizes": sizes, "cause": self.cause, "run": self._run}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_name(f"{FILE}.{collectives.rank()}")
         new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -216,9 +206,6 @@ def empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-# ---- a step is tried out ----
-
-
 def place_out_of_memory(
     encode: Callable[[Chunk], torch.Tensor],
     chunked: ChunkedBatch,
@@ -236,17 +223,17 @@ def place_out_of_memory(
         loss_bytes: dimensions of an embedding -> what the loss will hold.
         has_graph: False where no chunk is encoded with one (a frozen backbone).
     """
-    place = ENCODE
+    place, costliest = ENCODE, list(costliest_chunks(chunked)) if has_graph else []
     try:
         with torch.no_grad():
             for chunk in costliest_chunks(wide or chunked):
                 dimensions = encode(chunk).shape[1]
         place = REPLAY
-        graphs = [encode(chunk) for chunk in costliest_chunks(chunked) for _ in range(num_kept)] if has_graph else []
+        graphs = [encode(chunk) for chunk in costliest for _ in range(num_kept)]
         place = LOSS
         torch.empty(loss_bytes(dimensions), dtype=torch.uint8, device=chunked.tables[0].device)
         place = REPLAY
-        graphs += [encode(chunk) for chunk in costliest_chunks(chunked)] if has_graph else []
+        graphs += [encode(chunk) for chunk in costliest]
         zeros = [(rows * 0.0).sum() for rows in graphs if rows.requires_grad]
         if zeros:
             sum(zeros).backward()
@@ -259,14 +246,8 @@ def place_out_of_memory(
 
 def costliest_chunks(chunked: ChunkedBatch) -> Iterator[Chunk]:
     """Of every table, without and with images, the chunk with most tokens."""
-    most: dict[tuple[int, bool], Chunk] = {}
+    kinds: dict[tuple[int, bool], list[Chunk]] = {}
     for chunk in chunked.chunks():
-        key = chunk.table, chunk.has_vision
-        if key not in most or tokens_of(chunk) > tokens_of(most[key]):
-            most[key] = chunk
-    yield from most.values()
-
-
-def tokens_of(chunk: Chunk) -> int:
-    """Tokens it computes, padding included; rows where there is no token axis."""
-    return chunk.num_rows * max(1, chunk.width)
+        kinds.setdefault((chunk.table, chunk.has_vision), []).append(chunk)
+    for chunks in kinds.values():
+        yield max(chunks, key=lambda chunk: chunk.num_rows * max(1, chunk.width))  # rows where there is no token axis

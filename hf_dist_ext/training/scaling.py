@@ -87,22 +87,22 @@ def read_baseline(path: str, stage: str | None, batch: int) -> float:
     """Samples per second of the single-process run that wrote this metrics.json; of its stage, where it had stages."""
     what = f'scaling_baseline="{path}"'
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{what} cannot be read: {error}. Give the metrics.json of a single-process run.") from None
-    found = found if isinstance(found, dict) else {}
-    found = next((one for one in found.get("stages", ()) if one.get("name") == stage), found)
-    throughput = found.get("samples_per_second")
+    report = report if isinstance(report, dict) else {}
+    report = next((of_stage for of_stage in report.get("stages", ()) if of_stage.get("name") == stage), report)
+    throughput = report.get("samples_per_second")
     if not isinstance(throughput, int | float) or throughput <= 0:
         of_stage = f" for stage {stage!r}" if stage else ""
         raise UsageError(
             f"{what} holds no samples_per_second{of_stage}. Give the metrics.json of a run of two updates or more."
         )
-    if found.get("world_size") != 1:
-        raise UsageError(f"{what} is of {found.get('world_size')} processes. Give the metrics.json of a run of one.")
-    if found.get("per_device_train_batch_size") != batch:
+    if report.get("world_size") != 1:
+        raise UsageError(f"{what} is of {report.get('world_size')} processes. Give the metrics.json of a run of one.")
+    if (theirs := report.get("per_device_train_batch_size")) != batch:
         logger.warning(
-            f"scaling_efficiency compares {batch} rows per process with {found.get('per_device_train_batch_size')} in "
-            f"{path}: work per process differs, and so the figure is not of the processes alone."
+            f"scaling_efficiency compares {batch} rows per process with {theirs} in {path}: work per process differs, "
+            "and so the figure is not of the processes alone."
         )
     return float(throughput)

@@ -73,7 +73,6 @@ class StepSizes:
     """Made once for a trainer with a loss over embeddings.
 
     Args:
-        args: the run's.
         loss, model, strategy: those of the trainer now; the model without its wrappers.
         progress: (finished updates, those of this run's checkpoint) now.
         fitting: the sizes that memory has left; None without a gradient cache.
@@ -105,13 +104,8 @@ class StepSizes:
         if not args.uses_gradient_cache or not (finds_size or keeps):
             return None
         gib = args.gradient_cache_memory_gib or (1.0 if args.device.type == "cpu" else None)
-        budget = ChunkBudget(
-            args.device,
-            None if gib is None else int(gib * 2**30),
-            weights=lambda: self.model().parameters(),
-            finds_size=finds_size,
-            keeps_graphs=keeps,
-        )
+        memory = None if gib is None else int(gib * 2**30)
+        budget = ChunkBudget(args.device, memory, lambda: self.model().parameters(), finds_size, keeps)
         if self.encodes_once(self.model()):
             budget.forward_bytes = forward_bytes_per_token(self.model().config)
         return budget
@@ -123,8 +117,6 @@ class StepSizes:
     def is_measured(self, is_first: bool) -> bool:
         """Whether the step that begins is. `is_first`: of an update."""
         return self.budget is not None and self.budget.is_measuring and is_first
-
-    # ---- a batch ----
 
     def fit(self, wrapped: nn.Module, encode: Callable[..., torch.Tensor], batch: Batch, is_first: bool) -> Layout:
         """How a batch is cut. Where forwards are a rank's own, a step that needs more memory than any before is tried
@@ -218,12 +210,8 @@ class StepSizes:
     def _limits(self) -> ChunkLimits:
         args = self.args
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
-        limits = ChunkLimits(
-            size,
-            args.gradient_cache_chunk_tokens,
-            args.gradient_cache_width_multiple,
-            args.gradient_cache_chunk_patches,
-        )
+        tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
+        limits = ChunkLimits(size, tokens, args.gradient_cache_width_multiple, patches)
         return limits if self.fitting is None else limits.scaled(self.fitting.now.share)
 
     def _with_limits_of_budget(self, chunked: ChunkedBatch, is_first: bool) -> ChunkedBatch:
@@ -234,11 +222,12 @@ class StepSizes:
         longest, tokens = max(row[0] for row in everyone), min(row[1] for row in everyone)
         limits = budget.limits(longest, tokens, self._limits(), self.fitting.now.share)
         if was_measuring and not budget.is_measuring:
-            size = f"{budget.measured.tokens} tokens per chunk, " if budget.finds_size else ""
+            measured = budget.measured
+            size = f"{measured.tokens} tokens per chunk, " if budget.finds_size else ""
             logger.info(
-                f"gradient cache: {size}from {budget.measured.bytes_per_token:.0f} bytes per token measured; of the "
-                f"{budget.measured.available / 2**30:.2f} GiB for a step {budget.measured.intercept / 2**30:.2f} GiB "
-                "are taken by what does not depend on the chunk."
+                f"gradient cache: {size}from {measured.bytes_per_token:.0f} bytes per token measured; of the "
+                f"{measured.available / 2**30:.2f} GiB for a step {measured.intercept / 2**30:.2f} GiB are taken by "
+                "what does not depend on the chunk."
             )
         return ChunkedBatch(chunked.tables, limits)
 
@@ -248,9 +237,8 @@ class StepSizes:
             return 1
         if self.budget is not None and self.budget.forward_bytes is not None:
             return 1  # the size was found for this very pass
-        model = self.model()
-        num_layers = getattr(getattr(model, "config", None), "num_hidden_layers", None)
-        return policy.widening(num_layers, is_checkpointed(model))
+        num_layers = getattr(getattr(self.model(), "config", None), "num_hidden_layers", None)
+        return policy.widening(num_layers, is_checkpointed(self.model()))
 
     def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
         if not self.args.uses_gradient_cache:

@@ -49,7 +49,7 @@ def test_the_rate_is_scaled_once(tmp_path, rule, factor):
         learning_rates={"projection": 1e-2}, lr_scale_rule=rule, lr_base_batch_size=base,
     )  # fmt: skip
     for _ in range(2):
-        learning_rate.scale(args)
+        learning_rate.scale(args, args.world_size)
     assert args.learning_rate == pytest.approx(1e-3 * factor)
     assert args.learning_rates["projection"] == pytest.approx(1e-2 * factor)
 
