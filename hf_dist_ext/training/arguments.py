@@ -229,22 +229,20 @@ class DistTrainingArguments(TrainingArguments):
             unset_hf_deepspeed_config()
 
     def _check_sizes(self) -> None:
-        size = self.gradient_cache_chunk_size
+        size, keep, steps = self.gradient_cache_chunk_size, self.gradient_cache_keep_graph, self.max_nonfinite_steps
         if isinstance(size, str) and size.isdigit():
-            self.gradient_cache_chunk_size = int(size)
-        taken = {  # what is taken beside positive numbers, and all of it in words
-            "gradient_cache_chunk_size": (["auto", None], "a positive number of rows, 'auto' or null (no cache)"),
-            "gradient_cache_chunk_tokens": ([None], "a positive number"),
-            "gradient_cache_chunk_patches": ([None], "a positive number"),
-            "gradient_cache_width_multiple": ([None], "a positive number"),
-            "gradient_cache_keep_graph": (["auto", 0], "a number of chunks, 0 or more, or 'auto'"),
-            "max_nonfinite_steps": (["auto", None], "a positive number of steps, 'auto' or null"),
-        }
-        for name, (others, words) in taken.items():
-            value = getattr(self, name)
-            is_number = isinstance(value, int) and value > 0
-            if isinstance(value, bool) or not (is_number or value in others):
-                raise UsageError(f"{name}={value!r}: it is {words}.")
+            size = self.gradient_cache_chunk_size = int(size)
+        if not _is_number(size, "auto", None):
+            raise UsageError(
+                f"gradient_cache_chunk_size={size!r}: it is a positive number of rows, 'auto' or null (no cache)."
+            )
+        for name in ("gradient_cache_chunk_tokens", "gradient_cache_chunk_patches", "gradient_cache_width_multiple"):
+            if not _is_number(value := getattr(self, name), None):
+                raise UsageError(f"{name}={value!r}: it is a positive number.")
+        if not _is_number(keep, "auto", 0):
+            raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more, or 'auto'.")
+        if not _is_number(steps, "auto", None):
+            raise UsageError(f"max_nonfinite_steps={steps!r}: it is a positive number of steps, 'auto' or null.")
         memory = self.gradient_cache_memory_gib
         if memory is not None and not memory > 0:
             raise UsageError(f"gradient_cache_memory_gib={memory!r}: it is a positive number of GiB, or null.")
@@ -292,6 +290,11 @@ class DistTrainingArguments(TrainingArguments):
     def uses_gradient_cache(self) -> bool:
         limits = (self.gradient_cache_chunk_size, self.gradient_cache_chunk_tokens, self.gradient_cache_chunk_patches)
         return any(limit is not None for limit in limits)
+
+
+def _is_number(value: object, *others: object) -> bool:
+    """A positive one, or one of the others; true and false are no numbers."""
+    return not isinstance(value, bool) and (value in others or (isinstance(value, int) and value > 0))
 
 
 # A checkpoint's training_args.bin names the class: by where users import it from, not by where its file lies. The

@@ -134,10 +134,11 @@ class FittingSizes:
         Raises:
             RunError: nothing that would help is left.
         """
-        self.cause = f"step {step}: rank {', '.join(map(str, ranks))} ran out of memory in {place}"
+        named = ", ".join(map(str, ranks))
+        self.cause = f"step {step}: rank {named} ran out of memory in {place}"
         smaller = self.now.smaller(place, has_tiles=self._has_tiles, **of_step)
         if smaller is None:
-            raise RunError(self.cause + _nothing_left(place))
+            raise RunError(f"step {step}: rank {named} ran out of memory in {place}{_nothing_left(place)}")
         self._take(smaller)
         if collectives.rank() == 0:
             logger.warning(f"{self.cause}. The step is run again with {smaller}, which stays so from here on.")
