@@ -13,8 +13,8 @@ happen while training goes on, and so does the writing of what is large in (2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.checkpoints import async_save, commit, manifest, resume, trainable
+from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
 from hf_dist_ext.checkpoints.loss_state import load_loss
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
@@ -34,7 +34,6 @@ class Keeper:
 
     Attributes:
         committed_step: of this run's last checkpoint.
-        frozen_digests: of the weights that checkpoints leave out; None when they hold all of them.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.
     """
@@ -42,7 +41,6 @@ class Keeper:
     def __init__(self, args: Any, loss: Any, check_lease: Callable[[], None]):
         self.args, self.loss, self.check_lease = args, loss, check_lease
         self.committed_step: int | None = None
-        self.frozen_digests: dict[str, str] | None = None
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
         self._run: Mapping[str, Any] = manifest.new_run()
@@ -52,12 +50,14 @@ class Keeper:
         asked: bool | str | None,
         model: nn.Module,
         strategy: Strategy,
+        frozen_digests: Mapping[str, str] | None,
         load_adapters: Callable[[nn.Module, Path], None],
         has_scaler: bool,
         is_search: bool,
     ) -> str | None:
         """The path of the checkpoint that this start continues, complete and fit for it, or None. With
-        `resume_weights_only` its weights are now in the (bare) model, and nothing is continued.
+        `resume_weights_only` its weights are now in the (bare) model, and nothing is continued. `frozen_digests`: of
+        the weights that this run's checkpoints leave out.
         """
         self.committed_step = None
         folder, asked = resume.choose(self.args, asked)
@@ -68,20 +68,11 @@ class Keeper:
         elif folder is not None:
             resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
             strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
-            resume.check_frozen(folder, self.frozen_digests)
+            resume.check_frozen(folder, frozen_digests)
             path = str(folder)
         # nothing is written down before everything was looked at
         self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)
         return path
-
-    def fingerprint_frozen(self, model: nn.Module, saved: frozenset[str]) -> None:
-        """Before anything is wrapped or trained. `saved`: names of the weights that checkpoints hold."""
-        if self.frozen_digests is None:
-            self.frozen_digests = trainable.frozen_digests(model, saved)
-
-    @property
-    def frozen_fingerprint(self) -> str | None:
-        return None if self.frozen_digests is None else trainable.fingerprint(self.frozen_digests)
 
     def save(
         self,
@@ -95,6 +86,8 @@ class Keeper:
     ) -> None:
         """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files."""
         args, step = self.args, state.global_step
+        if self.committed_step == step:
+            return  # asked for twice, as when an evaluation was left: to write it again would put it at risk
         self.background.collect(wait=True)
         folder = output_dir / f"checkpoint-{step}"
         agreed.together(self.check_lease)
@@ -127,3 +120,16 @@ class Keeper:
             return
         end()
         push(folder)
+
+    @contextmanager
+    def ending(self, state: Any) -> Iterator[None]:
+        """Around what Trainer does when it has trained."""
+        self.background.collect(wait=True)
+        if self.args.load_best_model_at_end:
+            state.best_model_checkpoint = resume.best_checkpoint(self.args, state.best_model_checkpoint)
+        # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit

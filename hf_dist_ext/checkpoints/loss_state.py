@@ -11,15 +11,15 @@ import contextlib
 import copyreg
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.trainer_callback import ExportableState, TrainerState
 
-from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.tensors import bare_optimizer
@@ -128,33 +128,33 @@ def save_description(model: nn.Module, processor: Any, args: Any, folder: Path) 
         torch.save(args, folder / "training_args.bin")
 
 
-def can_save_later(model: nn.Module) -> bool:
-    """Whether `save_pretrained` makes what it writes of the weights it is given: not that of adapters (some kinds
-    compute theirs of the live model), of quantized weights, and of a model that transformers has split."""
-    is_split = getattr(getattr(model, "config", None), "distributed_config", None) is not None
-    return not (hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) or is_split)
-
-
-def save_later(model: nn.Module, weights: dict[str, torch.Tensor] | None, folder: Path, writer: Writer) -> None:
-    """What `Trainer._save` writes of the bare model's weights, from a copy. `weights`: whole; None for its own."""
-    weights = model.state_dict() if weights is None else weights
-    if hasattr(model, "save_pretrained"):
-        writer.write(weights, lambda weights, group: model.save_pretrained(folder, state_dict=weights))
-    else:
-        writer.tensors(weights, folder / "model.safetensors")
-
-
 def save_budget(budget: Any, folder: str) -> None:
-    """Keep what the automatic chunk size measured, so that a resumed run cuts the same chunks from its first step."""
+    """Keep what the automatic chunk size measured, so that a resumed run cuts the same chunks from its first step.
+    None: it is not automatic."""
+    if budget is None:
+        return
     with open(_at(folder, BUDGET), "w", encoding="utf-8") as file:
         json.dump(budget.state(), file)
 
 
 def load_budget(budget: Any, folder: str) -> None:
     """Missing, or measured on another kind of device: it is measured again."""
-    if os.path.isfile(_at(folder, BUDGET)):
+    if budget is not None and os.path.isfile(_at(folder, BUDGET)):
         with open(_at(folder, BUDGET), encoding="utf-8") as file:
             budget.resume(json.load(file))
+
+
+def save_trainer_state(state: TrainerState, parts: Iterable[Any], folder: Path) -> None:
+    """`parts`: callbacks, and Trainer's control, of which some have a state of their own."""
+    states = state.stateful_callbacks
+    for part in parts:
+        if isinstance(part, ExportableState):
+            name = type(part).__name__
+            if isinstance(states[name], list):
+                states[name].append(part.state())
+            else:
+                states[name] = part.state()
+    state.save_to_json(str(folder / "trainer_state.json"))
 
 
 # ---- secrets ----

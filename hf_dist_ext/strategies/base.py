@@ -188,7 +188,7 @@ class Strategy:
         """Read a whole folder into the model where that takes more than reading it; False: it does not."""
         return False
 
-    def save_engine(self, model: nn.Module, folder: Path) -> None:
+    def save_engine(self, folder: Path) -> None:
         """With `has_engine`: its state in a run with frozen parts. Every rank calls it."""
         raise NotImplementedError
 

@@ -13,27 +13,29 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch import nn
 
 from hf_dist_ext.checkpoints import commit
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.agreed import together
 from hf_dist_ext.strategies.tensors import num_elements
 
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
-
-def save(trainer: DistTrainer) -> None:
-    """`save_model`; every rank calls it. RunError when the model is not in output_dir afterwards."""
-    args, output_dir = trainer.args, Path(trainer.args.output_dir)
-    if _is_written(trainer, output_dir):  # (1)
+def save(save_model: Callable[[str], None], model: nn.Module, args: Any) -> None:
+    """Call `save_model` on a folder; every rank calls it. RunError when the model is not in output_dir afterwards."""
+    output_dir = Path(args.output_dir)
+    if _is_written(save_model, output_dir):  # (1)
         return
     args.push_to_hub = False  # a push takes what lies in output_dir
     for base in (os.getcwd, Path.home, tempfile.gettempdir):  # (2)
-        folder = together(lambda base=base: _folder_with_room(trainer, base()) if args.should_save else None)[0]
-        if folder is not None and _is_written(trainer, folder):
+        find = partial(_folder_with_room, model, output_dir, base)
+        folder = together(find if args.should_save else lambda: None)[0]
+        if folder is not None and _is_written(save_model, folder):
             raise RunError(
                 f"the disk of {output_dir} is full, so the trained model was written to {folder}. Free space and move "
                 "it to where you want it."
@@ -44,11 +46,11 @@ def save(trainer: DistTrainer) -> None:
     )
 
 
-def _is_written(trainer: DistTrainer, folder: Path) -> bool:
+def _is_written(save_model: Callable[[str], None], folder: Path) -> bool:
     def attempt() -> bool:
         before = _files(folder)
         try:
-            trainer.save_model(str(folder))
+            save_model(str(folder))
             return True
         except Exception as error:
             if not commit.is_full_disk(error, folder):
@@ -71,10 +73,10 @@ def _files(folder: Path) -> dict[Path, int]:
     return found
 
 
-def _folder_with_room(trainer: DistTrainer, base: str | Path) -> Path | None:
-    output_dir = Path(trainer.args.output_dir)
+def _folder_with_room(model: nn.Module, output_dir: Path, find_base: Callable[[], str | Path]) -> Path | None:
+    base = find_base()
     with contextlib.suppress(OSError):
-        needed = sum(num_elements(p) * p.element_size() for p in trainer.model.parameters())
+        needed = sum(num_elements(p) * p.element_size() for p in model.parameters())
         if os.stat(base).st_dev != os.stat(output_dir).st_dev and shutil.disk_usage(base).free > commit.SPARE * needed:
             return Path(tempfile.mkdtemp(prefix=f"{output_dir.resolve().name}-", dir=base))
     return None

@@ -2,17 +2,19 @@
 
 With `loss=None` every hook hands straight to Trainer. The work is done by parts, each made once with what it reads:
 `step` (a step of a loss over embeddings), `health` (what keeps a run well), `strategy` (how the model is spread over
-processes), `data_position` (the place in the data) and `keeper` (checkpoints), whose hooks lie in
-`checkpoint_hooks.py`. Here are the rest of the hooks, in the order of a run. No maths lives here.
+processes), `data_position` (the place in the data), `keeper` (checkpoints) and `files` (what folders hold of the
+model). Here are the hooks, in the order of a run. No maths lives here.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,10 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_dist_ext.checkpoints import loss_state, manifest
+from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
+from hf_dist_ext.checkpoints.facts import RunFacts
+from hf_dist_ext.checkpoints.keeper import Keeper
+from hf_dist_ext.checkpoints.model_files import ModelFiles
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sampling import sampler_without_duplicates
 from hf_dist_ext.engine.budget import ChunkBudget
@@ -32,11 +37,11 @@ from hf_dist_ext.failures import activity
 from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.run_mode import fully_frozen_roots
+from hf_dist_ext.run import lease
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import checks, loss_scale, metrics
+from hf_dist_ext.training import checks, learning_rate, loss_scale, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.checkpoint_hooks import CheckpointHooks
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
@@ -48,7 +53,7 @@ from hf_dist_ext.training.timing import Profiler, StepClock
 logger = logging.get_logger(__name__)
 
 
-class DistTrainer(CheckpointHooks):
+class DistTrainer(Trainer):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
@@ -110,6 +115,15 @@ class DistTrainer(CheckpointHooks):
             splits_last_batch=loss is not None,
             exchange=partial(collectives.exchange, device=args.device),
             read_manifest=manifest.read,
+        )
+        self.keeper = Keeper(args, loss, lease.check)
+        self.files = ModelFiles(
+            args,
+            lambda: self.model,
+            lambda: self.bare_model,
+            lambda: self.strategy,
+            processor=lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            saved=lambda: None if self.freeze_plan is None else self.freeze_plan.saved,
         )
         fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
         self.health = Health(
@@ -198,6 +212,11 @@ class DistTrainer(CheckpointHooks):
         self.strategy.place(self.model, self.args, self.loss is not None, frozen_roots)
 
     @property
+    def _has_own_arguments(self) -> bool:
+        """With transformers' own checkpoints are Trainer's, but for the loss's parameters and the token."""
+        return isinstance(self.args, DistTrainingArguments)
+
+    @property
     def bare_model(self) -> nn.Module:
         """The model without its wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -267,8 +286,8 @@ class DistTrainer(CheckpointHooks):
         if self.loss is not None and self.optimizer is not None:
             loss_state.add_loss_group(self.optimizer, self._loss_parameters())
         self.strategy.read_as(
-            self._saves_trainable_only,
-            self._trusts_checkpoints,
+            self.files.is_part,
+            getattr(self.args, "trust_checkpoint", False),
             around=lambda: loss_state.loss_state_apart(self.loss, self.optimizer),
         )
         return super().create_scheduler(num_training_steps, optimizer)
@@ -346,13 +365,58 @@ class DistTrainer(CheckpointHooks):
         """The name of the signal that asked this process to leave, if one did."""
         return None if self.health.stop is None else self.health.stop.received
 
-    def train(self, *arguments: Any, **options: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> TrainOutput:
         with self.health.running(is_search=self.hp_search_backend is not None):
+            if self._has_own_arguments:
+                resume_from_checkpoint = self._resume(resume_from_checkpoint)
             try:
-                return super().train(*arguments, **options)
+                with self.keeper.background.ended(), self.data_position.training(resume_from_checkpoint):
+                    return super().train(resume_from_checkpoint, *arguments, **options)
             except LeaveEvaluation:  # the one before the first step: there is nothing to save
                 self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
+
+    def _resume(self, asked: str | bool | None) -> str | None:
+        """The checkpoint that this start goes on from, and what follows from it for the batch and its rate."""
+        self.files.prepare()
+        checkpoint = self.keeper.resume(
+            asked,
+            self.bare_model,
+            self.strategy,
+            self.files.frozen_digests,
+            load_adapters=lambda model, folder: super(DistTrainer, self)._load_from_checkpoint(str(folder), model),
+            has_scaler=getattr(self.accelerator, "scaler", None) is not None,
+            is_search=self.hp_search_backend is not None,
+        )
+        parallel, why_fixed = self.strategy.rows.size, self.strategy.fixed_accumulation
+        learning_rate.keep_effective_batch(self.args, checkpoint, parallel, why_fixed)
+        learning_rate.scale(self.args, parallel)
+        return checkpoint
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.files.load(model or self.model, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        given = learning_rate.given(self.optimizer, self.lr_scheduler) if self._has_own_arguments else None
+        with loss_state.loss_state_apart(self.loss, self.optimizer, load_from=checkpoint):
+            if self.files.load_optimizer(Path(checkpoint), self.optimizer):
+                schedule = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
+                self.lr_scheduler.load_state_dict(schedule)
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+        if given is not None:
+            learning_rate.take_given(self.optimizer, self.lr_scheduler, given)
+        loss_state.load_budget(self.chunk_budget, checkpoint)
+        self.strategy.load(self.model_wrapped, checkpoint, self.args)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._has_own_arguments:
+            if resume.draws_anew(self.args, self.state.global_step, checkpoint, self.strategy.rows):
+                return
+        super()._load_rng_state(checkpoint)
 
     def set_initial_training_values(self, args: Any, dataloader: Any):
         return self.data_position.counts(super().set_initial_training_values(args, dataloader), dataloader)
@@ -437,6 +501,7 @@ class DistTrainer(CheckpointHooks):
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *more: Any, **options: Any
     ):
         self.health.leave_if_asked(self.control)
+        self.keeper.background.collect()
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *more, **options)
         except LeaveEvaluation:
@@ -446,11 +511,96 @@ class DistTrainer(CheckpointHooks):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.health.check_weights(model)
-        super()._save_checkpoint(model, trial)
+        if not self._has_own_arguments:
+            return super()._save_checkpoint(model, trial)
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        output_dir = self._get_output_dir(trial=trial)
+        self.keeper.save(
+            Path(output_dir),
+            self.state,
+            self.strategy,
+            tensors=self.files.tensors(self.optimizer),
+            write=partial(self._write_checkpoint, output_dir),
+            facts=self._facts,
+            push=lambda folder: self._push_from_checkpoint(str(folder)) if self.args.push_to_hub else None,
+        )
+
+    def _write_checkpoint(self, output_dir: str, folder: Path) -> None:
+        """Every file of a checkpoint but its manifest, as Trainer writes them."""
+        self.save_model(str(folder), _internal_call=True)
+        if self.state.best_global_step and self.args.save_strategy != "no":
+            best = os.path.join(output_dir, f"checkpoint-{self.state.best_global_step}")
+            if os.path.exists(best):
+                self.state.best_model_checkpoint = best
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+        if self.args.should_save:
+            parts = [*self.callback_handler.callbacks, self.control]
+            loss_state.save_trainer_state(self.state, parts, folder)
+
+    def _facts(self) -> dict[str, Any]:
+        facts = RunFacts(
+            step=self.state.global_step,
+            epoch=self.state.epoch,
+            position=self.data_position.facts(self.health.bad_rows.of_epoch()),
+            per_device_train_batch_size=self._train_batch_size,
+            sharding=self.strategy.name,
+            rows=self.strategy.rows,
+            frozen_fingerprint=self.files.frozen_fingerprint,
+            stage=getattr(self, "stage", None),
+            trains=None if self.freeze_plan is None else self.freeze_plan.describe(),
+        )
+        return facts.content(self.args, self.bare_model)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        folder, as_trainer = Path(output_dir or self.args.output_dir), partial(super().save_model, _internal_call=True)
+        if _internal_call:
+            is_saved = self.files.save_for_resume(folder, self._save, self.keeper.writer)
+        else:
+            is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
+        if not is_saved:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        with loss_state.without_secrets(self.args):
+            self.files.save_weights(folder, state_dict, super()._save, self.keeper.writer)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder, saves, writer = Path(output_dir), self.args.should_save, self.keeper.writer
+        with loss_state.loss_state_apart(self.loss, self.optimizer, save_to=output_dir if saves else None):
+            if not self.files.save_optimizer(folder, self.optimizer, writer):
+                super()._save_optimizer_and_scheduler(output_dir)
+            elif saves:
+                torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+        self.strategy.save(self.model_wrapped, folder, self.args, writer)
+        if saves:
+            loss_state.save_budget(self.chunk_budget, output_dir)
+            self.data_position.save(output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        before = getattr(self, "push_in_progress", None)
+        is_free = self.args.hub_always_push or before is None or before.is_done()
+        if self._has_own_arguments and self.is_world_process_zero() and self.args.hub_strategy != "end" and is_free:
+            hub.copy_model(Path(checkpoint_folder), Path(self.args.output_dir))
+        with loss_state.without_secrets(self.args):
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
-        with self.health.finalizing(self.state):
+        ending = self.keeper.ending(self.state) if self._has_own_arguments else nullcontext()
+        with self.health.finalizing(self.state), ending:
             return super()._finalize_training(*arguments, **options)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self.strategy.has_engine or not self.files.load(self.model, Path(best)):
+            super()._load_best_model()
+        loss_state.load_loss(self.loss, best)
 
     # ---- evaluation ----
 

@@ -248,7 +248,7 @@ def test_a_full_disk_at_the_end_is_met_by_all_processes(run_file, tmp_path, monk
         trainer.train()
         monkeypatch.setattr(writer, fails)
         with pytest.raises(RunError, match="is full") as found:
-            final_model.save(trainer)
+            final_model.save(trainer.save_model, trainer.model, args)
         trainer.accelerator.wait_for_everyone()
         return str(found.value)
 

@@ -1,0 +1,212 @@
+"""What the folders of a run hold of its model and optimizer, and how they are read again.
+
+A checkpoint of a run with frozen parts holds what trains (checkpoints/trainable.py); FSDP's may hold shards; any other
+one holds what `save_pretrained` writes. The folder that a run ends with is complete, unless only a part was trained
+and the rest lies in a folder or on the hub. Where a method returns False, Trainer does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist_ext.checkpoints import commit, loss_state, merge, safe_reading, trainable
+from hf_dist_ext.checkpoints.async_save import Writer
+from hf_dist_ext.checkpoints.facts import base_model
+from hf_dist_ext.checkpoints.weights import load_in_memory_names
+from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies.base import Strategy
+
+Save = Callable[..., None]  # takes a folder, and the whole weights when they are not the model's own
+
+
+class ModelFiles:
+    """Made once per run. `model`, `bare_model`, `strategy`, `processor` and `saved` return what these are now; `saved`
+    the names of the weights that checkpoints hold, None for all.
+
+    Attributes:
+        frozen_digests: of the weights that checkpoints leave out; None when they hold all of them.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        model: Callable[[], nn.Module],
+        bare_model: Callable[[], nn.Module],
+        strategy: Callable[[], Strategy],
+        processor: Callable[[], Any],
+        saved: Callable[[], frozenset[str] | None],
+    ):
+        self.args, self.model, self.bare_model, self.strategy = args, model, bare_model, strategy
+        self.processor, self.saved = processor, saved
+        self.is_ours = hasattr(args, "save_full_model")  # with other arguments checkpoints are Trainer's
+        self.frozen_digests: Mapping[str, str] | None = None
+
+    @property
+    def is_part(self) -> bool:
+        return self.saved() is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.is_ours and self.strategy().saves_shards
+
+    @property
+    def is_by_name(self) -> bool:
+        """The state of the optimizer."""
+        return self.is_part or self.strategy().saves_by_name
+
+    @property
+    def ends_complete(self) -> bool:
+        """Whether the run ends with a folder that from_pretrained loads: not when only a part was trained, unless it
+        was asked for, or the rest is in no folder and on no hub."""
+        return not self.is_part or self.args.save_full_model or base_model(self.bare_model()) is None
+
+    @property
+    def are_adapters_merged(self) -> bool:
+        is_wanted = self.is_part or (self.is_ours and self.args.save_full_model)
+        return is_wanted and merge.has_adapters(self.bare_model())
+
+    @property
+    def are_adapters_alone(self) -> bool:
+        """Whether a folder holds the adapters of an `EmbeddingModel`, whose base lies somewhere, and no more."""
+        if not self.is_ours or self.is_part or self.args.save_full_model:
+            return False
+        return merge.can_stand_alone(self.bare_model())
+
+    # ---- before a run ----
+
+    def prepare(self) -> None:
+        """Before anything is wrapped or trained."""
+        if self.args.save_full_model:
+            merge.check_can_save_merged(self.bare_model(), self.strategy().forwards_are_collective)
+        if self.is_part and self.frozen_digests is None:
+            self.frozen_digests = trainable.frozen_digests(self.bare_model(), self.saved())
+
+    @property
+    def frozen_fingerprint(self) -> str | None:
+        return None if self.frozen_digests is None else trainable.fingerprint(self.frozen_digests)
+
+    # ---- a checkpoint ----
+
+    def tensors(self, optimizer: Any) -> Iterator[torch.Tensor]:
+        """What a checkpoint will hold."""
+        for values in (getattr(optimizer, "state", None) or {}).values():
+            yield from (value for value in values.values() if hasattr(value, "element_size"))
+        yield from (p for p in self.model().parameters() if not self.is_part or p.requires_grad)
+
+    def save_for_resume(self, folder: Path, save: Save, writer: Writer) -> bool:
+        if self.is_part or self.is_sharded:  # FSDP's shards follow with the optimizer
+            self._save_description(folder)
+            if self.is_part:
+                self._save_trainable(folder, self.is_sharded, writer)
+        elif self.strategy().split:
+            self._save_whole(folder, save)
+        else:
+            return False
+        return True
+
+    def save_optimizer(self, folder: Path, optimizer: Any, writer: Writer) -> bool:
+        strategy, model, keep = self.strategy(), self.model(), self.args.should_save
+        if not self.is_by_name:
+            return self.is_ours and strategy.save_optimizer(model, optimizer, folder, keep, writer)
+        if strategy.has_engine:
+            strategy.save_engine(folder)
+        else:
+            trainable.save_optimizer(model, optimizer, folder, self.args, self.is_sharded, writer)
+        return True
+
+    def save_weights(self, folder: Path, whole: dict | None, save: Save, writer: Writer) -> None:
+        """As `save`, Trainer's, does, which takes the folder and the whole weights; None: the model's own."""
+        if writer.is_later and self._can_be_written_later():
+            if self.args.should_save:
+                self._save_later(folder, whole, writer)
+        elif self.are_adapters_alone:
+            agreed.together(partial(save, str(folder), whole))
+            merge.complete_adapters(self.bare_model(), whole, folder, self.processor(), self.args.should_save)
+        else:
+            save(str(folder), whole)
+
+    def _can_be_written_later(self) -> bool:
+        """Whether `save_pretrained` makes what it writes of the weights it is given: not that of adapters (some kinds
+        compute theirs of the live model), of quantized weights, and of a model that transformers has split."""
+        model = self.bare_model()
+        is_split = getattr(getattr(model, "config", None), "distributed_config", None) is not None
+        return not (hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) or is_split)
+
+    def _save_later(self, folder: Path, whole: dict | None, writer: Writer) -> None:
+        self._save_description(folder)
+        model = self.bare_model()
+        whole = model.state_dict() if whole is None else whole
+        if hasattr(model, "save_pretrained"):
+            writer.write(whole, lambda whole, group: model.save_pretrained(folder, state_dict=whole))
+        else:
+            writer.tensors(whole, folder / "model.safetensors")
+
+    def _save_description(self, folder: Path) -> None:
+        if self.args.should_save:
+            loss_state.save_description(self.bare_model(), self.processor(), self.args, folder)
+
+    def _save_trainable(self, folder: Path, is_sharded: bool, writer: Writer) -> None:
+        digests, keep = self.frozen_digests or {}, self.args.should_save
+        trainable.save_weights(self.model(), self.saved(), digests, folder, keep, is_sharded, writer)
+
+    def _save_whole(self, folder: Path, save: Save) -> None:
+        whole = self.whole_weights()
+        with self.strategy().saving_whole(self.model()):
+            save(str(folder), whole)
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
+        return self.strategy().whole_weights(self.model(), keep=self.args.should_save)
+
+    # ---- the model that a run ends with ----
+
+    def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
+        """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""
+        if not self.ends_complete:
+            agreed.together(lambda: self._save_description(folder))
+            agreed.together(lambda: self._save_trainable(folder, False, Writer()))
+            self._commit(folder, [trainable.WEIGHTS, trainable.FROZEN], facts)
+        elif self.are_adapters_alone:
+            save(str(folder), self.whole_weights()) if self.is_sharded else as_trainer(str(folder))
+            self._commit(folder, merge.ADAPTER_FILES, facts)
+        elif self.are_adapters_merged:
+            if self.args.should_save:
+                merge.save_merged(self.bare_model(), self.processor(), folder)
+        elif self.is_sharded or self.strategy().split:
+            self._save_whole(folder, save)
+        else:
+            return False
+        return True
+
+    def _commit(self, folder: Path, names: list[str], facts: Callable[[], Mapping[str, Any]]) -> None:
+        agreed.together(lambda: None)  # all have written
+        if self.args.should_save:
+            commit.commit_model(folder, names, facts())
+
+    # ---- reading ----
+
+    def load(self, model: nn.Module, folder: Path) -> bool:
+        """The weights of a checkpoint; the way Trainer takes is safe then."""
+        strategy, trusts = self.strategy(), getattr(self.args, "trust_checkpoint", False)
+        if self.is_part:
+            trainable.load_weights(model, self.saved(), folder, trusts)
+        elif strategy.load_whole(self.model(), folder):
+            pass
+        elif strategy.reads_own_format or not load_in_memory_names(self.bare_model(), str(folder)):
+            safe_reading.check(folder, trusts)
+            return False
+        return True
+
+    def load_optimizer(self, folder: Path, optimizer: Any) -> bool:
+        is_empty = self.strategy().has_no_optimizer_state(folder)
+        if not self.is_by_name and not is_empty:
+            return False
+        if not self.strategy().has_engine and not is_empty:  # DeepSpeed's engine has read all of it
+            trainable.load_optimizer(self.model(), optimizer, folder, self.args.trust_checkpoint)
+        return True
