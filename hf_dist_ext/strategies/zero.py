@@ -200,9 +200,9 @@ class ZeRO(Strategy):
     def save_optimizer(self, *arguments: Any) -> bool:
         return False
 
-    def save_engine(self, model: nn.Module, folder: Path) -> None:
+    def save_engine(self, folder: Path) -> None:
         """What trains stands in `trainable.safetensors` too, as in every mode."""
-        model.save_checkpoint(str(folder), exclude_frozen_parameters=True)
+        self.engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
 
     def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
         super().check_resumable(folder, content, world_size)
