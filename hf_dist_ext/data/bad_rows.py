@@ -15,8 +15,10 @@ A stream that fails while it is iterated, before its row reaches the collator, c
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,10 +86,8 @@ class GuardedRows(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: list) -> list[tuple[int, Any]]:
         if hasattr(self.dataset, "__getitems__"):
-            try:
+            with contextlib.suppress(Exception):  # of one of them; which, is found out below
                 return list(zip(indices, self.dataset.__getitems__(indices), strict=True))
-            except Exception:
-                pass  # one of them; which, is found out below
         return [self[index] for index in indices]
 
 
@@ -95,17 +95,19 @@ class _Unreadable(Exception):
     pass
 
 
+@dataclass(eq=False)
 class GuardedCollator:
-    """Does (1) to (3) around the collator `collate`. `rows` is None for a stream; `can_replace`: (3) holds, else (2);
-    `is_numbered`: rows come as from `GuardedRows`, not plainly; `rank` is named in errors."""
+    """Does (1) to (3) around the collator `collate`."""
 
-    def __init__(
-        self, collate: Callable, rows: GuardedRows | None, name: str, tally: Tally, can_replace: bool,
-        is_numbered: bool = True, rank: int = 0,
-    ):  # fmt: skip
-        self.collate, self.rows, self.name, self.rank = collate, rows, name, rank
-        self.tally, self.can_replace, self.is_numbered = tally, can_replace, is_numbered
-        self.num_seen, self.last_good = 0, None
+    collate: Callable
+    rows: GuardedRows | None  # None for a stream
+    name: str
+    tally: Tally
+    can_replace: bool  # (3) holds, else (2)
+    is_numbered: bool = True  # rows come as from `GuardedRows`, not plainly
+    rank: int = 0  # for errors
+    num_seen: int = 0
+    last_good: tuple[int, Any] | None = None
 
     def __call__(self, batch: list) -> Any:
         if not self.is_numbered:

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
 
 
+@dataclass(eq=False)
 class ContrastiveCollator:
     """Makes rows into {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, alike in every process.
 
@@ -37,50 +39,45 @@ class ContrastiveCollator:
     tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        columns: Sequence[str],
-        prompts: Mapping[str, str] | None = None,
-        max_length: int | Mapping[str, int] | None = None,
-        id_column: str | None = None,
-        pad_to_multiple_of: int | None = None,
-        with_ids: bool = True,
-        processor: Any = None,
-    ):
+    tokenizer: PreTrainedTokenizerBase | None
+    columns: Sequence[str]
+    prompts: Mapping[str, str] | None = None
+    max_length: int | Mapping[str, int] | None = None
+    id_column: str | None = None
+    pad_to_multiple_of: int | None = None
+    with_ids: bool = True
+    processor: Any = None
+
+    def __post_init__(self):
+        columns, tokenizer, max_length = list(self.columns), self.tokenizer, self.max_length
+        self.columns, self.prompts = columns, dict(self.prompts or {})
         assert len(columns) >= NUM_PAIR_COLUMNS and "ids" not in columns, columns
-        for option, value in (("prompts", prompts), ("max_length", max_length)):
+        for option, value in (("prompts", self.prompts), ("max_length", max_length)):
             for column in value if isinstance(value, Mapping) else ():
                 if column not in columns:
                     raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
-        if id_column is not None and not with_ids:
-            raise UsageError(f"id_column={id_column!r} is one of the ids, and with_ids=False gives none. Keep one.")
-        without = [column for column in columns[NUM_PAIR_COLUMNS:] if column not in (prompts or {})]
-        if without and (prompts or {}).get(columns[1]):
+        if self.id_column is not None and not self.with_ids:
+            raise UsageError(
+                f"id_column={self.id_column!r} is one of the ids, and with_ids=False gives none. Keep one."
+            )
+        without = [column for column in columns[NUM_PAIR_COLUMNS:] if column not in self.prompts]
+        if without and self.prompts.get(columns[1]):
             logger.warning(
                 'prompts has one for "%s" and none for "%s": hard negatives can then be told by what they lack. '
                 "Give it the same, or an empty one if that is meant.",
                 columns[1],
                 without[0],
             )
-        for column in columns if pad_to_multiple_of else ():
-            limit = max_length.get(column) if isinstance(max_length, Mapping) else max_length
-            if limit and limit % pad_to_multiple_of:
-                raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={pad_to_multiple_of}.")
+        multiple = self.pad_to_multiple_of
+        for limit in (max_length.values() if isinstance(max_length, Mapping) else [max_length]) if multiple else ():
+            if limit and limit % multiple:
+                raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={multiple}.")
         if tokenizer is not None and tokenizer.pad_token is None:
             if tokenizer.eos_token is None:
                 raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
             # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
             logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
             tokenizer.pad_token = tokenizer.eos_token
-        self.tokenizer = tokenizer
-        self.columns = list(columns)
-        self.prompts = dict(prompts or {})
-        self.max_length = max_length
-        self.id_column = id_column
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.with_ids = with_ids
-        self.processor = processor
         # Loader workers tokenize in parallel already; the tokenizer's own threads do not survive their fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -125,15 +122,9 @@ class ContrastiveCollator:
         limit = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
         limit = limit or self.tokenizer.model_max_length
         has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
-        encoded = self.tokenizer(
-            [prompt + text for text in texts],
-            padding=True,
-            truncation=has_limit,
-            max_length=limit if has_limit else None,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors="pt",
-        )
-        return dict(encoded)
+        options = {"truncation": has_limit, "max_length": limit if has_limit else None}
+        options |= {"padding": True, "pad_to_multiple_of": self.pad_to_multiple_of, "return_tensors": "pt"}
+        return dict(self.tokenizer([prompt + text for text in texts], **options))
 
 
 def content_ids(values: Sequence) -> torch.Tensor:

@@ -20,6 +20,7 @@ import bisect
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,25 +36,22 @@ IGNORED = -100
 Span = tuple[int, int]
 
 
+@dataclass(eq=False)
 class ImageTextCollator:
     """Makes rows of `load_conversations` into input_ids, attention_mask, labels (B, T) and the pictures' features.
 
     `max_length` counts a picture's tokens too; None cuts nothing.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        reader: ConversationReader,
-        max_length: int | None = None,
-        for_evaluation: bool = False,
-        with_prompts: bool = False,
-    ):
-        check_processor(processor)
-        self.processor, self.tokenizer, self.reader = processor, processor.tokenizer, reader
-        self.max_length = max_length
-        self.for_evaluation, self.with_prompts = for_evaluation, with_prompts
-        self.image_token = getattr(processor, "image_token", None)
+    processor: Any
+    reader: ConversationReader
+    max_length: int | None = None
+    for_evaluation: bool = False
+    with_prompts: bool = False
+
+    def __post_init__(self):
+        check_processor(self.processor)
+        self.tokenizer, self.image_token = self.processor.tokenizer, getattr(self.processor, "image_token", None)
         self._has_warned = False
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import fsspec.asyn
@@ -64,10 +65,10 @@ def number_of_readers(stream: Any) -> int:
 
 def digest(row: Any) -> str:
     """A digest of a row's content."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
 
     def add(value: Any) -> None:
-        found.update(type(value).__name__.encode())
+        digest.update(type(value).__name__.encode())
         if isinstance(value, dict):
             for name in sorted(value, key=str):
                 add(name)
@@ -78,14 +79,14 @@ def digest(row: Any) -> str:
         elif isinstance(value, torch.Tensor):
             add(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, bytes):
-            found.update(value)
+            digest.update(value)
         elif hasattr(value, "tobytes"):  # numpy, PIL
-            found.update(value.tobytes())
+            digest.update(value.tobytes())
         elif isinstance(value, str | int | float | bool | None):
-            found.update(repr(value).encode())
+            digest.update(repr(value).encode())
 
     add(row)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 # ---- readers and their blocks ----
@@ -175,15 +176,18 @@ class _Open:
             this_worker._worker_info = info
 
 
+@dataclass(eq=False)
 class Blocks(IterableDataset):
     """The blocks of the readers `own`, in the order in which rounds ask for them, from round `number` of an epoch on.
 
     `states`: reader -> its state before that round; None: the epoch begins.
     """
 
-    def __init__(self, readers: Readers, own: list[int], epoch: int, number: int, states: dict[int, Any] | None):
-        self.readers, self.own = readers, own
-        self.epoch, self.number, self.states = epoch, number, states
+    readers: Readers
+    own: list[int]
+    epoch: int
+    number: int
+    states: dict[int, Any] | None
 
     def __iter__(self) -> Iterator[Block]:
         if get_worker_info() is not None:
@@ -193,9 +197,9 @@ class Blocks(IterableDataset):
             states = dict.fromkeys(self.own) if states is None else states
             left = [_Open(self.readers, r, epoch, number, states[r]) for r in self.own if r in states]
             while left:
-                for one in list(left):
-                    block = one.block()
+                for reader in list(left):
+                    block = reader.block()
                     if len(block.rows) < self.readers.block_rows:
-                        left.remove(one)
+                        left.remove(reader)
                     yield block
             states, number = None, 0

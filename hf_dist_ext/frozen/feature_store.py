@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import struct
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -63,20 +64,17 @@ def row_keys(features: Mapping[str, torch.Tensor], salt: str = "", keeps_left_pa
                 row = row[real]
             hashes[i].update(f"{name} {row.dtype} {tuple(row.shape)};".encode())
             hashes[i].update(_bytes(row))
-    digests = [one.digest() for one in hashes]
-    return [
-        (int.from_bytes(d[:8], "little", signed=True), int.from_bytes(d[8:], "little", signed=True)) for d in digests
-    ]
+    return [struct.unpack("<2q", row_hash.digest()) for row_hash in hashes]
 
 
 def part_digest(modules: Iterable[nn.Module], *facts: Any) -> str:
     """What the features depend on beside the input: weights, buffers, configuration, precision."""
-    found = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     for module in modules:
         for name, tensor in sorted({**dict(module.named_parameters()), **dict(module.named_buffers())}.items()):
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            found.update(_bytes(tensor.detach().cpu()))
-    return found.hexdigest()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            digest.update(_bytes(tensor.detach().cpu()))
+    return digest.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -96,7 +94,7 @@ class FeatureStore:
         self.high, self.low = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         self.places = np.empty((0, 2), dtype=np.int32)
         self._new: dict[Key, tuple[int, int]] = {}  # of this process, until they are sorted in
-        self._pending: list[tuple[Key, torch.Tensor]] = []
+        self._pending: dict[Key, torch.Tensor] = {}
         self._open: dict[Path, Any] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
         self.load()
@@ -164,31 +162,28 @@ class FeatureStore:
             path = self.shards[shard]
             if path not in self._open:
                 self._open[path] = safe_open(path, "pt")
-            found = self._open[path]
-            stored = found.get_slice("keys")
+            stored = self._open[path].get_slice("keys")
             if i >= stored.get_shape()[0] or tuple(stored[i].tolist()) != key:
                 raise UsageError(
                     f"{path} no longer holds the row it held when this run began: another program replaced it. Delete "
                     f"{self.folder} and start again; its features are computed anew."
                 )
-            rows.append(found.get_slice("features")[i])
+            rows.append(self._open[path].get_slice("features")[i])
         return torch.stack(rows)
 
     def add(self, keys: Sequence[Key], features: torch.Tensor) -> None:
         """Features (n, ...) of new keys; written when a shard is full, or by `flush`."""
-        waiting = {key for key, _ in self._pending}
         for key, row in zip(keys, features.cpu(), strict=True):
-            if key not in self and key not in waiting:
-                self._pending.append((key, row.clone()))
-                waiting.add(key)
-        if self._pending and len(self._pending) * self._pending[0][1].nbytes >= SHARD_BYTES:
+            if key not in self and key not in self._pending:
+                self._pending[key] = row.clone()
+        if len(self._pending) * features[:1].nbytes >= SHARD_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Write what is waiting. Raises UsageError when the disk is full; nothing half-written stays."""
         if not self._pending:
             return
-        shapes = {tuple(row.shape) for _, row in self._pending}
+        shapes = {tuple(row.shape) for row in self._pending.values()}
         if len(shapes) > 1:
             raise UsageError(
                 f"frozen_feature_cache: features of different shapes, {sorted(shapes)[:3]}. Inputs of one size are "
@@ -196,9 +191,9 @@ class FeatureStore:
             )
         path = self.folder / f"features-{uuid.uuid4().hex}.safetensors"
         unfinished = path.with_suffix(".unfinished")
-        keys = torch.tensor([key for key, _ in self._pending], dtype=torch.int64)
+        keys = torch.tensor(list(self._pending), dtype=torch.int64)
         try:
-            save_file({"keys": keys, "features": torch.stack([row for _, row in self._pending])}, unfinished)
+            save_file({"keys": keys, "features": torch.stack([*self._pending.values()])}, unfinished)
             with open(unfinished, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
@@ -210,7 +205,7 @@ class FeatureStore:
                 "next run; make room, or give another folder."
             ) from error
         self.shards.append(path)
-        self._new |= {key: (len(self.shards) - 1, i) for i, (key, _) in enumerate(self._pending)}
+        self._new |= {key: (len(self.shards) - 1, i) for i, key in enumerate(self._pending)}
         if len(self._new) > NEW_ROWS + len(self.high) // 4:
             self._sort_in([])
-        self._pending = []
+        self._pending = {}

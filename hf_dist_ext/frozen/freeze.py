@@ -9,6 +9,7 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -116,25 +117,15 @@ def optimizer_bytes(args: Any) -> float:
     return next((number for part, number in OPTIMIZER_BYTES.items() if part in name), 8)
 
 
+@dataclass(eq=False)
 class FreezeWatch(TrainerCallback):
-    """Asserts the plan while training.
+    """Asserts the plan while training."""
 
-    Args:
-        plan, model: those of the trainer now; the model without its wrappers.
-        is_skipped: whether the update at hand is left out.
-        holds_gradients: whether gradients are still there before an update; DeepSpeed has used them by then.
-    """
-
-    def __init__(
-        self,
-        plan: Callable[[], FreezePlan],
-        model: Callable[[], nn.Module],
-        is_skipped: Callable[[], bool],
-        holds_gradients: bool,
-    ):
-        self.plan, self.model, self.is_skipped = plan, model, is_skipped
-        self.holds_gradients, self._has_checked_gradients = holds_gradients, False
-        self._lines: list[GroupReport] = []
+    plan: Callable[[], FreezePlan]  # of the trainer now
+    model: Callable[[], nn.Module]  # likewise, without its wrappers
+    is_skipped: Callable[[], bool]  # whether the update at hand is left out
+    holds_gradients: bool  # before an update; DeepSpeed has used them by then
+    _lines: list[GroupReport] = field(default_factory=list)
 
     def check_before_optimizer(self, args: Any) -> None:
         """Raises UsageError when what trains is no longer what was planned."""

@@ -75,7 +75,7 @@ def image_arguments(model: nn.Module) -> set[str]:
 def _vision_language_groups(model: nn.Module, inner: nn.Module, names: Mapping[int, str]) -> dict[str, Group]:
     vision = _proper_part(inner, names, "get_encoder", modality="image")
     language = _proper_part(inner, names, "get_decoder")
-    if vision is None or language is None or _contains(vision, language) or _contains(language, vision):
+    if vision is None or language is None or vision in language.modules() or language in vision.modules():
         return {}
     root = names.get(id(inner), "")
     encoder, decoder = names[id(vision)], names[id(language)]
@@ -107,10 +107,6 @@ def _proper_part(inner: nn.Module, names: Mapping[int, str], method: str, **opti
     base = getattr(inner, getattr(inner, "base_model_prefix", "") or "-", None)
     is_whole = part is inner or part is base
     return part if isinstance(part, nn.Module) and id(part) in names and not is_whole else None
-
-
-def _contains(outer: nn.Module, part: nn.Module) -> bool:
-    return any(module is part for module in outer.modules())
 
 
 def _outermost_apart_from(parameter: str, others: Sequence[str]) -> str:

@@ -117,7 +117,9 @@ def tracked(run: Any, work: Workload, columns: Mapping[Column, int], is_checkpoi
         if is_checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         trained = [one for one in model.parameters() if one.requires_grad]
-        optimizer = _optimizer(work.optimizer, trained)
+        # foreach would hold lists of temporaries that a fused kernel does not have
+        is_sgd = work.optimizer.startswith("sgd")
+        optimizer = torch.optim.SGD(trained) if is_sgd else torch.optim.AdamW(trained, foreach=False)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -149,13 +151,6 @@ def products(run: Any, work: Workload, column: Column, rows: int) -> float:
     with FakeTensorMode(), FlopCounterMode(display=False) as counter, torch.no_grad():
         build(run, work)(**features(run, work, column, rows))
     return counter.get_total_flops() / 2
-
-
-def _optimizer(name: str, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if name.startswith("sgd"):
-        return torch.optim.SGD(trained)
-    # foreach would hold lists of temporaries that a fused kernel does not have
-    return torch.optim.AdamW(trained, foreach=False)
 
 
 def compare(run: Any, work: Workload) -> dict[str, Any]:
