@@ -57,13 +57,9 @@ class RowCheck:
     def add(self, row: int, what: str, column: str | None = None) -> None:
         where = "" if column is None else f', column "{column}"'
         self.bad.setdefault(row, f"{self.name}, row {row} (counted from 0){where}: {what}")
-        if len(self.bad) <= self.may_be_bad:
-            return
-        if self.may_be_bad:
-            raise UsageError(
-                f"{self.bad[row]} Rows like it: {len(self.bad)}, more than max_bad_rows={self.may_be_bad}."
-            )
-        raise UsageError(self.bad[row])
+        if len(self.bad) > self.may_be_bad:
+            more = f" Rows like it: {len(self.bad)}, more than max_bad_rows={self.may_be_bad}."
+            raise UsageError(self.bad[row] + (more if self.may_be_bad else ""))
 
     def finish(self) -> set[int]:
         """The rows that cannot be used, in every process."""
@@ -90,19 +86,18 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
             )
     if not check.is_on:
         return
-    row_offset, found, shown = 0, 0, '", "'.join(sources)
+    row_offset, num_rows, shown = 0, 0, '", "'.join(sources)
     for table in arrow_batches(dataset.select_columns(list(dict.fromkeys(sources)))):
         # (rows,) booleans: this row has something to embed in at least one of the sources
         has_content = np.zeros(len(table), dtype=bool)
         for dataset_column in sources:
             has_content |= content_mask(table.column(dataset_column))
         for row in np.flatnonzero(~has_content) if is_pair else ():
-            check.add(
-                row_offset + int(row), f"every row needs a {column}, this is empty or null. Remove the row.", shown
-            )
-        found += int(has_content.sum())
+            what = f"every row needs a {column}, this is empty or null. Remove the row."
+            check.add(row_offset + int(row), what, shown)
+        num_rows += int(has_content.sum())
         row_offset += len(table)
-    if not found:
+    if not num_rows:
         raise UsageError(f'{check.name}, column "{shown}": no row has a {column}. Leave it out of columns.')
 
 

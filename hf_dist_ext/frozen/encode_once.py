@@ -19,8 +19,6 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 
-FORWARD_BYTES = 4  # float32, at most
-
 
 def frozen_columns(model: nn.Module, columns: Mapping[str, object]) -> set[str]:
     """Columns of a bare model that train nothing; columns that share one tower are told apart by (2) only."""
@@ -48,4 +46,4 @@ def forward_bytes_per_token(config: object) -> float:
     """What a forward without a graph holds at its widest, roughly: one layer's states, attention inputs and MLP."""
     hidden = getattr(config, "hidden_size", None) or getattr(config, "dim", 1024)
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    return FORWARD_BYTES * (8 * hidden + 3 * inner)
+    return 4 * (8 * hidden + 3 * inner)  # float32, at most

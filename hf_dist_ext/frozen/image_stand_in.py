@@ -42,16 +42,10 @@ class ImageStandIn:
         self.bare = [root for root in groups["projector"].roots if root in dict(model.named_parameters())]
         self.before: Callable[[], None] = lambda: None  # called before the blank picture goes through
         self._has_run = self._is_standing_in = self._is_encoded_before = False
-        self._handles = [
-            model.register_forward_pre_hook(self._begin),
-            vision.register_forward_pre_hook(self._note),  # (1)
-            # (2) prepended: frozen_mode's hook on a frozen language model then sees the gradient that is asked for
-            language.register_forward_pre_hook(self._fill_in, with_kwargs=True, prepend=True),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        model.register_forward_pre_hook(self._begin)
+        vision.register_forward_pre_hook(self._note)  # (1)
+        # (2) prepended: frozen_mode's hook on a frozen language model then sees the gradient that is asked for
+        language.register_forward_pre_hook(self._fill_in, with_kwargs=True, prepend=True)
 
     def _placed(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         dtype = next(self.vision.parameters()).dtype if value.is_floating_point() else value.dtype

@@ -147,35 +147,28 @@ class EmbeddingModel(PreTrainedModel):
         `dtype` None is float32, in which mixed-precision training keeps its weights; "auto" is what the files hold.
         For a sentence-transformers model this ignores its pooling and projection: see `from_pretrained`.
         """
-        dtype = dtype or torch.float32
-        backbone = load_backbone(
-            name_or_path, revision, trust_remote_code, dtype, attn_implementation, distributed_config
-        )
-        return cls(backbone, **embedding_options).eval()
+        options = (trust_remote_code, dtype or torch.float32, attn_implementation, distributed_config)
+        return cls(load_backbone(name_or_path, revision, *options), **embedding_options).eval()
 
     @classmethod
     def from_pretrained(
         cls,
         name_or_path: str | Path,
-        pooling: str | None = None,
-        projection_dim: int | None = None,
-        projection_bias: bool = False,
-        normalize: bool | None = None,
-        max_length: int | Mapping[str, int] | None = None,
-        prompts: Mapping[str, str] | None = None,
-        matryoshka_dims: Iterable[int] | None = None,
+        *,
         revision: str | None = None,
         trust_remote_code: bool = False,
         dtype: str | torch.dtype | None = None,
         attn_implementation: str | None = None,
         distributed_config: Any = None,
         backbone_class: type[PreTrainedModel] | None = None,
+        **embedding_options,
     ) -> EmbeddingModel:
         """The embedding model of a folder or hub name: ours, sentence-transformers', or a plain backbone.
 
-        None means what the folder says (a plain backbone: mean pooling, no projection, normalized); any other value
-        wins over it, except that a new projection never replaces a trained one. `dtype` None is "auto".
-        `distributed_config` (transformers' DistributedConfig) splits the backbone over processes while it is read.
+        `embedding_options` are the arguments of EmbeddingModel after `backbone`. What is not given, or None, is as the
+        folder says (a plain backbone: mean pooling, no projection, normalized); any other value wins over it, except
+        that a new projection never replaces a trained one. `dtype` None is "auto". `distributed_config`
+        (transformers' DistributedConfig) splits the backbone over processes while it is read.
         `backbone_class` makes the backbone instead of what the folder's configuration names.
         """
         folder = read_model_folder(resolve_folder(name_or_path, revision))
@@ -195,27 +188,21 @@ class EmbeddingModel(PreTrainedModel):
             backbone = cls.from_pretrained(base, revision=base_revision, **options).backbone
         else:
             backbone = load_backbone(folder.backbone_folder, None, **options)
+        given = {name: value for name, value in embedding_options.items() if value is not None}
         if folder.projection is not None:
             stored_dim = folder.projection["weight"].shape[0]
-            if projection_dim not in (None, stored_dim):
+            if given.get("projection_dim", stored_dim) != stored_dim:
                 raise UsageError(
-                    f"{name_or_path} has a trained projection to {stored_dim} dimensions, not {projection_dim}. "
-                    "Leave projection_dim out, or use EmbeddingModel.from_backbone to start a new one."
+                    f"{name_or_path} has a trained projection to {stored_dim} dimensions, not "
+                    f"{given['projection_dim']}. Leave projection_dim out, or use EmbeddingModel.from_backbone to "
+                    "start a new one."
                 )
-            projection_dim, projection_bias = stored_dim, "bias" in folder.projection
-        model = cls(
-            backbone,
-            pooling=pooling or folder.pooling,
-            projection_dim=projection_dim,
-            projection_bias=projection_bias,
-            normalize=folder.normalize if normalize is None else normalize,
-            max_length=max_length or folder.max_length,
-            prompts=folder.prompts if prompts is None else prompts,
-            matryoshka_dims=matryoshka_dims or folder.matryoshka_dims,
-        )
+            given |= {"projection_dim": stored_dim, "projection_bias": "bias" in folder.projection}
+        names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
+        model = cls(backbone, **{name: getattr(folder, name) for name in names} | given)
         if folder.projection is not None:
             load_weights(model.projection, folder.projection, source=f"the Dense module of {name_or_path}")
-        if max_length is None:
+        if "max_length" not in given:
             model.lengths = dict(folder.lengths)
         if folder.is_plain:
             logger.info("%s is a plain transformers model: %s", name_or_path, model.describe())

@@ -79,14 +79,11 @@ def _usual_targets(model: nn.Module) -> list[str]:
     groups = module_groups(model)
     roots = groups["language"].roots if "language" in groups else ("",)
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    found = [
-        name
-        for name in linear
-        if name.rpartition(".")[2] in wanted and any(root == "" or name.startswith(f"{root}.") for root in roots)
-    ]
-    if not found:
+    below = [name for name in linear if any(root == "" or name.startswith(f"{root}.") for root in roots)]
+    targets = [name for name in below if name.rpartition(".")[2] in wanted]
+    if not targets:
         raise UsageError(
             f"use_lora: {type(model).__name__} has no layer called {' or '.join(wanted)}. Name some in "
             f'lora_target_modules, or "all-linear". Its last ones: {", ".join(linear[-3:])}.'
         )
-    return found
+    return targets

@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,11 +38,6 @@ from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 ROWS = (256, 512)  # of the traces whose difference is what a row costs
 
 
-class _NoHook:
-    def remove(self) -> None:
-        pass
-
-
 class Tracker(MemTracker):
     """MemTracker that leaves frozen parameters alone. torch 2.13 hooks the gradient of every parameter, which raises
     for those that have none; remove when it asks `requires_grad`."""
@@ -49,7 +45,8 @@ class Tracker(MemTracker):
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():
             if not parameter.requires_grad and self._param_to_grad_hook_handles.get(parameter) is None:
-                self._param_to_grad_hook_handles[parameter] = (_NoHook(), _NoHook())
+                no_hook = SimpleNamespace(remove=lambda: None)
+                self._param_to_grad_hook_handles[parameter] = (no_hook, no_hook)
         return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 

@@ -130,7 +130,7 @@ def test_a_batch_without_images_gives_the_projector_zero_gradients_and_the_same_
     model = frozen_llava("projector")
     plain = model(**batch).loss
     assert not plain.requires_grad
-    stand_in = ImageStandIn(model, {"pixel_values": torch.zeros(1, 3, 16, 16)}, is_collective=lambda: False)
+    ImageStandIn(model, {"pixel_values": torch.zeros(1, 3, 16, 16)}, is_collective=lambda: False)
     loss = model(**batch).loss
     assert loss == plain
     loss.backward()
@@ -140,8 +140,6 @@ def test_a_batch_without_images_gives_the_projector_zero_gradients_and_the_same_
     model.zero_grad()
     model(**collate([row(True), row(False)])).loss.backward()  # images are there: nothing stands in
     assert calls.forward[PROJECTOR] == 1 and gradients_are_alive(model)
-    stand_in.remove()
-    assert not model(**batch).loss.requires_grad
 
 
 def gradients_are_alive(model: nn.Module) -> bool:
