@@ -97,6 +97,7 @@ def cached_step(
     last_reaches_all: bool = True,
     wide: ChunkedBatch | None = None,
     is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
+    make_passes: Callable[..., Passes] | None = None,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
@@ -116,21 +117,21 @@ def cached_step(
         wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
         is_frozen: chunks whose rows train nothing (their column's tower is frozen): encoded once, and not in (3).
+        make_passes: another way through the model than `Passes`, with its arguments: through stages of a pipeline.
 
     Raises:
         UsageError: nothing that was encoded requires a gradient.
     """
     chunks = batch.chunks()
     order = _order(chunks, is_frozen, keep_graph, backward_together, last_reaches_all)
-    passes = _Passes(chunks, order, encode, backward, phase)
+    passes = (make_passes or Passes)(batch, chunks, order, encode, backward, phase)
 
-    embeddings = passes.embed(batch, wide)  # (1)
+    embeddings = passes.embed(wide)  # (1)
     with phase(Phase(SCORE)):  # (2)
-        loss, metrics, gradients, loss_terms = _scored(embeddings, score, loss_parameters)
-        cache = batch.to_chunks(gradients, chunks)
-    passes.replay(cache, loss_terms)  # (3)
+        scored = passes.score(embeddings, score, [p for p in loss_parameters if p.requires_grad])
+    passes.replay(scored)  # (3)
 
-    return CachedStep(loss.detach(), metrics, len(chunks), passes.num_forwards, passes.drew_randomness)
+    return CachedStep(scored.loss, scored.metrics, len(chunks), passes.num_forwards, passes.drew_randomness)
 
 
 def encode_without_graph(batch: ChunkedBatch, encode: Encode, phase: Door) -> Embeddings:
@@ -142,78 +143,58 @@ def encode_without_graph(batch: ChunkedBatch, encode: Encode, phase: Door) -> Em
     return batch.to_columns(outputs, chunks)
 
 
-def _scored(
-    embeddings: Embeddings, score: Score, loss_parameters: Iterable[torch.nn.Parameter]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], Embeddings, list[torch.Tensor]]:
-    """Loss, metrics, gradients (column -> one per embedding), and for every parameter of the loss a term of the last
-    backward, which gives it its gradient."""
-    loss_parameters = [p for p in loss_parameters if p.requires_grad]
+@dataclass
+class Scored:
+    """What (2) found.
+
+    gradients: column -> one per embedding.
+    of_parameters: of the loss's own parameters, None for one that it did not use.
+    """
+
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    gradients: Embeddings
+    parameters: list[torch.nn.Parameter]
+    of_parameters: list[torch.Tensor | None]
+
+    @property
+    def terms(self) -> list[torch.Tensor]:
+        """Terms of the last backward, which give the loss's parameters their gradients."""
+        pairs = zip(self.parameters, self.of_parameters, strict=True)
+        return [(parameter * gradient.detach()).sum() for parameter, gradient in pairs if gradient is not None]
+
+
+def score_embeddings(embeddings: Embeddings, score: Score, parameters: list[torch.nn.Parameter]) -> Scored:
+    """The loss and its gradients; `parameters`: those of the loss that train."""
     leaves = {}
     for name, rows in embeddings.items():
         # Half precision leaves would round the cache before the fp16 scale is applied; the plain step scales first.
         leaves[name] = (rows.float() if rows.dtype.itemsize < 4 else rows.detach()).requires_grad_()
     loss, metrics = score(leaves)
-    gradients = torch.autograd.grad(loss, [*leaves.values(), *loss_parameters], allow_unused=True)
+    gradients = torch.autograd.grad(loss, [*leaves.values(), *parameters], allow_unused=True)
     of_embeddings = {
         name: torch.zeros_like(leaf) if gradient is None else gradient
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False)
     }
-    terms = [
-        (parameter * gradient.detach()).sum()
-        for parameter, gradient in zip(loss_parameters, gradients[len(leaves) :], strict=True)
-        if gradient is not None
-    ]
-    return loss, metrics, of_embeddings, terms
+    return Scored(loss.detach(), metrics, of_embeddings, parameters, list(gradients[len(leaves) :]))
 
 
-@dataclass(frozen=True)
-class _Order:
-    """Numbers of chunks, in the order in which they take part."""
+class Passes:
+    """(1) and (3): the forwards and backwards of one step, one chunk after another, and what (3) needs of (1)."""
 
-    frozen: list[int]  # encoded in (1) only
-    trained: list[int]  # the rest, as (1) encodes them
-    kept: set[int]  # of those, whose graph (1) keeps
-    early: list[list[int]]  # kept graphs that go through a backward together, before any replay
-    replayed: list[int]  # encoded again in (3), each followed by its backward
-    final: list[int]  # whose backward completes the gradients
-
-
-def _order(
-    chunks: Sequence[Chunk],
-    is_frozen: Callable[[Chunk], bool],
-    keep_graph: int,
-    backward_together: bool,
-    last_reaches_all: bool,
-) -> _Order:
-    """Kept graphs come first in (3), as they hold memory, then replays, and last one chunk of every tower."""
-    frozen = [i for i, chunk in enumerate(chunks) if is_frozen(chunk)]
-    trained = [i for i in range(len(chunks)) if i not in frozen]
-    if not trained:
-        _refuse_nothing_trains()
-    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
-    trained = [*(i for i in trained if i not in final), *final]
-    if keep_graph >= len(trained) or len(trained) == 1:
-        final = trained if backward_together else trained[-1:]
-        early = [[i] for i in sorted(trained) if i not in final]
-        return _Order(frozen, trained, set(trained), early, [], final)
-    kept = [i for i in trained if i not in final][:keep_graph]
-    early = [sorted(kept)] if backward_together and kept else [[i] for i in sorted(kept)]
-    replayed = [i for i in trained if i not in kept and i not in final]
-    return _Order(frozen, trained, set(kept), early, replayed, final)
-
-
-class _Passes:
-    """(1) and (3): the forwards and backwards of one step, and what (3) needs to know of (1)."""
+    score = staticmethod(score_embeddings)
 
     def __init__(
         self,
+        batch: ChunkedBatch,
         chunks: Sequence[Chunk],
         order: _Order,
         encode: Encode,
         backward: Callable[[torch.Tensor], None],
         phase: Door,
     ):
-        self.chunks, self.order, self.encode, self.backward, self.phase = chunks, order, encode, backward, phase
+        self.batch, self.chunks, self.order = batch, chunks, order
+        self.encode, self.backward, self.phase = encode, backward, phase
         self.num_forwards = 0
         self.drew_randomness = False
         self._outputs: dict[int, torch.Tensor] = {}
@@ -221,7 +202,7 @@ class _Passes:
         self._cache: Sequence[torch.Tensor] = ()
         self._has_trained = False
 
-    def embed(self, batch: ChunkedBatch, wide: ChunkedBatch | None) -> Embeddings:
+    def embed(self, wide: ChunkedBatch | None) -> Embeddings:
         chunks, kept, start = self.chunks, self.order.kept, RandomState(self.chunks[0].device)
         if wide is not None and not kept:
             embeddings = encode_without_graph(wide, self.encode, self.phase)
@@ -229,49 +210,46 @@ class _Passes:
             if start.is_now():
                 return embeddings
             start.restore()
-        # Frozen chunks first: none may run between the forward that completes the step and its backward.
-        for i in [*self.order.frozen, *self.order.trained]:
-            is_last = i in kept and i == self.order.final[-1]
-            if i not in kept:
+        for i in self.order.encoded:
+            is_kept = i in kept
+            if not is_kept:
                 self._states[i] = RandomState(start.device)
-            with (
-                self.phase(Phase(KEEP if i in kept else ENCODE, chunks[i], is_last)),
-                torch.set_grad_enabled(i in kept),
-            ):
+            phase = Phase(KEEP if is_kept else ENCODE, chunks[i], is_last=is_kept and i == self.order.last)
+            with self.phase(phase), torch.set_grad_enabled(is_kept):
                 self._outputs[i] = self.encode(chunks[i])
         self.num_forwards += len(chunks)
         self.drew_randomness = not start.is_now()
-        return batch.to_columns([self._outputs[i].detach() for i in range(len(chunks))], chunks)
+        return self.batch.to_columns([self._outputs[i].detach() for i in range(len(chunks))], chunks)
 
-    def replay(self, cache: Sequence[torch.Tensor], loss_terms: Sequence[torch.Tensor]) -> None:
-        """Backward of <embedding, its gradient in `cache`> for every chunk; `loss_terms` are added to the last one."""
-        self._cache = cache
-        for group in self.order.early:
-            terms = [self._term(i, self._outputs.pop(i)) for i in group]
-            with self.phase(Phase(BACKWARD)):
-                self._run_backward(terms)
-        for i in self.order.replayed:
-            with self.phase(Phase(REPLAY, self.chunks[i])):
-                self._run_backward([self._term(i, self._encode_again(i))])
-        terms = []
-        *others, last = self.order.final
-        if last in self.order.kept:
-            terms += [self._term(i, self._outputs[i]) for i in self.order.final]
-            with self.phase(Phase(BACKWARD, is_last=True)):
-                self._run_backward([*terms, *loss_terms])
-        else:
-            for i in others:
-                with self.phase(Phase(KEEP, self.chunks[i])):
-                    terms.append(self._term(i, self._encode_again(i)))
-            with self.phase(Phase(REPLAY, self.chunks[last], is_last=True)):
-                terms.append(self._term(last, self._encode_again(last)))
-                self._run_backward([*terms, *loss_terms])
+    def replay(self, scored: Scored) -> None:
+        """Backward of <embedding, its cached gradient> for every chunk; the loss's terms are added to the last one."""
+        self._cache = self.batch.to_chunks(scored.gradients, self.chunks)
+        *groups, final = self.order.groups
+        for group in groups:
+            self._train(group)
+        self._train(final, scored.terms, is_last=True)
         if not self._has_trained:
-            _refuse_nothing_trains()
+            refuse_nothing_trains()
+
+    def _train(self, group: list[int], loss_terms: Sequence[torch.Tensor] = (), is_last: bool = False) -> None:
+        """One backward for the chunks of a group: graphs that were kept, or made again."""
+        *others, last = group
+        if last in self.order.kept:
+            terms = [self._term(i, self._outputs.pop(i)) for i in group]
+            with self.phase(Phase(BACKWARD, is_last=is_last)):
+                self._run_backward([*terms, *loss_terms])
+            return
+        terms = []
+        for i in others:
+            with self.phase(Phase(KEEP, self.chunks[i])):
+                terms.append(self._term(i, self._encode_again(i)))
+        with self.phase(Phase(REPLAY, self.chunks[last], is_last)):
+            terms.append(self._term(last, self._encode_again(last)))
+            self._run_backward([*terms, *loss_terms])
 
     def _encode_again(self, i: int) -> torch.Tensor:
         self.num_forwards += 1
-        with _replayed(self._states[i]) if self.drew_randomness else nullcontext():
+        with replayed(self._states[i]) if self.drew_randomness else nullcontext():
             return self.encode(self.chunks[i])
 
     def _term(self, i: int, output: torch.Tensor) -> torch.Tensor | None:
@@ -282,6 +260,60 @@ class _Passes:
         if terms:
             self.backward(terms[0] if len(terms) == 1 else torch.stack([term.reshape(()) for term in terms]).sum())
             self._has_trained = True
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Numbers of chunks, in the order in which they take part."""
+
+    encoded: list[int]  # all of them, as (1) encodes them
+    kept: set[int]  # whose graph (1) keeps
+    groups: list[list[int]]  # as (3) trains them: each one goes through a backward together, kept graphs or replayed
+
+    @property
+    def last(self) -> int:
+        """The chunk after which gradients are complete."""
+        return self.groups[-1][-1]
+
+
+def _order(
+    chunks: Sequence[Chunk],
+    is_frozen: Callable[[Chunk], bool],
+    keep_graph: int,
+    backward_together: bool,
+    last_reaches_all: bool,
+) -> _Order:
+    """Frozen chunks come first in (1): none may run between the forward that completes the step and its backward.
+    Kept graphs come first in (3), as they hold memory, then replays, and last one chunk of every tower."""
+    frozen = [i for i, chunk in enumerate(chunks) if is_frozen(chunk)]
+    trained = sorted({*range(len(chunks))} - {*frozen})
+    if not trained:
+        refuse_nothing_trains()
+    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
+    others = [i for i in trained if i not in final]
+    encoded = [*frozen, *others, *final]
+    if keep_graph >= len(trained) or len(trained) == 1:
+        last = final[-1]
+        groups = [[*others, *final]] if backward_together else [*([i] for i in trained if i != last), [last]]
+        return _Order(encoded, set(trained), groups)
+    kept, replayed = others[:keep_graph], others[keep_graph:]
+    early = [kept] if backward_together and kept else [[i] for i in kept]
+    return _Order(encoded, set(kept), [*early, *([i] for i in replayed), final])
+
+
+def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:
+    """One full-size chunk of every table, with images where there are any: replayed last and back-propagated together,
+    so that the backward which reduces reaches the parameters of every tower and is long enough to hide the reduction.
+
+    Rows are sorted, the longest first: a table's first chunk is replayed early, since what does not fit shall fail
+    before anything is reduced, and its last one may be small. So it is the second, and the first of two.
+    """
+    final = []
+    for table in sorted({chunks[i].table for i in trained}):
+        own = [i for i in trained if chunks[i].table == table]
+        own = [i for i in own if chunks[i].has_vision] or own
+        final.append(own[1] if len(own) > 2 else own[0])
+    return final
 
 
 class RandomState:
@@ -306,7 +338,8 @@ class RandomState:
 
 
 @contextmanager
-def _replayed(state: RandomState):
+def replayed(state: RandomState):
+    """While inside, random numbers are those that were drawn from `state` on."""
     after = RandomState(state.device)
     state.restore()
     try:
@@ -315,23 +348,8 @@ def _replayed(state: RandomState):
         after.restore()
 
 
-def _refuse_nothing_trains() -> NoReturn:
+def refuse_nothing_trains() -> NoReturn:
     raise UsageError(
         "nothing that was encoded requires a gradient: no trainable parameter is used by the model. "
         "Check which parameters have requires_grad."
     )
-
-
-def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:
-    """One full-size chunk of every table, with images where there are any: replayed last and back-propagated together,
-    so that the backward which reduces reaches the parameters of every tower and is long enough to hide the reduction.
-
-    Rows are sorted, the longest first: a table's first chunk is replayed early, since what does not fit shall fail
-    before anything is reduced, and its last one may be small. So it is the second, and the first of two.
-    """
-    found = []
-    for table in sorted({chunks[i].table for i in trained}):
-        own = [i for i in trained if chunks[i].table == table]
-        own = [i for i in own if chunks[i].has_vision] or own
-        found.append(own[1] if len(own) > 2 else own[0])
-    return found
