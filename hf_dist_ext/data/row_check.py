@@ -93,8 +93,9 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         for dataset_column in sources:
             has_content |= content_mask(table.column(dataset_column))
         for row in np.flatnonzero(~has_content) if is_pair else ():
-            what = f"every row needs a {column}, this is empty or null. Remove the row."
-            check.add(row_offset + int(row), what, shown)
+            check.add(
+                row_offset + int(row), f"every row needs a {column}, this is empty or null. Remove the row.", shown
+            )
         num_rows += int(has_content.sum())
         row_offset += len(table)
     if not num_rows:
