@@ -166,21 +166,18 @@ BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items 
 @functools.cache
 def all_fields() -> dict[str, Field]:
     """Every field of a run file by its long name, in the order of `--help`."""
+    arguments = Path(__file__).parents[1] / "training" / "arguments.py"
     sources = (
         (Path(__file__), "RunConfig", "Run"),
-        (
-            Path(__file__).parents[1] / "training" / "arguments.py",
-            "DistTrainingArguments",
-            "Gradient cache and batches",
-        ),
+        (arguments, "DistTrainingArguments", "Gradient cache and batches"),
         (source_of("transformers.training_args"), "TrainingArguments", "Training"),
     )
-    found: dict[str, Field] = {}
+    fields: dict[str, Field] = {}
     for path, class_name, group in sources:
         for name, one in read_fields(path, class_name).items():
             exact = parse_type(EXACT_TYPES[name]) if name in EXACT_TYPES else one.type
-            found.setdefault(name, dataclasses.replace(one, group=one.group or group, type=exact))
-    return found
+            fields.setdefault(name, dataclasses.replace(one, group=one.group or group, type=exact))
+    return fields
 
 
 @dataclass

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # 0.19.0 and older drop gradients of all backwards but the last (ZeRO-1/2 with offloading); up to 0.19.7 the -1 that
 # stands for a gradient norm of NaN becomes 1, and the update is applied.
-FLOOR = (0, 19, 8)
+FLOOR = "0.19.8"
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
@@ -30,10 +30,11 @@ def check(what: str = "") -> None:
 
 
 def check_version(found: str, what: str = "") -> None:
-    numbers = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in found.split("+")[0].split(".")[:3])
-    if numbers < FLOOR:
+    from packaging.version import Version
+
+    if Version(found) < Version(FLOOR):
         raise UsageError(
-            f"{what}DeepSpeed {found} is older than {'.'.join(map(str, FLOOR))}; older ones lose gradients in a step "
+            f"{what}DeepSpeed {found} is older than {FLOOR}; older ones lose gradients in a step "
             "of several backwards, or apply updates that are not finite. Run: pip install -e '.[deepspeed]'"
         )
 

@@ -3,10 +3,9 @@
 Importing transformers to learn the fields of `TrainingArguments` costs seconds; reading its source costs milliseconds,
 so `--help` and errors are instant, and every field of the installed version is known, not a list copied from one.
 
-(1) `read_fields` parses the file with `ast` and collects name, annotation, default, help and `# --- group ---`
-(2) an annotation becomes a tuple of alternatives (`parse_type`): `("int", None)`, `("literal", "auto")`, ...
-(3) `accepts` checks a JSON value, `from_text` reads command-line text, `schema_of` writes JSON Schema; all from (2)
-(4) how a value is shown to the user; secrets are not
+`read_fields` parses the file with `ast` and collects name, annotation, default, help and `# --- group ---`. An
+annotation becomes a tuple of alternatives (`parse_type`), such as `("int", None)` and `("literal", "auto")`, by which
+`accepts` checks a JSON value, `from_text` reads command-line text and `schema_of` writes JSON Schema.
 """
 
 import ast
@@ -37,9 +36,6 @@ class Field:
     default: Any
     help: str
     group: str
-
-
-# (1) ---------------------------------------------------------------------------------------------------------------
 
 
 def source_of(module: str) -> Path:
@@ -146,9 +142,6 @@ def _enum_values(path: Path, name: str) -> list[str] | None:
     return None
 
 
-# (2) ---------------------------------------------------------------------------------------------------------------
-
-
 def parse_type(annotation: ast.expr | str, enums=lambda name: None) -> Type:
     """An annotation (`int | Literal["auto"] | None`, `Optional[list[str]]`, an Enum's name) as alternatives."""
     if isinstance(annotation, str):
@@ -208,8 +201,6 @@ def describe(alternatives: Type) -> str:
             words.append(names.get(kind, kind))
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
-
-# (3) ---------------------------------------------------------------------------------------------------------------
 
 _PYTHON = {"int": int, "str": str, "bool": bool, "list": list, "dict": dict}
 
@@ -306,9 +297,6 @@ def out_of_bounds(value: Any, bounds: dict[str, Any]) -> str | None:
     broken = any(key in bounds and test(bounds[key]) is False for key, (test, _) in tests.items())
     words = [f"{word} {bounds[key]}" for key, (_, word) in tests.items() if key in bounds]
     return "must be " + " and ".join(words) if broken else None
-
-
-# (4) ---------------------------------------------------------------------------------------------------------------
 
 
 def is_secret(name: str) -> bool:

@@ -58,42 +58,45 @@ class Lease:
             os.close(self._lock)
             self._lock = _lock(self.path, self.token)
             return
-        found = _read(self.path) or {}
-        if self._lock is None and found.get("token") == self.token:
+        if self._lock is None and self._is_ours():
             return
         raise RunError(
-            f"{self.path.parent} was taken over by {_owner(found)}, as this process was paused for more than "
-            f"{STALE_SECONDS} s or {NAME} was deleted. This run writes nothing more there. Let the other one go on, "
-            "or stop it and resume."
+            f"{self.path.parent} was taken over by {_owner(_read(self.path))}, as this process was paused for more "
+            f"than {STALE_SECONDS} s or {NAME} was deleted. This run writes nothing more there. Let the other one go "
+            "on, or stop it and resume."
         )
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):  # a file system that is away for a moment: the next touch counts
-                if (_read(self.path) or {}).get("token") == self.token:
+                if self._is_ours():
                     os.utime(self.path)
 
-    def release(self) -> None:
+    def _is_ours(self) -> bool:
+        return _read(self.path).get("token") == self.token
+
+    def _let_go(self) -> int | None:
+        """Of everything but the lock, which it gives back."""
         atexit.unregister(self.release)
         self._ended.set()
         _held.pop(self.path.parent, None)
         lock, self._lock = self._lock, None
+        return lock
+
+    def release(self) -> None:
+        lock = self._let_go()
         with contextlib.suppress(OSError):  # the launcher or rank 0 still holds it, or the folder is gone
             if lock is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (_read(self.path) or {}).get("token") == self.token:
+            if self._is_ours():
                 self.path.unlink()
         if lock is not None:
             os.close(lock)
 
     def _forget(self) -> None:
         """In a forked child: closing its copy of the descriptor leaves the parent's lock alone."""
-        atexit.unregister(self.release)
-        self._ended.set()
-        _held.pop(self.path.parent, None)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if (lock := self._let_go()) is not None:
+            os.close(lock)
 
 
 def take(output_dir: str | os.PathLike) -> Lease:
@@ -104,9 +107,9 @@ def take(output_dir: str | os.PathLike) -> Lease:
     path, lock = folder / NAME, None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        given = os.environ.get(TOKEN)
-        is_given = given is not None and (_read(path) or {}).get("token") == given  # (2)
-        token = given if is_given else uuid.uuid4().hex
+        token = os.environ.get(TOKEN)
+        if token is None or _read(path).get("token") != token:  # (2)
+            token = uuid.uuid4().hex
         if _has_locks(folder):
             lock = _lock(path, token)
         else:
@@ -136,9 +139,6 @@ def check() -> None:
         lease.check()
 
 
-# (1), (2) ------------------------------------------------------------------------------------------------------------
-
-
 def _lock(path: Path, token: str) -> int:
     """A descriptor whose lock says that the folder is this run's."""
     while True:
@@ -146,7 +146,7 @@ def _lock(path: Path, token: str) -> int:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             opened.callback(os.close, file)
             is_first = _flock(file, fcntl.LOCK_EX)
-            found = _read(path) or {}
+            found = _read(path)
             if not is_first and found.get("token") != token:
                 _refuse(path, found)
             if not _is_at(path, file):  # its last owner has just removed it
@@ -156,7 +156,7 @@ def _lock(path: Path, token: str) -> int:
                     _say(f"took over {path.parent} from {_owner(found)}, which is gone")
                 _describe(file, token)
             # Linux drops the exclusive lock before it takes the shared one; who came in between has written its token.
-            if not _flock(file, fcntl.LOCK_SH) or (found := _read(path) or {}).get("token") != token:
+            if not _flock(file, fcntl.LOCK_SH) or (found := _read(path)).get("token") != token:
                 _refuse(path, found)
             if not is_first:
                 _describe(file, token)
@@ -207,16 +207,13 @@ def is_of_one_host(kind: str, options: str) -> bool:
     return kind.startswith("fuse.") or kind in ("9p", "virtiofs") or "localflock" in options.split(",")  # Lustre's
 
 
-# (3) -----------------------------------------------------------------------------------------------------------------
-
-
 def _take_file(path: Path, token: str) -> None:
     _say(f"{path.parent} has no locks that other hosts see: a heartbeat in {NAME} stands for one")
-    if (_read(path) or {}).get("token") == token:  # the launcher's
+    if _read(path).get("token") == token:  # the launcher's
         os.replace(_written(path, token), path)
         return
     while not _create(path, token):
-        if (found := _read(path)) is None:
+        if not (found := _read(path)) and not path.exists():
             continue
         _watch(path, found)
         moved = path.with_name(f"{NAME}.{uuid.uuid4().hex}")
@@ -224,7 +221,7 @@ def _take_file(path: Path, token: str) -> None:
             os.rename(path, moved)  # of several that found it silent, one moves it away
         except FileNotFoundError:
             continue
-        if (_read(moved) or {}).get("token") != found.get("token"):  # a newer one, of who was faster: put it back
+        if _read(moved).get("token") != found.get("token"):  # a newer one, of who was faster: put it back
             os.rename(moved, path)
             continue
         moved.unlink()
@@ -279,9 +276,6 @@ def _written(path: Path, token: str) -> Path:
     return own
 
 
-# What the file says --------------------------------------------------------------------------------------------------
-
-
 def _describe(file: int, token: str) -> None:
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": token}
     text = json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
@@ -289,23 +283,20 @@ def _describe(file: int, token: str) -> None:
     os.pwrite(file, text.encode(), 0)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """None: no file. Empty: someone is just making it, or it is none of ours."""
-    try:
+def _read(path: Path) -> dict[str, Any]:
+    """Empty: there is no file, someone is just making it, or it is none of ours."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
+    return {}
 
 
-def _owner(found: dict[str, Any] | None) -> str:
+def _owner(found: dict[str, Any]) -> str:
     return f"process {found.get('pid')} on {found.get('host')}" if found else "another run"
 
 
-def _refuse(path: Path, found: dict[str, Any] | None) -> NoReturn:
-    since = f" since {found['since']}" if found and "since" in found else ""
+def _refuse(path: Path, found: dict[str, Any]) -> NoReturn:
+    since = f" since {found['since']}" if "since" in found else ""
     raise UsageError(
         f"output_dir={path.parent} is in use by {_owner(found)}{since}. Stop that run, or give another --output_dir."
     )

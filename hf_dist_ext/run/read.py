@@ -3,12 +3,9 @@
     run = load_run(["--config", "configs/code_search.json", "--learning_rate", "2e-5"])
     run.options.temperature, run.training["learning_rate"], run.echo, run.flat()
 
-(1) the file: JSON without duplicate keys, keys that begin with "_" are comments; the command line: any
-    `--field value`
-(2) types, short names (run/short_names.py) and bounds; the command line goes over the file
-(3) rules between fields (run/rules.py), the checkpoint to resume (checkpoints/folder.py), stages (run/stages.py)
-
-It imports the standard library only, so that errors are instant. The first error is reported.
+The command line goes over the file. Types, short names (run/short_names.py) and bounds are checked, then rules between
+fields (run/rules.py), the checkpoint to resume (checkpoints/folder.py) and stages (run/stages.py). Only the standard
+library is imported, so that errors are instant. The first error is reported.
 """
 
 from __future__ import annotations
@@ -80,9 +77,6 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     return run
 
 
-# (1) ---------------------------------------------------------------------------------------------------------------
-
-
 def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any]]:
     """`--config`, and the values of all other flags by field name; the last of a repeated flag counts."""
     words: dict[str, list[str]] = {}
@@ -139,9 +133,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f'{path} holds {kind_of(content)}, not an object. Write {{"field": value, ...}}.')
     return {name: value for name, value in content.items() if not name.startswith("_") and name != "$schema"}
-
-
-# (2) ---------------------------------------------------------------------------------------------------------------
 
 
 def _type_of(name: str, origin: str) -> Type:

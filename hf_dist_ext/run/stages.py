@@ -1,8 +1,8 @@
 """`stages` of a run file: each is a run of its own, checked before the first one trains.
 
-(1) a stage's fields go over the file's, the command line over both; its name makes its folder, stage_<i>_<name>
-(2) what makes the model or the processes belongs to the whole run, so a stage cannot set it
-(3) resuming: finished stages are skipped, the first other one continues from its newest complete checkpoint
+A stage's fields go over the file's, the command line over both; its name makes its folder, stage_<i>_<name>. What
+makes the model or the processes belongs to the whole run, so a stage cannot set it. A run that resumes skips finished
+stages; the first other one continues from its newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +79,9 @@ def _check_paths(stage: Run) -> None:
     """Data that is clearly a file here must be here: a stage's turn may come after days."""
     for field in ("dataset_name", "eval_dataset_name", "image_folder"):
         value = getattr(stage.options, field)
-        is_path = value is not None and (
-            field == "image_folder" or re.match(r"[.~/]|.*\.(jsonl?|csv|parquet)$", value)
-        )
-        if is_path and not Path(value).expanduser().exists():
+        is_path = field == "image_folder" or re.match(r"[.~/]|.*\.(jsonl?|csv|parquet)$", value or "")
+        if value is not None and is_path and not Path(value).expanduser().exists():
             raise UsageError(f'{field}="{value}": there is no such file or folder. Paths start at {Path.cwd()}.')
-
-
-# (3) ---------------------------------------------------------------------------------------------------------------
 
 
 def is_finished(stage: Run) -> bool:
@@ -104,9 +100,8 @@ def _resume(run: Run, stages: list[Run]) -> None:
         run.training["resume_from_checkpoint"] = asked
         if asked is None:
             # a job that was killed during its first save has left torn folders: it starts afresh over them
-            run.training["overwrite_output_dir"] = run.training.get("overwrite_output_dir") or any(
-                output_dir.glob(FOLDERS)
-            )
+            is_torn = any(output_dir.glob(FOLDERS))
+            run.training["overwrite_output_dir"] = run.training.get("overwrite_output_dir") or is_torn
             return
     if asked is True:
         if not any(path.is_dir() for path in output_dir.glob(FOLDERS)):
@@ -114,16 +109,13 @@ def _resume(run: Run, stages: list[Run]) -> None:
                 f"resume_from_checkpoint is true but {output_dir} holds no {FOLDERS} folder. "
                 "Remove it to start afresh."
             )
-        for stage in stages:
-            stage.is_done = is_finished(stage)
-            if not stage.is_done:
-                break
-        unfinished = [stage for stage in stages if not stage.is_done]
-        if unfinished:
-            folder = Path(unfinished[0].training["output_dir"])
-            has_some = unfinished[0] is stages[0] or resume_or_start({"output_dir": str(folder)})
-            if has_some and checkpoint_to_resume(True, folder):
-                unfinished[0].training["resume_from_checkpoint"] = True
+        for stage in takewhile(is_finished, stages):
+            stage.is_done = True
+        if (current := next((stage for stage in stages if not stage.is_done), None)) is not None:
+            folder = current.training["output_dir"]
+            has_some = current is stages[0] or resume_or_start({"output_dir": folder})
+            if has_some and checkpoint_to_resume(True, Path(folder)):
+                current.training["resume_from_checkpoint"] = True
         return
     checkpoint = Path(asked)
     folders = [Path(stage.training["output_dir"]).resolve() for stage in stages]
