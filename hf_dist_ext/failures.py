@@ -37,8 +37,6 @@ SAME_ERROR_SECONDS = 2  # for rank 0 to say what all have
 NOTE_SECONDS = 2  # for the others to leave their notes
 FRAMES = 2  # of a note
 
-# ---- (1), (2) ----
-
 
 class Activity:
     """What this process does: written by the trainer, read by whoever reports."""
@@ -80,8 +78,7 @@ def exit_on_usage_error() -> Iterator[None]:
         if os.environ.get("HF_DIST_DEBUG") == "1":
             raise
         record(str(error))
-        rank = launched.rank()
-        if rank:
+        if rank := launched.rank():
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(4)
         print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
@@ -118,21 +115,19 @@ def is_about_a_peer(error: BaseException | None) -> bool:
     """Whether an error says only that another process is gone."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in PEER_WORDS):
+            return True
         seen.append(error)
         error = error.__cause__ or error.__context__
-    return any(isinstance(one, RuntimeError) and any(word in str(one) for word in PEER_WORDS) for one in seen)
+    return False
 
 
 def record(text: str, stack: str = "") -> None:
     """Leave the message where torchrun looks for the root cause."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
-
-
-# ---- (3) ----
 
 
 def set_collective_timeout(seconds: float) -> None:
@@ -166,9 +161,8 @@ class Watchdog:
                 self._expire(limit)
 
     def _expire(self, limit: float) -> None:
-        notes = {launched.rank(): f"{activity} ({_where()})"}
-        if self._store is not None:
-            notes = exchange_notes(self._store, notes[launched.rank()])
+        note = f"{activity} ({_where()})"
+        notes = {launched.rank(): note} if self._store is None else exchange_notes(self._store, note)
         text = report(notes, limit, launched.processes())
         record(text)
         if launched.rank() == min(notes):

@@ -77,19 +77,12 @@ def _say(text: str) -> None:
     print(f"hf-dist: {text}", file=sys.stderr, flush=True)
 
 
-# (1) ---------------------------------------------------------------------------------------------------------------
-
-
 def _keep_one_device(devices: int) -> None:
     if devices < 2:
         return
     name = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in os.environ else "CUDA_VISIBLE_DEVICES"
-    first = os.environ.get(name, "0").split(",")[0].strip()
-    os.environ[name] = first
+    first = os.environ[name] = os.environ.get(name, "0").split(",")[0].strip()
     _say(f"one process: using the first of {devices} visible GPUs ({name}={first}); accelerate_config spreads a run")
-
-
-# (2) -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -245,9 +238,6 @@ def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) 
     except ValueError as error:
         raise UsageError(f"accelerate refuses {plan.path}: {error}") from None
     return 0
-
-
-# (4) -----------------------------------------------------------------------------------------------------------------
 
 
 def check_running(run: Run) -> None:

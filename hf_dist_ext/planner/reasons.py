@@ -45,8 +45,7 @@ def explain(plan: Plan) -> None:
     trained = f"All {count_of(whole.elements)} parameters train"
     if share < 1:
         trained = f"{count_of(whole.trained)} of {count_of(whole.elements)} parameters train ({share:.1%})"
-    state_size = f"gradients {gib(simplest.given.gradients)}, optimizer state {gib(simplest.given.optimizer)}"
-    say(f"{trained}: {state_size}.")
+    say(f"{trained}: gradients {gib(simplest.given.gradients)}, optimizer state {gib(simplest.given.optimizer)}.")
     if best is None:
         _explain_nothing_fits(plan)
         return

@@ -225,14 +225,12 @@ class Tape:
         """(1)"""
         full = self.prefix + name
         if full not in self.parameters:
-            if trains is None:
-                trains = self.recipe.trains(full)
+            trains = self.recipe.trains(full) if trains is None else trains
             layer = self._current.name or None
-            # adapters and other parts that train stay in full precision
-            found = Parameter(elements, self.recipe.item(full), trains, layer, columns, is_table)
-            if found.is_multiplied and self.recipe.product_item:
-                found = replace(found, item=self.recipe.product_item)
-            self.parameters[full] = found
+            parameter = Parameter(elements, self.recipe.item(full), trains, layer, columns, is_table)
+            if parameter.is_multiplied and self.recipe.product_item:
+                parameter = replace(parameter, item=self.recipe.product_item)
+            self.parameters[full] = parameter
         return self.parameters[full]
 
     def cast(self, x: Value, item: int) -> Value:
@@ -307,9 +305,7 @@ class Tape:
         if x.flows:
             self.keep(wide)
             self.keep_bytes(4 * groups)  # one factor per group
-        normed = self.new(x.rows, x.width, 4, x.flows)
-        if not adds_one:
-            normed = self.cast(normed, x.item)
+        normed = self.cast(self.new(x.rows, x.width, 4, x.flows), 4 if adds_one else x.item)
         if weight.trains:
             self.keep(normed)
         out = self.new(x.rows, x.width, max(normed.item, weight.item), x.flows or weight.trains)

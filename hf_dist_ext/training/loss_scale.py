@@ -28,11 +28,9 @@ class Watched(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        arguments = [*args, *(kwargs or {}).values()]
         if function.__name__ not in NOT_COMPUTING:
-            for one in arguments:
-                if isinstance(one, cls):
-                    one.is_used = True
+            for argument in filter(lambda value: isinstance(value, cls), [*args, *(kwargs or {}).values()]):
+                argument.is_used = True
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -72,6 +70,6 @@ class ItemsWatch:
         logger.warning(
             f"{type(model).__name__} takes num_items_in_batch and does not use it, so Trainer makes its loss and "
             f"gradient {self.num_processes * num_accumulated} times the mean ({self.num_processes} process(es) x "
-            f"{num_accumulated} accumulated). Set accepts_loss_kwargs = False on the model "
-            "before the trainer is made to train on the mean."
+            f"{num_accumulated} accumulated). Set accepts_loss_kwargs = False on the model before the trainer is made "
+            "to train on the mean."
         )

@@ -30,13 +30,13 @@ def write(folder: Path, run: Run, report: Mapping[str, Any], to_load: Sequence[s
 
 def text(folder: Path, run: Run, report: Mapping[str, Any], to_load: Sequence[str]) -> str:
     given, base = run.flat(), run.options.model_name_or_path
-    head = [f"base_model: {json.dumps(base)}"] if base and not Path(base).exists() else []
-    made_from = (
-        f"`{base}`" if base else f"a new `{run.options.model_config['model_type']}`, not pretrained (`model_config`)"
-    )
+    head = ["---", f"base_model: {json.dumps(base)}", "---"] if base and not Path(base).exists() else []
+    made_from = f"`{base}`"
+    if not base:
+        made_from = f"a new `{run.options.model_config['model_type']}`, not pretrained (`model_config`)"
     lives = report.get("stages") or [report]
     lines = [
-        *(["---", *head, "---"] if head else []),
+        *head,
         MARK,
         f"# {folder.resolve().name}",
         "",
@@ -59,8 +59,8 @@ def _stage(life: Mapping[str, Any]) -> str:
 
 
 def _fields(what: str, given: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    found = [f"`{name}` {json.dumps(given[name])}" for name in names if given.get(name) is not None]
-    return [f"* {what}: {', '.join(found)}."] if found else []
+    fields = [f"`{name}` {json.dumps(given[name])}" for name in names if given.get(name) is not None]
+    return [f"* {what}: {', '.join(fields)}."] if fields else []
 
 
 def _metrics(lives: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -47,9 +47,8 @@ class Scaling(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.report, self._batches, self._seconds, self._since = {}, 0, 0.0, None
-        self._baseline: float | None = None
-        if (path := getattr(args, "scaling_baseline", None)) is not None:
-            self._baseline = read_baseline(path, self.stage(), self.rows()[0])
+        path = getattr(args, "scaling_baseline", None)
+        self._baseline = None if path is None else read_baseline(path, self.stage(), self.rows()[0])
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._batches += self._since is not None

@@ -66,18 +66,16 @@ class StepClock(TrainerCallback):
         if not self._steps:
             return {}
         self._add_up(waits=True)
-        found = {f"seconds_{name}": round(self._sums[name] / self._steps, 5) for name in PARTS}
+        means = {f"seconds_{name}": round(self._sums[name] / self._steps, 5) for name in PARTS}
         self._sums.clear()
         self._steps = 0
-        return found
+        return means
 
     def _add_up(self, waits: bool) -> None:
-        while self._spans and (waits or self._has_passed(self._spans[0][2])):
+        on_cpu = self.device.type == "cpu"
+        while self._spans and (waits or on_cpu or self._spans[0][2].query()):
             name, began, ended = self._spans.popleft()
             self._sums[name] += self._seconds(began, ended)
-
-    def _has_passed(self, time: Any) -> bool:
-        return self.device.type == "cpu" or time.query()
 
     def _now(self) -> Any:
         if self.device.type == "cpu":
