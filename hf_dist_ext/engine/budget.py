@@ -65,6 +65,16 @@ def _by_size(point: _Point) -> tuple[int, int]:
     return point.tokens, point.peak
 
 
+@dataclass
+class _AliveGraphs:
+    """Of chunks whose backward is still to come."""
+
+    held_before: int  # bytes
+    tokens: int = 0
+    number: int = 0
+    width: int = 0
+
+
 class ChunkBudget:
     """Finds the tokens per chunk, and how many graphs may be kept, during the first steps.
 
@@ -93,12 +103,13 @@ class ChunkBudget:
         # known by what graphs save; an accelerator is measured.
         self.forward_bytes: float | None = None
         self.num_measured_steps = 0
-        self._points: list[list[_Point]] = []  # of the last two steps
         self.proposed = 0
-        self._agreed = self._limit = self._largest = self._longest = 0
-        self._found: list[_Point] = []  # of the step that is measured
-        self._peak: Peak | None = None
-        self._tokens = self._graphs = self._width = self._before = self._largest_now = 0
+        self._points: list[list[_Point]] = []  # of the last two steps
+        self._peak: Peak | None = None  # of the step that is measured
+        self._alive: _AliveGraphs | None = None
+        self._new_points: list[_Point] = []
+        self._largest = self._largest_now = 0  # tokens of a chunk: of the last step, of the one that is measured
+        self._agreed = self._limit = self._longest = 0  # tokens per chunk, as its limit, of a batch's longest row
         self._has_warned = False
 
     @property
@@ -177,13 +188,11 @@ class ChunkBudget:
     @contextmanager
     def measured_step(self) -> Iterator[None]:
         """Around a step that is run with `phase`."""
-        self._tokens = self._graphs = self._width = self._largest_now = 0
-        self._found = []
+        self._new_points, self._alive, self._largest_now = [], None, 0
         with peak_bytes(self.device, self.weights()) as self._peak:
             yield
-        self._points = [*self._points[-1:], self._found]
+        self._points, self._largest = [*self._points[-1:], self._new_points], self._largest_now
         self.num_measured_steps += 1
-        self._largest = self._largest_now
         self.measured.width = max(self.measured.width, self._longest)
         self._fit()
 
@@ -200,36 +209,35 @@ class ChunkBudget:
         if phase.has_graph == is_forward:
             yield
             return
-        if not self._tokens:
-            self._before = self._peak.restart()
+        alive = self._alive = self._alive or _AliveGraphs(self._peak.restart())
         if phase.chunk is not None:
             width = phase.chunk.width or 1
-            self._tokens += phase.chunk.num_rows * width
-            self._graphs += 1
-            self._width = max(self._width, width)
-            self._largest_now = max(self._largest_now, phase.chunk.num_rows * width)
+            tokens = phase.chunk.num_rows * width
+            alive.tokens, alive.number, alive.width = alive.tokens + tokens, alive.number + 1, max(alive.width, width)
+            self._largest_now = max(self._largest_now, tokens)
         yield
         if phase.kind != KEEP:
-            self._add_point(is_forward)
+            self._add_point(alive, is_forward)
 
-    def _add_point(self, is_forward: bool) -> None:
-        peak, now = self._peak(), self._peak.now()
+    def _add_point(self, graphs: _AliveGraphs, is_forward: bool) -> None:
+        self._alive = None
+        if not graphs.tokens:  # a backward of graphs that were counted with an earlier one
+            return
+        peak, lasting = self._peak(), self._peak.now() - graphs.held_before
         if is_forward and self.device.type == "cpu":
-            peak = int(self._tokens * self.forward_bytes)
-        if self._tokens:
-            self._found.append(_Point(self._tokens, self._width, peak, now - self._before))
-            self.measured.graphs_at_once = max(self.measured.graphs_at_once, self._graphs)
-        self._tokens = self._graphs = self._width = 0
+            peak = int(graphs.tokens * self.forward_bytes)
+        self._new_points.append(_Point(graphs.tokens, graphs.width, peak, lasting))
+        self.measured.graphs_at_once = max(self.measured.graphs_at_once, graphs.number)
 
     def _fit(self) -> None:
         """(2), through the costliest chunk and a clearly smaller one of like width."""
-        known, found = self.measured, [point for of_step in self._points for point in of_step]
+        known, points = self.measured, [point for of_step in self._points for point in of_step]
         # In the replay that makes the gradients, the peak holds only some of them.
-        found = [point for point in found if point.lasting <= LASTING * point.peak] or found
-        if not found:
+        points = [point for point in points if point.lasting <= LASTING * point.peak] or points
+        if not points:
             return
-        most = max(found, key=_by_size)
-        smaller = [point for point in found if point.tokens <= CAN_DIFFER * most.tokens]
+        most = max(points, key=_by_size)
+        smaller = [point for point in points if point.tokens <= CAN_DIFFER * most.tokens]
         alike = [point for point in smaller if point.width >= ALIKE * most.width]
         if other := max(alike or ([] if known.bytes_per_token else smaller), key=_by_size, default=None):
             known.bytes_per_token = max(1.0, (most.peak - other.peak) / (most.tokens - other.tokens))

@@ -229,16 +229,16 @@ class Table:
     ) -> dict[str, Any]:
         """What the model takes for the rows at places start..stop of a chunk order."""
         runs = order.runs(start, stop)
-        found: dict[str, Any] = {key: feature.gather(runs, *window) for key, feature in self.features.items()}
+        gathered: dict[str, Any] = {key: feature.gather(runs, *window) for key, feature in self.features.items()}
         if self.positions == "edges":
-            found["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, self.device)
+            gathered["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, self.device)
         elif self.positions == "mask" and not has_vision:
             # What the model gives to all rows of a batch with images; without images it would count from the edge.
-            found["position_ids"] = positions_of_mask(found["attention_mask"])
+            gathered["position_ids"] = positions_of_mask(gathered["attention_mask"])
         if has_vision:
             images = {key: units.gather(order.sorted_rows[start:stop], multiple) for key, units in self.units.items()}
-            found |= {key: value for key, value in images.items() if value is not None}
-        return found
+            gathered |= {key: value for key, value in images.items() if value is not None}
+        return gathered
 
 
 class ChunkedBatch:
@@ -252,8 +252,8 @@ class ChunkedBatch:
 
     def row_counts(self) -> dict[str, int]:
         """Rows per column, in the order of the batch."""
-        found = [of for t in self.tables for of in zip(t.places, t.columns, t.row_counts, strict=True)]
-        return {name: rows for _, name, rows in sorted(found)}
+        columns = [column for t in self.tables for column in zip(t.places, t.columns, t.row_counts, strict=True)]
+        return {name: rows for _, name, rows in sorted(columns)}
 
     def num_chunks(self, by_vision: bool = False) -> list[int]:
         """How many chunks there are. by_vision: without and with images per table, always two numbers per column (0

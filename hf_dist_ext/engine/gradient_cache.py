@@ -81,16 +81,12 @@ class CachedStep:
     drew_randomness: bool
 
 
-def _no_phase(phase: Phase) -> AbstractContextManager:
-    return nullcontext()
-
-
 def cached_step(
     batch: ChunkedBatch,
     encode: Encode,
     score: Score,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
-    phase: Door = _no_phase,
+    phase: Door = nullcontext,
     loss_parameters: Iterable[torch.nn.Parameter] = (),
     keep_graph: int = 0,
     backward_together: bool = True,

@@ -105,8 +105,8 @@ def _placeholders(kind: str, features: Mapping[str, Any], config: Any) -> torch.
 
 
 def _token_id(kind: str, config: Any) -> int | None:
-    found = getattr(config, f"{kind}_token_id", None)
-    return getattr(config, f"{kind}_token_index", None) if found is None else found
+    token = getattr(config, f"{kind}_token_id", None)
+    return getattr(config, f"{kind}_token_index", None) if token is None else token
 
 
 def describe(

@@ -80,9 +80,9 @@ def unseen(look: Callable[[], str]) -> str:
     """What machines still miss, by the words of `look`, when time is over; empty when all see everything. Every rank
     must call it; one process of each machine looks."""
     is_first = collectives.rank() % collectives.processes_here() == 0
-    found = together(lambda: wait_until_well(look) if is_first else "")
+    missed = together(lambda: wait_until_well(look) if is_first else "")
     hosts = together(socket.gethostname)
-    return "; ".join(f"rank {rank} on {hosts[rank]}: {words}" for rank, words in enumerate(found) if words)
+    return "; ".join(f"rank {rank} on {hosts[rank]}: {words}" for rank, words in enumerate(missed) if words)
 
 
 # ---- (3) ----

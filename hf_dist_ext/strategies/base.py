@@ -237,15 +237,15 @@ class _WithZeroGradients(torch.autograd.Function):
 def _parameters_behind(loss: torch.Tensor) -> set[int] | None:
     """The ids of the leaves that the backward of `loss` reaches. None where it can not be known: reentrant activation
     checkpointing makes the graph of a layer only when its backward runs."""
-    seen, found, next_ones = set(), set(), [loss.grad_fn]
+    seen, leaves, next_ones = set(), set(), [loss.grad_fn]
     while next_ones:
         node = next_ones.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if node.name() == "torch::autograd::AccumulateGrad":
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
         elif node.name() == "CheckpointFunctionBackward":
             return None
         next_ones += [function for function, _ in node.next_functions]
-    return found
+    return leaves

@@ -8,7 +8,7 @@ each weigh in, without an error: what makes ranks share rows is refused where it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hf_dist_ext import launched
@@ -69,13 +69,11 @@ def of_accelerator(accelerator: Any, before: Strategy) -> Strategy:
     return strategy
 
 
-def _sizes(args: Any, names: Any) -> dict[str, int]:
+def _sizes(args: Any, names: Iterable[str]) -> dict[str, int]:
+    """Of the dimensions of a mesh of processes, those above 1."""
     config = getattr(args, "parallelism_config", None)
-    if config is not None:
-        found = {name: getattr(config, f"{name}_size") for name in names}
-    else:
-        found = {name: launched.mesh_size(name) for name in names}
-    return {name: size for name, size in found.items() if size > 1}
+    sizes = {name: launched.mesh_size(name) if config is None else getattr(config, f"{name}_size") for name in names}
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 # ---- the way to an Accelerator ----

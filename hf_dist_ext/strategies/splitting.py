@@ -81,28 +81,28 @@ def split(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedModel:
     return type(model).maybe_distribute_model(model.to(device or "cpu"), config, meshes)
 
 
-def check_layout(model: nn.Module, found: nn.Module, asked: int) -> None:
-    """Of `model`, of which transformers has split the part `found`. Raises UsageError."""
+def check_layout(model: nn.Module, part: nn.Module, asked: int) -> None:
+    """Of `model`, of which transformers has split `part`. Raises UsageError."""
     check_is_supported()
-    config = found.config.distributed_config
-    if found is not model and not getattr(model, "is_distributed_loading_by_transformers", False):
+    config = part.config.distributed_config
+    if part is not model and not getattr(model, "is_distributed_loading_by_transformers", False):
         raise UsageError(
-            f"{type(found).__name__} was split (distributed_config) inside {type(model).__name__}, which does not say "
+            f"{type(part).__name__} was split (distributed_config) inside {type(model).__name__}, which does not say "
             "so to Trainer. Use EmbeddingModel, or multi_gpu_fsdp."
         )
     others = [n for n in ("pp_size", "ep_size", "dp_replicate_size") if getattr(config, n) > 1]
     if others or config.tp_size == 1:
         what = f"{others[0]}={getattr(config, others[0])}" if others else "tp_size=1"
         raise UsageError(
-            f"{type(found).__name__} was split with {what}: a loss over embeddings is exact with tp_size above 1, "
+            f"{type(part).__name__} was split with {what}: a loss over embeddings is exact with tp_size above 1, "
             "alone or with fsdp_size. Use multi_gpu_tp, multi_gpu_fsdp or multi_gpu_hsdp."
         )
     if asked not in (1, config.tp_size):
         raise UsageError(
-            f"tp_size={asked} in the parallelism_config, but {type(found).__name__} was split with "
+            f"tp_size={asked} in the parallelism_config, but {type(part).__name__} was split with "
             f"tp_size={config.tp_size}. Make them equal."
         )
-    check_can_be_split(found.config, config.tp_size)
+    check_can_be_split(part.config, config.tp_size)
 
 
 def check_rest(model: nn.Module, args: Any) -> None:
@@ -128,10 +128,10 @@ def check_rest(model: nn.Module, args: Any) -> None:
         f"{name}={getattr(args, name)!r}": getattr(args, name, None) is not None
         for name in ("ddp_comm_hook", "sharding")
     }
-    if found := [what for what, is_given in refused.items() if is_given]:
+    if given := [what for what, is_given in refused.items() if is_given]:
         remedies = {"fp16=true": "Use bf16.", f"optim={optimizer}": f"Use one of {', '.join(sorted(OPTIMIZERS))}."}
-        remedy = remedies.get(found[0], "Leave it out, or use multi_gpu_fsdp.")
-        raise UsageError(f"tensor parallelism does not go with {found[0]}: it was not made exact there. {remedy}")
+        remedy = remedies.get(given[0], "Leave it out, or use multi_gpu_fsdp.")
+        raise UsageError(f"tensor parallelism does not go with {given[0]}: it was not made exact there. {remedy}")
 
 
 def find_split(model: Any) -> Any:

@@ -128,7 +128,7 @@ class TensorParallel(Sharded):
         for parameter in chain(parameters, loss_parameters):
             if parameter.grad is not None:
                 of_copies[_copies(parameter.grad)].append(held_here(parameter.grad))
-        squares = [nn.utils.get_total_norm(those) ** 2 / copies for copies, those in of_copies.items()]
+        squares = [nn.utils.get_total_norm(gradients) ** 2 / copies for copies, gradients in of_copies.items()]
         if not squares:
             return torch.zeros(())
         total = torch.stack([square.to(squares[0]) for square in squares]).sum()
@@ -136,8 +136,8 @@ class TensorParallel(Sharded):
         norm = total.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
         if max_norm != float("inf"):
-            for those in of_copies.values():
-                torch._foreach_mul_(those, factor)
+            for gradients in of_copies.values():
+                torch._foreach_mul_(gradients, factor)
         return norm
 
     # ---- (3) ----
