@@ -60,35 +60,36 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """As a manifest has it."""
+        """How a checkpoint's manifest names it, as `sharding`."""
         return "none"
 
     @property
     def frozen_forwards_are_collective(self) -> bool:
-        """Those of modules of which nothing trains."""
+        """Whether those of modules of which nothing trains are."""
         return self.forwards_are_collective
 
     # ---- setting up ----
 
     def constructing(self, args: Any) -> AbstractContextManager:
-        """Around Trainer's constructor."""
+        """Around Trainer's constructor, for what it refuses and a strategy can do."""
         return nullcontext()
 
     def place(
         self, model: nn.Module | None, args: Any, has_loss: bool, frozen_roots: Sequence[nn.Module] | None
     ) -> None:
-        """When there is an `Accelerator`, before it wraps the model. `frozen_roots`: the largest modules of which
-        nothing trains; None when nothing is frozen by name."""
+        """When there is an `Accelerator`, before it wraps the model: tells its plugin what this model needs.
+        `frozen_roots`: the largest modules of which nothing trains; None when nothing is frozen by name."""
 
     def gather_for_metrics(self) -> Callable | None:
-        """In place of the accelerator's; None: that one will do."""
+        """What an evaluation gathers its tensors with, in place of the accelerator's; None: that one will do."""
         return None
 
     def constructed(self, model: nn.Module) -> None:
-        """After Trainer's constructor: also for an evaluation that no training precedes."""
+        """After Trainer's constructor: makes equal on all ranks what each drew for itself. Also for an evaluation that
+        no training precedes."""
 
     def wrapped(self, model: nn.Module, has_loss: bool) -> None:
-        """Once the model is in its wrappers."""
+        """Once the model is in its wrappers: corrects what these do by themselves."""
 
     def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
         """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
