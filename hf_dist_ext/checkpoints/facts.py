@@ -1,69 +1,50 @@
 """What a manifest tells of a run beside its files: how to go on from a checkpoint, and what its model is made of.
 
-The trainer fills `RunFacts`; what the model itself says is read here. `hf-dist merge` rebuilds the model from it.
+The trainer adds the place in the data and who trains. `hf-dist merge` rebuilds the model from what stands there.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.base import Strategy
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """
-    Attributes:
-        position: the place in the data and what these are, under the manifest's own names (data/position.py).
-        sharding: how the model is spread over processes, in words.
-        trains: which parts of the model train, and how many parameters they have; None: all of it.
-    """
+def of_run(args: Any, state: Any, strategy: Strategy, per_device_train_batch_size: int) -> dict[str, Any]:
+    """`state`: Trainer's."""
+    return {
+        "step": state.global_step,
+        "epoch": state.epoch,
+        "world_size": args.world_size,
+        "data_parallel_size": strategy.rows.size,
+        "tensor_parallel_size": strategy.rows.shared_by,
+        "per_device_train_batch_size": per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "seed": args.seed,
+        "data_seed": args.data_seed,
+        "sharding": strategy.name,
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+    }
 
-    step: int
-    epoch: float | None
-    position: Mapping[str, Any]
-    per_device_train_batch_size: int
-    sharding: str
-    rows: Rows
-    frozen_fingerprint: str | None
-    stage: Any
-    trains: Any
 
-    def content(self, args: Any, model: nn.Module) -> dict[str, Any]:
-        """Of the manifest. `model`: the bare one."""
-        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            **self.position,
-            "world_size": args.world_size,
-            "data_parallel_size": self.rows.size,
-            "tensor_parallel_size": self.rows.shared_by,
-            "per_device_train_batch_size": self.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "seed": args.seed,
-            "data_seed": args.data_seed,
-            "sharding": self.sharding,
-            "model": _class_name(bare),
-            "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
-            "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
-            "dtype": dtype_of_base(bare),
-            "base_model": base_model(model),
-            "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
-            "frozen_fingerprint": self.frozen_fingerprint,
-            "stage": self.stage,
-            "trains": self.trains,
-            "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
-        }
+def of_model(model: nn.Module) -> dict[str, Any]:
+    """Of the bare one."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {
+        "model": _class_name(bare),
+        "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
+        "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
+        "dtype": dtype_of_base(bare),
+        "base_model": base_model(model),
+        "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
+    }
 
 
 def base_model(model: nn.Module) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_dist_ext.checkpoints import commit, loss_state, merge, safe_reading, trainable
 from hf_dist_ext.checkpoints.async_save import Writer
@@ -142,7 +143,7 @@ class ModelFiles:
         self._save_description(folder)
         model = self.bare_model()
         whole = model.state_dict() if whole is None else whole
-        if hasattr(model, "save_pretrained"):
+        if isinstance(model, PreTrainedModel):
             writer.write(whole, lambda whole, group: model.save_pretrained(folder, state_dict=whole))
         else:
             writer.tensors(whole, folder / "model.safetensors")

@@ -26,8 +26,8 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
+from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
-from hf_dist_ext.checkpoints.facts import RunFacts
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
 from hf_dist_ext.data.position import DataPosition
@@ -542,18 +542,15 @@ class DistTrainer(Trainer):
             loss_state.save_trainer_state(self.state, parts, folder)
 
     def _facts(self) -> dict[str, Any]:
-        facts = RunFacts(
-            step=self.state.global_step,
-            epoch=self.state.epoch,
-            position=self.data_position.facts(self.health.bad_rows.of_epoch()),
-            per_device_train_batch_size=self._train_batch_size,
-            sharding=self.strategy.name,
-            rows=self.strategy.rows,
-            frozen_fingerprint=self.files.frozen_fingerprint,
-            stage=getattr(self, "stage", None),
-            trains=None if self.freeze_plan is None else self.freeze_plan.describe(),
-        )
-        return facts.content(self.args, self.bare_model)
+        """Of a manifest."""
+        return {
+            **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size),
+            **run_facts.of_model(self.bare_model),
+            **self.data_position.facts(self.health.bad_rows.of_epoch()),
+            "frozen_fingerprint": self.files.frozen_fingerprint,
+            "stage": getattr(self, "stage", None),
+            "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),
+        }
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder, as_trainer = Path(output_dir or self.args.output_dir), partial(super().save_model, _internal_call=True)
