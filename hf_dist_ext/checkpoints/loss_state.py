@@ -32,7 +32,7 @@ SECRETS = ("hub_token", "push_to_hub_token")
 
 
 def loss_parameters(loss: Any) -> list[nn.Parameter]:
-    """Those of a loss that train."""
+    """Those of a loss that train, such as a temperature."""
     return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
 
 

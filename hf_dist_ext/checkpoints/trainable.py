@@ -27,6 +27,7 @@ from torch import nn
 from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.weights import differences, shapes
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, gathered, is_split, put, whole
 
 WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
@@ -157,17 +158,8 @@ def load_weights(model: nn.Module, saved: frozenset[str], folder: Path, trust: b
             f"{folder} holds no {WEIGHTS}: it is of a run without frozen parts. resume_weights_only=true takes its "
             "weights into this run."
         )
-    stored, tensors = stored_shapes(folder, trust), saved_tensors(model, saved)
-    differences = {
-        "missing": [name for name in tensors if name not in stored],
-        "surplus": [name for name in stored if name not in tensors],
-        "of another shape": [
-            f"{name} {shape} instead of {tuple(tensors[name].shape)}"
-            for name, shape in stored.items()
-            if name in tensors and shape != tuple(tensors[name].shape)
-        ],
-    }
-    _refuse(folder, "trained weights", differences)
+    tensors = saved_tensors(model, saved)
+    _refuse(folder, "trained weights", differences(shapes(tensors), stored_shapes(folder, trust)))
     read_into(tensors, folder, trust)
 
 

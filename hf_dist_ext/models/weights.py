@@ -20,21 +20,29 @@ def load_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], sour
 
 def check_weights(module: nn.Module, state_dict: Mapping[str, torch.Tensor], source: str = "the checkpoint") -> None:
     """UsageError if `state_dict` lacks, adds or reshapes a key of `module`, which may be sharded by FSDP2."""
-    own = module.state_dict()
-    differences = {
-        "missing": [key for key in own if key not in state_dict],
-        "surplus": [key for key in state_dict if key not in own],
-        "of another shape": [
-            f"{key} {tuple(state_dict[key].shape)} instead of {tuple(own[key].shape)}"
-            for key in own
-            if key in state_dict and state_dict[key].shape != own[key].shape
-        ],
-    }
-    problems = [f"{len(keys)} {kind}: {shortened(keys)}" for kind, keys in differences.items() if keys]
+    found = differences(shapes(module.state_dict()), shapes(state_dict))
+    problems = [f"{len(keys)} {kind}: {shortened(keys)}" for kind, keys in found.items() if keys]
     if problems:
         raise UsageError(
             f"{source} does not fit this model; weights {'; '.join(problems)}. Use the options it was saved with."
         )
+
+
+def shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def differences(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> dict[str, list[str]]:
+    """How given shapes differ from a model's own, by name: kind of difference -> words."""
+    return {
+        "missing": [name for name in own if name not in given],
+        "surplus": [name for name in given if name not in own],
+        "of another shape": [
+            f"{name} {given[name]} instead of {own[name]}"
+            for name in own
+            if name in given and given[name] != own[name]
+        ],
+    }
 
 
 def names_without_adapters(model: nn.Module) -> list[str]:

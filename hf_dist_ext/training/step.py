@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_dist_ext.checkpoints.loss_state import loss_parameters
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import (
@@ -87,7 +88,7 @@ class EmbeddingStep:
             accumulated: batches of this update.
             is_last: the batch is the last one of the update.
         """
-        strategy, own = self.strategy(), trained_parameters(self.loss)
+        strategy, own = self.strategy(), loss_parameters(self.loss)
         if self._gradients_are_used and isinstance(self.loss, nn.Module):
             self.loss.zero_grad()
         self._accumulated = accumulated
@@ -118,7 +119,7 @@ class EmbeddingStep:
                     raise fitting.end_run(self._number, **self.layout.left_to_shrink()) from error
             # After the except block: the error holds the tensors of every frame it passed.
             fitting.shrink(fitting.place, self._number, [0], **self.layout.left_to_shrink())
-            for parameter in chain(model.parameters(), trained_parameters(self.loss)):
+            for parameter in chain(model.parameters(), loss_parameters(self.loss)):
                 parameter.grad = None
             self._before_update.restore()
             empty_cache(self.args.device)
@@ -149,7 +150,7 @@ class EmbeddingStep:
                 score,
                 backward=self._backward,
                 phase=phase,
-                loss_parameters=trained_parameters(self.loss),
+                loss_parameters=loss_parameters(self.loss),
                 keep_graph=layout.num_kept,
                 backward_together=not strategy.forwards_are_collective,
                 last_reaches_all=not sizes.has_stand_in and strategy.max_live_graphs is None,
@@ -226,11 +227,6 @@ class EmbeddingStep:
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()
         return loss * weight, {name: value * weight for name, value in metrics.items()}
-
-
-def trained_parameters(loss: Any) -> list[nn.Parameter]:
-    """The loss's own, such as a temperature."""
-    return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
 
 
 def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], Any]:

@@ -47,7 +47,7 @@ from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
-from hf_dist_ext.training.step import EmbeddingStep, forward_parameters, trained_parameters
+from hf_dist_ext.training.step import EmbeddingStep, forward_parameters
 from hf_dist_ext.training.timing import Profiler, StepClock
 
 logger = logging.get_logger(__name__)
@@ -298,7 +298,7 @@ class DistTrainer(Trainer):
         return super()._get_learning_rate()
 
     def _loss_parameters(self) -> list[nn.Parameter]:
-        return trained_parameters(self.loss)
+        return loss_state.loss_parameters(self.loss)
 
     def get_train_dataloader(self):
         position, dataset, collate = self.data_position, self.train_dataset, self.data_collator
