@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hf_dist_ext.data.sampling import NoDuplicatesSampler
@@ -188,16 +188,15 @@ def take_over(loader: Any, **options: Any) -> None:
     batches, size, index = getattr(loader, "batch_sampler", None), 1, 0
     if isinstance(batches, BatchSamplerShard):
         size, index, batches = batches.num_processes, batches.process_index, batches.batch_sampler
-    if isinstance(batches, BatchRebalanceSampler):  # knows the processes and the epoch: no wrapper is needed
-        _set_batches(loader, batches)
-    elif type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
+    if type(batches) is BatchSampler and hasattr(batches.sampler, "__len__"):
         if size == 1 and options["last"] == "filled":
             options["last"] = "uneven"  # one process has a shorter batch
         options |= {"size": size, "index": index, "drop_last": batches.drop_last}
-        _set_batches(loader, EpochBatches(batches.sampler, batches.batch_size, **options))
-
-
-def _set_batches(loader: DataLoader, batches: Any) -> None:
+        batches = EpochBatches(batches.sampler, batches.batch_size, **options)
+    elif not isinstance(
+        batches, BatchRebalanceSampler
+    ):  # which knows the processes and the epoch: no wrapper is needed
+        return
     object.__setattr__(loader, "batch_sampler", batches)  # DataLoader guards the name of what it was made with
 
 

@@ -38,10 +38,10 @@ logger = logging.get_logger(__name__)
 
 
 class RestOfStream(IterableDataset):
-    """A stream without the first `rows` of epoch `epoch`."""
+    """A stream that goes on in epoch `first` behind its first `rows` rows."""
 
-    def __init__(self, stream: Any, epoch: int, rows: int):
-        self.stream, self.first, self.rows, self.epoch = stream, epoch, rows, epoch
+    def __init__(self, stream: Any, first: int, rows: int):
+        self.stream, self.first, self.rows, self.epoch = stream, first, rows, first
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -45,10 +45,10 @@ def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
         with FileLock(f"{path}.lock"):  # dropped by the system when its holder dies
             if not path.is_file():
                 unfinished = path.with_suffix(".unfinished")
-                found = np.lib.format.open_memmap(unfinished, "w+", np.int32, (len(dataset), len(columns)))
+                ids = np.lib.format.open_memmap(unfinished, "w+", np.int32, (len(dataset), len(columns)))
                 with open(unfinished, "rb+") as file:  # a full disk is an error here, and a signal (SIGBUS) in a map
                     os.posix_fallocate(file.fileno(), 0, unfinished.stat().st_size)
-                numbered(content_hashes(dataset, columns), found).flush()
+                numbered(content_hashes(dataset, columns), ids).flush()
                 os.replace(unfinished, path)
     except OSError as error:
         logger.warning(
@@ -71,13 +71,13 @@ def _file(dataset: Dataset, columns: Sequence[str]) -> Path:
 
 def content_hashes(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     """(rows, columns) uint64."""
-    found = np.empty((len(dataset), len(columns)), dtype=np.uint64)
+    hashes = np.empty((len(dataset), len(columns)), dtype=np.uint64)
     for place, name in enumerate(columns):
         first = 0
         for values in _blocks(dataset, name):
-            found[first : first + len(values), place] = _hashes(values)
+            hashes[first : first + len(values), place] = _hashes(values)
             first += len(values)
-    return found
+    return hashes
 
 
 def _blocks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
@@ -139,10 +139,10 @@ def numbered(ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
 
 def _repeated_within_rows(ids: np.ndarray) -> np.ndarray | None:
     """Flat places of values that an earlier column of the same row holds too: a row has no conflict with itself."""
-    num_columns, found = ids.shape[1], []
+    num_columns, places = ids.shape[1], []
     for column in range(1, num_columns):
         for first in range(0, len(ids), ROWS):
             block = ids[first : first + ROWS]
             is_again = (block[:, :column] == block[:, column : column + 1]).any(axis=1)
-            found.append((first + np.flatnonzero(is_again)) * num_columns + column)
-    return np.concatenate(found) if found else None
+            places.append((first + np.flatnonzero(is_again)) * num_columns + column)
+    return np.concatenate(places) if places else None

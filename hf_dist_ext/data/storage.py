@@ -58,4 +58,3 @@ def with_retries(read: Callable[[], Found], what: str) -> Found:
                 ) from error
             logger.warning(f"{what} can not be read now ({type(error).__name__}: {error}); again in {wait} s.")
             time.sleep(wait)
-    raise AssertionError

@@ -297,9 +297,9 @@ def exchange_rows(to_send: list[list], device: Any) -> list[list]:
     dist.all_to_all_single(incoming, sizes)
     sizes, incoming = sizes.tolist(), incoming.tolist()
     sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(device)
-    found = sent.new_empty(sum(incoming))
-    dist.all_to_all_single(found, sent, incoming, sizes)
-    content, ends = found.cpu().numpy().tobytes(), list(itertools.accumulate(incoming, initial=0))
+    received = sent.new_empty(sum(incoming))
+    dist.all_to_all_single(received, sent, incoming, sizes)
+    content, ends = received.cpu().numpy().tobytes(), list(itertools.accumulate(incoming, initial=0))
     return [pickle.loads(content[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 

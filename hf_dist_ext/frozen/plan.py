@@ -180,8 +180,7 @@ def report(model: nn.Module, optimizer_bytes_per_parameter: float = 8) -> list[G
         for name, parameters in inside.items()
         if parameters or (name in groups and groups[name].roots)
     ]
-    everything = _line("total", list(model.parameters()), optimizer_bytes_per_parameter)
-    return [*lines, everything]
+    return [*lines, _line("total", list(model.parameters()), optimizer_bytes_per_parameter)]
 
 
 def _line(name: str, parameters: Sequence[nn.Parameter], optimizer_bytes: float) -> GroupReport:

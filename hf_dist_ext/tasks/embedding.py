@@ -111,15 +111,15 @@ def build_tokenizer(run: Run, train_dataset: Any) -> Any:
 
 def _prompts_of(model: EmbeddingModel, columns: list[str]) -> dict[str, str]:
     """The model's own prompts by column, as sentence-transformers would choose them for queries and documents."""
-    own, found = model.prompts, {}
+    own, used = model.prompts, {}
     for index, column in enumerate(columns):
         names = (column, *((*DOCUMENT_NAMES, "positive") if index else ("query",)))
-        found |= next(({column: own[name]} for name in names if own.get(name)), {})
+        used |= next(({column: own[name]} for name in names if own.get(name)), {})
     if any(own.values()):
         logger.warning(
-            f"the model has prompts {own}, of which this run uses {found or 'none'}. Give prompts to choose."
+            f"the model has prompts {own}, of which this run uses {used or 'none'}. Give prompts to choose."
         )
-    return found
+    return used
 
 
 def _prompts_to_keep(own: dict[str, str], used: Mapping[str, str], columns: list[str]) -> dict[str, str]:
@@ -176,8 +176,8 @@ def _is_for_dots(config: RunConfig) -> bool:
 
 def _distributed_config(run: Run) -> Any:
     """How the launcher's tensor parallelism splits the model; None without."""
-    config, found = run.options, choose.launched_split()
-    if found is None:
+    config, split = run.options, choose.launched_split()
+    if split is None:
         return None
     given = {"use_lora": config.use_lora, "loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}
     if wrong := [name for name, is_given in given.items() if is_given]:
@@ -185,7 +185,7 @@ def _distributed_config(run: Run) -> Any:
             f"tensor parallelism does not go with {wrong[0]}: it splits one text decoder, trained by a loss over "
             "embeddings. Use multi_gpu_fsdp."
         )
-    return found
+    return split
 
 
 def build_model(run: Run, tokenizer: Any, distributed_config: Any = None) -> EmbeddingModel:

@@ -53,17 +53,9 @@ class Parts:
     metrics: tuple[str, ...] = ()
 
     def make_trainer(self, args: DistTrainingArguments) -> DistTrainer:  # (3)
-        trainer = self.trainer_class(
-            self.model,
-            args,
-            data_collator=self.data_collator,
-            train_dataset=self.train_dataset,
-            eval_dataset=self.eval_dataset,
-            processing_class=self.processing_class,
-            compute_metrics=self.compute_metrics,
-            loss=self.loss,
-            **self.trainer_options,
-        )
+        names = ("data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics", "loss")
+        given = {name: getattr(self, name) for name in names}
+        trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         trainer.remove_callback(MetricsFile)  # a run from a file has it always, a DistTrainer when it uses our parts
         trainer.add_callback(MetricsFile())
         return trainer

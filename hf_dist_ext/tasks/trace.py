@@ -91,17 +91,17 @@ def build(run: Any, work: Workload) -> nn.Module:
 
 def features(run: Any, work: Workload, column: Column, rows: int) -> dict[str, torch.Tensor]:
     """Inputs of some rows: ids and mask, and pictures for the rows that have one."""
-    config, found = work.config, {}
+    config, inputs = work.config, {}
     if column.tower != "image":
         ids = torch.zeros(rows, column.length, dtype=torch.long)
-        found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if column.images:
         vision = config["vision_config"]
         size = vision["image_size"] if isinstance(vision["image_size"], int) else vision["image_size"][0]
-        found["pixel_values"] = torch.zeros(rows * column.images, vision.get("num_channels", 3), size, size)
+        inputs["pixel_values"] = torch.zeros(rows * column.images, vision.get("num_channels", 3), size, size)
     if not work.is_embedding:
-        found["labels"] = found["input_ids"].clone()
-    return found
+        inputs["labels"] = inputs["input_ids"].clone()
+    return inputs
 
 
 # ---- (2) ----
@@ -166,8 +166,7 @@ def compare(run: Any, work: Workload) -> dict[str, Any]:
         "optimizer": whole.optimizer,
         "activations": of_chunk.activations + of_chunk.casts,
     }
-    found = tracked(run, work, columns, work.is_checkpointed)
-    traced = {name: found[name] for name in closed}
+    traced = tracked(run, work, columns, work.is_checkpointed)
     known = ("adamw", "sgd")
     if not work.optimizer.startswith(known) or "bit" in work.optimizer:
         closed.pop("optimizer"), traced.pop("optimizer")  # the trace has AdamW in its place
@@ -214,13 +213,13 @@ def main(argv: list[str]) -> None:
         # the trace's kernels are a CPU's, and its masks hide nothing
         work = replace(workload_of(run, full), mask_bytes=0, has_padding=False)
         try:
-            found = shape(run, work) if wants_shape else compare(run, work)
+            report = shape(run, work) if wants_shape else compare(run, work)
         except UsageError:
             raise
         except Exception as error:  # whatever a model's code does with tensors that have no values
             words = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]
             raise UsageError(f"{full['model_type']} does not trace without memory: {words}") from error
-    print(json.dumps(found))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
