@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
@@ -95,8 +96,6 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from pathlib import Path
-
     from hf_dist_ext.planner.choose import make_plan, run_trace
     from hf_dist_ext.planner.devices import hardware_of
     from hf_dist_ext.planner.report import print_plan, to_json, write_png
@@ -123,8 +122,6 @@ def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _merge(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from pathlib import Path
-
     from hf_dist_ext.checkpoints.merge import merge
 
     output = Path(arguments.output)

@@ -71,8 +71,10 @@ class Hardware:
         return max(1, self.num_devices // self.num_nodes)
 
 
-def tensor_parallel_size(work: Workload, hardware: Hardware) -> int:
-    """The preset's groups where the heads and the devices of a machine can be dealt to them; 1: cannot be split."""
+def tensor_parallel_size(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
+    """The preset's groups where the heads and the devices of a machine can be dealt to them; 1: layers are whole."""
+    if not strategy.is_tensor_parallel:
+        return 1
     config = work.config
     heads = [config.get(name) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
     has_plan = "rms_norm_eps" in config and "text_config" not in config  # transformers has plans for decoders
@@ -88,7 +90,7 @@ def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
     if strategy.is_hybrid:
         return work.knobs.sharding_group_size or hardware.per_node
     if strategy.is_tensor_parallel:
-        return max(1, hardware.num_devices // tensor_parallel_size(work, hardware))
+        return max(1, hardware.num_devices // tensor_parallel_size(strategy, work, hardware))
     return hardware.num_devices
 
 

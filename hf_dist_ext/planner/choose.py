@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,7 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
     if not is_known(shape):
         note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
         traced = run_trace(run, "--shape")
-        known = {one.name: getattr(work, one.name) for one in fields(work)}
-        work = TracedWorkload(**known | {"notes": (*work.notes, note)}, traced=traced)
+        work = TracedWorkload(**vars(work) | {"notes": (*work.notes, note)}, traced=traced)
     plan = plan_workload(work, hardware, available)
     plan.run = run
     return plan
@@ -144,7 +143,7 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     if strategy.is_hybrid:
         return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
     if strategy.is_tensor_parallel:
-        is_possible = work.is_embedding and work.lora is None and tensor_parallel_size(work, hardware) > 1
+        is_possible = work.is_embedding and work.lora is None and tensor_parallel_size(strategy, work, hardware) > 1
         return is_possible and not isinstance(work, TracedWorkload)
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
         return strategy.keeps_whole == (work.fsdp_mode == "speed")
@@ -226,8 +225,8 @@ def _seconds(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     longest = max(column.length for column in work.columns)
     rows = work.rows_of_chunk(longest, settings.chunk_rows) if is_cut(work, settings) else work.batch
     waiting = 1 + HALF_SPEED_TOKENS / (rows * longest)  # arithmetic takes so many times longer in small chunks
-    steps = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
-    steps = hardware.num_devices if strategy.name == "single" else steps
+    is_alone = strategy.name == "single"
+    steps = hardware.num_devices if is_alone else tensor_parallel_size(strategy, work, hardware)
     return (sent.seconds + sent.arithmetic_seconds * waiting) * steps
 
 

@@ -169,7 +169,7 @@ def is_known_optimizer(optimizer: str) -> bool:
 
 def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
     """Peak bytes of one device."""
-    parts = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
+    parts = tensor_parallel_size(strategy, work, hardware)
     model = model_of(work, parts, work.knobs.min_num_params or 0)
     shards = shard_count(strategy, work, hardware)
     found, whole = Bytes(), model.whole

@@ -71,24 +71,15 @@ class Lora:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is run.
-
-    trains: parameter name -> whether it is trained.
-    item: parameter name -> bytes per element it is stored in.
-    product_item: bytes per element of the matrices that are multiplied with, when they are cast already (FSDP).
-    autocast_bytes: bytes of the precision autocast computes in; None without autocast.
-    attention: "sdpa", "eager", ...; anything but eager never holds tokens x tokens per head.
-    has_padding: rows of different lengths, so that attention takes a mask.
-    mask_bytes: bytes per element of a dropout mask: 1 on an accelerator, an element's own (0 here) on a CPU.
-    """
+    """How a model is run. Functions take the name of a parameter; sizes are bytes per element."""
 
     trains: Callable[[str], bool] = lambda name: True
-    item: Callable[[str], int] = lambda name: 4
-    product_item: int | None = None
-    autocast_bytes: int | None = None
-    attention: str = "sdpa"
-    has_padding: bool = False
-    mask_bytes: int = 1
+    item: Callable[[str], int] = lambda name: 4  # that it is stored in
+    product_item: int | None = None  # of matrices that are multiplied with, where they are cast already (FSDP)
+    autocast_bytes: int | None = None  # None: without autocast
+    attention: str = "sdpa"  # anything but "eager" never holds tokens x tokens per head
+    has_padding: bool = False  # rows of different lengths, so that attention takes a mask
+    mask_bytes: int = 1  # of a dropout mask; 0 stands for an element's own, as on a CPU
     lora: Lora | None = None
     is_training: bool = True
 

@@ -62,7 +62,7 @@ class Traffic:
 def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
     """Collectives, bytes and seconds of one optimizer step."""
     sums = Traffic()
-    parts = tensor_parallel_size(work, hardware) if strategy.is_tensor_parallel else 1
+    parts = tensor_parallel_size(strategy, work, hardware)
     world = 1 if strategy.name == "single" else hardware.num_devices // parts
     inside = BANDWIDTH[hardware.interconnect]
     across = BANDWIDTH["ethernet"] if hardware.num_nodes > 1 else inside

@@ -64,11 +64,9 @@ GROUPS = {
 
 
 def _group_root(pattern: str, name: str) -> str | None:
-    def root_of(group: str) -> str | None:
-        roots = GROUPS.get(group, ())
-        return next((root for root in roots if name == root or name.startswith(root + ".")), None)
-
-    return None if pattern == "vision" and root_of("projector") else root_of(pattern)
+    if pattern == "vision" and _group_root("projector", name):
+        return None
+    return next((root for root in GROUPS.get(pattern, ()) if f"{name}.".startswith(f"{root}.")), None)
 
 
 def lora_of(given: Mapping[str, Any], config: Mapping[str, Any]) -> Lora:

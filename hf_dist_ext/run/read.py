@@ -58,9 +58,8 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     given.setdefault("output_dir", str(Path("outputs", path.stem)))
     own = {one.name for one in dataclasses.fields(RunConfig)}
     config = RunConfig(**{name: value for name, value in given.items() if name in own})
-    config.loss = given.get("loss", "infonce" if config.task == "embedding" else None)
-    if config.loss == "none":
-        config.loss = None
+    loss = given.get("loss", "infonce" if config.task == "embedding" else None)
+    config.loss = None if loss == "none" else loss
     training = {name: value for name, value in given.items() if name not in own}
     run = Run(path, config, training, echo, given)
     if config.stages is not None:  # each stage is checked and resumed as a run of its own

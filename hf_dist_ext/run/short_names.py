@@ -88,11 +88,7 @@ SHORT_NAMES: dict[str, tuple[str, str] | tuple[str, str, Convert]] = {
     "mrl_dims": ("list[int] | None", "matryoshka_dims"),
     "warmup_ratio": ("float", "warmup_steps"),  # the Trainer reads warmup_steps below 1 as a share of all steps
     "use_gradient_checkpointing": ("bool", "activation_checkpointing"),  # "gradient_checkpointing" before 5.23
-    "mixed_precision": (
-        'Literal["no", "fp16", "bf16"]',
-        "bf16 and fp16",
-        _choice(no=_NO, fp16=_FP16, bf16=_BF16),
-    ),
+    "mixed_precision": ('Literal["no", "fp16", "bf16"]', "bf16 and fp16", _choice(no=_NO, fp16=_FP16, bf16=_BF16)),
     "precision": (
         'Literal["32-true", "16-mixed", "bf16-mixed"]',
         "bf16 and fp16",

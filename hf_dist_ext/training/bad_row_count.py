@@ -44,8 +44,7 @@ class BadRowCount:
         """`begun`: what `of_epoch` gave to the checkpoint from which this epoch goes on."""
         begun = begun or {"count": 0, "rows": ()}
         self._before = [] if self._tally is None else self._tally.counts()
-        self._resumed = begun["count"], set(begun["rows"])
-        self.count, self._numbers = begun["count"], set(begun["rows"])
+        self.count, self._numbers = self._resumed = begun["count"], set(begun["rows"])
 
     def new_ones(self) -> int:
         """Of this rank in this epoch, without those that a resumed run has read again."""

@@ -291,6 +291,12 @@ def test_auto_counts_devices_where_nothing_can_be_computed_and_says_so(make_run,
     assert choice.preset == "multi_gpu_ddp" and "the model was not read" in choice.reasons[0]
 
 
+def test_auto_starts_one_process_where_no_preset_goes_with_the_fields(make_run, monkeypatch):
+    """Training then says what does not go together."""
+    on_machine(monkeypatch, 24)
+    assert auto.choose(make_run(cpu_offload=False), 1).preset == "single_gpu"
+
+
 def test_auto_warns_when_the_run_may_not_fit(make_run, monkeypatch):
     on_machine(monkeypatch, 8)
     choice = auto.choose(make_run(per_device_train_batch_size=4096), 1)
