@@ -60,7 +60,7 @@ def train(run: Run) -> None:
         args = make_arguments(run)
         trainer, report = train_once(run, args, build_parts(run, args))
         final_model.save(trainer.save_model, trainer.model, args)  # (4)
-        if not trainer.files.ends_complete:
+        if not trainer.saves_complete_model:
             to_load = ["merge it: hf-dist merge {folder} --output {folder}-merged      # the complete model"]
     if is_main:
         output_dir = Path(run.training["output_dir"])

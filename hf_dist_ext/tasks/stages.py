@@ -146,7 +146,7 @@ def _carry(model: nn.Module, folder: Path) -> None:
 
 def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
     """Every rank calls it; the first one writes a folder that from_pretrained loads. Returns what `_carry` needs."""
-    weights = trainer.files.whole_weights()
+    weights = trainer.whole_weights()
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     plan = trainer.freeze_plan
     trained = {name for name, p in model.named_parameters() if p.requires_grad} if plan is None else plan.saved

@@ -552,6 +552,15 @@ class DistTrainer(Trainer):
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),
         }
 
+    @property
+    def saves_complete_model(self) -> bool:
+        """Whether `save_model` ends with a folder that from_pretrained loads."""
+        return self.files.ends_complete
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
+        return self.files.whole_weights()
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         folder, as_trainer = Path(output_dir or self.args.output_dir), partial(super().save_model, _internal_call=True)
         if _internal_call:

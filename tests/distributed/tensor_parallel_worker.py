@@ -127,7 +127,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         "logged_batch": trainer.state.log_history[0]["contrastive_batch_size"],
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
     }
-    if trainer.files.ends_complete:
+    if trainer.saves_complete_model:
         whole = EmbeddingModel.from_pretrained(folder / "end").eval()
         rows = collate(list(range(7)))["positive"]
         with torch.no_grad():
