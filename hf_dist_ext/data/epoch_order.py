@@ -193,9 +193,7 @@ def take_over(loader: Any, **options: Any) -> None:
             options["last"] = "uneven"  # one process has a shorter batch
         options |= {"size": size, "index": index, "drop_last": batches.drop_last}
         batches = EpochBatches(batches.sampler, batches.batch_size, **options)
-    elif not isinstance(
-        batches, BatchRebalanceSampler
-    ):  # which knows the processes and the epoch: no wrapper is needed
+    elif not isinstance(batches, BatchRebalanceSampler):  # one knows processes and epoch, and needs no wrapper
         return
     object.__setattr__(loader, "batch_sampler", batches)  # DataLoader guards the name of what it was made with
 
