@@ -44,7 +44,7 @@ class ImageStandIn:
         self._has_run = self._is_standing_in = self._is_encoded_before = False
         model.register_forward_pre_hook(self._begin)
         vision.register_forward_pre_hook(self._note)  # (1)
-        # (2) prepended: frozen_mode's hook on a frozen language model then sees the gradient that is asked for
+        # (2) prepended: run_mode.py's hook on a frozen language model then sees the gradient that is asked for
         language.register_forward_pre_hook(self._fill_in, with_kwargs=True, prepend=True)
 
     def _placed(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
