@@ -88,7 +88,7 @@ class Strategy:
         """After Trainer's constructor: makes equal on all ranks what each drew for itself. Also for an evaluation that
         no training precedes."""
 
-    def wrapped(self, model: nn.Module, has_loss: bool) -> None:
+    def wrapped(self, model: nn.Module, args: Any, has_loss: bool) -> None:
         """Once the model is in its wrappers: corrects what these do by themselves."""
 
     def check(self, has_loss_parameters: bool, has_budget: bool) -> None:

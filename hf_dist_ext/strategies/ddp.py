@@ -2,7 +2,8 @@
 
 `options` puts the fields into accelerate's DDP arguments; what has no meaning in this run is refused. PowerSGD
 remembers what it left out of every step, per process, and its low-rank factors: both are part of a checkpoint,
-`ddp_comm_hook_<rank>.pt`, and are used again from the third step after a resume.
+`ddp_comm_hook_<rank>.pt`, and are used again from the third step after a resume. `sparse.py` has the hooks that send
+a part of the elements.
 
 fp16 and bf16 halve what is sent and round it; PowerSGD (https://huggingface.co/papers/1905.13727) sends two factors of
 the given rank per weight matrix after its warm-up steps. With a gradient cache a step reduces once, so a hook runs
@@ -25,12 +26,13 @@ from transformers.utils import logging
 
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import sparse
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.collectives import world_size
 
 logger = logging.get_logger(__name__)
 
-HOOKS = ("fp16", "bf16", "power_sgd", "batched_power_sgd")
+HOOKS = ("fp16", "bf16", "power_sgd", "batched_power_sgd", *sparse.HOOKS)
 STATE = "ddp_comm_hook_{rank}.pt"
 _PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
@@ -41,6 +43,12 @@ class DDP(Strategy):
 
     can_redo = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out: sparse.LeftOut | None = None
+        self._with_hook: nn.Module | None = None  # the wrapper that sends a part of its gradients
+        self._has_read = False
+
     @classmethod
     def runs(cls, accelerator: Any) -> bool:
         return accelerator.num_processes > 1 or "MULTI" in accelerator.distributed_type.value
@@ -49,10 +57,31 @@ class DDP(Strategy):
     def name(self) -> str:
         return "ddp" if self.accelerator.num_processes > 1 else "none"
 
+    def wrapped(self, model: nn.Module, args: Any, has_loss: bool) -> None:
+        if not self._has_read:
+            self._begin_hook(model, args)
+        self._has_read = False
+
+    def _begin_hook(self, model: nn.Module, args: Any) -> None:
+        """When a training begins: before its checkpoint is read, without one as soon as the model is wrapped."""
+        hook, wrapper = getattr(args, "ddp_comm_hook", None), wrapper_in(model)
+        if hook not in sparse.HOOKS or wrapper is None:
+            return
+        if wrapper is self._with_hook:  # a trainer that trains once more; DDP takes a hook only once
+            self.left_out.begin()
+            return
+        ratio = args.ddp_compression_ratio or sparse.DEFAULT_RATIO
+        self._with_hook, self.left_out = wrapper, sparse.LeftOut(wrapper.module, hook, ratio, args.seed)
+        wrapper.register_comm_hook(self.left_out, sparse.hook)
+
+    def drop_update(self, optimizer: Any, step: int) -> None:
+        super().drop_update(optimizer, step)
+        if self.left_out is not None:
+            self.left_out.forget()
+
     def start(self, model: nn.Module, *more: Any, **options: Any) -> None:
         super().start(model, *more, **options)
-        # torch.compile wraps what accelerate has wrapped already.
-        self.wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+        self.wrapper = wrapper_in(model)
         self.waits_for_all = self.wrapper is not None
 
     def bare_to_try(self, model: nn.Module) -> nn.Module | None:
@@ -64,48 +93,62 @@ class DDP(Strategy):
 
     def save(self, model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
         """Every process writes its own: what was left out of its gradients is nobody else's."""
-        state = power_sgd_state(model)
-        if state is None:
+        if self.left_out is not None:
+            content = self.left_out.content(args.world_size)
+        elif (state := power_sgd_state(model)) is not None:
+            content = _content_of_power_sgd(state, args.world_size)
+        else:
             return
-        kind, keys, position, has_gauss, cached = state.rng.get_state()
-        content = {name: dict(getattr(state, name)) for name in _PER_BUCKET}
-        content |= {
-            "iter": state.iter,
-            "rng": [kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached],
-            "rank": state.matrix_approximation_rank,
-            "world_size": args.world_size,
-        }
         folder.mkdir(parents=True, exist_ok=True)
         writer.torch(content, folder / STATE.format(rank=args.process_index))
 
     def load(self, model: nn.Module, folder: str | None, args: Any) -> None:
-        """Continue with the factors and errors of a checkpoint; with other processes or another rank they start
-        anew."""
-        state = power_sgd_state(model)
+        """Continue with what a checkpoint left out; with other processes, another hook or rank it starts anew."""
+        self._begin_hook(model, args)
+        self._has_read = True
+        state = self.left_out or power_sgd_state(model)
         if state is None or folder is None:
             return
         path = os.path.join(folder, STATE.format(rank=args.process_index))
         device = args.device if args.device.type != "cpu" else "cpu"  # torch.load knows no "cpu:0"
-        content = torch.load(path, map_location=device, weights_only=True) if os.path.isfile(path) else None
-        now, misfit = (args.world_size, state.matrix_approximation_rank), ""
-        if content is None:
-            misfit = f"{folder} holds no state of PowerSGD"
-        elif (content["world_size"], content["rank"]) != now:
-            misfit = (
-                f"{folder} holds PowerSGD's state of {content['world_size']} processes and rank {content['rank']}, "
-                f"this run has {now[0]} and {now[1]}"
-            )
-        if misfit:
-            if args.process_index == 0:
-                logger.warning(f"{misfit}: it starts anew, with its warm-up steps.")
-            return
-        for name in _PER_BUCKET:
-            setattr(state, name, content[name])
-        # DDP orders its buckets anew after the first step of a process, and what was left out lies in the old order:
-        # the next two steps send whole gradients, from the third on the state is used.
-        state.iter = min(content["iter"], state.start_powerSGD_iter - 2)
-        kind, keys, *others = content["rng"]
-        state.rng.set_state((kind, keys.cpu().numpy().astype(numpy.uint32), *others))
+        misfit = f"no state of {args.ddp_comm_hook}"
+        if os.path.isfile(path):
+            content = torch.load(path, map_location=device, weights_only=True)
+            read = _read_power_sgd if self.left_out is None else sparse.LeftOut.read
+            misfit = read(state, content, args.world_size)
+        if misfit and args.process_index == 0:
+            logger.warning(f"{folder} holds {misfit}: what gradients left out is forgotten.")
+
+
+def _content_of_power_sgd(state: Any, world_size: int) -> dict[str, Any]:
+    kind, keys, position, has_gauss, cached = state.rng.get_state()
+    content = {name: dict(getattr(state, name)) for name in _PER_BUCKET}
+    rng = [kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, cached]
+    rank = state.matrix_approximation_rank
+    return content | {"iter": state.iter, "rng": rng, "rank": rank, "world_size": world_size}
+
+
+def _read_power_sgd(state: Any, content: dict[str, Any], world_size: int) -> str:
+    """As `LeftOut.read`."""
+    now, saved = (world_size, state.matrix_approximation_rank), (content["world_size"], content.get("rank"))
+    if saved != now:
+        return (
+            f"PowerSGD's state of {saved[0]} processes and rank {saved[1]}, this run has {now[0]} and {now[1]}, and "
+            "begins with its warm-up steps"
+        )
+    for name in _PER_BUCKET:
+        setattr(state, name, content[name])
+    # DDP orders its buckets anew after the first step of a process, and what was left out lies in the old order: the
+    # next two steps send whole gradients, from the third on the state is used.
+    state.iter = min(content["iter"], state.start_powerSGD_iter - 2)
+    kind, keys, *others = content["rng"]
+    state.rng.set_state((kind, keys.cpu().numpy().astype(numpy.uint32), *others))
+    return ""
+
+
+def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
+    """torch.compile wraps what accelerate has wrapped already."""
+    return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
 
 
 def power_sgd_state(model: nn.Module) -> Any:
@@ -135,6 +178,11 @@ def check(args: Any) -> None:
             raise UsageError(f'{name}={value} needs "ddp_comm_hook": "power_sgd".')
         if value is not None and value < least:
             raise UsageError(f"{name}={value} must be at least {least}{why}.")
+    if (ratio := args.ddp_compression_ratio) is not None:
+        if hook not in sparse.HOOKS:
+            raise UsageError(f'ddp_compression_ratio={ratio} needs "ddp_comm_hook": "top_k" or "random_k".')
+        if not 0 < ratio <= 1:
+            raise UsageError(f"ddp_compression_ratio={ratio} is the share of elements to be sent: above 0, at most 1.")
 
 
 def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
@@ -155,13 +203,18 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
     _refuse_without_ddp(next(iter(given.items())), args)
     if args.ddp_comm_hook == "bf16" and args.device.type == "cpu":
         raise UsageError('ddp_comm_hook="bf16" needs NCCL: torch refuses it over gloo. Use "fp16" without a GPU.')
+    if args.ddp_comm_hook in sparse.HOOKS and args.fp16:
+        raise UsageError(
+            f'ddp_comm_hook="{args.ddp_comm_hook}" adds what it did not send to the next gradient, and under fp16 '
+            "that one has another loss scale. Use bf16, or another hook."
+        )
     if args.ddp_static_graph and has_loss and args.uses_gradient_cache:
         raise UsageError(
             "ddp_static_graph=true counts how often a step uses every parameter and expects it to stay the same; with "
             "a gradient cache that is the number of chunks, which follows the batch. Remove one of them."
         )
     ddp.gradient_as_bucket_view = bool(args.ddp_gradient_as_bucket_view)
-    if args.ddp_comm_hook is not None:
+    if args.ddp_comm_hook is not None and args.ddp_comm_hook not in sparse.HOOKS:
         from accelerate.utils import DDPCommunicationHookType
 
         ddp.comm_hook = DDPCommunicationHookType(args.ddp_comm_hook)

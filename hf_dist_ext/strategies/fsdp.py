@@ -103,7 +103,7 @@ class FSDP(Sharded):
                 dtype = torch.float32 if param_dtype or is_half else None
         self.plugin.mixed_precision_policy = replace(policy, reduce_dtype=dtype)
 
-    def wrapped(self, model: nn.Module, has_loss: bool) -> None:
+    def wrapped(self, model: nn.Module, args: Any, has_loss: bool) -> None:
         replay_dropout(model)
         if has_loss:
             set_precision_of_parameters(model)

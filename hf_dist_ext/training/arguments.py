@@ -141,16 +141,20 @@ class DistTrainingArguments(TrainingArguments):
         "The precision in which FSDP adds gradients up over chunks and reduces them. Null: float32 with a loss over "
         "embeddings, else that of the forward (bf16, fp16).",
     )
-    ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd"] | None = option(
+    ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd", "top_k", "random_k"] | None = option(
         None,
-        "Compress the gradients that DDP sends: half precision, or two low-rank factors (PowerSGD). For slow "
-        "networks and many trainable parameters; the gradients are then not exact.",
+        "Compress the gradients that DDP sends: half precision, two low-rank factors (PowerSGD), the largest elements "
+        "(top_k) or some drawn at random (random_k). For slow networks and many trainable parameters; the gradients "
+        "are then not exact.",
     )
     ddp_power_sgd_rank: int | None = option(
         None, "Rank of PowerSGD's factors. Null: 1. Higher is closer to the gradient."
     )
     ddp_power_sgd_warmup_steps: int | None = option(
         None, "Steps with uncompressed gradients before PowerSGD begins. Null: 1000."
+    )
+    ddp_compression_ratio: float | None = option(
+        None, "The share of a gradient's elements that top_k and random_k send. Null: 0.01."
     )
     ddp_gradient_as_bucket_view: bool | None = option(
         None, "Gradients live in DDP's buckets instead of beside them: saves their memory once."

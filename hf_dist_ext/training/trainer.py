@@ -259,7 +259,7 @@ class DistTrainer(Trainer):
 
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
-        self.strategy.wrapped(self.model_wrapped, self.loss is not None)
+        self.strategy.wrapped(self.model_wrapped, self.args, self.loss is not None)
         return prepared
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

@@ -26,7 +26,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import ddp
+from hf_dist_ext.strategies import ddp, sparse
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -56,6 +56,9 @@ CASES = {
         "bf16": {"ddp_comm_hook": "bf16"},
         "power_sgd": {"ddp_comm_hook": "power_sgd", "ddp_power_sgd_rank": 2, "ddp_power_sgd_warmup_steps": 2},
         "batched_power_sgd": {"ddp_comm_hook": "batched_power_sgd", "ddp_power_sgd_warmup_steps": 2},
+        "top_k": {"ddp_comm_hook": "top_k", "ddp_compression_ratio": 0.05},
+        "random_k": {"ddp_comm_hook": "random_k", "ddp_compression_ratio": 0.05},
+        "random_k, all": {"ddp_comm_hook": "random_k", "ddp_compression_ratio": 1.0},
         "ddp_gradient_as_bucket_view": {"ddp_gradient_as_bucket_view": True},
         "ddp_static_graph": {"ddp_static_graph": True, "gradient_cache_chunk_size": None},
         "ddp_static_graph, cache": {"ddp_static_graph": True},
@@ -184,6 +187,23 @@ def resumed_power_sgd() -> dict:
     }
 
 
+def resumed_sparse(hook: str) -> dict:
+    """Eight steps, and the last four of them once more from a checkpoint."""
+    weights = []
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        for checkpoint in (None, str(Path(folder[0], "checkpoint-4"))):
+            trainer = make_trainer(folder[0], Recorder(), steps=8, **CASES["ddp"][hook])
+            trainer.train(resume_from_checkpoint=checkpoint)
+            weights.append(weights_of(trainer.model))
+        trainer.train()  # once more, which has nothing to say
+        saved = torch.load(Path(folder[0], "checkpoint-4", f"ddp_comm_hook_{rank()}.pt"), weights_only=True)
+        dist.barrier()
+    left_out = sum(error.norm().item() for error in saved["errors"].values())
+    return {"is_equal": torch.equal(*weights), "left_out": left_out, "updates": saved["updates"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", choices=list(CASES), required=True)
@@ -205,6 +225,7 @@ def main() -> None:
         del base["_gradients"], base["_weights"]
     if options.cases == "ddp":
         found["resumed"] = resumed_power_sgd()
+        found["resumed sparse"] = {hook: resumed_sparse(hook) for hook in sparse.HOOKS}
     if rank() == 0:
         Path(options.output).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

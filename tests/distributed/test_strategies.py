@@ -98,6 +98,22 @@ def test_power_sgds_state_is_in_the_checkpoint_of_every_process():
     assert whole / 2 < resumed["elements"] < 0.6 * whole  # the two steps after a resume are whole
 
 
+def test_sparse_hooks_send_their_share_of_the_elements():
+    whole = sent("ddp", "preset", GRADIENTS, "elements")
+    values = sent("ddp", "random_k", GRADIENTS, "elements")
+    assert 0.05 * whole < values < 0.06 * whole  # of each parameter one element at least
+    of_two_processes = sent("ddp", "top_k", "_allgather_base_ torch.uint8", "elements")
+    assert sent("ddp", "top_k", GRADIENTS) == 0 and 24 * values <= of_two_processes < 24.2 * values  # 8 + 4 bytes each
+    assert found("ddp")["random_k, all"]["gradient_difference"] < 1e-12
+    assert 0.1 < found("ddp")["top_k"]["gradient_difference"] < found("ddp")["random_k"]["gradient_difference"] <= 1.1
+
+
+@pytest.mark.parametrize("hook", ["top_k", "random_k"])
+def test_a_run_that_sends_a_part_resumes_bit_for_bit(hook):
+    resumed = found("ddp")["resumed sparse"][hook]
+    assert resumed["is_equal"] and resumed["left_out"] > 0 and resumed["updates"] == 4
+
+
 @pytest.mark.parametrize("name, field", [
     ("ddp_gradient_as_bucket_view", "is_bucket_view"), ("ddp_static_graph", "is_static")
 ])  # fmt: skip

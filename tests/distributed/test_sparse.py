@@ -1,0 +1,106 @@
+"""The hooks that send a part of a gradient do what a few plain lines say, also after a resume."""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_dist_ext.strategies import sparse
+from hf_dist_ext.strategies.collectives import rank
+from tests.distributed.forked import Run
+
+UPDATES, RESUMED_AT, WORLD, RATIO = 6, 3, 2, 0.13
+SHAPES = {"wide": (40, 7), "long": (301,), "one": (1,)}
+
+
+def gradients(update: int, process: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * update + process)
+    return {name: torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+class Model(nn.Module):
+    """Its gradients are what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterDict({name: torch.zeros(shape).double() for name, shape in SHAPES.items()})
+
+    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return sum((self.weights[name] * value).sum() for name, value in given.items())
+
+
+class Wrapped:
+    def __init__(self, hook: str):
+        self.model = DistributedDataParallel(Model(), bucket_cap_mb=0.001)  # several messages, in another order soon
+        self.state = sparse.LeftOut(self.model.module, hook, RATIO, seed=3)
+        self.model.register_comm_hook(self.state, sparse.hook)
+
+    def update(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.model.zero_grad()
+        self.model(given).backward()
+        return {name: p.grad.clone() for name, p in self.model.module.weights.items()}
+
+
+def expected(places: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """`places`: of each update and parameter for random_k; empty for top_k, which has its own on each process."""
+    left_out = [{name: torch.zeros(math.prod(shape)).double() for name, shape in SHAPES.items()} for _ in range(WORLD)]
+    means = []
+    for update in range(UPDATES):
+        total = {name: torch.zeros(math.prod(shape)).double() for name, shape in SHAPES.items()}
+        for process in range(WORLD):
+            for name, gradient in gradients(update, process).items():
+                whole = gradient.flatten() + left_out[process][name]
+                count = math.ceil(RATIO * len(whole))
+                chosen = places[update][name] if places else whole.abs().argsort(descending=True)[:count]
+                sent = torch.zeros_like(whole)
+                sent[chosen] = whole[chosen]
+                left_out[process][name] = whole - sent
+                total[name] += sent / WORLD
+        means.append(total)
+    return means
+
+
+def compare(say, hook: str) -> str:
+    torch.distributed.init_process_group("gloo")
+    wrapped, drawn, seen, content = Wrapped(hook), [], [], {}
+    parameters = dict(wrapped.model.module.weights)
+    for update in range(UPDATES):
+        if update == RESUMED_AT:
+            wrapped = Wrapped(hook)
+            assert wrapped.state.read(content, WORLD) == ""
+        if hook == "random_k":
+            state = wrapped.state
+            names = {name: p for name, p in wrapped.model.module.weights.items()}
+            drawn.append({name: state.places(p, parameters[name].flatten()) for name, p in names.items()})
+        seen.append(wrapped.update(gradients(update, rank())))
+        content = wrapped.state.content(WORLD)
+    differences = [
+        (one[name].flatten() - mean[name]).abs().max().item()
+        for one, mean in zip(seen, expected(drawn), strict=True)
+        for name in SHAPES
+    ]
+    counts = [{name: len(set(places[name].tolist())) for name in SHAPES} for places in drawn]
+    bad = gradients(0, rank())
+    if rank() == 1:
+        bad["long"][17] = math.nan
+    reached = [name for name, g in wrapped.update(bad).items() if g.isnan().any()]
+    wrapped.state.forget()
+    finite = all(g.isfinite().all() for g in wrapped.update(gradients(1, rank())).values())
+    other = wrapped.state.read(content | {"ddp_compression_ratio": 0.5}, WORLD)
+    changes = hook != "random_k" or any(not torch.equal(drawn[0]["long"], one["long"]) for one in drawn[1:])
+    found = {"worst": max(differences), "reached": reached, "finite": finite, "other": other, "changes": changes}
+    return json.dumps(found | {"counts": counts})
+
+
+@pytest.mark.parametrize("hook", sparse.HOOKS)
+def test_what_is_sent_and_what_is_left_out_are_those_of_plain_lines(tmp_path, hook):
+    found = json.loads(Run("ddp", tmp_path / "log", partial(compare, hook=hook)).result())
+    assert found["worst"] < 1e-14
+    assert found["reached"] == ["long"]  # a number that is not finite reaches every process
+    assert found["finite"]  # and nothing of it stays behind the update that is left out
+    assert "0.5 (now 0.13)" in found["other"]
+    assert found["changes"] and all(count == {"wide": 37, "long": 40, "one": 1} for count in found["counts"])
