@@ -8,6 +8,7 @@ LOSS_TILE_BYTES = 512 * 2**20  # of all buffers of a tile of scores together
 LOSS_TILE_BUFFERS = 4  # logits, mask of known false negatives, two while false negatives are looked for
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory
 EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
+SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
 
 def widening(num_layers: int | None, is_checkpointed: bool) -> int:

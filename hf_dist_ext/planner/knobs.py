@@ -2,19 +2,22 @@
 
 They are the fields of strategies/fsdp_options.py and strategies/ddp.py, which check their rules at launch. A hook of
 DDP keeps beside the gradients what it sends: fp16 and bf16 a copy of half the size, PowerSGD two factors of each large
-matrix and what they left out.
+matrix and what they left out, top_k and random_k some elements and the others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_dist_ext import policy
 from hf_dist_ext.planner.tape import Parameter
 
 _OF_FSDP = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SPARSE = ("top_k", "random_k")
 _MODES = {"FULL_SHARD": "memory", "SHARD_GRAD_OP": "speed"}
 
 
@@ -29,6 +32,7 @@ class Knobs:
     reduce_dtype: str | None = None
     hook: str | None = None
     hook_rank: int = 1
+    hook_ratio: float = policy.SENT_SHARE
 
     @property
     def of_fsdp(self) -> list[str]:
@@ -48,26 +52,31 @@ class Knobs:
 
 def knobs_of(given: Mapping[str, Any]) -> Knobs:
     of_fsdp = {name: given.get(name) for name in _OF_FSDP}
-    return Knobs(**of_fsdp, hook=given.get("ddp_comm_hook"), hook_rank=given.get("ddp_power_sgd_rank") or 1)
+    rank, ratio = given.get("ddp_power_sgd_rank") or 1, given.get("ddp_compression_ratio") or policy.SENT_SHARE
+    return Knobs(**of_fsdp, hook=given.get("ddp_comm_hook"), hook_rank=rank, hook_ratio=ratio)
 
 
-def sent_by_hook(hook: str | None, rank: int, parameters: Iterable[Parameter]) -> float:
-    """Bytes of the trained parameters' gradients that DDP reduces."""
-    trained = [one for one in parameters if one.trains]
+def sent_by_hook(knobs: Knobs, parameters: Iterable[Parameter]) -> float:
+    """Bytes of the trained parameters' gradients that a process hands to DDP's collective: a reduction, or with top_k
+    a gather of what all processes hand over."""
+    hook, trained = knobs.hook, [one for one in parameters if one.trains]
     if hook in ("fp16", "bf16"):
         return sum(2 * one.elements for one in trained)
     if hook is None:
         return sum(one.elements * one.item for one in trained)
-    return sum(_factors(one, rank) * one.item for one in trained)
+    if hook in SPARSE:
+        place = 4 if hook == "top_k" else 0
+        return sum(math.ceil(knobs.hook_ratio * one.elements) * (one.item + place) for one in trained)
+    return sum(_factors(one, knobs.hook_rank) * one.item for one in trained)
 
 
-def kept_by_hook(hook: str | None, rank: int, parameters: Iterable[Parameter]) -> float:
-    """Bytes beside DDP's buckets."""
+def kept_by_hook(knobs: Knobs, parameters: Iterable[Parameter], world: int) -> float:
+    """Bytes beside DDP's buckets: what is sent, and gathered, and what a lossy hook has left out."""
     parameters = list(parameters)
-    if hook is None:
+    if knobs.hook is None:
         return 0.0
-    errors = 0.0 if hook in ("fp16", "bf16") else sent_by_hook(None, rank, parameters)
-    return errors + sent_by_hook(hook, rank, parameters)
+    errors = 0.0 if knobs.hook in ("fp16", "bf16") else sent_by_hook(replace(knobs, hook=None), parameters)
+    return errors + sent_by_hook(knobs, parameters) * (1 + world * (knobs.hook == "top_k"))
 
 
 def _factors(parameter: Parameter, rank: int) -> float:

@@ -193,7 +193,7 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
         found.master_weights = whole.trained_stored if has_masters else 0.0
         if strategy.name == "DDP":
             found.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets
-            found.buffers += kept_by_hook(work.knobs.hook, work.knobs.hook_rank, work.parameters().values())
+            found.buffers += kept_by_hook(work.knobs, work.parameters().values(), hardware.num_devices)
     if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
         found.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device

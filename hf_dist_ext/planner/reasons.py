@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
+from hf_dist_ext.planner.knobs import SPARSE
 from hf_dist_ext.planner.memory import Bytes, is_cut, model_of
 from hf_dist_ext.planner.plan import Option, Plan
 
@@ -89,7 +90,8 @@ def _compression(plan: Plan, best: Option) -> str:
     whole, less, computed = sent.reduction_seconds, sent.compressed_seconds, sent.arithmetic_seconds
     beside = f"Reducing whole gradients takes {_seconds(whole)} beside {_seconds(computed)} of arithmetic"
     if whole < POINTLESS * computed:
-        advice = f'; remove ddp_comm_hook="{knobs.hook}", which rounds them' if knobs.hook else ""
+        does = "sends a part of them" if knobs.hook in SPARSE else "rounds them"
+        advice = f'; remove ddp_comm_hook="{knobs.hook}", which {does}' if knobs.hook else ""
         return f"{beside}: compressing them is pointless{advice}."
     if knobs.hook:
         warmup = ", after its warm-up steps" if knobs.hook == "power_sgd" else ""

@@ -12,7 +12,7 @@ gather or scatter, twice that per all-reduce.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_dist_ext.planner.catalog import Hardware, Strategy, shard_count, tensor_parallel_size
@@ -84,11 +84,15 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     is_once = reduces_once(work, strategy, model, hardware, settings)
     if not strategy.shards:
         parameters, knobs = work.parameters().values(), work.knobs
-        sent = sent_by_hook(knobs.hook, knobs.hook_rank, parameters)
-        send("all_reduce", 1, sent, world, across)
-        ring = 2 * (world - 1) / world / across
+        sent, ring = sent_by_hook(knobs, parameters), 2 * (world - 1) / world / across
         sums.reduction_seconds = model.whole.trained_stored * ring
-        sums.compressed_seconds = (sent if knobs.hook else sent_by_hook("fp16", 1, parameters)) * ring
+        if knobs.hook == "top_k":
+            send("all_gather", 1, sent * world, world, across)
+            sums.compressed_seconds = sent * (world - 1) / across
+        else:
+            send("all_reduce", 1, sent, world, across)
+            half = sent_by_hook(replace(knobs, hook="fp16"), parameters)
+            sums.compressed_seconds = (sent if knobs.hook else half) * ring
     elif "w" in strategy.shards:
         link = inside if strategy.is_hybrid else across
         gathers, reductions = _sharded(work, strategy, settings, model, chunks, is_once)

@@ -2,8 +2,8 @@
 
 `base.py` holds the questions that a run asks, with the answers of one process. `ddp.py`, `fsdp.py`, `zero.py` with
 `zero_checkpoint.py`, and `tensor_parallel.py` override what differs, and `choose.py` says which one runs: a new one is
-a file of its own and a line there. `sparse.py` lets DDP send a part of its gradients, `sharded.py` runs the collectives of FSDP2's units, `fsdp_options.py` reads the
-fields of a run file about FSDP, `splitting.py` says which models can be split.
+a file of its own and a line there. `sparse.py` lets DDP send a part of its gradients, `sharded.py` runs FSDP2's
+collectives, `fsdp_options.py` reads what a run file says of FSDP, `splitting.py` says which models can be split.
 
 `rows.py` gathers rows with gradients, `collectives.py` is what all ranks do together beside, `tensors.py` is for
 tensors of which a process holds a part, `layers.py` finds a model's layers, and `agreed.py` makes every rank see the

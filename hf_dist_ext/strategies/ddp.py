@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils import logging
 
-from hf_dist_ext import launched
+from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import sparse
 from hf_dist_ext.strategies.base import Strategy
@@ -70,7 +70,7 @@ class DDP(Strategy):
         if wrapper is self._with_hook:  # a trainer that trains once more; DDP takes a hook only once
             self.left_out.begin()
             return
-        ratio = args.ddp_compression_ratio or sparse.DEFAULT_RATIO
+        ratio = args.ddp_compression_ratio or policy.SENT_SHARE
         self._with_hook, self.left_out = wrapper, sparse.LeftOut(wrapper.module, hook, ratio, args.seed)
         wrapper.register_comm_hook(self.left_out, sparse.hook)
 

@@ -24,7 +24,6 @@ from torch import nn
 from hf_dist_ext.strategies import collectives
 
 HOOKS = ("top_k", "random_k")
-DEFAULT_RATIO = 0.01
 
 
 class LeftOut:

@@ -110,6 +110,16 @@ def test_a_hook_sends_less_and_power_sgd_keeps_what_it_left_out(make_run):  # no
     assert low.bytes < 0.1 * whole.bytes and kept.buffers - plain.buffers > gradients
 
 
+@pytest.mark.parametrize("hook, shares", [("random_k", (0.05, 0.05)), ("top_k", (0.05 * 4, 0.05 * 32))])
+def test_top_k_is_gathered_so_that_what_travels_grows_with_the_devices(make_run, hook, shares):  # noqa: F811
+    work = workload(make_run(ddp_comm_hook=hook, ddp_compression_ratio=0.05))
+    for devices, share in zip((4, 32), shares, strict=True):  # top_k: 8 bytes for 4, from W devices instead of twice
+        sent = traffic(work, strategy("DDP"), Hardware(devices, 80 * GIB, 1, "ethernet"), Settings())
+        assert sent.compressed_seconds / sent.reduction_seconds == pytest.approx(share, rel=0.05)
+    kept = bytes_of(make_run(ddp_comm_hook=hook), "DDP", 4).buffers - bytes_of(make_run(), "DDP", 4).buffers
+    assert kept > 1.009 * model_of(work).whole.trained_stored  # what is left out, and what is sent
+
+
 # ---- frozen parts ----
 
 FROZEN = {"projection_dim": 64, "trainable_modules": ["projection"], "gradient_cache_chunk_size": 8}
