@@ -55,10 +55,10 @@ class Tally:
 
     def rows(self, since: list[int] | None = None) -> list[int]:
         """The numbers of bad rows, as far as they are kept; `since`: only of those after such counts."""
-        found = set()
+        bad = set()
         for (count, *rows), first in zip(self.table.tolist(), since or [0] * len(self.table), strict=True):
-            found |= {rows[i % self.listed] for i in range(max(first, count - self.listed), count)}
-        return sorted(found)
+            bad |= {rows[i % self.listed] for i in range(max(first, count - self.listed), count)}
+        return sorted(bad)
 
 
 class GuardedRows(torch.utils.data.Dataset):

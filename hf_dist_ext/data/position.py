@@ -276,8 +276,8 @@ class DataPosition:
             max_steps += math.ceil(max(0, whole_epochs) * updates)
         return (epochs, updates, *others, max_steps)
 
-    def first_batch(self, found: tuple[int, int], state: Any, max_steps: int, num_epochs: int) -> tuple[int, int]:
-        """(epoch, batch of it) with which a training begins; `found`: as Trainer counts them."""
+    def first_batch(self, counted: tuple[int, int], state: Any, max_steps: int, num_epochs: int) -> tuple[int, int]:
+        """(epoch, batch of it) with which a training begins; `counted`: as Trainer counts them."""
         if self._resumed is not None or self.stream is not None:
             if state.global_step >= max_steps:
                 return num_epochs, 0  # nothing is left
@@ -285,7 +285,7 @@ class DataPosition:
         if is_stream(self._dataset()) and self.used.samples:
             # Trainer takes the steps of all epochs for batches of the first.
             return self.used.epoch, self.used.rows // self.rows_per_micro_batch
-        epochs, batches = found
+        epochs, batches = counted
         if epochs or batches:  # also of a stock checkpoint
             rows = batches * self.rows_per_micro_batch
             rows_per_step = self.rows_per_micro_batch * self.args.gradient_accumulation_steps
@@ -334,8 +334,8 @@ class DataPosition:
             "Let the order follow from `set_epoch(epoch)`, from a global generator (torch's, numpy's, Python's), or "
             "from a torch.Generator in the attribute `generator`."
         )
-        found = self._exchange([int(digest[:15], 16)])
-        if found.count(found[0]) != len(found):
+        of_processes = self._exchange([int(digest[:15], 16)])
+        if of_processes.count(of_processes[0]) != len(of_processes):
             raise UsageError(
                 f"the processes do not draw the same order of epoch {order.epoch} from {sampler}, so rows would be "
                 f"repeated and others skipped. {as_it_should}"
@@ -376,5 +376,5 @@ class DataPosition:
     def take_random_states(self) -> str | None:
         """The checkpoint whose random states a stream takes behind its first batches: starting a loader's workers has
         drawn a number. None when there is none, or no longer."""
-        found, self._random_states_of = self._random_states_of, None
-        return found if self.stream is not None else None
+        checkpoint, self._random_states_of = self._random_states_of, None
+        return checkpoint if self.stream is not None else None

@@ -288,12 +288,12 @@ class _Reader:
         """Entries stand in the order of the rows, so each row takes entries until its placeholders are filled."""
         counts, entry = [], 0
         for row, expected in enumerate(tokens_per_row):
-            first, found = entry, 0
-            while found < expected and entry < len(tokens):
-                found += tokens[entry]
+            first, num_filled = entry, 0
+            while num_filled < expected and entry < len(tokens):
+                num_filled += tokens[entry]
                 entry += 1
-            if found != expected:
-                filled = f"{found}, what {entry - first} {kind}s fill"
+            if num_filled != expected:
+                filled = f"{num_filled}, what {entry - first} {kind}s fill"
                 raise self._uneven(kind, row, f"{expected} {kind} tokens", filled)
             counts.append(entry - first)
         if entry < len(tokens):

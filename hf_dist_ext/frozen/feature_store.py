@@ -112,17 +112,17 @@ class FeatureStore:
     def load(self) -> None:
         """Read the keys of shards that are not known yet. Of a row that several shards hold, the one whose name comes
         first counts, on every process and in every later run."""
-        known, found = set(self.shards), {}
+        known, new_keys = set(self.shards), {}
         for path in sorted(self.folder.glob("features-*.safetensors")):
             if path in known:
                 continue
             try:
                 with safe_open(path, "np") as shard:
-                    found[path] = shard.get_tensor("keys")
+                    new_keys[path] = shard.get_tensor("keys")
             except SafetensorError as error:
                 raise UsageError(f"{path} is no complete shard of features ({error}). Delete it.") from error
-        self.shards += found
-        self._sort_in([*found.values()])
+        self.shards += new_keys
+        self._sort_in([*new_keys.values()])
 
     def _sort_in(self, of_shards: list[np.ndarray]) -> None:
         """The keys (n, 2) of the last shards, and this process's new ones, into the table."""

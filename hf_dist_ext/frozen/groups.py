@@ -156,11 +156,11 @@ def match_depths(model: nn.Module, patterns: Patterns, field_name: str) -> dict[
         selectors = [(name, groups.get(name) or _by_name(name, modules, parameters)) for name in patterns or ()]
     depths: dict[str, int] = {}
     for pattern, group in selectors:
-        found = {alias: group.depth(alias) for names in parameters.values() for alias in names}
-        found = {name: depth for name, depth in found.items() if depth}
-        if not found:
+        matches = {alias: group.depth(alias) for names in parameters.values() for alias in names}
+        matches = {name: depth for name, depth in matches.items() if depth}
+        if not matches:
             raise UsageError(_no_match(model, pattern, group, modules, parameters, field_name, patterns))
-        for name, depth in found.items():
+        for name, depth in matches.items():
             depths[name] = max(depth, depths.get(name, 0))
     return depths
 

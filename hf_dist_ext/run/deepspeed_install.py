@@ -29,12 +29,12 @@ def check(what: str = "") -> None:
     check_version(version("deepspeed"), what)
 
 
-def check_version(found: str, what: str = "") -> None:
+def check_version(version: str, what: str = "") -> None:
     from packaging.version import Version
 
-    if Version(found) < Version(FLOOR):
+    if Version(version) < Version(FLOOR):
         raise UsageError(
-            f"{what}DeepSpeed {found} is older than {FLOOR}; older ones lose gradients in a step "
+            f"{what}DeepSpeed {version} is older than {FLOOR}; older ones lose gradients in a step "
             "of several backwards, or apply updates that are not finite. Run: pip install -e '.[deepspeed]'"
         )
 

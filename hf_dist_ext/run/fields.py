@@ -146,11 +146,11 @@ def parse_type(annotation: ast.expr | str, enums=lambda name: None) -> Type:
     """An annotation (`int | Literal["auto"] | None`, `Optional[list[str]]`, an Enum's name) as alternatives."""
     if isinstance(annotation, str):
         annotation = ast.parse(annotation, mode="eval").body
-    found = list(dict.fromkeys(_alternatives(annotation, enums)))
-    if any(kind == "enum" for kind, _ in found):  # `SchedulerType | str` takes the enum's values, not any text
-        values = [value for kind, detail in found if kind == "enum" for value in detail]
-        found = [a for a in found if a[0] not in ("enum", "str")] + [("literal", value) for value in values]
-    return tuple(found)
+    kinds = list(dict.fromkeys(_alternatives(annotation, enums)))
+    if any(kind == "enum" for kind, _ in kinds):  # `SchedulerType | str` takes the enum's values, not any text
+        values = [value for kind, detail in kinds if kind == "enum" for value in detail]
+        kinds = [a for a in kinds if a[0] not in ("enum", "str")] + [("literal", value) for value in values]
+    return tuple(kinds)
 
 
 def _alternatives(node: ast.expr, enums) -> list[tuple[str, Any]]:

@@ -146,18 +146,18 @@ def _lock(path: Path, token: str) -> int:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             opened.callback(os.close, file)
             is_first = _flock(file, fcntl.LOCK_EX)
-            found = _read(path)
-            if not is_first and found.get("token") != token:
-                _refuse(path, found)
+            owner = _read(path)
+            if not is_first and owner.get("token") != token:
+                _refuse(path, owner)
             if not _is_at(path, file):  # its last owner has just removed it
                 continue
             if is_first:
-                if found:
-                    _say(f"took over {path.parent} from {_owner(found)}, which is gone")
+                if owner:
+                    _say(f"took over {path.parent} from {_owner(owner)}, which is gone")
                 _describe(file, token)
             # Linux drops the exclusive lock before it takes the shared one; who came in between has written its token.
-            if not _flock(file, fcntl.LOCK_SH) or (found := _read(path)).get("token") != token:
-                _refuse(path, found)
+            if not _flock(file, fcntl.LOCK_SH) or (owner := _read(path)).get("token") != token:
+                _refuse(path, owner)
             if not is_first:
                 _describe(file, token)
             opened.pop_all()
@@ -213,22 +213,22 @@ def _take_file(path: Path, token: str) -> None:
         os.replace(_written(path, token), path)
         return
     while not _create(path, token):
-        if not (found := _read(path)) and not path.exists():
+        if not (owner := _read(path)) and not path.exists():
             continue
-        _watch(path, found)
+        _watch(path, owner)
         moved = path.with_name(f"{NAME}.{uuid.uuid4().hex}")
         try:
             os.rename(path, moved)  # of several that found it silent, one moves it away
         except FileNotFoundError:
             continue
-        if _read(moved).get("token") != found.get("token"):  # a newer one, of who was faster: put it back
+        if _read(moved).get("token") != owner.get("token"):  # a newer one, of who was faster: put it back
             os.rename(moved, path)
             continue
         moved.unlink()
-        _say(f"took over {path.parent} from {_owner(found)}, which is gone")
+        _say(f"took over {path.parent} from {_owner(owner)}, which is gone")
 
 
-def _watch(path: Path, found: dict[str, Any]) -> None:
+def _watch(path: Path, owner: dict[str, Any]) -> None:
     """Returns when nobody has touched the file for long enough; clocks of other hosts, and steps of one, do not count.
     UsageError as soon as someone does."""
 
@@ -237,14 +237,14 @@ def _watch(path: Path, found: dict[str, Any]) -> None:
             return (status := os.stat(path)).st_mtime_ns, status.st_ino
         return None
 
-    _say(f"{path.parent} was taken by {_owner(found)}: waiting {STALE_SECONDS} s for a sign of life")
+    _say(f"{path.parent} was taken by {_owner(owner)}: waiting {STALE_SECONDS} s for a sign of life")
     before, began = touched(), time.monotonic()
     while time.monotonic() - began < STALE_SECONDS:
         time.sleep(min(1.0, HEARTBEAT_SECONDS))
         if (now := touched()) is None:
             return
         if now != before:
-            _refuse(path, found)
+            _refuse(path, owner)
 
 
 def _create(path: Path, token: str) -> bool:
@@ -291,14 +291,14 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _owner(found: dict[str, Any]) -> str:
-    return f"process {found.get('pid')} on {found.get('host')}" if found else "another run"
+def _owner(owner: dict[str, Any]) -> str:
+    return f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another run"
 
 
-def _refuse(path: Path, found: dict[str, Any]) -> NoReturn:
-    since = f" since {found['since']}" if "since" in found else ""
+def _refuse(path: Path, owner: dict[str, Any]) -> NoReturn:
+    since = f" since {owner['since']}" if "since" in owner else ""
     raise UsageError(
-        f"output_dir={path.parent} is in use by {_owner(found)}{since}. Stop that run, or give another --output_dir."
+        f"output_dir={path.parent} is in use by {_owner(owner)}{since}. Stop that run, or give another --output_dir."
     )
 
 

@@ -76,11 +76,11 @@ def retrieval_ranks(
         best = scores.masked_fill(scores.isnan() | ~is_right, -torch.inf)
         best = best.topk(min(int(num_right.max()), most or len(documents))).values  # (rows, right documents)
         to_beat = best - TIE_TOLERANCE * best.abs().clamp(min=1.0)
-        found = torch.empty_like(best, dtype=torch.long)
+        num_ahead = torch.empty_like(best, dtype=torch.long)
         for place in range(best.shape[1]):
             is_ahead = ~(scores < to_beat[:, place, None])  # not "greater": NaN compares false
-            found[:, place] = (is_ahead & ~is_right).sum(dim=1) + place
-        pairs = zip(found.tolist(), num_right.tolist(), strict=True)
+            num_ahead[:, place] = (is_ahead & ~is_right).sum(dim=1) + place
+        pairs = zip(num_ahead.tolist(), num_right.tolist(), strict=True)
         ranks += [of_query[:number] for of_query, number in pairs]
     return ranks
 
@@ -108,10 +108,10 @@ class _Links:
         counts = self.counts[key]
         within = torch.arange(int(counts.sum()), device=scores.device)
         within = within - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        found = torch.zeros_like(scores, dtype=torch.bool)
+        is_right = torch.zeros_like(scores, dtype=torch.bool)
         documents = self.documents[self.starts[key].repeat_interleave(counts) + within]
-        found[row.repeat_interleave(counts), documents] = True
-        return found
+        is_right[row.repeat_interleave(counts), documents] = True
+        return is_right
 
 
 def _first_rows(index: torch.Tensor) -> torch.Tensor:

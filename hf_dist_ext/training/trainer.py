@@ -252,10 +252,10 @@ class DistTrainer(Trainer):
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         if self._has_own_arguments:
             options |= choose.plugins(self.args, options.get("fsdp_plugin"))
-        found = super()._build_accelerator_args(**options)
+        options = super()._build_accelerator_args(**options)
         if self._has_own_arguments:
-            choose.set_handlers(self.args, found["kwargs_handlers"], self.loss is not None)
-        return found
+            choose.set_handlers(self.args, options["kwargs_handlers"], self.loss is not None)
+        return options
 
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
@@ -474,10 +474,10 @@ class DistTrainer(Trainer):
             self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-        found = super().compute_loss(model, inputs, return_outputs, **options)
+        outcome = super().compute_loss(model, inputs, return_outputs, **options)
         if self.health.guard is None or return_outputs or not torch.is_grad_enabled():
-            return found
-        return self.strategy.mark(found, found.detach())
+            return outcome
+        return self.strategy.mark(outcome, outcome.detach())
 
     def _clip_grad_norm(self, model: nn.Module):
         own = [] if self.loss is None else self._loss_parameters()
@@ -613,9 +613,9 @@ class DistTrainer(Trainer):
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         activity.leave_step("evaluating")
         started = time.perf_counter()
-        found = super().evaluate(*arguments, **options)
+        metrics_of_rows = super().evaluate(*arguments, **options)
         self.meter.exclude(time.perf_counter() - started)
-        return found
+        return metrics_of_rows
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
