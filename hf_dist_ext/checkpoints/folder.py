@@ -31,8 +31,8 @@ def missing_from_checkpoint(folder: Path) -> list[str]:
     """What resuming needs and a checkpoint lacks. The Trainer itself goes on without some of it and says nothing."""
 
     def has(*patterns: str) -> bool:
-        found = (path for pattern in patterns for path in folder.glob(pattern) if path.name not in OF_THE_LOSS)
-        return any(path.is_dir() or path.stat().st_size > 0 for path in found)
+        paths = (path for pattern in patterns for path in folder.glob(pattern) if path.name not in OF_THE_LOSS)
+        return any(path.is_dir() or path.stat().st_size > 0 for path in paths)
 
     # global_step*: DeepSpeed keeps weights, optimizer and scheduler in one folder; *_0, trainable: sharded by FSDP
     weights = (
@@ -161,13 +161,13 @@ def check_output_dir(training: dict[str, Any]) -> None:
     resumed = training.get("resume_from_checkpoint")
     # true means a checkpoint of this folder, and load_run has found one
     continues = resumed is True or (resumed is not None and folder.resolve() in Path(resumed).resolve().parents)
-    found = sorted(path.name for mark in _MARKS for path in folder.glob(mark))
-    if not found or continues or training.get("overwrite_output_dir"):
+    marks = sorted(path.name for mark in _MARKS for path in folder.glob(mark))
+    if not marks or continues or training.get("overwrite_output_dir"):
         return
     elsewhere = ", and the checkpoint to resume is not in it" if resumed else ""
     has_checkpoints = any(folder.glob("checkpoint-*")) or any(folder.glob("stage_*"))
     resume = "" if resumed or not has_checkpoints else "--resume_from_checkpoint to continue it, "
     raise UsageError(
-        f"output_dir={folder} holds another run ({found[0]}){elsewhere}. Give {resume}--overwrite_output_dir to "
+        f"output_dir={folder} holds another run ({marks[0]}){elsewhere}. Give {resume}--overwrite_output_dir to "
         "train into it anyway, or another --output_dir."
     )

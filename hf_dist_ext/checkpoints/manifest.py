@@ -69,8 +69,8 @@ def begin(folder: str | Path) -> None:
 def files_in(folder: str | Path) -> list[str]:
     """Every file below a folder but the manifest, by its path in it with forward slashes, sorted."""
     folder = Path(folder)
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name not in (MANIFEST, UNFINISHED))
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name not in (MANIFEST, UNFINISHED))
 
 
 def record(folder: str | Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -164,16 +164,16 @@ def read(folder: str | Path) -> dict[str, Any] | None:
 
 def problems(folder: str | Path, manifest: Mapping[str, Any], hashes: bool = True, share: slice = slice(None)) -> list:
     """What is missing, of another size, or (with `hashes`) altered, in words. `share`: check only these files."""
-    found = []
+    wrong = []
     for name, entry in list(manifest["files"].items())[share]:
         path = Path(folder, name)
         if not path.is_file():
-            found.append(f"{name} is missing")
+            wrong.append(f"{name} is missing")
         elif (size := path.stat().st_size) != entry["size"]:
-            found.append(f"{name} has {size} bytes instead of {entry['size']}")
+            wrong.append(f"{name} has {size} bytes instead of {entry['size']}")
         elif hashes and _read(path)[HASH] != entry[HASH]:
-            found.append(f"{name} was altered")
-    return found
+            wrong.append(f"{name} was altered")
+    return wrong
 
 
 def why_incomplete(folder: str | Path, hashes: bool = False) -> str:
@@ -221,8 +221,8 @@ class History:
 
     def __init__(self, output_dir: str | Path):
         self.output_dir = Path(output_dir)
-        found = (path for path in self.output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
-        self.manifests = {path: _readable(path) for path in found if path.is_dir()}
+        folders = (path for path in self.output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+        self.manifests = {path: _readable(path) for path in folders if path.is_dir()}
         self.paths = sorted(self.manifests, key=self._order)
         self.run = self._current_run()
         self._line = self._places_of_runs()
@@ -268,14 +268,14 @@ class History:
     def _places_of_runs(self) -> dict[str, Place]:
         """run_id -> the last place of that run which the current one continues; the current one's own have no end."""
         parents = {_run_of(content): content.get("parent") for content in self._contents()}
-        found, run_id, parent, last = {}, self.run["run_id"], self.run["parent"], (1 << 62, 0)
-        while run_id not in found:
-            found[run_id] = last
+        branch, run_id, parent, last = {}, self.run["run_id"], self.run["parent"], (1 << 62, 0)
+        while run_id not in branch:
+            branch[run_id] = last
             if parent is None:
                 break
             run_id, last = parent["run_id"], (parent["generation"], parent["step"])
             parent = parents.get(run_id)
-        return found
+        return branch
 
 
 def _readable(folder: Path) -> dict[str, Any] | None:

@@ -151,22 +151,22 @@ def _sharded_adapters(checkpoint: Path, trust: bool) -> dict[str, torch.Tensor] 
     if not folder.is_dir():
         return None
     entries = safe_reading.read_entries(folder, trust)
-    found = {name: torch.empty(tuple(one.size), dtype=one.properties.dtype) for name, one in entries.items()}
-    safe_reading.load(found, folder, trust)
-    return {name.removeprefix("model."): value for name, value in found.items()}
+    weights = {name: torch.empty(tuple(one.size), dtype=one.properties.dtype) for name, one in entries.items()}
+    safe_reading.load(weights, folder, trust)
+    return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
 def _take_projection(model: EmbeddingModel, checkpoint: Path, base: Path) -> None:
     """A projection that the run began with: the folder at its end has it, a checkpoint does not."""
     if model.projection is None:
         return
-    found = read_model_folder(checkpoint if (checkpoint / "modules.json").is_file() else base).projection
-    if found is None:
+    projection = read_model_folder(checkpoint if (checkpoint / "modules.json").is_file() else base).projection
+    if projection is None:
         raise UsageError(
             f"{checkpoint} has no projection, which the run made and did not train: it is in the folder that the run "
             "ends with. Give that one."
         )
-    load_weights(model.projection, found, source=str(checkpoint))
+    load_weights(model.projection, projection, source=str(checkpoint))
 
 
 def _complete_towers(
@@ -215,10 +215,10 @@ def _has_whole_weights(folder: Path) -> bool:
 
 
 def _model_class(facts: dict) -> Any:
-    found = {"EmbeddingModel": EmbeddingModel}.get(facts["model"]) or getattr(transformers, facts["model"], None)
-    if found is None:
+    model_class = {"EmbeddingModel": EmbeddingModel}.get(facts["model"]) or getattr(transformers, facts["model"], None)
+    if model_class is None:
         raise UsageError(f"{facts['model']} is neither an EmbeddingModel nor a class of transformers.")
-    return found
+    return model_class
 
 
 def _load(facts: dict, folder: Path, options: dict, is_base: bool = False) -> Any:
@@ -316,8 +316,8 @@ def _tolerance(model: nn.Module) -> float:
 def _outputs(model: Any) -> torch.Tensor | None:
     """What the model says to a few tokens; None for one that needs more than tokens."""
     if isinstance(model, TowerModel):
-        found = [_outputs_of_tower(tower) for tower in model.towers.values()]
-        return None if any(output is None for output in found) else torch.cat(found)
+        outputs = [_outputs_of_tower(tower) for tower in model.towers.values()]
+        return None if any(output is None for output in outputs) else torch.cat(outputs)
     tokens = torch.tensor([[5, 6, 7, 8], [8, 7, 6, 5]], device=next(model.parameters()).device)
     try:
         output = model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens))
@@ -330,8 +330,8 @@ def _outputs(model: Any) -> torch.Tensor | None:
 def _outputs_of_tower(tower: Any) -> torch.Tensor | None:
     size = getattr(tower.config, "image_size", None)
     if isinstance(tower, EmbeddingModel) or tower.main_input_name != "pixel_values":
-        found = _outputs(tower)
-        return None if found is None else found.flatten()
+        output = _outputs(tower)
+        return None if output is None else output.flatten()
     if not isinstance(size, int):  # patches with masks of their own
         return None
     pixels = torch.linspace(-1, 1, tower.config.num_channels * size**2, dtype=tower.dtype)
@@ -344,15 +344,15 @@ def _outputs_of_tower(tower: Any) -> torch.Tensor | None:
 def _copy_processor(checkpoint: Path, source: Path, output: Path) -> dict[str, Path]:
     """name -> where it is from; the checkpoint's own files, or else those of the base."""
     for folder in (checkpoint, source):
-        found = {p.name: p for p in folder.iterdir() if p.is_file() and _is_processors(p.name)}
-        if found:
+        files = {p.name: p for p in folder.iterdir() if p.is_file() and _is_processors(p.name)}
+        if files:
             break
-    for name, path in found.items():
+    for name, path in files.items():
         shutil.copyfile(path, output / name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, output / templates.name)
-    return found
+    return files
 
 
 def _is_processors(name: str) -> bool:

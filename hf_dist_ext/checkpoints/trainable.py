@@ -41,12 +41,12 @@ SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the 
 
 def named(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """By the names of the bare model, whatever wraps it or its modules."""
-    found = {}
+    tensors = {}
     for name, tensor in tensors:
         for wrapper in WRAPPERS:
             name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
-        found[name] = tensor
-    return found
+        tensors[name] = tensor
+    return tensors
 
 
 def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Tensor]:

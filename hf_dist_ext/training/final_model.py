@@ -65,12 +65,12 @@ def _is_written(save_model: Callable[[str], None], folder: Path) -> bool:
 
 def _files(folder: Path) -> dict[Path, int]:
     """Every file below, but those of checkpoints, and when it was written."""
-    found = {}
+    changed_at = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # another process may be removing it
             if path.is_file() and not path.relative_to(folder).match("checkpoint-*/**"):
-                found[path] = path.stat().st_mtime_ns
-    return found
+                changed_at[path] = path.stat().st_mtime_ns
+    return changed_at
 
 
 def _folder_with_room(model: nn.Module, output_dir: Path, find_base: Callable[[], str | Path]) -> Path | None:
