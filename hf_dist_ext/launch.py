@@ -33,6 +33,7 @@ from hf_dist_ext.run.presets import find_preset, is_shipped, kind_of, load_prese
 
 HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
 CPU_PROCESSES = 2  # where no device says how many
+PIPELINES = "multi_gpu_pp"  # the preset
 
 
 def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | None = None) -> None:
@@ -109,6 +110,8 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
     """What a run asks for on a machine with so many visible devices. Raises UsageError when that cannot be."""
     asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     choice = None
+    if asked == "auto" and _pipeline_size(run) > 1:
+        asked = PIPELINES
     if asked == "auto":
         choice = auto.choose(run, devices)
         asked = choice.preset
@@ -150,9 +153,20 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
             f"num_processes={wanted}, but the parallelism_config of {path} is a mesh of {mesh} processes. "
             "Make them equal, or leave num_processes out."
         )
-    wanted = int(wanted or (mesh if mesh > 1 else devices) or CPU_PROCESSES)
+    size = _pipeline_size(run)
+    if path.stem == PIPELINES and size == 1:
+        raise UsageError(
+            f"{PIPELINES} starts processes for pipelines, and the run file does not say how many make one. Set "
+            "pipeline_parallel_size, or use multi_gpu_ddp."
+        )
+    wanted = int(wanted or (mesh if mesh > 1 else devices // size * size) or max(CPU_PROCESSES, size))
     _refuse_too_many(wanted, devices, "Set num_processes to null")
     return LaunchPlan(path, kind, wanted, choice)
+
+
+def _pipeline_size(run: Run) -> int:
+    """Processes that a run file asks a pipeline to have; 1 without one."""
+    return max(int(one.training.get("pipeline_parallel_size") or 1) for one in run.stages or [run])
 
 
 def _group_size(preset: dict[str, Any]) -> int:

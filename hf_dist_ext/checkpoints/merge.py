@@ -254,9 +254,10 @@ def check_can_save_merged(model: nn.Module, will_be_split: bool) -> None:
     """Before training: the copy that is merged would have to be whole on one process."""
     if will_be_split and has_adapters(model):
         raise UsageError(
-            "save_full_model=true with adapters does not work under FSDP and ZeRO-3. Turn it off; hf-dist merge makes "
-            "the complete model of what the run ends with. It is on by itself for dual encoders and for models built "
-            "from model_config, whose adapters nothing else could load: use multi_gpu_ddp for these."
+            "save_full_model=true with adapters does not work under FSDP, ZeRO-3 and in a pipeline. Turn it off; "
+            "hf-dist merge makes the complete model of what the run ends with. It is on by itself for dual "
+            "encoders and for models built from model_config, whose adapters nothing else could load: use "
+            "multi_gpu_ddp for these."
         )
 
 
@@ -274,11 +275,8 @@ def complete_adapters(
     """What models/adapter_folder.py writes into peft's folder, of the weights that `Trainer._save` was given. Every
     rank calls it; those that `keep` write."""
     start = f"{adapter_folder.PEFT}projection."
-    parts = {
-        name.removeprefix(start): value
-        for name, value in trainable.named(model.named_parameters()).items()
-        if name.startswith(start)
-    }
+    tensors = trainable.named(model.named_parameters()) if state_dict is None else state_dict
+    parts = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
     projection = dict(gathered(parts, keep))
 
     def write() -> None:

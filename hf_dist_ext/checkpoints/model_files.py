@@ -84,7 +84,8 @@ class ModelFiles:
     def prepare(self) -> None:
         """Before anything is wrapped or trained."""
         if self.args.save_full_model:
-            merge.check_can_save_merged(self.bare_model(), self.strategy().forwards_are_collective)
+            strategy = self.strategy()
+            merge.check_can_save_merged(self.bare_model(), strategy.forwards_are_collective or strategy.is_cut)
         if self.is_part and self.frozen_digests is None:
             self.frozen_digests = trainable.frozen_digests(self.bare_model(), self.saved())
 
@@ -118,7 +119,7 @@ class ModelFiles:
         if strategy.has_engine:
             strategy.save_engine(folder)
         else:
-            trainable.save_optimizer(model, optimizer, folder, self.args, self.is_sharded, writer)
+            trainable.save_optimizer(model, optimizer, folder, self.args, self.is_sharded, writer, strategy)
         return True
 
     def save_weights(self, folder: Path, whole: dict | None, save: Save, writer: Writer) -> None:
@@ -174,7 +175,10 @@ class ModelFiles:
             agreed.together(lambda: self._save_trainable(folder, False, Writer()))
             self._commit(folder, [trainable.WEIGHTS, trainable.FROZEN], facts)
         elif self.are_adapters_alone:
-            save(str(folder), self.whole_weights()) if self.is_sharded else as_trainer(str(folder))
+            if self.is_sharded or self.strategy().split:
+                self._save_whole(folder, save)
+            else:
+                as_trainer(str(folder))
             self._commit(folder, merge.ADAPTER_FILES, facts)
         elif self.are_adapters_merged:
             if self.args.should_save:
@@ -209,5 +213,6 @@ class ModelFiles:
         if not self.is_by_name and not is_empty:
             return False
         if not self.strategy().has_engine and not is_empty:  # DeepSpeed's engine has read all of it
-            trainable.load_optimizer(self.model(), optimizer, folder, self.args.trust_checkpoint)
+            elsewhere = self.strategy().elsewhere
+            trainable.load_optimizer(self.model(), optimizer, folder, self.args.trust_checkpoint, elsewhere)
         return True

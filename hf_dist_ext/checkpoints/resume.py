@@ -186,7 +186,7 @@ def check_complete(args: Any, folder: Path, loss: Any, rows: Rows, has_scaler: b
     if loss_parameters(loss):
         needed += [LOSS_WEIGHTS, LOSS_OPTIMIZER]
     world_size = saved_world_size(folder)
-    if (world_size, saved_tensor_parallel_size(folder)) == (args.world_size, rows.shared_by):
+    if (world_size, saved_ranks_per_rows(folder)) == (args.world_size, rows.shared_by):
         needed.append(f"rng_state_{args.process_index}.pth" if world_size > 1 else "rng_state.pth")
 
     def look() -> list[str]:
@@ -218,15 +218,17 @@ def saved_world_size(folder: Path) -> int:
     return content["world_size"] if content else max(len(list(folder.glob("rng_state_*.pth"))), 1)
 
 
-def saved_tensor_parallel_size(folder: Path) -> int:
-    return (manifest.read(folder) or {}).get("tensor_parallel_size", 1)
+def saved_ranks_per_rows(folder: Path) -> int:
+    """How many processes held the same rows."""
+    content = manifest.read(folder) or {}
+    return content.get("tensor_parallel_size", 1) * content.get("pipeline_parallel_size", 1)
 
 
 def draws_anew(args: Any, step: int, folder: str, rows: Rows) -> bool:
     """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
-    rank (under tensor parallelism its group's)."""
+    rank (that of its group, where groups hold the same rows)."""
     share = rows.shared_by
-    before, share_before = saved_world_size(Path(folder)), saved_tensor_parallel_size(Path(folder))
+    before, share_before = saved_world_size(Path(folder)), saved_ranks_per_rows(Path(folder))
     if (before, share_before) == (args.world_size, share):
         return False
     if collectives.rank() == 0:

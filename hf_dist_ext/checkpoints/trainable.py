@@ -28,6 +28,7 @@ from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.weights import differences, shapes
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, gathered, is_split, put, whole
 
 WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
@@ -100,7 +101,13 @@ def save_weights(
 
 
 def save_optimizer(
-    model: nn.Module, optimizer: Any, folder: Path, args: Any, is_sharded: bool, writer: Writer
+    model: nn.Module,
+    optimizer: Any,
+    folder: Path,
+    args: Any,
+    is_sharded: bool,
+    writer: Writer,
+    strategy: Strategy,
 ) -> None:
     state, groups = optimizer_state(model, optimizer)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -109,7 +116,11 @@ def save_optimizer(
         _check_can_be_sharded(model, tensors, args.optim)
         writer.shards(tensors, folder / SHARDED_OPTIMIZER)
     else:
-        content["state"] = dict(gathered(tensors, args.should_save))
+        content["state"] = strategy.collected(tensors, args.should_save)
+        parts = strategy.said_by_parts((content["groups"], content["rest"]))
+        of_parts = zip(*(groups for groups, _ in parts), strict=True)
+        content["groups"] = [g[0] | {"params": [name for of in g for name in of["params"]]} for g in of_parts]
+        content["rest"] = {name: value for _, rest in parts for name, value in rest.items()}
     if args.should_save:
         writer.torch(content, folder / OPTIMIZER)
 
@@ -183,13 +194,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, trust: bool = False) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: Any, folder: Path, trust: bool = False, elsewhere: frozenset[str] = frozenset()
+) -> None:
+    """`elsewhere`: names of parameters that other ranks read."""
     optimizer = bare_optimizer(optimizer)
     content = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     parameters = named(model.named_parameters())
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     ours = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    theirs = [group["params"] for group in content["groups"]]
+    theirs = [[name for name in group["params"] if name not in elsewhere] for group in content["groups"]]
     flat = [name for names in ours for name in names], [name for names in theirs for name in names]
     _refuse(
         folder,
@@ -200,9 +214,11 @@ def load_optimizer(model: nn.Module, optimizer: Any, folder: Path, trust: bool =
             "in other groups": [n for mine, saved in zip(ours, theirs, strict=False) for n in set(mine) ^ set(saved)],
         },
     )
-    state = dict(content["rest"])
+    state = {entry: value for entry, value in content["rest"].items() if entry.rpartition("/")[0] not in elsewhere}
     if "state" in content:
         for entry, value in content["state"].items():
+            if entry.rpartition("/")[0] in elsewhere:
+                continue
             state[entry] = empty_like(parameters[entry.rpartition("/")[0]], value.shape, value.dtype)
             put(state[entry], value)
     else:

@@ -50,16 +50,16 @@ def write(
     from peft import get_peft_model_state_dict
 
     bare, config = model.get_base_model(), json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    # The names of the modules themselves: a pattern may be written for the names before.
-    config["target_modules"] = sorted(name.removeprefix(BACKBONE) for name in model.base_model.targeted_module_names)
+    inner = PEFT + BACKBONE
+    weights = get_peft_model_state_dict(model, state_dict)  # peft may not have written its file yet
+    weights = {PEFT + name.removeprefix(inner): value.contiguous() for name, value in weights.items()}
+    # The names of the modules themselves: a pattern may be written for the names before, and a process may have some.
+    config["target_modules"] = sorted({name.partition(".lora_")[0].removeprefix(PEFT) for name in weights})
     config["exclude_modules"] = None
     config["base_model_name_or_path"] = base
     kind = type(bare.backbone)
     config["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    inner = PEFT + BACKBONE
-    weights = get_peft_model_state_dict(model, state_dict)  # peft may not have written its file yet
-    weights = {PEFT + name.removeprefix(inner): value.contiguous() for name, value in weights.items()}
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     contents = bare.description(projection, tokenizer)
     contents.has_adapters, contents.dtype = True, dtype

@@ -12,7 +12,7 @@ import contextlib
 import difflib
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,13 @@ def load_backbone(
     attn_implementation: str | None = None,
     distributed_config: Any = None,
     backbone_class: type[PreTrainedModel] | None = None,
+    in_stages: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] | None = None,
 ) -> PreTrainedModel:
     """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold.
 
     `distributed_config`: as in `build_backbone`; every process then reads its own part only. `backbone_class`: the
-    class to make; None is the one that the configuration names, which may come with code of its own.
+    class to make; None is the one that the configuration names, which may come with code of its own. `in_stages`: the
+    class -> one that reads this process's stages of a pipeline only.
     """
     name = str(name_or_path)
     options = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
@@ -80,6 +82,8 @@ def load_backbone(
             backbone_class = _auto_class(config)
         else:
             config = backbone_class.config_class.from_pretrained(name, **options)
+        if in_stages is not None:
+            backbone_class = in_stages(MODEL_MAPPING[type(config)])
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         options |= _pooler_option(config)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from hf_dist_ext.models.model_folder import (
 )
 from hf_dist_ext.models.weights import accept_names_of_backbone, load_weights, names_without_adapters, shortened
 from hf_dist_ext.strategies.layers import repeated_layer_classes
+from hf_dist_ext.strategies.stages import put_back
 from hf_dist_ext.strategies.tensors import is_split
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ class EmbeddingModel(PreTrainedModel):
         attn_implementation: str | None = None,
         distributed_config: Any = None,
         backbone_class: type[PreTrainedModel] | None = None,
+        in_stages: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] | None = None,
         **embedding_options,
     ) -> EmbeddingModel:
         """The embedding model of a folder or hub name: ours, sentence-transformers', or a plain backbone.
@@ -169,18 +171,21 @@ class EmbeddingModel(PreTrainedModel):
         folder says (a plain backbone: mean pooling, no projection, normalized); any other value wins over it, except
         that a new projection never replaces a trained one. `dtype` None is "auto". `distributed_config`
         (transformers' DistributedConfig) splits the backbone over processes while it is read.
-        `backbone_class` makes the backbone instead of what the folder's configuration names.
+        `backbone_class` makes the backbone instead of what the folder's configuration names. `in_stages`
+        makes of the backbone's class one that reads this process's stages of a pipeline; the others are on the meta
+        device then.
         """
         folder = read_model_folder(resolve_folder(name_or_path, revision))
         dtype = dtype or "auto"
         options = dict(
             trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation,
-            distributed_config=distributed_config, backbone_class=backbone_class,
+            distributed_config=distributed_config, backbone_class=backbone_class, in_stages=in_stages,
         )  # fmt: skip
         if folder.has_adapters:
-            if distributed_config is not None:
+            if distributed_config is not None or in_stages is not None:
                 raise UsageError(
-                    f"{name_or_path} holds adapters, which tensor parallelism does not split. Merge them."
+                    f"{name_or_path} holds adapters, which tensor parallelism does not split, nor a pipeline cut. "
+                    "Merge them."
                 )
             base, base_revision = adapter_folder.base_of(folder.backbone_folder)
             if dtype == "auto":
@@ -209,7 +214,7 @@ class EmbeddingModel(PreTrainedModel):
         if folder.has_adapters:
             model = adapter_folder.with_adapters(model, folder.backbone_folder).merge_and_unload()
             model.config._name_or_path = str(name_or_path)
-        return model.eval()
+        return put_back(model).eval()
 
     def describe(self) -> str:
         """What follows the backbone, in words."""
@@ -232,7 +237,10 @@ class EmbeddingModel(PreTrainedModel):
         are computed once and used many times. A feature the backbone has no parameter for is left out (token_type_ids
         for DistilBert), and so is a None.
         """
-        vectors = self._pooled(input_ids, attention_mask, features) if pooled is None else pooled  # (B, H)
+        if pooled is None:
+            tokens = self.tokens(input_ids, attention_mask, **features)  # (1): (B, T, H)
+            pooled = pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
+        vectors = pooled
         if stops_at_pooled:
             return EmbeddingOutput(embeddings=vectors)
         if self.projection is not None:
@@ -242,21 +250,22 @@ class EmbeddingModel(PreTrainedModel):
             vectors = nn.functional.normalize(vectors, dim=-1)  # (4)
         return EmbeddingOutput(embeddings=vectors)
 
-    def _pooled(
-        self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, features: Mapping[str, Any]
+    def tokens(
+        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **features
     ) -> torch.Tensor:
+        """(1): features of B rows -> (B, T, H). A pipeline calls it for the stages before the last one."""
         features = {"input_ids": input_ids, "attention_mask": attention_mask, **features}
         taken = {name: features[name] for name in features if name in self._feature_names}
         taken = {name: value for name, value in taken.items() if value is not None}
         if "use_cache" in self._feature_names:
             taken["use_cache"] = False  # a decoder would keep keys and values that nobody reads
-        tokens = getattr(self.backbone(**taken), "last_hidden_state", None)  # (1): (B, T, H)
+        tokens = getattr(self.backbone(**taken), "last_hidden_state", None)
         if tokens is None:
             raise UsageError(
                 f"{type(self.backbone).__name__} returns no last_hidden_state to pool. Use a text encoder or decoder, "
                 "or TowerModel for a model with one tower per modality."
             )
-        return pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
+        return tokens
 
     # ---- what is written ----
 

@@ -60,6 +60,13 @@ NOTES = {
         "A decoder whose layers or activations are too large for one device, on links as fast as inside a machine. "
         "GPUs of a group share rows, so FSDP is quicker where it fits.",
     ),
+    "multi_gpu_pp": Notes(
+        "layers over the processes of a pipeline; pipelines are copies",
+        "between neighbours what a layer gives and its gradient, in every chunk; between pipelines gradients once; "
+        "embeddings between the pipelines' last processes and their gradients back",
+        "Layers do not fit one device, on links too slow for FSDP. The run file says how many processes make a "
+        "pipeline (pipeline_parallel_size); these share rows, and some of their time they wait for each other.",
+    ),
     "deepspeed_zero1": Notes(
         "optimizer state",
         f"gradients once; updated weights once; {_LOSS}",

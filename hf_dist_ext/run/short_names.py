@@ -121,6 +121,7 @@ PRESET_SHORT_NAMES = {
     "hsdp": "multi_gpu_hsdp",
     "fsdp_offload": "multi_gpu_fsdp_offload",
     "tp": "multi_gpu_tp",
+    "pp": "multi_gpu_pp",
     "zero1": "deepspeed_zero1",
     "zero2": "deepspeed_zero2",
     "zero3": "deepspeed_zero3",

@@ -1,9 +1,12 @@
-"""How a model and its rows are spread over processes: one process, DDP, FSDP2, ZeRO, tensor parallelism.
+"""How a model and its rows are spread over processes: one process, DDP, FSDP2, ZeRO, tensor parallelism,
+pipelines.
 
 `base.py` holds the questions that a run asks, with the answers of one process. `ddp.py`, `fsdp.py`, `zero.py` with
-`zero_checkpoint.py`, and `tensor_parallel.py` override what differs, and `choose.py` says which one runs: a new one is
-a file of its own and a line there. `sparse.py` lets DDP send a part of its gradients, `sharded.py` runs FSDP2's
-collectives, `fsdp_options.py` reads what a run file says of FSDP, `splitting.py` says which models can be split.
+`zero_checkpoint.py`, `tensor_parallel.py` and `pipeline.py` override what differs, and `choose.py` says which one
+runs: a new one is a file of its own and a line there. `sparse.py` lets DDP send a part of its gradients, `sharded.py`
+runs FSDP2's collectives, `fsdp_options.py` reads what a run file says of FSDP, `splitting.py` says which models can be
+split. `pipeline.py` stands on three files: `stages.py` cuts a model, `schedules.py` says which rank works on what
+when, and `pipeline_passes.py` takes the chunks of a step through the stages.
 
 `rows.py` gathers rows with gradients, `collectives.py` is what all ranks do together beside, `tensors.py` is for
 tensors of which a process holds a part, `layers.py` finds a model's layers, and `agreed.py` makes every rank see the

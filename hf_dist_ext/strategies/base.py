@@ -6,8 +6,8 @@ asks a strategy which one it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.gradient_cache import Phase
+from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.gradient_cache import Door, Embeddings, Encode, Passes, Phase, encode_without_graph
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.tensors import gathered
 
 
 class Strategy:
@@ -38,6 +40,7 @@ class Strategy:
     waits_for_all = False  # gradients are complete only when one of every trainable parameter has come
     holds_gradients = True  # until the update; else the wrapper has used them up in the last backward
     keeps_float32 = False  # trains copies of its own of weights in half precision
+    is_cut = False  # a rank has some layers of the model and no others
     syncs_replicated = False  # keeps what no mesh holds alike on all ranks, in place of Trainer
     fixed_accumulation = ""  # why accumulation can not change after the start
     # What a checkpoint is made of.
@@ -145,6 +148,14 @@ class Strategy:
         """`loss`, such that all ranks skip the update when `own_loss` is not finite on one."""
         return loss
 
+    def make_passes(self, *arguments: Any) -> Passes:
+        """How the chunks of a step go through the model: one after another, or together through its stages."""
+        return Passes(*arguments)
+
+    def encoded(self, batch: ChunkedBatch, encode: Encode, phase: Door) -> Embeddings:
+        """Embeddings of an evaluation, on every rank."""
+        return encode_without_graph(batch, encode, phase)
+
     # ---- an update ----
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
@@ -180,6 +191,19 @@ class Strategy:
     def whole_weights(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
         """The model's state dict on the ranks with `keep`. Every rank calls it."""
         return self.accelerator.get_state_dict(model)
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Names of parameters that lie on other ranks alone. Every rank asks for them."""
+        return frozenset()
+
+    def collected(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU, also those that lie elsewhere, on the ranks with `keep`. Every rank calls it."""
+        return dict(gathered(tensors, keep))
+
+    def said_by_parts(self, content: Any) -> list[Any]:
+        """What the ranks say that have different parts of the model. Every rank calls it."""
+        return [content]
 
     def saving_whole(self, model: nn.Module) -> AbstractContextManager:
         """Around `save_pretrained` of whole weights on one rank."""
@@ -222,6 +246,17 @@ class Strategy:
 
 def _under(split: str) -> str:
     return f"under tensor parallelism ({split})" if split else "without tensor parallelism"
+
+
+@contextmanager
+def meanwhile(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute has another value while inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 class _WithZeroGradients(torch.autograd.Function):

@@ -8,12 +8,12 @@ each weigh in, without an error: what makes ranks share rows is refused where it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, ddp, fsdp_options, splitting
+from hf_dist_ext.strategies import collectives, ddp, fsdp_options, pipeline, splitting
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.fsdp import FSDP
 from hf_dist_ext.strategies.tensor_parallel import TensorParallel
@@ -37,6 +37,8 @@ def of_model(model: Any, args: Any) -> Strategy:
             f"{name}_size={size} in the parallelism_config: with {SHARE_ROWS[name]} parallelism {size} processes hold "
             "the same rows, and a loss over embeddings counts the rows of each. Use multi_gpu_fsdp or multi_gpu_hsdp."
         )
+    if pipeline.size(args) > 1:
+        return pipeline.Pipeline(model, args)
     size = _sizes(args, ("tp",)).get("tp", 1)
     if model is None:
         return TensorParallel(None) if launched.mesh_size("tp") > 1 else Strategy()
@@ -57,6 +59,11 @@ def of_model(model: Any, args: Any) -> Strategy:
 def launched_split() -> Any:
     """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers."""
     return splitting.launched_config()
+
+
+def in_stages(args: Any) -> Callable[[type], type] | None:
+    """How a process reads its part of a pipeline's model: a class of backbones -> one that does."""
+    return pipeline.in_stages(args)
 
 
 def of_accelerator(accelerator: Any, before: Strategy) -> Strategy:
@@ -83,6 +90,7 @@ def check_arguments(args: Any) -> None:
     """Rules between the fields of the strategies. Raises UsageError."""
     fsdp_options.check(args)
     ddp.check(args)
+    pipeline.check(args)
 
 
 @contextlib.contextmanager
@@ -94,7 +102,7 @@ def building(args: Any, before: Strategy) -> Iterator[None]:
 
 def plugins(args: Any, fsdp_plugin: Any) -> dict[str, Any]:
     """Arguments for `Accelerator` that the fields of the strategies ask for."""
-    return fsdp_options.options(args, fsdp_plugin)
+    return fsdp_options.options(args, fsdp_plugin) | pipeline.options(args)
 
 
 def set_handlers(args: Any, handlers: list[Any], has_loss: bool) -> None:

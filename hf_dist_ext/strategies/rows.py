@@ -11,6 +11,7 @@ rows of their own).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,19 @@ class Rows:
         """What all ranks say -> what those say that hold different rows."""
         return list(of_ranks[:: self.shared_by])
 
+    def hold_the_same(self, batch: Mapping[str, Mapping[str, Any]], device: torch.device) -> bool:
+        """Whether all ranks of every group have the same rows. Every rank calls it."""
+        tensors = [t for features in batch.values() for t in features.values() if isinstance(t, torch.Tensor)]
+        content = b"".join(tensor.detach().float().cpu().numpy().tobytes() for tensor in tensors)
+        return self.say_the_same(content, device)
+
+    def say_the_same(self, content: bytes, device: torch.device) -> bool:
+        """Whether `content` is equal on all ranks of every group. Every rank calls it."""
+        number = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
+        everyone = [said for (said,) in collectives.exchange([number], device)]
+        groups = zip(*[iter(everyone)] * self.shared_by, strict=True)
+        return all(len(set(group)) == 1 for group in groups)
+
     def gather(self, own: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
         """(B, ...) -> (N, ...) in rank order, differentiable: what all ranks say about a row is summed at its owner.
 
@@ -64,6 +78,21 @@ class Rows:
             everyone = self.gather(torch.cat(list(ids.values())), lengths)
         parts = [part.split([count[r] for count in per_key]) for r, part in enumerate(everyone.split(lengths))]
         return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(ids)}
+
+    def gather_for_metrics(self, accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
+        """`Accelerator.gather_for_metrics` with one rank per group: accelerate 1.15 gathers all, and so counts rows
+        once per rank of a group."""
+        from accelerate.utils import gather, gather_object, recursively_apply
+
+        if use_gather_object:
+            return self.one_of_each(gather_object([data]))
+        state, ranks = accelerator.gradient_state, collectives.world_size()
+
+        def each_once(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.unflatten(0, (ranks, -1))[:: self.shared_by].flatten(0, 1)
+            return tensor[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else tensor
+
+        return recursively_apply(each_once, gather(data))
 
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Mean over ranks of each `.grad` (a missing one counts as 0), in one all-reduce, as DDP's own."""

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.sharded import Sharded
 from hf_dist_ext.strategies.splitting import PARTIAL
@@ -76,7 +77,7 @@ class TensorParallel(Sharded):
         """transformers 5.23 (trainer.py) refuses to save the optimizer of a split model, which it cannot write;
         checkpoints/trainable.py can, by name. Remove when the constructor takes such a model with
         save_only_model=False; tests/distributed/test_upstream.py tells."""
-        return _meanwhile(args, "save_only_model", True)
+        return meanwhile(args, "save_only_model", True)
 
     def constructed(self, model: nn.Module) -> None:
         """What no mesh holds (a new projection) is the same on every rank, whatever they drew."""
@@ -85,22 +86,7 @@ class TensorParallel(Sharded):
                 dist.broadcast(parameter.data, src=0)
 
     def gather_for_metrics(self) -> Callable:
-        return self._gather_each_once
-
-    def _gather_each_once(self, data: Any, use_gather_object: bool = False) -> Any:
-        """`Accelerator.gather_for_metrics` with one rank per group: accelerate 1.15 gathers all, and so counts rows
-        once per rank of a group."""
-        from accelerate.utils import gather, gather_object, recursively_apply
-
-        if use_gather_object:
-            return self.rows.one_of_each(gather_object([data]))
-        state, ranks = self.accelerator.gradient_state, collectives.world_size()
-
-        def each_once(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.unflatten(0, (ranks, -1))[:: self.rows.shared_by].flatten(0, 1)
-            return tensor[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else tensor
-
-        return recursively_apply(each_once, gather(data))
+        return functools.partial(self.rows.gather_for_metrics, self.accelerator)
 
     # ---- (2) ----
 
@@ -176,7 +162,7 @@ class TensorParallel(Sharded):
         """transformers would gather the weights again, on all ranks."""
         config = getattr(model, "config", None)
         is_split = getattr(config, "distributed_config", None) is not None
-        return _meanwhile(config, "distributed_config", None) if is_split else contextlib.nullcontext()
+        return meanwhile(config, "distributed_config", None) if is_split else contextlib.nullcontext()
 
     @torch.no_grad()
     def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
@@ -224,14 +210,3 @@ def _copies(gradient: torch.Tensor) -> int:
 
 def _number(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
-
-
-@contextlib.contextmanager
-def _meanwhile(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value while inside."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Image
@@ -53,7 +53,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         )
     else:
         tokenizer = build_tokenizer(run, train_dataset)
-        model = build_model(run, tokenizer, distributed_config)
+        model = build_model(run, tokenizer, distributed_config, choose.in_stages(args))
         # What is not given is as the model's folder says: the folder of this run will say so too.
         prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts
         model.prompts = _prompts_to_keep(model.prompts, prompts, columns)
@@ -188,7 +188,9 @@ def _distributed_config(run: Run) -> Any:
     return split
 
 
-def build_model(run: Run, tokenizer: Any, distributed_config: Any = None) -> EmbeddingModel:
+def build_model(
+    run: Run, tokenizer: Any, distributed_config: Any = None, in_stages: Callable[[type], type] | None = None
+) -> EmbeddingModel:
     config = run.options
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
@@ -205,6 +207,7 @@ def build_model(run: Run, tokenizer: Any, distributed_config: Any = None) -> Emb
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
         distributed_config=distributed_config,
+        in_stages=in_stages,
         # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
         **{name: value for name, value in options.items() if name in run.given} | {"dtype": config.dtype or "float32"},
     )

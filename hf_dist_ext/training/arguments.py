@@ -141,6 +141,24 @@ class DistTrainingArguments(TrainingArguments):
         "The precision in which FSDP adds gradients up over chunks and reduces them. Null: float32 with a loss over "
         "embeddings, else that of the forward (bf16, fp16).",
     )
+    pipeline_parallel_size: int | None = option(
+        None,
+        "Processes of a pipeline: consecutive ones that hold the same rows and each some layers of the model, through "
+        "which the chunks of the gradient cache go. Null: the model is not cut.",
+    )
+    pipeline_schedule: (
+        Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"] | None
+    ) = option(
+        None,
+        "In which order the processes of a pipeline work on chunks: how long they wait for each other, and how many "
+        "chunks are under way at once. Null: 1f1b.",
+    )
+    pipeline_stages_per_rank: int | None = option(
+        None, "Stages per process, for schedules that go through the processes more than once. Null: 2."
+    )
+    pipeline_split: list[int] | None = option(
+        None, "The number of the first layer of every stage but the first. Null: as many layers in each stage."
+    )
     ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd", "top_k", "random_k"] | None = option(
         None,
         "Compress the gradients that DDP sends: half precision, two low-rank factors (PowerSGD), the largest elements "

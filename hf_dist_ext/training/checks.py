@@ -22,6 +22,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 logger = logging.get_logger(__name__)
 
 LOSS_FIELDS = [*(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")), "no_duplicates_in_batch"]
+LOSS_FIELDS += ["pipeline_parallel_size"]
 
 
 def refuse_without_loss(args: Any) -> None:

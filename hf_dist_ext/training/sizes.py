@@ -112,7 +112,8 @@ class StepSizes:
 
     def encodes_once(self, model: nn.Module) -> bool:
         """Whether no chunk has a graph, as all that encodes is frozen."""
-        return self.args.uses_gradient_cache and has_frozen_backbone(model)
+        is_whole = not self.strategy().is_cut
+        return self.args.uses_gradient_cache and is_whole and has_frozen_backbone(model)
 
     def is_measured(self, is_first: bool) -> bool:
         """Whether the step that begins is. `is_first`: of an update."""
@@ -235,6 +236,8 @@ class StepSizes:
         """How many times larger the chunks of the pass without a graph are."""
         if not self.args.uses_gradient_cache or not self.fitting.now.widens:
             return 1
+        if self.strategy().is_cut:
+            return 1  # fewer chunks would leave more ranks idle
         if self.budget is not None and self.budget.forward_bytes is not None:
             return 1  # the size was found for this very pass
         num_layers = getattr(getattr(self.model(), "config", None), "num_hidden_layers", None)

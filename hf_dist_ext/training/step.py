@@ -156,6 +156,7 @@ class EmbeddingStep:
                 last_reaches_all=not sizes.has_stand_in and strategy.max_live_graphs is None,
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
+                make_passes=strategy.make_passes,
             )
         sizes.may_widen = not step.drew_randomness
         return replace(step, num_chunks=len(chunked.chunks()))
@@ -187,8 +188,8 @@ class EmbeddingStep:
         batch, ids = split_ids(self.prepare(inputs))
         layout = self.sizes.cut(batch, is_first=False)
         chunked = layout.wide or layout.chunked  # no graph is held here either
-        chunks = chunked.chunks()
-        embeddings = chunked.to_columns([self._encode(model, chunk).float() for chunk in chunks], chunks)
+        encode, phase = functools.partial(self._encode, model), lambda phase: nullcontext()
+        embeddings = {name: rows.float() for name, rows in self.strategy().encoded(chunked, encode, phase).items()}
         loss, _ = self._score(embeddings, ids, layout.counts)
         return Scored(loss, {name: embeddings[name] for name in batch}, ids)
 

@@ -543,9 +543,11 @@ class DistTrainer(Trainer):
 
     def _facts(self) -> dict[str, Any]:
         """Of a manifest."""
+        with self.strategy.saving_whole(self.model):
+            of_model = run_facts.of_model(self.bare_model)
         return {
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size),
-            **run_facts.of_model(self.bare_model),
+            **of_model,
             **self.data_position.facts(self.health.bad_rows.of_epoch()),
             "frozen_fingerprint": self.files.frozen_fingerprint,
             "stage": getattr(self, "stage", None),

@@ -136,7 +136,7 @@ def trained_and_evaluated(say, folder: Path, kind: str, processes: int, processo
     trained = [p for p in model.parameters() if p.requires_grad]
     wanted = torch.autograd.grad(plain_step(kind, model.train(), processes)[0], trained, materialize_grads=True)
     wanted = torch.cat([gradient.flatten() for gradient in wanted])
-    found = torch.cat([gradient.flatten() for gradient in recorder.steps[-1]])
+    found = torch.cat([gradient.flatten() for gradient in recorder.steps[-1].values()])
     return json.dumps({
         "norm": float(wanted.norm()),
         "gradient": float((found - wanted).norm() / wanted.norm()),

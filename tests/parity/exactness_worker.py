@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, TrainerCallback
 
 from hf_dist_ext import launched
+from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.models.embedding_model import EmbeddingModel
@@ -43,13 +44,20 @@ LLAMA = QWEN | {"model_type": "llama"}
 DECODERS = {"qwen3": QWEN, "llama": LLAMA}
 
 
+pipeline_size = 1  # ranks, as --arguments say
+
+
+def ranks_per_rows() -> int:
+    return launched.mesh_size("tp") * pipeline_size
+
+
 def num_groups() -> int:
-    """Ranks with rows of their own; under tensor parallelism groups of ranks."""
-    return launched.processes() // launched.mesh_size("tp")
+    """Ranks with rows of their own; under tensor parallelism and in pipelines groups of ranks."""
+    return launched.processes() // ranks_per_rows()
 
 
 def own_group() -> int:
-    return rank() // launched.mesh_size("tp")
+    return rank() // ranks_per_rows()
 
 
 # ---- (1) cases ----
@@ -130,6 +138,7 @@ CASES = [
          arguments={"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}, worlds=(1, 2)),
     Case("decoder, frozen, trained projection", model="qwen3:16", arguments={"trainable_modules": ["projection"]},
          worlds=(1, 2)),
+    Case("decoder, first half frozen", model="half frozen", worlds=(1,)),
     Case("decoder, frozen layers", model="qwen3:16", arguments={"frozen_modules": ["embed_tokens", "layers.0"]},
          worlds=(1, 2)),
     Case("decoder, every chunk reduced, accumulation", model="qwen3", steps=2, rows=4, worlds=(),
@@ -221,6 +230,12 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
         return EmbeddingModel.from_config(BERT | {"num_hidden_layers": 4, "hidden_dropout_prob": float(option or 0)})
     if kind == "dropout":
         return EmbeddingModel.from_config(BERT | {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2})
+    if kind == "half frozen":
+        model = build_model("qwen3:16")
+        layers = model.backbone.layers
+        for module in (model.backbone.embed_tokens, *layers[: len(layers) // 2]):
+            module.requires_grad_(False)
+        return model
     model = EmbeddingModel.from_config(BERT, projection_dim=16)
     if kind == "lora":
         from peft import LoraConfig, get_peft_model
@@ -287,9 +302,15 @@ def naive_loss(embeddings: dict[str, torch.Tensor], temperature, symmetric: bool
     return loss
 
 
-def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows: int) -> list[list[torch.Tensor]]:
-    """Gradients of every optimizer step, from naive lines over the rows of all ranks."""
-    trained = [p for p in [*model.parameters(), *loss.parameters()] if p.requires_grad]
+def trained_by_name(model: nn.Module, loss: nn.Module) -> dict[str, nn.Parameter]:
+    parameters = {**named(model.named_parameters()), **{f"loss {name}": p for name, p in loss.named_parameters()}}
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows: int) -> list[dict]:
+    """Gradients of every optimizer step, by name, from naive lines over the rows of all ranks."""
+    by_name = trained_by_name(model, loss)
+    trained = list(by_name.values())
     optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
     accumulation = case.arguments.get("gradient_accumulation_steps", 1)
     of_steps = []
@@ -319,7 +340,7 @@ def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_row
                 (value * len(group["query"]) / anchors / len(window)).backward(retain_graph=True)
         if case.arguments.get("max_grad_norm", 0):
             nn.utils.clip_grad_norm_(trained, case.arguments["max_grad_norm"])
-        of_steps.append([p.grad.clone() for p in trained])
+        of_steps.append({name: p.grad.clone() for name, p in by_name.items()})
         optimizer.step()
     return of_steps
 
@@ -331,14 +352,15 @@ LEARNING_RATE = 0.1
 
 class GradientRecorder(TrainerCallback):
     def __init__(self) -> None:
-        self.steps: list[list[torch.Tensor]] = []
+        self.steps: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **others):
         if os.environ.get("ACCELERATE_USE_FSDP") == "true":
             assert all(hasattr(p, "full_tensor") for p in model.parameters() if p.requires_grad), "not sharded"
-        found = [p.grad for p in [*model.parameters(), *self.loss.parameters()] if p.requires_grad]
-        assert all(g is not None for g in found), "a trainable parameter has no gradient"
-        self.steps.append([(g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for g in found])
+        found = {name: p.grad for name, p in trained_by_name(model, self.loss).items()}
+        assert all(g is not None for g in found.values()), "a trainable parameter has no gradient"
+        whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+        self.steps.append({name: g.clone() for name, g in whole.items()})
 
 
 def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows: int, **more) -> list:
@@ -393,12 +415,22 @@ def measure(case: Case) -> float:
     assert len(found) == len(expected) == case.steps, (len(found), len(expected))
     worst = 0.0
     for of_step, wanted in zip(found, expected, strict=True):
-        assert len(of_step) == len(wanted)
-        scale = torch.cat([w.flatten() for w in wanted]).norm()
+        assert names_of_all(of_step) == wanted.keys()
+        scale = torch.cat([w.flatten() for w in wanted.values()]).norm()
         assert scale > 0, "a comparison of zeros proves nothing"
-        difference = torch.cat([(f - w).flatten() for f, w in zip(of_step, wanted, strict=True)]).norm()
+        parts = [(own - wanted[name]).flatten() for name, own in of_step.items()]  # none where a stage trains nothing
+        difference = torch.cat([*parts, scale.new_zeros(0)]).norm()
         worst = max(worst, float(difference / scale))
     return worst
+
+
+def names_of_all(of_step: dict) -> set[str]:
+    """Those that some rank has: in a pipeline each has its own."""
+    everyone: list = [of_step.keys()]
+    if pipeline_size > 1:
+        everyone = [None] * launched.processes()
+        torch.distributed.all_gather_object(everyone, list(of_step))
+    return set().union(*everyone)
 
 
 def runs_here(case: Case, is_fsdp: bool) -> bool:
@@ -418,7 +450,12 @@ def main() -> None:
     parser.add_argument("--only", help="cases whose name holds this")
     parser.add_argument("--names", nargs="+", help="exactly these cases, whatever way of running they are listed for")
     parser.add_argument("--arguments", type=json.loads, default={}, help="JSON: arguments put over every case's own")
+    parser.add_argument("--layers", type=int, help="of every model")
     options = parser.parse_args()
+    global pipeline_size
+    pipeline_size = options.arguments.get("pipeline_parallel_size", 1)
+    for config in (BERT, *DECODERS.values()) if options.layers else ():
+        config["num_hidden_layers"] = options.layers
     is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     errors = {}
     for case in CASES:

@@ -109,7 +109,7 @@ def test_short_names_and_paths_lead_to_the_same_file(short):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("multi_gpu_dpp", ['"multi_gpu_ddp"', "single_gpu", "auto"]),
+        ("multi_gpu_ddb", ['"multi_gpu_ddp"', "single_gpu", "auto"]),
         ("zzz", ["multi_gpu_ddp", "multi_gpu_fsdp", "single_gpu"]),
         ("nowhere/mine.yaml", ["no such file", "multi_gpu_ddp"]),
     ],

@@ -1,0 +1,336 @@
+"""Pipeline parallelism under a loss over embeddings: consecutive ranks hold the same rows and some stages of a model.
+
+A pipeline is a group of P consecutive ranks; other groups are copies of it with rows of their own. `stages.py` cuts
+the model, `schedules.py` says who works when, and `pipeline_passes.py` takes the chunks of a step through the stages.
+Nothing wraps the model: gradients are added up locally and averaged over the copies once per update. accelerate and
+Trainer know no pipelines, but groups of ranks that hold the same rows: to them a pipeline is a tensor-parallel group.
+
+(1) what can run as a pipeline, said before anything is cut
+(2) the groups; what accelerate hears of them
+(3) once per update: gradients over the copies, one norm for the whole model
+(4) whole weights for a folder that loads anywhere
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_dist_ext import launched
+from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.gradient_cache import Door, Embeddings
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives, schedules, stages
+from hf_dist_ext.strategies.base import Strategy, meanwhile
+from hf_dist_ext.strategies.pipeline_passes import Line, PipelinePasses
+from hf_dist_ext.strategies.rows import Rows
+
+SCHEDULE = "1f1b"  # the default
+STAGES_PER_RANK = 2  # where a schedule has several
+BUCKET = 2**28  # elements of gradients that are averaged together
+
+
+def size(args: Any) -> int:
+    """Ranks of a pipeline; 1: there is none."""
+    return getattr(args, "pipeline_parallel_size", None) or 1
+
+
+# ---- (1) ----
+
+
+def check(args: Any) -> None:
+    """Rules between the fields. Raises UsageError."""
+    given = {
+        name: value
+        for name in ("pipeline_schedule", "pipeline_stages_per_rank", "pipeline_split")
+        if (value := getattr(args, name)) is not None
+    }
+    if args.pipeline_parallel_size is not None and args.pipeline_parallel_size < 1:
+        raise UsageError(f"pipeline_parallel_size={args.pipeline_parallel_size} must be at least 1.")
+    if size(args) == 1:
+        if given:
+            name, value = next(iter(given.items()))
+            raise UsageError(f"{name}={value!r} is of a pipeline. Set pipeline_parallel_size, or remove {name}.")
+        return
+    if schedule_of(args) not in schedules.SCHEDULES:
+        raise UsageError(
+            f"pipeline_schedule={args.pipeline_schedule!r} does not exist. Choose one of "
+            f"{', '.join(schedules.SCHEDULES)}."
+        )
+    fixed, per_rank = schedules.SCHEDULES[schedule_of(args)].stages_per_rank, args.pipeline_stages_per_rank
+    if per_rank is not None and (per_rank < 1 or per_rank != (fixed or per_rank)):
+        raise UsageError(
+            f"pipeline_stages_per_rank={per_rank}: {schedule_of(args)} has {fixed or 'at least 1'} per process."
+        )
+    if launched.processes() % size(args):
+        raise UsageError(
+            f"{launched.processes()} processes do not make pipelines of {size(args)} (pipeline_parallel_size). Start "
+            f"a multiple of {size(args)}."
+        )
+    _check_rest(args)
+
+
+def schedule_of(args: Any) -> str:
+    return args.pipeline_schedule or SCHEDULE
+
+
+def per_rank_of(args: Any) -> int:
+    fixed = schedules.SCHEDULES[schedule_of(args)].stages_per_rank
+    return fixed or args.pipeline_stages_per_rank or STAGES_PER_RANK
+
+
+def own_stages(args: Any) -> tuple[list[int], int]:
+    """This rank's, and how many there are."""
+    places = schedules.rank_of_stage(schedule_of(args), size(args), per_rank_of(args))
+    return [stage for stage, rank in enumerate(places) if rank == launched.rank() % size(args)], len(places)
+
+
+def in_stages(args: Any) -> Callable[[type], type] | None:
+    """For `EmbeddingModel.from_pretrained`: this rank reads its stages only. None without a pipeline."""
+    if size(args) == 1:
+        return None
+    own, num_stages = own_stages(args)
+    return functools.partial(stages.staged, own=own, num_stages=num_stages, split=args.pipeline_split)
+
+
+def _check_rest(args: Any) -> None:
+    """UsageError for what was not made exact, or has no meaning, with a pipeline."""
+    chunk_size = args.gradient_cache_chunk_size
+    if not args.uses_gradient_cache or chunk_size == "auto":
+        raise UsageError(
+            "a pipeline works on chunks: give gradient_cache_chunk_size a number of rows, or "
+            "gradient_cache_chunk_tokens one of tokens. None is found by measuring, as several chunks are under way."
+        )
+    frozen = [name for name in ("trainable_modules", "frozen_modules") if getattr(args, name) is not None]
+    refused = {
+        **{f"{name}={getattr(args, name)!r}": True for name in frozen},
+        f"gradient_cache_keep_graph={args.gradient_cache_keep_graph!r}": args.gradient_cache_keep_graph
+        not in (0, "0"),
+        "learning_rates": bool(args.learning_rates),
+        "fp16=true": args.fp16,
+        "torch_compile=true": args.torch_compile,
+        "frozen_feature_cache": args.frozen_feature_cache is not None,
+        "save_async=true": args.save_async,
+        "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),
+        "FSDP": bool(args.fsdp) or launched.uses_fsdp(),
+        "a mesh of accelerate (parallelism_config)": launched.uses_mesh(),
+    }
+    refused |= {
+        f"{name}={getattr(args, name)!r}": getattr(args, name) is not None for name in ("ddp_comm_hook", "sharding")
+    }
+    if found := [what for what, is_given in refused.items() if is_given]:
+        remedy = {"fp16=true": "Use bf16."}.get(found[0], "Leave it out, or use multi_gpu_fsdp.")
+        raise UsageError(f"a pipeline does not go with {found[0]}. {remedy}")
+
+
+def check_model(model: nn.Module | None, args: Any) -> None:
+    """Before anything is cut. Raises UsageError."""
+    if model is None:
+        raise UsageError("a pipeline needs the model itself, not model_init: it is cut into stages before training.")
+    if any(vars(module).get("_is_distributed_loading_by_transformers") for module in model.modules()):
+        raise UsageError(f"{type(model).__name__} is split over processes already. Give a pipeline the whole model.")
+
+
+# ---- (2) ----
+
+
+def options(args: Any) -> dict[str, Any]:
+    """What an `Accelerator` takes: loaders then deal the same rows to the ranks of a pipeline."""
+    if size(args) == 1:
+        return {}
+    from accelerate import ParallelismConfig
+
+    copies = launched.processes() // size(args)
+    return {"parallelism_config": ParallelismConfig(tp_size=size(args), dp_shard_size=copies)}
+
+
+class Pipeline(Strategy):
+    """
+    Attributes:
+        cut: the model, while Trainer is constructed and from then on.
+        line: this rank's pipeline, once there is an accelerator.
+    """
+
+    comes_with_model = is_cut = saves_by_name = syncs_replicated = True
+    can_redo = False
+
+    def __init__(self, model: nn.Module | None, args: Any):
+        super().__init__()
+        check_model(model, args)
+        self.whole = model
+        self.size, self.schedule, self.per_rank = size(args), schedule_of(args), per_rank_of(args)
+        self.cut: stages.Cut | None = None
+        self.line: Line | None = None
+        self.group: Any = None
+        self._has_checked_rows = False
+        self._elsewhere: frozenset[str] | None = None
+
+    @property
+    def split(self) -> str:
+        return f"pp {self.size}"
+
+    @property
+    def name(self) -> str:
+        return self.split + (f" x dp {self.rows.size}" if self.rows.size > 1 else "")
+
+    # ---- setting up ----
+
+    @contextmanager
+    def constructing(self, args: Any) -> Iterator[None]:
+        device = args.device  # with it come the processes' connections
+        self.group, peers = _groups(self.size)
+        self.rows = Rows(self.size, peers)
+        own, num_stages = own_stages(args)
+        self.cut = stages.Cut(self.whole, own, stages.firsts_of(self.whole, num_stages, args.pipeline_split))
+        self._in_stages = in_stages(args)
+        self.whole.to(device)
+        # Trainer then leaves the model where it is, and accelerate puts no wrapper around it.
+        self.cut.base._is_distributed_loading_by_transformers = True
+        with meanwhile(args, "save_only_model", True):  # as under tensor parallelism
+            yield
+
+    def wrapped(self, model: nn.Module, *more: Any) -> None:
+        # Trainer has seeded all ranks alike; layers of two stages must not drop the same elements.
+        torch.manual_seed(torch.initial_seed() + self.line.rank)
+
+    def place(self, model: nn.Module | None, *more: Any) -> None:
+        device = self.accelerator.device
+        self.line = Line(self.cut, self.schedule, self.per_rank, self.group, device, self.accelerator.autocast)
+        self.accelerator.clip_grad_norm_ = self.clip_gradients
+
+    def gather_for_metrics(self) -> Callable:
+        return functools.partial(self.rows.gather_for_metrics, self.accelerator)
+
+    # ---- a step ----
+
+    def check_batch(self, batch: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device) -> None:
+        """In a run's first step. Raises UsageError on every rank."""
+        if not self._has_checked_rows and not self.rows.hold_the_same(batch, device):
+            raise UsageError(
+                f"ranks of a pipeline of {self.size} hold other rows than each other. Let the order of rows depend on "
+                "the pipeline, not on the rank: rank // pipeline_parallel_size."
+            )
+        self._has_checked_rows = True
+
+    def make_passes(self, *arguments: Any) -> PipelinePasses:
+        return PipelinePasses(self.line, *arguments)
+
+    def encoded(self, batch: ChunkedBatch, encode: Any, phase: Door) -> Embeddings:
+        chunks = batch.chunks()
+        outputs = self.line.forward(chunks, phase)
+        return self.line.shared(batch.to_columns(outputs, chunks) if self.line.has_last else {})
+
+    # ---- (3) ----
+
+    def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
+        bucket: list[nn.Parameter] = []
+        for parameter in chain(loss_parameters, self.whole.parameters()):
+            if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:
+                self.rows.average_gradients(bucket)
+                bucket = []
+            bucket.append(parameter)
+        self.rows.average_gradients(bucket)
+
+    @torch.no_grad()
+    def clip_gradients(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """In place of the accelerator's. The norm of all stages' gradients, and of those that every rank has (the
+        loss's own parameters) once; they are scaled down to `max_norm` (inf: not at all)."""
+        assert norm_type == 2.0
+        here = {id(parameter) for parameter in self.whole.parameters()}
+        gradients = [(p.grad, id(p) in here) for p in parameters if p.grad is not None]
+        # float64, whatever the gradients are: a stage that trains nothing has none to tell.
+        total = torch.zeros((), device=self.line.device, dtype=torch.float64)
+        for is_of_stage in (True, False):
+            found = [gradient for gradient, is_here in gradients if is_here is is_of_stage]
+            if found:
+                total += nn.utils.get_total_norm(found).to(total) ** 2
+            if is_of_stage:
+                dist.all_reduce(total, group=self.group)
+        norm = total.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
+        for gradient, _ in gradients if max_norm != float("inf") else ():
+            gradient.mul_(factor.to(gradient.dtype))
+        return norm
+
+    # ---- (4) ----
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        if self._elsewhere is None:
+            own = {name for name, _ in self.whole.named_parameters()}
+            found: list[set[str]] = [set()] * self.size
+            dist.all_gather_object(found, own, group=self.group)
+            self._elsewhere = frozenset(set().union(*found) - own)
+        return self._elsewhere
+
+    def collected(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+        """One tensor after another travels to the first rank of the first pipeline."""
+        found = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if keep else {}
+        if collectives.rank() >= self.size:
+            return found
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        for rank in range(1, self.size):
+            for name, (shape, dtype) in self.line.told(shapes, rank).items():
+                if rank == self.line.rank:
+                    dist.send(
+                        tensors[name].detach().to(self.line.device).contiguous(), self.line.global_rank(0), self.group
+                    )
+                elif keep:
+                    tensor = torch.empty(shape, dtype=dtype, device=self.line.device)
+                    dist.recv(tensor, self.line.global_rank(rank), self.group)
+                    found[name] = tensor.cpu()
+        return found
+
+    def said_by_parts(self, content: Any) -> list[Any]:
+        return [self.line.told(content, rank) for rank in range(self.size)]
+
+    def whole_weights(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+        return self.collected(model.state_dict(), keep)
+
+    def saving_whole(self, model: nn.Module) -> AbstractContextManager:
+        return self.cut.saving()
+
+    @torch.no_grad()
+    def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
+        """Every rank reads its own stages. Adapters are peft's to read."""
+        if self.cut.base is not self.whole:
+            return False
+        # float32 holds what either half precision holds; copying casts back to each parameter's own.
+        dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
+        other = type(self.cut.base).from_pretrained(folder, dtype=dtype, in_stages=self._in_stages)
+        theirs = other.state_dict()
+        for name, tensor in model.state_dict().items():
+            if name not in theirs or theirs[name].shape != tensor.shape:
+                raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
+            tensor.copy_(theirs[name])
+        return True
+
+    def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
+        if content.get("pipeline_parallel_size", 1) == 1:
+            raise UsageError(
+                f"{folder} was saved without a pipeline, this run is {self.name}: the optimizer's groups are others. "
+                "With resume_weights_only its weights are taken and everything else starts anew."
+            )
+
+
+def _groups(size: int) -> tuple[Any, Any]:
+    """This rank's pipeline, and the ranks with its place in the others (None: there are none)."""
+    ranks = list(range(collectives.world_size()))
+    own = peers = None
+    for start in range(0, len(ranks), size):
+        group = dist.new_group(ranks[start : start + size])
+        own = group if collectives.rank() in ranks[start : start + size] else own
+    for place in range(size):
+        group = dist.new_group(ranks[place::size])
+        peers = group if collectives.rank() in ranks[place::size] else peers
+    return own, peers

@@ -1,0 +1,261 @@
+"""A model cut into the stages of a pipeline: what lies where, and one stage run alone.
+
+A model that can be cut is an `EmbeddingModel` (or LoRA in it): a `backbone` with one stack of layers, what comes
+before them (word embeddings) and what comes after. The first stage has what comes before the stack, the last one all
+that comes after it: the norm, pooling, projection. A stage is run by the model's own forward with hidden states in
+place of word embeddings (`inputs_embeds`), where everything that is not this stage's gives back what comes in. So
+masks and positions are made by the model's own code on every stage, and parameters keep the names that they have in
+the whole model.
+
+Of parts that lie on other ranks a rank keeps the names and shapes (the meta device) and no memory. A model that is
+read from files as `staged` says never has more (one with random weights is built whole before it is cut).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_dist_ext.errors import UsageError
+
+# Decoders whose plan (base_model_pp_plan of transformers) was measured: some scale what they take for word embeddings
+# (granite), and would do so at every stage.
+DECODERS = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+class Layout(NamedTuple):
+    """Where a backbone has what: names of modules."""
+
+    before: tuple[str, ...]
+    stack: str
+    after: tuple[str, ...]
+
+
+ENCODERS = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), Layout(("embeddings",), "encoder.layer", ())),
+    "modernbert": Layout(("embeddings",), "layers", ("final_norm",)),
+}
+
+
+def layout_of(config: Any) -> Layout:
+    """Of a model's config. Raises UsageError when it is none that can be cut."""
+    name = config.model_type
+    if name in ENCODERS:
+        return ENCODERS[name]
+    plan = list(getattr(config, "base_model_pp_plan", None) or ())
+    if name not in DECODERS or "layers" not in plan:
+        raise UsageError(
+            f'a pipeline can not be made of "{name}": it was measured to be exact for '
+            f"{', '.join(sorted(DECODERS | ENCODERS.keys()))}. Use multi_gpu_fsdp."
+        )
+    at = plan.index("layers")
+    return Layout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
+
+
+def first_layers(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[int]:
+    """The number of the first layer of every stage. `split`: those of all stages but the first; None: as many layers
+    in each, one more in the last ones where they do not divide, as the first one has the word embeddings.
+
+    Raises:
+        UsageError: a stage without a layer.
+    """
+    firsts = [stage * num_layers // num_stages for stage in range(num_stages)] if split is None else [0, *split]
+    if len(firsts) != num_stages:
+        raise UsageError(
+            f"pipeline_split={list(split)} has {len(split)} numbers; {num_stages} stages need {num_stages - 1}: the "
+            "first layer of every stage but the first."
+        )
+    if any(end <= first for first, end in zip(firsts, [*firsts[1:], num_layers], strict=True)):
+        given = "" if split is None else f" cut at {list(split)}"
+        raise UsageError(
+            f"{num_layers} layers{given} do not make {num_stages} stages of at least one layer each. Use fewer "
+            "processes or stages per process (pipeline_parallel_size, pipeline_stages_per_rank), or another split."
+        )
+    return firsts
+
+
+def firsts_of(model: nn.Module, num_stages: int, split: Sequence[int] | None) -> list[int]:
+    """`first_layers` of a model."""
+    base = _base(model)
+    return first_layers(len(base.backbone.get_submodule(layout_of(base.config).stack)), num_stages, split)
+
+
+def _base(model: nn.Module) -> nn.Module:
+    """Without adapters. Raises UsageError when it can not be cut."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "tokens"):
+        raise UsageError(
+            f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. Use "
+            "EmbeddingModel, or multi_gpu_fsdp."
+        )
+    return base
+
+
+class Passed(nn.Module):
+    """Stands where a part of another stage is: gives back what comes in."""
+
+    def __init__(self, part: nn.Module):
+        super().__init__()
+        self.__dict__["stands_for"] = part  # no module of this one
+        if hasattr(part, "attention_type"):  # by which ModernBERT's loop picks the layer's mask
+            self.attention_type = part.attention_type
+        for name, child in part.named_children():
+            if isinstance(child, nn.Embedding):  # asked for by get_input_embeddings
+                self.add_module(name, nn.Identity())
+
+    def forward(self, hidden: Any = None, *arguments: Any, inputs_embeds: Any = None, **options: Any) -> Any:
+        return hidden if inputs_embeds is None else inputs_embeds
+
+
+class Part(NamedTuple):
+    """A module, and where in the model it hangs."""
+
+    owner: nn.Module
+    name: str
+    module: nn.Module
+
+    def put(self, module: nn.Module | None) -> None:
+        self.owner._modules[self.name] = module
+
+
+class Cut:
+    """A model of which this rank has the stages `own`.
+
+    Args:
+        model: whole. Parts of other stages give up their memory.
+        own: this rank's stages.
+        firsts: the first layer of every stage.
+    """
+
+    def __init__(self, model: nn.Module, own: Sequence[int], firsts: Sequence[int]):
+        self.model, self.own, self.num_stages = model, list(own), len(firsts)
+        self.base = _base(model)
+        self.parts = _parts(self.base, firsts)
+        for _, part in self._all():
+            part.put(part.module)
+        _check_is_covered(model, self.parts)
+        self._left_out = [part for stage, part in self._all() if stage not in self.own]
+        for part in self._left_out:
+            part.module.to("meta")
+            part.put(Passed(part.module))
+
+    def _all(self) -> list[tuple[int, Part]]:
+        return [(stage, part) for stage, parts in enumerate(self.parts) for part in parts]
+
+    def parameters(self, stage: int) -> list[nn.Parameter]:
+        """Those of one of this rank's stages that train."""
+        return [p for part in self.parts[stage] for p in part.module.parameters() if p.requires_grad]
+
+    def run(self, stage: int, features: Mapping[str, Any], hidden: torch.Tensor | None) -> torch.Tensor:
+        """One stage alone: features and what the stage before gave (b, T, H) -> the same for the next one; the last
+        stage gives embeddings (b, D). `hidden` is None for the first stage."""
+        if stage > 0:
+            features = {name: value for name, value in features.items() if name != "input_ids"}
+            features["inputs_embeds"] = hidden
+        with self._only(stage):
+            if stage == self.num_stages - 1:
+                return self.base(**features).embeddings
+            return self.base.tokens(**features)
+
+    @contextlib.contextmanager
+    def _only(self, stage: int) -> Iterator[None]:
+        """While inside, other stages of this rank give back what comes in."""
+        others = [part for own in self.own if own != stage for part in self.parts[own]]
+        try:
+            for part in others:
+                part.put(Passed(part.module))
+            yield
+        finally:
+            for part in others:
+                part.put(part.module)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """While inside, the model has all its modules; those of other ranks are on the meta device."""
+        try:
+            for part in self._left_out:
+                part.put(part.module)
+            yield
+        finally:
+            for part in self._left_out:
+                part.put(Passed(part.module))
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While inside, `save_pretrained` takes the model for a whole one."""
+        with self.whole():
+            self.base._is_distributed_loading_by_transformers = False
+            try:
+                yield
+            finally:
+                self.base._is_distributed_loading_by_transformers = True
+
+
+def _parts(base: nn.Module, firsts: Sequence[int]) -> list[list[Part]]:
+    """Stage -> its parts."""
+    parts = _parts_of_backbone(base.backbone, firsts)
+    parts[-1] += [_part(base, name) for name, child in base.named_children() if child is not base.backbone]
+    return parts
+
+
+def _parts_of_backbone(backbone: nn.Module, firsts: Sequence[int]) -> list[list[Part]]:
+    layout = layout_of(backbone.config)
+    stack = backbone.get_submodule(layout.stack)
+    ends = [*firsts[1:], len(stack)]
+    parts = [[_part(stack, str(i)) for i in range(first, end)] for first, end in zip(firsts, ends, strict=True)]
+    parts[0] += [_part(backbone, name) for name in layout.before]
+    parts[-1] += [_part(backbone, name) for name in layout.after]
+    return parts
+
+
+def _part(owner: nn.Module, name: str) -> Part:
+    module = owner.get_submodule(name)
+    return Part(owner, name, getattr(module, "stands_for", module))
+
+
+def staged(kind: type, own: Sequence[int], num_stages: int, split: Sequence[int] | None) -> type:
+    """A class of backbones which `from_pretrained` fills with the weights of the stages `own` alone; `put_back` makes
+    its model one that can be cut into these stages."""
+
+    def __init__(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
+        kind.__init__(self, config, *arguments, **options)
+        self.__class__ = kind
+        num_layers = len(self.get_submodule(layout_of(config).stack))
+        for stage, parts in enumerate(_parts_of_backbone(self, first_layers(num_layers, num_stages, split))):
+            for part in parts if stage not in own else ():
+                part.module.to("meta")
+                part.put(Passed(part.module))
+
+    body = {"__init__": __init__, "_keys_to_ignore_on_load_unexpected": [""]}  # other stages' weights are in the files
+    return type(kind.__name__, (kind,), body | {"__module__": kind.__module__})
+
+
+def put_back(model: nn.Module) -> nn.Module:
+    """A `staged` model with all its modules, those of other stages on the meta device: for whoever asks for names or
+    puts adapters in, before it is cut."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Passed):
+                module._modules[name] = child.stands_for
+    return model
+
+
+def _check_is_covered(model: nn.Module, parts: Sequence[Sequence[Part]]) -> None:
+    """Every parameter lies in one stage."""
+    owners: dict[int, set[int]] = {}
+    for stage, of_stage in enumerate(parts):
+        for part in of_stage:
+            for parameter in part.module.parameters():
+                owners.setdefault(id(parameter), set()).add(stage)
+    for name, parameter in model.named_parameters():
+        stages = owners.get(id(parameter), set())
+        if len(stages) != 1:
+            where = "in none" if not stages else f"in {len(stages)}"
+            raise UsageError(
+                f"a pipeline can not be made of {type(model).__name__}: {name!r} lies {where} of its stages. Use "
+                "multi_gpu_fsdp."
+            )

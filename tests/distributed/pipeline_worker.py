@@ -1,0 +1,277 @@
+r"""Runs of DistTrainer as a pipeline of two processes: resumed, saved, evaluated, counted; and what is refused.
+
+    accelerate launch --config_file configs/accelerate/multi_gpu_pp.yaml tests/distributed/pipeline_worker.py FOLDER
+
+(1) a folder with a small model, by the first process
+(2) four steps with a checkpoint after the second, and from that checkpoint again
+(3) the folder of the end, loaded by every process whole; an evaluation; what is refused
+(4) one step, counted: chunks under way, messages, reductions; and its embeddings of both passes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_dist_ext import launched
+from hf_dist_ext.checkpoints import manifest, trainable
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import pipeline, pipeline_passes, schedules
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.tensors import bare_optimizer
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.tensor_parallel_worker import collate, collate_repeated, largest_difference
+from tests.launching import leave_together
+from tests.tiny_models import model_config
+
+ROWS, BATCH, LAYERS = 36, 6, 6
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+
+
+def save_base(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = model_config("qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, vocab_size=99)
+    EmbeddingModel.from_config(config, pooling="last").save_pretrained(folder)
+
+
+def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone: bool = False, **more) -> DistTrainer:
+    options = {} if is_alone else {"pipeline_parallel_size": 2}
+    options |= dict(max_steps=4, save_steps=2, learning_rate=1e-2, max_grad_norm=0.5, gradient_accumulation_steps=2)
+    args = DistTrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=4, use_cpu=True,
+        report_to=[], disable_tqdm=True, logging_steps=1, seed=3,
+        **(options | {"gradient_cache_chunk_size": 2, "preemptible": True} | more),
+    )  # fmt: skip
+    torch.manual_seed(1)
+    model = EmbeddingModel.from_pretrained(base, projection_dim=16, in_stages=pipeline.in_stages(args))
+    torch.manual_seed(1)
+    nn.init.normal_(model.projection.weight, std=0.1)
+    if has_adapters:
+        model = get_peft_model(model, LORA)
+    return DistTrainer(
+        model, args, loss=InfoNCELoss(0.1, learnable_temperature=True), data_collator=collate,
+        train_dataset=list(range(ROWS)), eval_dataset=list(range(ROWS, ROWS + 10)),
+    )  # fmt: skip
+
+
+def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
+    """Of this rank's stages, and of the loss."""
+    tensors = trainer.model.state_dict() | {f"loss.{k}": v for k, v in trainer.loss.state_dict().items()}
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def evaluated(base: Path, folder: Path, **more) -> dict[str, float]:
+    trainer = make_trainer(base, folder, save_strategy="no", **more)
+    trainer.data_collator = collate_repeated
+    return trainer.evaluate()
+
+
+def goes_on_elsewhere(base: Path, folder: Path) -> dict[str, bool]:
+    """The end of a finished run, read by processes that have other stages."""
+    trainer, found = make_trainer(base, folder, pipeline_schedule="zero_bubble_v"), {}
+
+    class Read(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **others):
+            saved = torch.load(folder / "checkpoint-4" / trainable.OPTIMIZER, weights_only=True)["state"]
+            whole = EmbeddingModel.from_pretrained(folder / "checkpoint-4").state_dict()
+            own = dict(model.named_parameters())
+            moments = {name: bare_optimizer(trainer.optimizer).state[p]["exp_avg_sq"] for name, p in own.items()}
+            found["weights"] = all_ranks(all(torch.equal(p, whole[name]) for name, p in own.items()))
+            found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
+            found["moved"] = all_ranks(len(moments) > 20 and all(moment.norm() > 0 for moment in moments.values()))
+
+    trainer.add_callback(Read())
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return found
+
+
+def all_ranks(is_true: bool) -> bool:
+    found = [None] * launched.processes()
+    dist.all_gather_object(found, is_true)
+    return all(found)
+
+
+def resumed(base: Path, folder: Path, **more) -> dict:
+    trainer = make_trainer(base, folder, **more)
+    start = weights_of(trainer)
+    trainer.train()
+    end = weights_of(trainer)
+    again = make_trainer(base, folder, **more)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    now = weights_of(again)
+    losses = [[line["loss"] for line in t.state.log_history if "loss" in line] for t in (trainer, again)]
+    evaluation = trainer.evaluate()
+    trainer.save_model(str(folder / "end"))
+    trainer.accelerator.wait_for_everyone()
+    facts = manifest.read(folder / "checkpoint-4")
+    found = {
+        "moved": largest_difference(start, end),
+        "equal": all_ranks(end.keys() == now.keys() and all(torch.equal(end[name], now[name]) for name in end)),
+        "losses_equal": losses[0] == losses[1] and len(losses[0]) == 4,
+        "committed": manifest.why_incomplete(folder / "checkpoint-4"),
+        "facts": {
+            name: facts[name]
+            for name in ("world_size", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size",
+                         "samples_seen", "sharding", "embedding")
+        },
+        "rows_per_step": trainer.data_position.rows_per_micro_batch,
+        "logged_batch": trainer.state.log_history[0]["contrastive_batch_size"],
+        "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
+        "evaluation": evaluation,
+    }  # fmt: skip
+    whole = EmbeddingModel.from_pretrained(folder / "end").eval()
+    theirs = whole.state_dict()
+    if not hasattr(trainer.model, "peft_config"):
+        own = trainer.model.state_dict()
+        found["weights_equal"] = all_ranks(all(torch.equal(value, theirs[name]) for name, value in own.items()))
+    trainer.model.eval()
+    rows = collate(list(range(7)))
+    with torch.no_grad():
+        ours = trainer.step.score_only(trainer.model, rows).embeddings
+    found["embeddings_differ"] = max(
+        (ours[name] - whole(**features).embeddings).abs().max().item() for name, features in rows.items()
+    )
+    return found
+
+
+# ---- (3) ----
+
+
+def said_by(attempt) -> str:
+    try:
+        attempt()
+    except (UsageError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+REFUSED = {
+    "no cache": {"gradient_cache_chunk_size": None}, "auto": {"gradient_cache_chunk_size": "auto"},
+    "kept graphs": {"gradient_cache_keep_graph": 1}, "fp16": {"fp16": True}, "async": {"save_async": True},
+    "compile": {"torch_compile": True}, "frozen": {"frozen_modules": ["embed_tokens"]},
+    "rates": {"learning_rates": {"projection": 1e-3}}, "hook": {"ddp_comm_hook": "fp16"},
+    "schedule": {"pipeline_schedule": "dualpipe"}, "per rank": {"pipeline_stages_per_rank": 2},
+    "no pipeline": {"pipeline_parallel_size": None, "pipeline_schedule": "gpipe"},
+    "processes": {"pipeline_parallel_size": 3}, "split": {"pipeline_split": [2, 4]},
+    "empty stage": {"pipeline_split": [6]},
+    "layers": {"pipeline_schedule": "looped_bfs", "pipeline_stages_per_rank": 4},
+}  # fmt: skip
+
+
+def refusals(base: Path, folder: Path) -> dict[str, str]:
+    said = {
+        name: said_by(lambda more=more: make_trainer(base, folder / "no", **more)) for name, more in REFUSED.items()
+    }
+
+    def train_on_other_rows() -> None:
+        trainer = make_trainer(base, folder / "no", save_strategy="no")
+        trainer.data_collator = lambda rows: collate([row + rank() for row in rows])
+        trainer.train()
+
+    def train(model: nn.Module, **options) -> None:
+        args = DistTrainingArguments(
+            output_dir=str(folder / "no"), use_cpu=True, pipeline_parallel_size=2, gradient_cache_chunk_size=2
+        )
+        DistTrainer(model, args, **options)
+
+    loss = InfoNCELoss()
+    distilbert = EmbeddingModel.from_config(model_config("distilbert"))
+    said["other rows"] = said_by(train_on_other_rows)
+    said["architecture"] = said_by(lambda: train(distilbert, loss=loss))
+    said["towers"] = said_by(lambda: train(nn.Linear(2, 2), loss=loss))
+    said["no loss"] = said_by(lambda: train(distilbert))
+    return said
+
+
+# ---- (4) ----
+
+
+def counted(base: Path, folder: Path, **more) -> list[dict]:
+    """One update of one batch; what each rank says of it."""
+    options = {"max_steps": 1, "save_strategy": "no", "gradient_accumulation_steps": 1, "max_grad_norm": 0.5}
+    trainer = make_trainer(base, folder, **(options | more))
+    cut, args = trainer.strategy.cut, trainer.args
+    run, flow, all_reduce = cut.run, pipeline_passes._Flow, dist.all_reduce
+    counts, outputs = Counter(), {False: {}, True: {}}
+
+    def watched_run(stage, features, hidden):
+        output = run(stage, features, hidden)
+        outputs[torch.is_grad_enabled()].setdefault(stage, []).append(output.detach().clone())
+        return output
+
+    class Watched(flow):
+        def forward(self, stage, number):
+            super().forward(stage, number)
+            counts["live"] = max(counts["live"], len(self.held) + len(self.cut_in_two))
+            counts["waiting"] = max(counts["waiting"], len(self.inputs) + len(self.gradients) + len(self.leaving))
+
+        def message(self, kind, tensor, stage):
+            counts[kind.__name__] += 1
+            return super().message(kind, tensor, stage)
+
+    def watched_reduce(tensor, *arguments, **options):
+        counts["reductions"] += options.get("group") is trainer.strategy.rows.peers
+        return all_reduce(tensor, *arguments, **options)
+
+    cut.run, pipeline_passes._Flow, dist.all_reduce = watched_run, Watched, watched_reduce
+    try:
+        trainer.train()
+    finally:
+        pipeline_passes._Flow, dist.all_reduce = flow, all_reduce
+    first, second = outputs[False], outputs[True]
+    for stage in first:
+        first[stage] = first[stage][-len(second[stage]) :]  # behind the one row of which shapes are looked at
+    found = {
+        **counts,
+        "chunks": len(next(iter(second.values()))),
+        "rank": rank() % pipeline.size(args),
+        "per_rank": pipeline.per_rank_of(args),
+        "replayed": sorted(first) == sorted(second) == cut.own
+        and all(torch.equal(a, b) for s in first for a, b in zip(first[s], second[s], strict=True)),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+    }
+    everyone: list = [None] * launched.processes()
+    dist.all_gather_object(everyone, found)
+    return everyone
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", choices=["counted"])
+    options = parser.parse_args()
+    folder = options.folder
+    DistTrainingArguments(output_dir=str(folder / "none"), use_cpu=True, report_to=[])  # makes the process group
+    base = folder / "base"
+    if rank() == 0:  # (1)
+        save_base(base)
+    dist.barrier()
+    found = {}
+    for name, schedule in schedules.SCHEDULES.items() if options.only is None else [("1f1b", None)]:
+        per_rank = None if schedule is None or schedule.stages_per_rank else 2
+        more = {"pipeline_schedule": name, "pipeline_stages_per_rank": per_rank}
+        found[name] = counted(base, folder / "counted", **more)
+    if options.only is None:
+        found["resumed"] = resumed(base, folder / "run")
+        found["elsewhere"] = goes_on_elsewhere(base, folder / "run")
+        found["adapters"] = resumed(base, folder / "adapters", has_adapters=True, pipeline_schedule="zero_bubble")
+        found["evaluation"] = evaluated(base, folder / "eval")
+        found["said"] = refusals(base, folder)
+    if rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    leave_together()

@@ -1,0 +1,184 @@
+"""Pipelines of two and three processes, and two pipelines of two.
+
+Orders and stages alone are in tests/strategies; here are runs: gradients against naive full-batch lines, what a run
+holds and sends, resumed runs, folders, evaluations, and what is refused.
+"""
+
+import functools
+import json
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import schedules
+from tests.distributed import pipeline_worker as worker
+from tests.distributed.forked import launch
+from tests.launching import ROOT
+from tests.launching import launch as really_launch
+from tests.parity import exactness_worker
+
+CASES = [
+    "decoder, last token, left padding", "decoder, accumulation, temperature", "decoder, first half frozen",
+    "chunk 4, does not divide", "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing",
+    "LoRA", "max_grad_norm", "symmetric", "accumulation 2, short last window", "bf16 autocast",
+]  # fmt: skip
+RUNS = [
+    pytest.param(2, 2, name, schedule.stages_per_rank or 2, id=f"PP 2, {name}")
+    for name, schedule in schedules.SCHEDULES.items()
+]
+RUNS += [
+    pytest.param(2, 2, "zero_bubble", 1, id="PP 2, zero_bubble, one stage each"),
+    pytest.param(3, 3, "1f1b", 1, id="PP 3, 1f1b"),
+    pytest.param(3, 3, "interleaved_1f1b", 2, id="PP 3, interleaved_1f1b", marks=pytest.mark.slow),
+    pytest.param(4, 2, "1f1b", 1, id="PP 2 x DP 2, 1f1b"),
+    pytest.param(4, 2, "zero_bubble_v", 2, id="PP 2 x DP 2, zero_bubble_v", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("processes", "size", "schedule", "per_rank"), RUNS)
+def test_gradients_of_stages_are_the_full_batch_gradients(processes, size, schedule, per_rank, tmp_path):
+    arguments = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
+    cases = CASES + ["ranks with different row counts"] * (processes > size)
+    launch(
+        "multi_gpu_pp", processes, exactness_worker.main, "--output", tmp_path / "errors.json", "--layers", 6,
+        "--arguments", json.dumps(arguments), "--names", *cases,
+    )  # fmt: skip
+    errors = json.loads((tmp_path / "errors.json").read_text())
+    assert len(errors) == len(cases)
+    assert not {name: found for name, found in errors.items() if not found["error"] <= found["tolerance"]}
+
+
+@functools.cache
+def found(processes: int = 2, *words: str) -> dict:
+    with TemporaryDirectory() as name:
+        launch("multi_gpu_pp", processes, worker.main, name, *words)
+        return json.loads(Path(name, "found.json").read_text())
+
+
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_it_holds_and_sends_what_its_schedule_says(schedule):
+    ranks = found()[schedule]
+    per_rank, chunks = ranks[0]["per_rank"], ranks[0]["chunks"]
+    assert chunks == worker.BATCH  # two columns, two rows each
+    for rank, of_rank in enumerate(ranks):
+        live = schedules.live_chunks(schedule, 2, per_rank, chunks, rank)
+        assert of_rank["live"] == live
+        assert of_rank["waiting"] <= max(live, 2 * per_rank)  # buffers follow what is under way
+        kinds = [
+            action.kind
+            for forward_only in (True, False)
+            for action in schedules.actions(schedule, 2, per_rank, chunks, rank, forward_only)
+        ]
+        assert of_rank["isend"] == sum(kind.startswith("SEND") for kind in kinds) > 0
+        assert of_rank["irecv"] == sum(kind.startswith("RECV") for kind in kinds)
+
+
+def test_1f1b_holds_fewer_chunks_than_stages_follow():
+    assert [of_rank["live"] for of_rank in found()["1f1b"]] == [2, 1]
+    assert [of_rank["live"] for of_rank in found()["gpipe"]] == [worker.BATCH] * 2
+
+
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_dropout_is_replayed_on_every_stage(schedule):
+    assert all(of_rank["replayed"] for of_rank in found()[schedule])
+
+
+def test_no_process_holds_the_whole_model():
+    whole = sum(of_rank["parameters"] for of_rank in found()["1f1b"])
+    assert all(0 < of_rank["parameters"] < 0.6 * whole for of_rank in found()["1f1b"])
+
+
+def test_copies_of_a_pipeline_reduce_once_per_update():
+    ranks = found(4, "--only", "counted")["1f1b"]
+    assert [of_rank["reductions"] for of_rank in ranks] == [1] * 4
+    assert [of_rank["live"] for of_rank in ranks] == [2, 1, 2, 1]
+
+
+@pytest.mark.parametrize("kind", ["resumed", "adapters"])
+def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
+    run = found()[kind]
+    assert run["moved"] > 1e-2
+    assert run["equal"] and run["losses_equal"]
+    assert run["committed"] == ""
+    assert {"trainable_optimizer.pt", "scheduler.pt", "loss.safetensors", "rng_state_1.pth"} <= set(run["files"])
+
+
+def test_a_checkpoint_is_read_by_processes_that_have_other_stages():
+    assert found()["elsewhere"] == {"weights": True, "moments": True, "moved": True}
+
+
+@pytest.mark.parametrize("kind", ["resumed", "adapters"])
+def test_the_folder_of_the_end_is_whole(kind):
+    run = found()[kind]
+    assert run["embeddings_differ"] < 1e-6
+    assert run.get("weights_equal", True)
+    assert run["facts"]["embedding"]["projection_dim"] == 16
+
+
+def test_rows_are_counted_once_per_pipeline():
+    run = found()["resumed"]
+    assert run["rows_per_step"] == run["logged_batch"] == worker.BATCH
+    facts = run["facts"]
+    sizes = ("world_size", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+    assert [facts[name] for name in sizes] == [2, 1, 1, 2]
+    assert facts["sharding"] == "pp 2" and facts["samples_seen"] == 4 * 2 * worker.BATCH
+
+
+def test_an_evaluation_is_that_of_one_process(tmp_path):
+    worker.save_base(tmp_path / "base")
+    alone = worker.evaluated(tmp_path / "base", tmp_path, is_alone=True)
+    assert 0 < alone["eval_mrr@10"] < 1
+    for name in ("eval_loss", "eval_mrr@10", "eval_ndcg@10", "eval_recall@1", "eval_recall@10"):
+        assert found()["evaluation"][name] == pytest.approx(alone[name], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("no cache", "works on chunks.*gradient_cache_chunk_size"),
+        ("auto", "works on chunks"),
+        ("kept graphs", "gradient_cache_keep_graph=1"),
+        ("fp16", "fp16=true.*bf16"),
+        ("async", "save_async=true"),
+        ("compile", "torch_compile=true"),
+        ("frozen", "frozen_modules"),
+        ("rates", "learning_rates"),
+        ("hook", "ddp_comm_hook"),
+        ("schedule", "dualpipe.*Choose one of gpipe"),
+        ("per rank", "1f1b has 1 per process"),
+        ("no pipeline", "pipeline_schedule='gpipe' is of a pipeline"),
+        ("processes", "2 processes do not make pipelines of 3"),
+        ("split", "2 numbers; 2 stages need 1"),
+        ("empty stage", "6 layers cut at"),
+        ("layers", "6 layers do not make 8 stages"),
+        ("other rows", "hold other rows than each other"),
+        ("architecture", 'made of "distilbert"'),
+        ("towers", "made of Linear"),
+        ("no loss", "needs a loss over embeddings"),
+    ],
+)
+def test_what_it_can_not_do_is_refused(what, words):
+    assert re.search(words, found()["said"][what], re.DOTALL), found()["said"][what]
+
+
+def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    run = {
+        "dataset_name": "code-search", "max_train_samples": 200, "max_eval_samples": 20, "max_length": 16,
+        "model_config": config, "pooling": "last", "max_steps": 2, "per_device_train_batch_size": 32,
+        "gradient_cache_chunk_size": 8, "accelerate_config": "pp", "pipeline_parallel_size": 2,
+        "pipeline_schedule": "interleaved_1f1b", "save_strategy": "no", "output_dir": str(tmp_path / "run"),
+        "report_to": [],
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    done = really_launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", tmp_path / "run.json")
+    report = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32), done.stdout
+    assert report["before"]["mrr@10"] != report["after"]["mrr@10"]
+    assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 4
