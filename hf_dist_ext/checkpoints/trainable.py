@@ -42,12 +42,12 @@ SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the 
 
 def named(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """By the names of the bare model, whatever wraps it or its modules."""
-    tensors = {}
+    by_name = {}
     for name, tensor in tensors:
         for wrapper in WRAPPERS:
             name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
-        tensors[name] = tensor
-    return tensors
+        by_name[name] = tensor
+    return by_name
 
 
 def saved_tensors(model: nn.Module, saved: frozenset[str]) -> dict[str, torch.Tensor]:
