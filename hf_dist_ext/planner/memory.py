@@ -172,42 +172,42 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     parts = tensor_parallel_size(strategy, work, hardware)
     model = model_of(work, parts, work.knobs.min_num_params or 0)
     shards = shard_count(strategy, work, hardware)
-    held, whole = Bytes(), model.whole
+    needed, whole = Bytes(), model.whole
     # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
     casts_itself = "w" in strategy.shards or strategy.is_deepspeed
     of_chunk = held(work, settings, cast_by(strategy, work), parts)
     # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
-    held.activations = max(of_chunk.activations, 0 if casts_itself else whole.largest_trained)
-    held.embeddings = _embeddings(work, hardware.num_devices // parts)
-    held.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
+    needed.activations = max(of_chunk.activations, 0 if casts_itself else whole.largest_trained)
+    needed.embeddings = _embeddings(work, hardware.num_devices // parts)
+    needed.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
     stays_whole = reduces_once(work, strategy, model, hardware, settings)
     if strategy.is_deepspeed:
-        _deepspeed(held, work, strategy, model, shards, stays_whole)
+        _deepspeed(needed, work, strategy, model, shards, stays_whole)
     elif strategy.shards:
-        _fsdp(held, work, strategy, model, shards)
-        held.weights += of_chunk.casts
+        _fsdp(needed, work, strategy, model, shards)
+        needed.weights += of_chunk.casts
     else:
-        held.gradients = whole.trained_stored
+        needed.gradients = whole.trained_stored
         has_masters = whole.trained_stored > whole.trained * work.compute_bytes
-        held.weights = whole.frozen_stored + of_chunk.casts + (0 if has_masters else whole.trained_stored)
-        held.master_weights = whole.trained_stored if has_masters else 0.0
+        needed.weights = whole.frozen_stored + of_chunk.casts + (0 if has_masters else whole.trained_stored)
+        needed.master_weights = whole.trained_stored if has_masters else 0.0
         if strategy.name == "DDP":
-            held.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets
-            held.buffers += kept_by_hook(work.knobs, work.parameters().values(), hardware.num_devices)
+            needed.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets
+            needed.buffers += kept_by_hook(work.knobs, work.parameters().values(), hardware.num_devices)
     if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
-        held.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
+        needed.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
-        held.host += held.master_weights + held.gradients / (shards if stays_whole else 1) + held.optimizer
-        held.master_weights = held.optimizer = held.scratch = 0.0
+        needed.host += needed.master_weights + needed.gradients / (shards if stays_whole else 1) + needed.optimizer
+        needed.master_weights = needed.optimizer = needed.scratch = 0.0
         of_unit = whole if stays_whole else max(model.units.values(), key=lambda unit: unit.trained, default=whole)
-        held.gradients = reduced_bytes(work, strategy, of_unit)
+        needed.gradients = reduced_bytes(work, strategy, of_unit)
     is_alone = hardware.num_devices == 1 or strategy.name == "single"
-    held.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
-    held.framework += FRAGMENTATION * (held.total - held.framework)
-    return held
+    needed.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
+    needed.framework += FRAGMENTATION * (needed.total - needed.framework)
+    return needed
 
 
-def _fsdp(held: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int) -> None:
+def _fsdp(needed: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int) -> None:
     """Shards; whole units in the computing precision: all (speed), or the root and two layers; buffers."""
     whole, is_half = model.whole, work.autocast_bytes is not None
     stored = whole.trained * 4 if is_half else whole.trained_stored
@@ -215,22 +215,22 @@ def _fsdp(held: Bytes, work: Workload, strategy: Strategy, model: Model, shards:
     largest = max(units, default=0.0)
     reduced = max((reduced_bytes(work, strategy, unit) for unit in model.units.values()), default=0.0)
     live = root + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
-    held.weights, resting = live, 0 if is_half else stored / shards
+    needed.weights, resting = live, 0 if is_half else stored / shards
     if strategy.replicates_frozen:  # FSDP never moves them
-        held.weights += whole.frozen_stored
+        needed.weights += whole.frozen_stored
     else:
         resting += whole.frozen_stored / shards
     if strategy.offloads:
-        held.host = resting
+        needed.host = resting
     else:
-        held.weights += resting
-    held.master_weights = stored / shards if is_half else 0.0
+        needed.weights += resting
+    needed.master_weights = stored / shards if is_half else 0.0
     between = reduced_bytes(work, strategy, whole) if strategy.keeps_whole else 0.0
-    held.gradients = stored / shards + between
+    needed.gradients = stored / shards + between
     # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
-    held.buffers = max(largest, root) + (1 if strategy.keeps_whole else 2) * reduced
+    needed.buffers = max(largest, root) + (1 if strategy.keeps_whole else 2) * reduced
     if strategy.is_hybrid:
-        held.buffers += stored / shards
+        needed.buffers += stored / shards
 
 
 def reduces_once(work: Workload, strategy: Strategy, model: Model, hardware: Hardware, settings: Settings) -> bool:
@@ -248,18 +248,20 @@ def num_backwards(work: Workload, settings: Settings) -> int:
     return chunks * work.accumulation
 
 
-def _deepspeed(held: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int, stays_whole: bool) -> None:
+def _deepspeed(
+    needed: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int, stays_whole: bool
+) -> None:
     """Weights in the computing precision, float32 masters in partitions, gradients whole (1) or in partitions."""
     whole, computes_in = model.whole, work.compute_bytes
     root, *units = (unit.elements * computes_in for unit in (model.root, *model.layers))
-    held.weights = whole.elements * computes_in
+    needed.weights = whole.elements * computes_in
     if "w" in strategy.shards:
-        resting = held.weights / shards
-        held.weights = root + min(sum(units), 2 * max(units, default=0.0)) + (0 if strategy.offloads else resting)
-        held.host = resting if strategy.offloads else 0.0
-    held.master_weights = whole.trained * 4 / shards
-    held.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards and not stays_whole else 1)
-    held.buffers = 2 * min(whole.trained, 2e8) * computes_in  # of two buckets
+        resting = needed.weights / shards
+        needed.weights = root + min(sum(units), 2 * max(units, default=0.0)) + (0 if strategy.offloads else resting)
+        needed.host = resting if strategy.offloads else 0.0
+    needed.master_weights = whole.trained * 4 / shards
+    needed.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards and not stays_whole else 1)
+    needed.buffers = 2 * min(whole.trained, 2e8) * computes_in  # of two buckets
 
 
 def cast_by(strategy: Strategy, work: Workload) -> Cast:
