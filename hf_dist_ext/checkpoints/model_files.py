@@ -52,6 +52,10 @@ class ModelFiles:
     def is_part(self) -> bool:
         return self.saved() is not None
 
+    def _saved_here(self) -> frozenset[str]:
+        """Of the names that checkpoints hold those of this rank's parameters. Every rank calls it."""
+        return self.saved() - self.strategy().elsewhere
+
     @property
     def is_sharded(self) -> bool:
         return self.is_ours and self.strategy().saves_shards
@@ -87,7 +91,9 @@ class ModelFiles:
             strategy = self.strategy()
             merge.check_can_save_merged(self.bare_model(), strategy.forwards_are_collective or strategy.is_cut)
         if self.is_part and self.frozen_digests is None:
-            self.frozen_digests = trainable.frozen_digests(self.bare_model(), self.saved())
+            own = trainable.frozen_digests(self.bare_model(), self._saved_here())
+            parts = self.strategy().said_by_parts(own)
+            self.frozen_digests = {name: digest for part in parts for name, digest in part.items()}
 
     @property
     def frozen_fingerprint(self) -> str | None:
@@ -155,7 +161,8 @@ class ModelFiles:
 
     def _save_trainable(self, folder: Path, is_sharded: bool, writer: Writer) -> None:
         digests, keep = self.frozen_digests or {}, self.args.should_save
-        trainable.save_weights(self.model(), self.saved(), digests, folder, keep, is_sharded, writer)
+        strategy, saved = self.strategy(), self._saved_here()
+        trainable.save_weights(self.model(), saved, digests, folder, keep, is_sharded, writer, strategy)
 
     def _save_whole(self, folder: Path, save: Save) -> None:
         whole = self.whole_weights()
@@ -200,7 +207,7 @@ class ModelFiles:
         """The weights of a checkpoint; the way Trainer takes is safe then."""
         strategy, trusts = self.strategy(), getattr(self.args, "trust_checkpoint", False)
         if self.is_part:
-            trainable.load_weights(model, self.saved(), folder, trusts)
+            trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
         elif strategy.load_whole(self.model(), folder):
             pass
         elif strategy.reads_own_format or not load_in_memory_names(self.bare_model(), str(folder)):

@@ -29,7 +29,7 @@ from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.weights import differences, shapes
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, gathered, is_split, put, whole
+from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, is_split, put, whole
 
 WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
 SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "trainable", "trainable_optimizer"
@@ -86,6 +86,7 @@ def save_weights(
     keep: bool,
     is_sharded: bool,
     writer: Writer,
+    strategy: Strategy,
 ) -> None:
     """Write the weights `saved` and the `digests` of the others; every rank calls it, those that `keep` write whole
     tensors."""
@@ -93,7 +94,7 @@ def save_weights(
     if is_sharded:
         writer.shards({name: tensor.detach() for name, tensor in tensors.items()}, folder / SHARDED_WEIGHTS)
     else:
-        weights = dict(gathered(tensors, keep))
+        weights = strategy.collected(tensors, keep)
         if keep:
             writer.tensors(weights, folder / WEIGHTS)
     if keep:
@@ -162,15 +163,23 @@ def read_into(tensors: Mapping[str, torch.Tensor], folder: Path, trust: bool = F
             put(tensor, file.get_tensor(name))
 
 
-def load_weights(model: nn.Module, saved: frozenset[str], folder: Path, trust: bool = False) -> None:
-    """All or nothing: UsageError with the difference when names or shapes are not those of the run."""
+def load_weights(
+    model: nn.Module,
+    saved: frozenset[str],
+    folder: Path,
+    trust: bool = False,
+    elsewhere: frozenset[str] = frozenset(),
+) -> None:
+    """All or nothing: UsageError with the difference when names or shapes are not those of the run. `elsewhere`: names
+    that other ranks read."""
     if not has_trainable_weights(folder):
         raise UsageError(
             f"{folder} holds no {WEIGHTS}: it is of a run without frozen parts. resume_weights_only=true takes its "
             "weights into this run."
         )
     tensors = saved_tensors(model, saved)
-    _refuse(folder, "trained weights", differences(shapes(tensors), stored_shapes(folder, trust)))
+    stored = {name: shape for name, shape in stored_shapes(folder, trust).items() if name not in elsewhere}
+    _refuse(folder, "trained weights", differences(shapes(tensors), stored))
     read_into(tensors, folder, trust)
 
 

@@ -109,9 +109,7 @@ def _check_rest(args: Any) -> None:
             "a pipeline works on chunks: give gradient_cache_chunk_size a number of rows, or "
             "gradient_cache_chunk_tokens one of tokens. None is found by measuring, as several chunks are under way."
         )
-    frozen = [name for name in ("trainable_modules", "frozen_modules") if getattr(args, name) is not None]
     refused = {
-        **{f"{name}={getattr(args, name)!r}": True for name in frozen},
         f"gradient_cache_keep_graph={args.gradient_cache_keep_graph!r}": args.gradient_cache_keep_graph
         not in (0, "0"),
         "learning_rates": bool(args.learning_rates),

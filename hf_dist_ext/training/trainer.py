@@ -272,7 +272,8 @@ class DistTrainer(Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.freeze_watch is not None:
-            self.freeze_watch.check_before_optimizer(self.args)
+            with self.strategy.saving_whole(self.model):  # so that the report counts all of it
+                self.freeze_watch.check_before_optimizer(self.args)
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and getattr(self.args, "learning_rates", None):

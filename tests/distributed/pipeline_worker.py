@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import manifest, trainable
+from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
@@ -130,7 +131,11 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
         "evaluation": evaluation,
     }  # fmt: skip
-    whole = EmbeddingModel.from_pretrained(folder / "end").eval()
+    if not trainer.saves_complete_model:
+        if rank() == 0:
+            merge(folder / "end", folder / "whole")
+        dist.barrier()
+    whole = EmbeddingModel.from_pretrained(folder / ("end" if trainer.saves_complete_model else "whole")).eval()
     theirs = whole.state_dict()
     if not hasattr(trainer.model, "peft_config"):
         own = trainer.model.state_dict()
@@ -159,7 +164,7 @@ def said_by(attempt) -> str:
 REFUSED = {
     "no cache": {"gradient_cache_chunk_size": None}, "auto": {"gradient_cache_chunk_size": "auto"},
     "kept graphs": {"gradient_cache_keep_graph": 1}, "fp16": {"fp16": True}, "async": {"save_async": True},
-    "compile": {"torch_compile": True}, "frozen": {"frozen_modules": ["embed_tokens"]},
+    "compile": {"torch_compile": True},
     "rates": {"learning_rates": {"projection": 1e-3}}, "hook": {"ddp_comm_hook": "fp16"},
     "schedule": {"pipeline_schedule": "dualpipe"}, "per rank": {"pipeline_stages_per_rank": 2},
     "no pipeline": {"pipeline_parallel_size": None, "pipeline_schedule": "gpipe"},
@@ -266,6 +271,8 @@ def main() -> None:
         found["resumed"] = resumed(base, folder / "run")
         found["elsewhere"] = goes_on_elsewhere(base, folder / "run")
         found["adapters"] = resumed(base, folder / "adapters", has_adapters=True, pipeline_schedule="zero_bubble")
+        found["frozen"] = resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0", "layers.5"])
+        found["head"] = resumed(base, folder / "head", trainable_modules=["projection"])
         found["evaluation"] = evaluated(base, folder / "eval")
         found["said"] = refusals(base, folder)
     if rank() == 0:

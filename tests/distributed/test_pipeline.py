@@ -22,6 +22,7 @@ from tests.parity import exactness_worker
 
 CASES = [
     "decoder, last token, left padding", "decoder, accumulation, temperature", "decoder, first half frozen",
+    "decoder, frozen layers", "decoder, frozen, trained projection",
     "chunk 4, does not divide", "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing",
     "LoRA", "max_grad_norm", "symmetric", "accumulation 2, short last window", "bf16 autocast",
 ]  # fmt: skip
@@ -97,7 +98,7 @@ def test_copies_of_a_pipeline_reduce_once_per_update():
     assert [of_rank["live"] for of_rank in ranks] == [2, 1, 2, 1]
 
 
-@pytest.mark.parametrize("kind", ["resumed", "adapters"])
+@pytest.mark.parametrize("kind", ["resumed", "adapters", "frozen", "head"])
 def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
     run = found()[kind]
     assert run["moved"] > 1e-2
@@ -110,7 +111,7 @@ def test_a_checkpoint_is_read_by_processes_that_have_other_stages():
     assert found()["elsewhere"] == {"weights": True, "moments": True, "moved": True}
 
 
-@pytest.mark.parametrize("kind", ["resumed", "adapters"])
+@pytest.mark.parametrize("kind", ["resumed", "adapters", "frozen", "head"])
 def test_the_folder_of_the_end_is_whole(kind):
     run = found()[kind]
     assert run["embeddings_differ"] < 1e-6
@@ -144,7 +145,6 @@ def test_an_evaluation_is_that_of_one_process(tmp_path):
         ("fp16", "fp16=true.*bf16"),
         ("async", "save_async=true"),
         ("compile", "torch_compile=true"),
-        ("frozen", "frozen_modules"),
         ("rates", "learning_rates"),
         ("hook", "ddp_comm_hook"),
         ("schedule", "dualpipe.*Choose one of gpipe"),
