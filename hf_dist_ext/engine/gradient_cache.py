@@ -48,6 +48,7 @@ KEEP = "a forward whose graph lives until a later phase"
 SCORE = "the loss and its gradient with respect to the embeddings"
 REPLAY = "a forward and its backward"
 BACKWARD = "a backward of graphs that were kept"
+WHOLE_PASS = "all forwards, or all backwards too, of a pipeline's rank, around phases of the other kinds"
 
 
 @dataclass(frozen=True)

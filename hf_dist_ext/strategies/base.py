@@ -178,6 +178,11 @@ class Strategy:
         """Whether updates that overflow in fp16 are skipped and the scale lowered."""
         return getattr(self.accelerator, "scaler", None) is not None
 
+    def for_log(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """What a logged line says of it. `seconds`: of the parts of a step, by the names of the line. Every rank calls
+        it."""
+        return {}
+
     def drop_update(self, optimizer: Any, step: int) -> None:
         """Leave out an update that is not finite."""
         optimizer.zero_grad()

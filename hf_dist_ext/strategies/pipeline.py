@@ -260,6 +260,17 @@ class Pipeline(Strategy):
             gradient.mul_(factor.to(gradient.dtype))
         return norm
 
+    def for_log(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """The share of the passes that a rank waits, the mean over the pipeline, and what the schedule would have it
+        be."""
+        if not seconds.get("seconds_passes"):
+            return {}
+        busy = sum(seconds[f"seconds_{part}"] for part in ("encode", "replay", "last_backward"))
+        share = torch.tensor([1 - busy / seconds["seconds_passes"]], device=self.line.device)
+        dist.all_reduce(share, group=self.group)
+        expected = schedules.idle_share(self.schedule, self.size, self.per_rank, self.line.num_chunks)
+        return {"bubble_share": round(share.item() / self.size, 4), "bubble_share_expected": round(expected, 4)}
+
     # ---- (4) ----
 
     @property

@@ -32,6 +32,7 @@ from hf_dist_ext.engine.gradient_cache import (
     BACKWARD,
     ENCODE,
     KEEP,
+    WHOLE_PASS,
     Door,
     Embeddings,
     Phase,
@@ -74,6 +75,7 @@ class Line:
         self.places = schedules.rank_of_stage(schedule, self.size, per_rank)
         self.last = len(self.places) - 1
         self.has_last = self.places[-1] == self.rank
+        self.num_chunks = 0  # of the last pass, idle ones counted
         self.trains: list[bool] = []  # per stage
         self.widths: list[tuple[int, torch.dtype]] = []  # per stage but the last: H and dtype of what it gives
 
@@ -202,13 +204,14 @@ class _Flow:
             schedules.RECEIVE_BACKWARD: lambda s, m: self.receive("backward", s, m, s + 1),
         }
         line = self.line
-        for kind, stage, number in schedules.actions(
-            line.schedule, line.size, line.per_rank, len(self.chunks), line.rank, forward_only=not self.trains
-        ):
-            do[kind](stage, number)
-        for messages in self.on_the_way.values():
-            for works, _ in messages:
-                _wait(works)
+        line.num_chunks = len(self.chunks)
+        order = (line.schedule, line.size, line.per_rank, len(self.chunks), line.rank)
+        with self.phase(Phase(WHOLE_PASS)):
+            for kind, stage, number in schedules.actions(*order, forward_only=not self.trains):
+                do[kind](stage, number)
+            for messages in self.on_the_way.values():
+                for works, _ in messages:
+                    _wait(works)
 
     # ---- forwards and backwards ----
 

@@ -117,6 +117,39 @@ def actions(
     return tuple(Action(a.computation_type.name, a.stage_index, a.microbatch_index) for a in found[rank])
 
 
+COSTS = {FORWARD: 1, BACKWARD: 2, INPUT_BACKWARD: 1, WEIGHT_BACKWARD: 1}
+
+
+def idle_share(name: str, ranks: int, per_rank: int, chunks: int) -> float:
+    """Of the time of a step's two passes that a rank waits, where a backward takes twice a forward's time, all stages
+    the same, and messages none. For `gpipe` and `1f1b` it is (P - 1) / (M + P - 1)."""
+    lasts = [_length(name, ranks, per_rank, chunks, forward_only) for forward_only in (True, False)]
+    return 1 - 4 * per_rank * chunks / sum(lasts)
+
+
+def _length(name: str, ranks: int, per_rank: int, chunks: int, forward_only: bool) -> int:
+    """When the last rank has done its last action."""
+    left = [list(actions(name, ranks, per_rank, chunks, rank, forward_only))[::-1] for rank in range(ranks)]
+    free, ended, last = [0] * ranks, {}, ranks * per_rank - 1
+    while any(left):
+        for rank, of_rank in enumerate(left):
+            while of_rank:
+                kind, stage, chunk = of_rank[-1]
+                if kind not in COSTS:
+                    of_rank.pop()
+                    continue
+                is_forward = kind == FORWARD
+                before = (FORWARD, stage - 1) if is_forward else (BACKWARD, stage + 1)
+                needed = [] if stage == (0 if is_forward else last) or kind == WEIGHT_BACKWARD else [(*before, chunk)]
+                if any(one not in ended for one in needed):
+                    break
+                free[rank] = max([free[rank], *(ended[one] for one in needed)]) + COSTS[kind]
+                # The stage before waits for a backward's first part alone.
+                ended[BACKWARD if kind == INPUT_BACKWARD else kind, stage, chunk] = free[rank]
+                of_rank.pop()
+    return max(free)
+
+
 def live_chunks(name: str, ranks: int, per_rank: int, chunks: int, rank: int) -> int:
     """The most chunks whose activations a rank holds at once, counted per stage: a forward begins to hold them, the
     backward that ends with gradients of weights gives them up."""

@@ -24,6 +24,7 @@ from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import (
     SCORE,
+    WHOLE_PASS,
     CachedStep,
     Phase,
     RandomState,
@@ -166,6 +167,9 @@ class EmbeddingStep:
         """Whoever watches the parts of a step. A score has collectives of its own."""
         with ExitStack() as watched:
             watched.enter_context(self.clock.phase(phase))
+            if phase.kind == WHOLE_PASS:
+                yield
+                return
             if self.sizes.fitting is not None:
                 watched.enter_context(self.sizes.fitting.phase(phase))
             if measures_score if phase.kind == SCORE else measures_chunks:

@@ -8,6 +8,7 @@ many steps, after two that warm up, and writes one file per process.
 data: waiting for batches. encode: the pass without a graph. loss: scores and their gradient, gathers included. replay:
 forwards with a graph and their backwards. last_backward: the chunk that completes the step; its backward runs what is
 left of the reduction, which DDP overlaps with it, so it has no time of its own. optimizer: clipping and the update.
+passes: in a pipeline, all forwards and backwards of a step and what this process waits between them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_dist_ext.engine.gradient_cache import BACKWARD, ENCODE, KEEP, REPLAY, SCORE, Phase
+from hf_dist_ext.engine.gradient_cache import BACKWARD, ENCODE, KEEP, REPLAY, SCORE, WHOLE_PASS, Phase
 
 PARTS = ("data", "encode", "loss", "replay", "last_backward", "optimizer")
-OF_PHASES = {ENCODE: "encode", SCORE: "loss", KEEP: "replay", REPLAY: "replay", BACKWARD: "replay"}
+PASSES = "passes"  # of a pipeline's rank, waiting included
+OF_PHASES = {WHOLE_PASS: PASSES, ENCODE: "encode", SCORE: "loss", KEEP: "replay", REPLAY: "replay", BACKWARD: "replay"}
 WARM_UP_STEPS = 2
 
 
@@ -66,7 +68,8 @@ class StepClock(TrainerCallback):
         if not self._steps:
             return {}
         self._add_up(waits=True)
-        means = {f"seconds_{name}": round(self._sums[name] / self._steps, 5) for name in PARTS}
+        parts = [*PARTS, PASSES] if PASSES in self._sums else PARTS
+        means = {f"seconds_{name}": round(self._sums[name] / self._steps, 5) for name in parts}
         self._sums.clear()
         self._steps = 0
         return means

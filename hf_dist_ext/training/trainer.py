@@ -637,6 +637,7 @@ class DistTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.loss is not None and "loss" in logs:
             logs.update(self.meter.read(self.args.device) | self.clock.read())
+            logs.update(self.strategy.for_log(logs))
         if "learning_rate" in logs:
             logs.update(self._rates)
         if "loss" in logs:

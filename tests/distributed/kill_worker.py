@@ -12,7 +12,8 @@ With `--clock` a run is killed several times before it ends, and the clock, and 
 written, go an hour back or forth between its starts; each must begin at the newest step that was committed.
 
 `--stock` runs transformers' own classes instead, a mode that ends in `+frozen` freezes a layer; in one that ends in
-`+async` files are written, slowly, while training goes on, and a save ends with its commit.
+`+async` files are written, slowly, while training goes on, and a save ends with its commit. `ddp+pipeline` cuts an
+embedding model in two.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_dist_ext.checkpoints import async_save, manifest
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import tensors
 from hf_dist_ext.strategies.collectives import sharded_on_cpu
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import HSDP, MODES, ZERO, Run
+from tests.distributed.tensor_parallel_worker import collate
 
 STEPS, SAVE_EVERY = 10, 2
 KILLS_OF_A_RUN, HOUR = 4, 3600.0  # with --clock
@@ -48,7 +52,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
     time.time = lambda: right() + clock
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         attention_dropout=0.1,
     )  # fmt: skip
     # Epochs of 6 steps, of 3 on two or four processes: some saves are in the middle of a later epoch.
@@ -62,6 +66,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         **({"frozen_modules": ["layers.0"]} if options.frozen else {}),
         **({"save_async": True} if options.later else {}),
         **({"sharding": "HYBRID_SHARD", "sharding_group_size": 2} if options.copies else {}),
+        **({"pipeline_parallel_size": 2, "gradient_cache_chunk_size": 1} if options.pipeline else {}),
     )  # fmt: skip
 
     class Reporting(trainer_class):
@@ -84,9 +89,18 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         def on_train_begin(self, args, state, control, **others):
             report(f"from {state.global_step}")
 
-    trainer = Reporting(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[Began()])
+    if options.pipeline:
+        embedder, loss = EmbeddingModel(AutoModel.from_config(config), pooling="last"), InfoNCELoss(0.1)
+        more = {"train_dataset": list(range(number)), "data_collator": collate, "loss": loss}
+        trainer = Reporting(embedder, args, callbacks=[Began()], **more)
+    else:
+        trainer = Reporting(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=[Began()])
     trainer.train(resume_from_checkpoint=resume)
     digest = hashlib.sha256()
+    if options.pipeline:
+        for name, tensor in sorted(trainer.whole_weights().items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
     for parameter in trainer.model.parameters():
         with tensors.whole_under_zero(parameter):
             whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
@@ -179,7 +193,7 @@ def killed_at_other_times(
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
-    modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")]
+    modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")] + ["ddp+pipeline"]
     parser.add_argument("--mode", choices=modes, nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -190,7 +204,7 @@ def main(words: list[str] | None = None) -> None:
     found = {}
     for mode in options.mode:
         draw, options.frozen, options.later = random.Random(options.seed), "+frozen" in mode, "+async" in mode
-        options.copies, options.zero = "hsdp" in mode, "zero" in mode
+        options.copies, options.zero, options.pipeline = "hsdp" in mode, "zero" in mode, "pipeline" in mode
         if options.zero:
             import deepspeed  # noqa: F401, once, before the forks
         with TemporaryDirectory() as folder:

@@ -130,6 +130,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         "logged_batch": trainer.state.log_history[0]["contrastive_batch_size"],
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
         "evaluation": evaluation,
+        "bubble": [trainer.state.log_history[0].get(f"bubble_share{end}") for end in ("", "_expected")],
     }  # fmt: skip
     if not trainer.saves_complete_model:
         if rank() == 0:

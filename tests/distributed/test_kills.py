@@ -26,7 +26,7 @@ def check(found: dict) -> None:
 
 def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
     modes = ["single", "ddp", "fsdp-sharded", "ddp+frozen", "fsdp-sharded+frozen", "fsdp-sharded+async"]
-    found = kills(tmp_path, modes, 1)
+    found = kills(tmp_path, [*modes, "ddp+pipeline"], 1)
     check(found)
     assert found["fsdp-sharded+async"]["digest"] == found["fsdp-sharded"]["digest"]
 
@@ -58,6 +58,13 @@ def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, suffix):
     found = kills(tmp_path, [mode + suffix], number)
     check(found)
     assert any(kill["not_committed"] for kill in found[mode + suffix]["kills"]), "no kill tore a save"
+
+
+@pytest.mark.slow
+def test_all_kills_of_a_pipeline_are_resumed_bit_for_bit(tmp_path):
+    found = kills(tmp_path, ["ddp+pipeline"], 8)
+    check(found)
+    assert any(kill["not_committed"] for kill in found["ddp+pipeline"]["kills"]), "no kill tore a save"
 
 
 @pytest.mark.slow

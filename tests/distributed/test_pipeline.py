@@ -119,6 +119,12 @@ def test_the_folder_of_the_end_is_whole(kind):
     assert run["facts"]["embedding"]["projection_dim"] == 16
 
 
+def test_a_logged_line_says_how_long_processes_wait():
+    measured, expected = found()["resumed"]["bubble"]
+    assert expected == pytest.approx(1 / (worker.BATCH + 1), abs=1e-4)
+    assert 0 < measured < 1
+
+
 def test_rows_are_counted_once_per_pipeline():
     run = found()["resumed"]
     assert run["rows_per_step"] == run["logged_batch"] == worker.BATCH

@@ -65,6 +65,16 @@ def test_so_many_chunks_are_under_way(name, per_rank, expected):
     assert [schedules.live_chunks(name, 4, per_rank, 12, rank) for rank in range(4)] == expected
 
 
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 4), (4, 12), (8, 64)])
+def test_so_much_of_the_time_is_waited(ranks, chunks):
+    share = {name: schedules.idle_share(name, ranks, s.stages_per_rank or 2, chunks) for name, s in SCHEDULES.items()}
+    formula = (ranks - 1) / (chunks + ranks - 1)
+    assert share["gpipe"] == pytest.approx(formula) and share["1f1b"] == pytest.approx(formula)
+    assert share["looped_bfs"] == pytest.approx((ranks - 1) / (2 * chunks + ranks - 1))
+    assert 0 < share["zero_bubble"] < share["interleaved_1f1b"] < share["1f1b"]
+    assert 0 < share["zero_bubble_v"] < share["1f1b"]
+
+
 def test_a_v_ends_where_it_begins():
     assert schedules.rank_of_stage("zero_bubble_v", 3, 2) == [0, 1, 2, 2, 1, 0]
     assert schedules.rank_of_stage("interleaved_1f1b", 3, 2) == [0, 1, 2, 0, 1, 2]
