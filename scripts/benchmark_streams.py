@@ -23,8 +23,9 @@ import datasets
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
-from hf_dist_ext.data.stream_order import Dealer, Ranks, StreamState, loader
+from hf_dist_ext.data.stream_order import Dealer, DealtRows, Ranks, StreamState
 
 
 def write_pictures(folder: Path, shards: int, rows: int, side: int) -> None:
@@ -55,7 +56,8 @@ def rows_per_second(folder: Path, batch: int, batches: int, workers: int, step: 
     stream = datasets.load_dataset("parquet", data_files={"train": files}, split="train", streaming=True)
     stream = stream.shuffle(seed=0, buffer_size=4 * batch)
     dealer = Dealer(stream, batch, Ranks(0, 1, 1), StreamState(), workers)
-    made = iter(loader(dealer, collate, num_workers=workers))
+    rows = DealtRows(dealer.readers.features)
+    made = iter(DataLoader(rows, batch_sampler=dealer, collate_fn=collate, num_workers=workers))
     next(made)  # the workers have started
     started = time.perf_counter()
     count = 0

@@ -2,13 +2,17 @@
 
 import json
 import math
+import os
+import runpy
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.distributed.forked import Run
 from tests.launching import ROOT, environment
 
 CODE = Path(sysconfig.get_path("stdlib")) / "asyncio"  # a few hundred functions instead of the whole library
@@ -26,10 +30,25 @@ pytest.importorskip("matplotlib")
 
 
 def run(script: str, *options: str) -> str:
-    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    """What the script prints, run as the command would run it, in a process that has imported everything already."""
+
+    def target(say) -> str:
+        os.environ.update(environment())
+        os.chdir(ROOT)
+        sys.argv, path = [script, *map(str, options)], str(ROOT / "scripts" / script)
+        sys.path.insert(0, str(ROOT / "scripts"))
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        sys.stdout.flush()
+        return "done"
+
+    with TemporaryDirectory() as folder:
+        process = Run("single", Path(folder) / "log", target)
+        assert process.result() == "done"
+        return process.logs[0].read_text()
 
 
 @pytest.fixture(scope="module")
