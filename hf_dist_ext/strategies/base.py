@@ -241,7 +241,8 @@ class Strategy:
 
     def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
         """UsageError for a checkpoint that this run can not continue; `content`: its manifest, empty without one."""
-        before, now = content["sharding"] if content.get("tensor_parallel_size", 1) > 1 else "", self.split
+        sizes = [content.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")]
+        before, now = content["sharding"] if max(sizes) > 1 else "", self.split
         if [bool(before), "fsdp" in before] != [bool(now), "fsdp" in now]:
             raise UsageError(
                 f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. "
@@ -250,6 +251,8 @@ class Strategy:
 
 
 def _under(split: str) -> str:
+    if split.startswith("pp "):
+        return f"as a pipeline ({split})"
     return f"under tensor parallelism ({split})" if split else "without tensor parallelism"
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 # What a rank may do next, as torch names it.
 FORWARD, BACKWARD = "FORWARD", "FULL_BACKWARD"
@@ -73,7 +73,10 @@ def _of_torch(name: str) -> Callable[[int, int, int], dict[int, list[_Action | N
         # torch wants the stages themselves, and reads no more than this of them.
         stage = dict(num_stages=ranks * per_rank, group_size=ranks, group_rank=0, submod=nn.Identity())
         stages = [SimpleNamespace(**stage) for _ in range(per_rank)]
-        made = getattr(torch_schedules, name)(stages, chunks, loss_fn=lambda output, target: output)
+        # Messages are added below: torch 2.13 takes minutes for a thousand chunks.
+        body = {"_prepare_schedule_with_comms": lambda self, actions: None}
+        kind = type(name, (getattr(torch_schedules, name),), body)
+        made = kind(stages, chunks, loss_fn=lambda output, target: output)
         return {rank: list(of_rank) for rank, of_rank in made.pipeline_order.items()}
 
     return order
@@ -102,19 +105,51 @@ def num_chunks(name: str, ranks: int, needed: int) -> int:
     return needed
 
 
-@functools.lru_cache(maxsize=64)
 def actions(
     name: str, ranks: int, per_rank: int, chunks: int, rank: int, forward_only: bool = False
 ) -> tuple[Action, ...]:
     """What one rank does, in order. `chunks`: a number that `num_chunks` gave."""
-    order = SCHEDULES[name].order(ranks, per_rank, chunks)
-    keep = {FORWARD} if forward_only else {FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD}
-    places = rank_of_stage(name, ranks, per_rank)
-    computed = {r: [a for a in of if a is not None and a.computation_type.name in keep] for r, of in order.items()}
-    # A rank sends to one that has come as far as it needs to be for it: whoever waits for a message to leave waits for
-    # work that depends on nothing later than the message, so nobody waits for each other.
-    found = _add_send_recv(computed, stage_to_rank=lambda stage: places[stage], num_stages=len(places))
-    return tuple(Action(a.computation_type.name, a.stage_index, a.microbatch_index) for a in found[rank])
+    return _of_all_ranks(name, ranks, per_rank, chunks, forward_only)[rank]
+
+
+@functools.lru_cache(maxsize=16)
+def _of_all_ranks(
+    name: str, ranks: int, per_rank: int, chunks: int, forward_only: bool
+) -> tuple[tuple[Action, ...], ...]:
+    """The order with its messages. A message is sent behind what makes it, and received where the other rank then is.
+    So a rank that waits until a message has left waits for work that depends on nothing later, and no two ranks wait
+    for each other."""
+    order, places = SCHEDULES[name].order(ranks, per_rank, chunks), rank_of_stage(name, ranks, per_rank)
+    kinds = {FORWARD} if forward_only else {FORWARD, BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD}
+    computed = [
+        [Action(a.computation_type.name, a.stage_index, a.microbatch_index) for a in order[rank] if a is not None]
+        for rank in range(ranks)
+    ]
+    left = [iter([action for action in of_rank if action.kind in kinds]) for of_rank in computed]
+    ahead, found = [next(of_rank, None) for of_rank in left], [[] for _ in range(ranks)]
+    there = {(FORWARD, 0, chunk) for chunk in range(chunks)}  # what can be worked on
+    there |= {(BACKWARD, len(places) - 1, chunk) for chunk in range(chunks)}
+    while any(ahead):
+        waiting = list(ahead)
+        for rank, action in enumerate(waiting):
+            if action is None:
+                continue
+            kind, stage, chunk = action
+            direction = FORWARD if kind == FORWARD else BACKWARD
+            if kind != WEIGHT_BACKWARD and (direction, stage, chunk) not in there:
+                continue
+            found[rank].append(action)
+            ahead[rank] = next(left[rank], None)
+            to = stage + (1 if direction == FORWARD else -1)
+            if kind == WEIGHT_BACKWARD or not 0 <= to < len(places):
+                continue
+            there.add((direction, to, chunk))
+            if places[to] != rank:
+                found[rank].append(Action(SEND_FORWARD if direction == FORWARD else SEND_BACKWARD, stage, chunk))
+                receive = RECEIVE_FORWARD if direction == FORWARD else RECEIVE_BACKWARD
+                found[places[to]].append(Action(receive, to, chunk))
+        assert ahead != waiting, "every rank waits for another one"
+    return tuple(map(tuple, found))
 
 
 COSTS = {FORWARD: 1, BACKWARD: 2, INPUT_BACKWARD: 1, WEIGHT_BACKWARD: 1}

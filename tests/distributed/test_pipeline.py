@@ -9,54 +9,41 @@ import json
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import schedules
+from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.forked import launch
 from tests.launching import ROOT
 from tests.launching import launch as really_launch
-from tests.parity import exactness_worker
+from tests.parity.exactness_table import PIPELINE_CASES, PIPELINES, measure_pipeline
 
-CASES = [
-    "decoder, last token, left padding", "decoder, accumulation, temperature", "decoder, first half frozen",
-    "decoder, frozen layers", "decoder, frozen, trained projection",
-    "chunk 4, does not divide", "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing",
-    "LoRA", "max_grad_norm", "symmetric", "accumulation 2, short last window", "bf16 autocast",
-]  # fmt: skip
-RUNS = [
-    pytest.param(2, 2, name, schedule.stages_per_rank or 2, id=f"PP 2, {name}")
-    for name, schedule in schedules.SCHEDULES.items()
-]
-RUNS += [
-    pytest.param(2, 2, "zero_bubble", 1, id="PP 2, zero_bubble, one stage each"),
-    pytest.param(3, 3, "1f1b", 1, id="PP 3, 1f1b"),
-    pytest.param(3, 3, "interleaved_1f1b", 2, id="PP 3, interleaved_1f1b", marks=pytest.mark.slow),
-    pytest.param(4, 2, "1f1b", 1, id="PP 2 x DP 2, 1f1b"),
-    pytest.param(4, 2, "zero_bubble_v", 2, id="PP 2 x DP 2, zero_bubble_v", marks=pytest.mark.slow),
-]
+SLOW = ("PP 3, interleaved_1f1b", "PP 2 x DP 2, zero_bubble_v")
 
 
-@pytest.mark.parametrize(("processes", "size", "schedule", "per_rank"), RUNS)
-def test_gradients_of_stages_are_the_full_batch_gradients(processes, size, schedule, per_rank, tmp_path):
-    arguments = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
-    cases = CASES + ["ranks with different row counts"] * (processes > size)
-    launch(
-        "multi_gpu_pp", processes, exactness_worker.main, "--output", tmp_path / "errors.json", "--layers", 6,
-        "--arguments", json.dumps(arguments), "--names", *cases,
-    )  # fmt: skip
-    errors = json.loads((tmp_path / "errors.json").read_text())
-    assert len(errors) == len(cases)
+@pytest.mark.parametrize("run", [pytest.param(run, marks=[pytest.mark.slow] * (run in SLOW)) for run in PIPELINES])
+def test_gradients_of_stages_are_the_full_batch_gradients(run):
+    errors = measure_pipeline(run)
+    assert len(errors) >= len(PIPELINE_CASES)
     assert not {name: found for name, found in errors.items() if not found["error"] <= found["tolerance"]}
 
 
 @functools.cache
-def found(processes: int = 2, *words: str) -> dict:
-    with TemporaryDirectory() as name:
-        launch("multi_gpu_pp", processes, worker.main, name, *words)
-        return json.loads(Path(name, "found.json").read_text())
+def folder(processes: int = 2, *words: str) -> TemporaryDirectory:
+    """Of the runs of the worker."""
+    made = TemporaryDirectory()
+    launch("multi_gpu_pp", processes, worker.main, made.name, *words)
+    return made
+
+
+def found(*words: object) -> dict:
+    return json.loads(Path(folder(*words).name, "found.json").read_text())
 
 
 @pytest.mark.parametrize("schedule", schedules.SCHEDULES)
@@ -109,6 +96,23 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
 
 def test_a_checkpoint_is_read_by_processes_that_have_other_stages():
     assert found()["elsewhere"] == {"weights": True, "moments": True, "moved": True}
+
+
+def test_one_process_goes_on_from_the_weights_of_a_pipeline(tmp_path):
+    base, checkpoint = (Path(folder().name, *parts) for parts in (("base",), ("run", "checkpoint-4")))
+    trainer = worker.make_trainer(
+        base, tmp_path, is_alone=True, resume_weights_only=True, learning_rate=0.0, save_strategy="no"
+    )
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    saved = EmbeddingModel.from_pretrained(checkpoint).state_dict()
+    assert all(torch.equal(p, saved[name]) for name, p in trainer.model.state_dict().items())
+    with pytest.raises(UsageError, match=r"saved as a pipeline \(pp 2\).*resume_weights_only"):
+        worker.make_trainer(base, tmp_path, is_alone=True).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_pipeline_does_not_continue_a_run_without_one():
+    with pytest.raises(UsageError, match="saved without a pipeline, this run is pp 2"):
+        Pipeline.check_resumable(SimpleNamespace(name="pp 2"), Path("checkpoint-2"), {"tensor_parallel_size": 1}, 2)
 
 
 @pytest.mark.parametrize("kind", ["resumed", "adapters", "frozen", "head"])

@@ -14,10 +14,41 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_dist_ext.strategies.schedules import SCHEDULES  # noqa: E402
 from tests.distributed.forked import launch  # noqa: E402
 from tests.parity import exactness_worker  # noqa: E402
 
 RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2), "HSDP 2x2": ("multi_gpu_hsdp", 4), "TP 2": ("multi_gpu_tp", 2), "TP 2 x FSDP 2": ("multi_gpu_tp", 4)}  # fmt: skip  # noqa: E501
+
+# name -> processes, and per pipeline: processes, schedule, stages per process
+PIPELINES = {
+    **{f"PP 2, {name}": (2, 2, name, schedule.stages_per_rank or 2) for name, schedule in SCHEDULES.items()},
+    "PP 2, zero_bubble, one stage each": (2, 2, "zero_bubble", 1),
+    "PP 3, 1f1b": (3, 3, "1f1b", 1),
+    "PP 3, interleaved_1f1b": (3, 3, "interleaved_1f1b", 2),
+    "PP 2 x DP 2, 1f1b": (4, 2, "1f1b", 1),
+    "PP 2 x DP 2, zero_bubble_v": (4, 2, "zero_bubble_v", 2),
+}
+PIPELINE_CASES = [
+    "decoder, last token, left padding", "decoder, accumulation, temperature", "decoder, first half frozen",
+    "decoder, frozen layers", "decoder, frozen, trained projection", "chunk 4, does not divide",
+    "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing", "LoRA", "max_grad_norm",
+    "symmetric", "accumulation 2, short last window", "bf16 autocast",
+]  # fmt: skip
+
+
+def measure_pipeline(run: str) -> dict[str, dict[str, float]]:
+    """Likewise, of models of 6 layers."""
+    processes, size, schedule, per_rank = PIPELINES[run]
+    arguments = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
+    names = PIPELINE_CASES + ["ranks with different row counts"] * (processes > size)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "errors.json"
+        launch(
+            "multi_gpu_pp", processes, exactness_worker.main, "--output", output, "--layers", 6, "--arguments",
+            json.dumps(arguments), "--names", *names,
+        )  # fmt: skip
+        return json.loads(output.read_text())
 
 
 def measure(run: str, *names: str) -> dict[str, dict[str, float]]:
@@ -35,12 +66,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="also write every figure to this JSON file")
     options = parser.parse_args()
-    table = {run: measure(run) for run in RUNS}
+    table = {run: measure(run) for run in RUNS} | {run: measure_pipeline(run) for run in PIPELINES}
     names = list(dict.fromkeys(name for errors in table.values() for name in errors))
-    print("| configuration | bound | " + " | ".join(RUNS) + " |")
-    print("|---|---|" + "---|" * len(RUNS))
+    print("| configuration | bound | " + " | ".join(table) + " |")
+    print("|---|---|" + "---|" * len(table))
     for name in names:
-        cells = [f"{table[run][name]['error']:.1e}" if name in table[run] else "" for run in RUNS]
+        cells = [f"{table[run][name]['error']:.1e}" if name in table[run] else "" for run in table]
         bound = next(errors[name]["tolerance"] for errors in table.values() if name in errors)
         print(f"| {name} | {bound:.0e} | " + " | ".join(cells) + " |")
     if options.output:
