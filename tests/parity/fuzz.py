@@ -34,6 +34,7 @@ from tempfile import TemporaryDirectory
 import torch
 from datasets import Dataset
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModel, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -251,12 +252,21 @@ class Recorder(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **others):
         found = [p.grad for p in [*model.parameters(), *self.loss.parameters()]]
         assert all(g is not None for g in found), "a trainable parameter has no gradient"
-        self.gradients.append([whole(g).clone() for g in found])
+        self.gradients.append(whole(found))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def whole(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies; those of which every rank holds some rows are gathered, all in one message."""
+    here = [t.detach().to_local() if isinstance(t, DTensor) else t.detach().clone() for t in tensors]
+    if not any(isinstance(t, DTensor) for t in tensors):
+        return here
+    assert all(t.placements == (Shard(0),) for t in tensors if isinstance(t, DTensor))
+    of_ranks: list[list[torch.Tensor]] = [[]] * launched.processes()
+    torch.distributed.all_gather_object(of_ranks, here)
+    return [
+        torch.cat(parts) if isinstance(tensor, DTensor) else parts[0]
+        for tensor, *parts in zip(tensors, *of_ranks, strict=True)
+    ]
 
 
 class Recording(DistTrainer):
@@ -303,7 +313,7 @@ def train(say, draw: Draw, folder: Path, name: str, accumulation: int, batch: in
         "steps": trainer.state.global_step,
         "gradients": recorder.gradients,
         "metrics": {key: value for key, value in metrics.items() if "@" in key or key == "eval_loss"},
-        "weights": [whole(p).clone() for p in [*trainer.model.parameters(), *loss.parameters()]],
+        "weights": whole([*trainer.model.parameters(), *loss.parameters()]),
         "accumulation": args.gradient_accumulation_steps,
     }
     torch.save(record if rank() == 0 else {"seen": trainer.seen}, folder / f"{name}.{rank()}")
