@@ -1,5 +1,8 @@
 """Configs that are built in milliseconds, and a tokenizer to match, for the tests of several files."""
 
+import json
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -108,3 +111,11 @@ def tiny_towers(family: str = "clip") -> dict[str, PreTrainedModel]:
         "text": SiglipTextModel(SiglipTextConfig(**text, projection_size=32)),
         "image": SiglipVisionModel(SiglipVisionConfig(**image)),
     }
+
+
+def tiny_pairs(folder: Path, rows: int = 32) -> dict[str, str]:
+    """The data fields of a run file: pairs of a local file, and a tokenizer beside it."""
+    pairs = [{"query": f"{WORDS[i % 9]} {i}", "positive": f"{WORDS[i % 7]} read {i}"} for i in range(rows)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    return {"dataset_name": str(folder / "rows.jsonl"), "tokenizer_name": str(folder / "tokenizer")}

@@ -16,7 +16,7 @@ from tests.distributed import tensor_parallel_worker as worker
 from tests.distributed.forked import launch
 from tests.launching import ROOT
 from tests.launching import launch as really_launch
-from tests.tiny_models import needs_tensor_parallelism
+from tests.tiny_models import needs_tensor_parallelism, tiny_pairs
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -98,10 +98,10 @@ def test_what_is_not_exact_is_refused_before_training(what, words):
 
 
 def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
-    run = {
-        "dataset_name": "code-search", "max_train_samples": 200, "max_eval_samples": 20, "max_length": 16,
-        "model_config": CONFIG, "pooling": "last", "max_steps": 2, "per_device_train_batch_size": 32,
-        "gradient_cache_chunk_size": 8, "accelerate_config": "tp", "num_processes": 2, "save_strategy": "no",
+    run = tiny_pairs(tmp_path, rows=84) | {
+        "eval_holdout": 20, "max_length": 16, "model_config": CONFIG, "pooling": "last",
+        "max_steps": 2, "per_device_train_batch_size": 32, "gradient_cache_chunk_size": 8,
+        "accelerate_config": "tp", "num_processes": 2, "save_strategy": "no",
         "output_dir": str(tmp_path / "run"), "report_to": [],
     }  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(run))

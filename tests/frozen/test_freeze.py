@@ -132,16 +132,15 @@ def test_the_booleans_people_know_are_short_names(tmp_path):
 def test_frozen_weights_are_loaded_in_the_precision_of_their_files(tmp_path, bf16):
     from hf_dist_ext.models.embedding_model import EmbeddingModel
     from hf_dist_ext.tasks.parts import build_parts, make_arguments
-    from tests.tiny_models import model_config, tiny_tokenizer
+    from tests.tiny_models import model_config, tiny_pairs, tiny_tokenizer
 
     EmbeddingModel.from_config(model_config("bert")).bfloat16().save_pretrained(
         tmp_path / "model", tokenizer=tiny_tokenizer(max_length=16)
     )
     path = tmp_path / "run.json"
-    given = {
-        "model_name_or_path": str(tmp_path / "model"), "dataset_name": "code-search", "projection_dim": 8,
-        "trainable_modules": ["projection"], "use_cpu": True, "bf16": bf16, "output_dir": str(tmp_path / "run"),
-        "max_train_samples": 16, "max_eval_samples": 8,
+    given = tiny_pairs(tmp_path) | {
+        "model_name_or_path": str(tmp_path / "model"), "projection_dim": 8, "trainable_modules": ["projection"],
+        "use_cpu": True, "bf16": bf16, "output_dir": str(tmp_path / "run"),
     }  # fmt: skip
     path.write_text(json.dumps(given))
     run = load_run(["--config", str(path)])
