@@ -73,11 +73,12 @@ def stand_in_for_images(
 
 
 def split_by_learning_rate(
-    optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float]
+    optimizer: torch.optim.Optimizer, model: nn.Module, rates: Mapping[str, float], keeps_empty: bool = False
 ) -> list[str]:
     """Give parameters of the named groups (names as in trainable_modules) their own rate; the deepest match wins.
 
-    Returns the name of each of the optimizer's groups, "default" for those that keep the common rate.
+    Returns the name of each of the optimizer's groups, "default" for those that keep the common rate. `keeps_empty`:
+    groups without a parameter stay, where other ranks have parameters of theirs.
 
     Raises:
         UsageError: a name that matches nothing, or nothing that trains.
@@ -95,7 +96,7 @@ def split_by_learning_rate(
     for group in optimizer.param_groups:
         for name in ["default", *rates]:
             parameters = [p for p in group["params"] if owner.get(id(p), "default") == name]
-            if parameters:
+            if parameters or keeps_empty:
                 rate = group["lr"] if name == "default" else rates[name]
                 groups.append({**group, "params": parameters, "lr": rate})
                 names.append(name)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,6 @@ def _check_rest(args: Any) -> None:
     refused = {
         f"gradient_cache_keep_graph={args.gradient_cache_keep_graph!r}": args.gradient_cache_keep_graph
         not in (0, "0"),
-        "learning_rates": bool(args.learning_rates),
         "fp16=true": args.fp16,
         "torch_compile=true": args.torch_compile,
         "frozen_feature_cache": args.frozen_feature_cache is not None,
@@ -184,7 +184,7 @@ class Pipeline(Strategy):
     @contextmanager
     def constructing(self, args: Any) -> Iterator[None]:
         device = args.device  # with it come the processes' connections
-        self.group, peers = _groups(self.size)
+        self.group, peers = _groups(self.size, timedelta(seconds=args.ddp_timeout))
         self.rows = Rows(self.size, peers)
         own, num_stages = own_stages(args)
         self.cut = stages.Cut(self.whole, own, stages.firsts_of(self.whole, num_stages, args.pipeline_split))
@@ -332,14 +332,14 @@ class Pipeline(Strategy):
             )
 
 
-def _groups(size: int) -> tuple[Any, Any]:
+def _groups(size: int, timeout: timedelta) -> tuple[Any, Any]:
     """This rank's pipeline, and the ranks with its place in the others (None: there are none)."""
     ranks = list(range(collectives.world_size()))
     own = peers = None
     for start in range(0, len(ranks), size):
-        group = dist.new_group(ranks[start : start + size])
+        group = dist.new_group(ranks[start : start + size], timeout)
         own = group if collectives.rank() in ranks[start : start + size] else own
     for place in range(size):
-        group = dist.new_group(ranks[place::size])
+        group = dist.new_group(ranks[place::size], timeout)
         peers = group if collectives.rank() in ranks[place::size] else peers
     return own, peers

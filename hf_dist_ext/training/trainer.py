@@ -277,8 +277,9 @@ class DistTrainer(Trainer):
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and getattr(self.args, "learning_rates", None):
-            rates = self.args.learning_rates
-            self._rate_names = freeze.split_by_learning_rate(optimizer, self.model, rates)
+            rates, is_cut = self.args.learning_rates, self.strategy.is_cut
+            with self.strategy.saving_whole(self.model):
+                self._rate_names = freeze.split_by_learning_rate(optimizer, self.model, rates, is_cut)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):

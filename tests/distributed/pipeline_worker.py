@@ -130,6 +130,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         "logged_batch": trainer.state.log_history[0]["contrastive_batch_size"],
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
         "evaluation": evaluation,
+        "rates": {name: rate for name, rate in trainer.state.log_history[0].items() if "learning_rate" in name},
         "bubble": [trainer.state.log_history[0].get(f"bubble_share{end}") for end in ("", "_expected")],
     }  # fmt: skip
     if not trainer.saves_complete_model:
@@ -166,7 +167,7 @@ REFUSED = {
     "no cache": {"gradient_cache_chunk_size": None}, "auto": {"gradient_cache_chunk_size": "auto"},
     "kept graphs": {"gradient_cache_keep_graph": 1}, "fp16": {"fp16": True}, "async": {"save_async": True},
     "compile": {"torch_compile": True},
-    "rates": {"learning_rates": {"projection": 1e-3}}, "hook": {"ddp_comm_hook": "fp16"},
+    "hook": {"ddp_comm_hook": "fp16"},
     "schedule": {"pipeline_schedule": "dualpipe"}, "per rank": {"pipeline_stages_per_rank": 2},
     "no pipeline": {"pipeline_parallel_size": None, "pipeline_schedule": "gpipe"},
     "processes": {"pipeline_parallel_size": 3}, "split": {"pipeline_split": [2, 4]},
@@ -272,7 +273,9 @@ def main() -> None:
         found["resumed"] = resumed(base, folder / "run")
         found["elsewhere"] = goes_on_elsewhere(base, folder / "run")
         found["adapters"] = resumed(base, folder / "adapters", has_adapters=True, pipeline_schedule="zero_bubble")
-        found["frozen"] = resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0", "layers.5"])
+        more = {"learning_rates": {"projection": 5e-3, "layers.1": 2e-3}}
+        more["frozen_modules"] = ["embed_tokens", "layers.0", "layers.5"]
+        found["frozen"] = resumed(base, folder / "frozen", **more)
         found["head"] = resumed(base, folder / "head", trainable_modules=["projection"])
         found["evaluation"] = evaluated(base, folder / "eval")
         found["said"] = refusals(base, folder)

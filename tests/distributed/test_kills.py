@@ -62,7 +62,7 @@ def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, suffix):
 
 @pytest.mark.slow
 def test_all_kills_of_a_pipeline_are_resumed_bit_for_bit(tmp_path):
-    found = kills(tmp_path, ["ddp+pipeline"], 8)
+    found = kills(tmp_path, ["ddp+pipeline"], 12)
     check(found)
     assert any(kill["not_committed"] for kill in found["ddp+pipeline"]["kills"]), "no kill tore a save"
 

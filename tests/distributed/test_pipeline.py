@@ -123,6 +123,12 @@ def test_the_folder_of_the_end_is_whole(kind):
     assert run["facts"]["embedding"]["projection_dim"] == 16
 
 
+def test_parts_on_any_stage_have_learning_rates_of_their_own():
+    rates = found()["frozen"]["rates"]
+    assert rates["learning_rate_projection"] == pytest.approx(0.5 * rates["learning_rate"])
+    assert rates["learning_rate_layers.1"] == pytest.approx(0.2 * rates["learning_rate"])
+
+
 def test_a_logged_line_says_how_long_processes_wait():
     measured, expected = found()["resumed"]["bubble"]
     assert expected == pytest.approx(1 / (worker.BATCH + 1), abs=1e-4)
@@ -155,7 +161,6 @@ def test_an_evaluation_is_that_of_one_process(tmp_path):
         ("fp16", "fp16=true.*bf16"),
         ("async", "save_async=true"),
         ("compile", "torch_compile=true"),
-        ("rates", "learning_rates"),
         ("hook", "ddp_comm_hook"),
         ("schedule", "dualpipe.*Choose one of gpipe"),
         ("per rank", "1f1b has 1 per process"),
