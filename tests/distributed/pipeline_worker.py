@@ -97,6 +97,22 @@ def goes_on_elsewhere(base: Path, folder: Path) -> dict[str, bool]:
     return found
 
 
+def not_finite(base: Path, folder: Path) -> dict[str, bool]:
+    """The last stage gives NaN in one update."""
+    trainer = make_trainer(base, folder, max_nonfinite_steps=3, save_strategy="no")
+    run = trainer.strategy.cut.run
+
+    def broken(stage, features, hidden):
+        output = run(stage, features, hidden)
+        return output * float("nan") if stage == 1 and trainer.state.global_step == 1 else output
+
+    trainer.strategy.cut.run = broken
+    trainer.train()
+    skipped = [line.get("nonfinite_steps") for line in trainer.state.log_history][:4]
+    is_finite = all(p.isfinite().all() for p in trainer.model.parameters())
+    return {"skipped_once": all_ranks(skipped == [None, 1, 1, 1]), "is_finite": all_ranks(is_finite)}
+
+
 def all_ranks(is_true: bool) -> bool:
     found = [None] * launched.processes()
     dist.all_gather_object(found, is_true)
@@ -277,6 +293,7 @@ def main() -> None:
         more["frozen_modules"] = ["embed_tokens", "layers.0", "layers.5"]
         found["frozen"] = resumed(base, folder / "frozen", **more)
         found["head"] = resumed(base, folder / "head", trainable_modules=["projection"])
+        found["not_finite"] = not_finite(base, folder / "not_finite")
         found["evaluation"] = evaluated(base, folder / "eval")
         found["said"] = refusals(base, folder)
     if rank() == 0:

@@ -123,6 +123,10 @@ def test_the_folder_of_the_end_is_whole(kind):
     assert run["facts"]["embedding"]["projection_dim"] == 16
 
 
+def test_an_update_that_is_not_finite_on_one_stage_is_skipped_on_all():
+    assert found()["not_finite"] == {"skipped_once": True, "is_finite": True}
+
+
 def test_parts_on_any_stage_have_learning_rates_of_their_own():
     rates = found()["frozen"]["rates"]
     assert rates["learning_rate_projection"] == pytest.approx(0.5 * rates["learning_rate"])
