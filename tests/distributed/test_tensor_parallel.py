@@ -100,7 +100,7 @@ def test_what_is_not_exact_is_refused_before_training(what, words):
 def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
     run = tiny_pairs(tmp_path, rows=84) | {
         "eval_holdout": 20, "max_length": 16, "model_config": CONFIG, "pooling": "last",
-        "max_steps": 2, "per_device_train_batch_size": 32, "gradient_cache_chunk_size": 8,
+        "max_steps": 2, "per_device_train_batch_size": 32, "gradient_cache_chunk_size": 8, "learning_rate": 0.05,
         "accelerate_config": "tp", "num_processes": 2, "save_strategy": "no",
         "output_dir": str(tmp_path / "run"), "report_to": [],
     }  # fmt: skip
