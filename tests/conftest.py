@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # No test needs a network, and without one the hub is asked five times with waits between, 23 s in all.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell that starts pytest in the background has it ignore SIGINT, and all that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `pytest -m fast`: files, and whole folders, whose tests start no processes and train little or nothing.
 FAST = """

@@ -73,10 +73,17 @@ def loss_state_apart(
 
 
 def _save_loss(loss: nn.Module, parameters: list, groups: list, state: dict, folder: str) -> None:
-    os.makedirs(folder, exist_ok=True)
-    save_file({k: v.detach().cpu().contiguous() for k, v in loss.state_dict().items()}, _at(folder, LOSS_WEIGHTS))
+    save_loss(loss, folder)
     hyper = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     torch.save({"state": [state.get(p, {}) for p in parameters], "groups": hyper}, _at(folder, LOSS_OPTIMIZER))
+
+
+def save_loss(loss: Any, folder: str | Path | None) -> None:
+    """The loss's parameters; None: another rank saves them. Nothing to do for a loss without any."""
+    if folder is None or not loss_parameters(loss):
+        return
+    os.makedirs(folder, exist_ok=True)
+    save_file({k: v.detach().cpu().contiguous() for k, v in loss.state_dict().items()}, _at(folder, LOSS_WEIGHTS))
 
 
 def _load_loss(loss: nn.Module, parameters: list, groups: list, folder: str) -> dict:
@@ -179,5 +186,5 @@ def without_secrets(args: Any) -> Iterator[None]:
             copyreg.pickle(kind, before)
 
 
-def _at(folder: str, name: str) -> str:
+def _at(folder: str | Path, name: str) -> str:
     return os.path.join(folder, name)

@@ -224,10 +224,10 @@ def saved_ranks_per_rows(folder: Path) -> int:
     return content.get("tensor_parallel_size", 1) * content.get("pipeline_parallel_size", 1)
 
 
-def draws_anew(args: Any, step: int, folder: str, rows: Rows) -> bool:
+def draws_anew(args: Any, step: int, folder: str, strategy: Strategy) -> bool:
     """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
-    rank (that of its group, where groups hold the same rows)."""
-    share = rows.shared_by
+    rank (that of its group, where groups hold the same rows and draw the same numbers)."""
+    rows, share = strategy.rows, strategy.rows.shared_by
     before, share_before = saved_world_size(Path(folder)), saved_ranks_per_rows(Path(folder))
     if (before, share_before) == (args.world_size, share):
         return False
@@ -236,7 +236,8 @@ def draws_anew(args: Any, step: int, folder: str, rows: Rows) -> bool:
         logger.warning(
             f"{folder} is of {before} processes, this run of {args.world_size}{groups}: random states start anew."
         )
-    set_seed(hash((args.seed, step, rows.index)) % 2**32)
+    drawn_by = collectives.rank() if strategy.is_cut else rows.index
+    set_seed(hash((args.seed, step, drawn_by)) % 2**32)
     return True
 
 
@@ -252,7 +253,7 @@ def load_weights_only(
 ) -> None:
     """The checkpoint's weights into the bare model; UsageError when they do not fit it."""
     if trainable.has_trainable_weights(folder):
-        trainable.load_on_base(model, folder, trust)
+        trainable.load_on_base(model, folder, trust, strategy.elsewhere, strategy.said_by_parts)
     elif strategy.load_whole(model, folder) or load_in_memory_names(model, str(folder)):
         pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):

@@ -12,7 +12,9 @@ of any kind. `trust_checkpoint` switches the checks off.
 from __future__ import annotations
 
 import io
+import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +67,23 @@ class MetadataUnpickler(pickle.Unpickler):
 
 def check(checkpoint: Path, trust: bool) -> None:
     """UsageError for a distributed checkpoint in this folder or below that would run something when it is read."""
-    for path in [] if trust else checkpoint.rglob("*.metadata"):
+    for path in [] if trust else _metadata_below(checkpoint):
         with open(path, "rb") as file:
             metadata = MetadataUnpickler(file).load()
         for index, stored in metadata.storage_data.items():
             if isinstance(metadata.state_dict_metadata.get(index.fqn), dcp.metadata.BytesStorageMetadata):
                 _check_value(index.fqn, path.parent / stored.relative_path, stored)
+
+
+def _metadata_below(folder: Path) -> Iterator[Path]:
+    """Also behind links, since whoever reads follows them."""
+    seen: set[str] = set()
+    for inner, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(inner)) in seen:
+            folders.clear()
+        else:
+            seen.add(real)
+            yield from (Path(inner, name) for name in names if name.endswith(".metadata"))
 
 
 def _check_value(name: str, path: Path, stored: Any) -> None:

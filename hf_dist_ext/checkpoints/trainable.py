@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +183,19 @@ def load_weights(
     read_into(tensors, folder, trust)
 
 
-def load_on_base(model: nn.Module, folder: Path, trust: bool = False) -> None:
-    """What was trained, into a bare model whose other weights must be those that it was trained on."""
+def load_on_base(
+    model: nn.Module,
+    folder: Path,
+    trust: bool = False,
+    elsewhere: frozenset[str] = frozenset(),
+    said_by_parts: Callable[[Any], list[Any]] = lambda content: [content],
+) -> None:
+    """What was trained, into a bare model whose other weights must be those that it was trained on. `elsewhere`: names
+    that other ranks read; `said_by_parts`: of all ranks that have layers of their own."""
     names = frozenset(stored_shapes(folder, trust)) & {name for name, _ in model.named_parameters()}
-    check_frozen(folder, frozen_digests(model, names))
-    load_weights(model, names, folder, trust)
+    parts = said_by_parts(frozen_digests(model, names))
+    check_frozen(folder, {name: digest for part in parts for name, digest in part.items()})
+    load_weights(model, names, folder, trust, elsewhere)
 
 
 def _refuse(folder: Path, what: str, differences: Mapping[str, list[str]]) -> None:

@@ -156,6 +156,10 @@ class Strategy:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
 
+    def training(self) -> AbstractContextManager:
+        """Around `train()`."""
+        return nullcontext()
+
     # ---- an update ----
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:

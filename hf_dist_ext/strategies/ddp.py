@@ -208,6 +208,14 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
             f'ddp_comm_hook="{args.ddp_comm_hook}" adds what it did not send to the next gradient, and under fp16 '
             "that one has another loss scale. Use bf16, or another hook."
         )
+    if args.ddp_comm_hook in sparse.HOOKS:
+        if args.ddp_find_unused_parameters:
+            raise UsageError(
+                f'ddp_comm_hook="{args.ddp_comm_hook}" adds what it did not send to the next gradient, and DDP drops '
+                "the gradient of a parameter that no process used. Remove ddp_find_unused_parameters, or use another "
+                "hook."
+            )
+        ddp.find_unused_parameters = False
     if args.ddp_static_graph and has_loss and args.uses_gradient_cache:
         raise UsageError(
             "ddp_static_graph=true counts how often a step uses every parameter and expects it to stay the same; with "

@@ -36,6 +36,8 @@ from hf_dist_ext.strategies.rows import Rows
 
 SCHEDULE = "1f1b"  # the default
 STAGES_PER_RANK = 2  # where a schedule has several
+# What transformers calls the options of activation checkpointing, today and before 5.23.
+CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 BUCKET = 2**28  # elements of gradients that are averaged together
 
 
@@ -117,6 +119,11 @@ def _check_rest(args: Any) -> None:
         "torch_compile=true": args.torch_compile,
         "frozen_feature_cache": args.frozen_feature_cache is not None,
         "save_async=true": args.save_async,
+        "save_on_each_node=true": args.save_on_each_node
+        and launched.processes_here(launched.processes()) < launched.processes(),
+        "bf16_full_eval=true": args.bf16_full_eval,
+        "fp16_full_eval=true": args.fp16_full_eval,
+        "use_reentrant=true": any((getattr(args, name, None) or {}).get("use_reentrant") for name in CHECKPOINTING),
         "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),
         "FSDP": bool(args.fsdp) or launched.uses_fsdp(),
         "a mesh of accelerate (parallelism_config)": launched.uses_mesh(),
@@ -194,6 +201,15 @@ class Pipeline(Strategy):
         self.cut.base._is_distributed_loading_by_transformers = True
         with meanwhile(args, "save_only_model", True):  # as under tensor parallelism
             yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """The seed is that of all ranks again behind it: samplers of a next training ask for it."""
+        seed = torch.initial_seed()
+        try:
+            yield
+        finally:
+            torch.manual_seed(seed)
 
     def wrapped(self, model: nn.Module, *more: Any) -> None:
         # Trainer has seeded all ranks alike; layers of two stages must not drop the same elements.

@@ -98,6 +98,8 @@ def hook(state: LeftOut, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     buffer, all_values, all_places, offset = bucket.buffer(), [], [], 0
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         flat = gradient.view(-1)
+        if not len(flat):
+            continue
         error = state.error_of(parameter, flat)
         flat += error
         places = state.places(parameter, flat)
@@ -115,7 +117,13 @@ def hook(state: LeftOut, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     buffer.zero_()
     if state.hook == "random_k":
         reduced = dist.all_reduce(values, async_op=True).get_future()
-        return reduced.then(lambda done: buffer.index_copy_(0, places, done.value()[0]))
+
+        def spread(done: Any) -> torch.Tensor:
+            if places.device.type != "cpu":  # it runs on a stream of its own, which torch tells of `values` only
+                places.record_stream(torch.accelerator.current_stream())
+            return buffer.index_copy_(0, places, done.value()[0])
+
+        return reduced.then(spread)
     places = places.int() if len(buffer) < 2**31 else places
     message = torch.cat([_bytes(places), _bytes(values)])
     everyone = message.new_empty(dist.get_world_size() * len(message))

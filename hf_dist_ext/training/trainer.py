@@ -203,13 +203,17 @@ class DistTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         with choose.building(self.args, self.strategy):
             super().create_accelerator_and_postprocess()
-        self.strategy = choose.of_accelerator(self.accelerator, self.strategy)
+        self._settle(choose.of_accelerator(self.accelerator, self.strategy), self.model)
+
+    def _settle(self, strategy: Strategy, model: nn.Module | None) -> None:
+        """The strategy of this accelerator and this model; None: `model_init` makes one later, and this runs again."""
+        self.strategy = strategy
         if (gather := self.strategy.gather_for_metrics()) is not None:
             # Trainer's loops over an evaluation take it from both.
             self.accelerator.gather_for_metrics = gather
             self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
-        frozen_roots = None if self.freeze_plan is None or self.model is None else fully_frozen_roots(self.model)
-        self.strategy.place(self.model, self.args, self.loss is not None, frozen_roots)
+        frozen_roots = None if self.freeze_plan is None or model is None else fully_frozen_roots(model)
+        self.strategy.place(model, self.args, self.loss is not None, frozen_roots)
 
     @property
     def _has_own_arguments(self) -> bool:
@@ -264,10 +268,10 @@ class DistTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
+        self.freeze_plan, strategy = freeze.freeze(model, self.args), self.strategy
         if self.loss is not None:
-            accelerator = getattr(self, "accelerator", None)
-            self.strategy = choose.of_accelerator(accelerator, choose.of_model(model, self.args))
-        self.freeze_plan = freeze.freeze(model, self.args)
+            strategy = choose.of_accelerator(self.accelerator, choose.of_model(model, self.args))
+        self._settle(strategy, model)
         return model
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -372,7 +376,8 @@ class DistTrainer(Trainer):
             if self._has_own_arguments:
                 resume_from_checkpoint = self._resume(resume_from_checkpoint)
             try:
-                with self.keeper.background.ended(), self.data_position.training(resume_from_checkpoint):
+                position = self.data_position.training(resume_from_checkpoint)
+                with self.keeper.background.ended(), self.strategy.training(), position:
                     return super().train(resume_from_checkpoint, *arguments, **options)
             except LeaveEvaluation:  # the one before the first step: there is nothing to save
                 self.control.should_training_stop = True
@@ -416,7 +421,7 @@ class DistTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._has_own_arguments:
-            if resume.draws_anew(self.args, self.state.global_step, checkpoint, self.strategy.rows):
+            if resume.draws_anew(self.args, self.state.global_step, checkpoint, self.strategy):
                 return
         super()._load_rng_state(checkpoint)
 
@@ -535,7 +540,9 @@ class DistTrainer(Trainer):
             best = os.path.join(output_dir, f"checkpoint-{self.state.best_global_step}")
             if os.path.exists(best):
                 self.state.best_model_checkpoint = best
-        if not self.args.save_only_model:
+        if self.args.save_only_model:
+            loss_state.save_loss(self.loss, folder if self.args.should_save else None)
+        else:
             self._save_optimizer_and_scheduler(str(folder))
             self._save_scaler(str(folder))
             self._save_rng_state(str(folder))

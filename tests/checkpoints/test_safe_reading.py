@@ -96,3 +96,14 @@ def test_what_a_checkpoint_holds_below_is_looked_at_before_trainer_reads_it(save
     safe_reading.check(tmp_path, trust=True)
     dcp.load({"rest": {"lr": 0.0}}, checkpoint_id=saved)
     assert proof.exists(), "the trap works"
+
+
+def test_it_is_looked_at_behind_links_too(saved, tmp_path):
+    dcp.save({"rest": {"lr": Runs(proof := tmp_path / "ran")}}, checkpoint_id=saved)
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    (checkpoint / "optimizer_0").symlink_to(saved, target_is_directory=True)
+    (checkpoint / "itself").symlink_to(checkpoint, target_is_directory=True)
+    with pytest.raises(UsageError, match="rest.lr is no plain value"):
+        safe_reading.check(checkpoint, trust=False)
+    assert not proof.exists()

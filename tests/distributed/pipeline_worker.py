@@ -34,7 +34,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.tensor_parallel_worker import collate, collate_repeated, largest_difference
 from tests.launching import leave_together
-from tests.tiny_models import model_config
+from tests.tiny_models import CHECKPOINTING, model_config
 
 ROWS, BATCH, LAYERS = 36, 6, 6
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
@@ -182,7 +182,8 @@ def said_by(attempt) -> str:
 REFUSED = {
     "no cache": {"gradient_cache_chunk_size": None}, "auto": {"gradient_cache_chunk_size": "auto"},
     "kept graphs": {"gradient_cache_keep_graph": 1}, "fp16": {"fp16": True}, "async": {"save_async": True},
-    "compile": {"torch_compile": True},
+    "compile": {"torch_compile": True}, "half in evaluation": {"bf16_full_eval": True},
+    "reentrant": {f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}},
     "hook": {"ddp_comm_hook": "fp16"},
     "schedule": {"pipeline_schedule": "dualpipe"}, "per rank": {"pipeline_stages_per_rank": 2},
     "no pipeline": {"pipeline_parallel_size": None, "pipeline_schedule": "gpipe"},
@@ -215,6 +216,20 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
     said["towers"] = said_by(lambda: train(nn.Linear(2, 2), loss=loss))
     said["no loss"] = said_by(lambda: train(distilbert))
     return said
+
+
+def trained_twice(base: Path, folder: Path) -> list[float]:
+    """Losses of two trainings of one trainer."""
+    trainer = make_trainer(base, folder, save_strategy="no", max_steps=2)
+    return [trainer.train().training_loss for _ in range(2)]
+
+
+def takes_frozen(base: Path, folder: Path, **more) -> float:
+    """The loss of a run that begins with the weights of a checkpoint of frozen parts, and nothing else of it."""
+    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    other = folder.with_name("weights_only")
+    trainer = make_trainer(base, other, save_strategy="no", max_steps=1, resume_weights_only=True, **more)
+    return trainer.train(resume_from_checkpoint=str(newest)).training_loss
 
 
 # ---- (4) ----
@@ -295,6 +310,8 @@ def main() -> None:
         found["head"] = resumed(base, folder / "head", trainable_modules=["projection"])
         found["not_finite"] = not_finite(base, folder / "not_finite")
         found["evaluation"] = evaluated(base, folder / "eval")
+        found["again"] = trained_twice(base, folder / "again")
+        found["weights_only"] = takes_frozen(base, folder / "frozen", **more)
         found["said"] = refusals(base, folder)
     if rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))

@@ -151,6 +151,14 @@ def test_rows_are_counted_once_per_pipeline():
     assert facts["sharding"] == "pp 2" and facts["samples_seen"] == 4 * 2 * worker.BATCH
 
 
+def test_a_trainer_trains_once_more():
+    assert len(found()["again"]) == 2 and min(found()["again"]) > 0
+
+
+def test_weights_of_a_run_with_frozen_parts_are_taken():
+    assert found()["weights_only"] > 0
+
+
 def test_an_evaluation_is_that_of_one_process(tmp_path):
     worker.save_base(tmp_path / "base")
     alone = worker.evaluated(tmp_path / "base", tmp_path, is_alone=True)
@@ -168,6 +176,8 @@ def test_an_evaluation_is_that_of_one_process(tmp_path):
         ("fp16", "fp16=true.*bf16"),
         ("async", "save_async=true"),
         ("compile", "torch_compile=true"),
+        ("half in evaluation", "bf16_full_eval=true"),
+        ("reentrant", "use_reentrant=true"),
         ("hook", "ddp_comm_hook"),
         ("schedule", "dualpipe.*Choose one of gpipe"),
         ("per rank", "1f1b has 1 per process"),

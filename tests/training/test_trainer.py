@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import row_weight
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -144,3 +146,24 @@ def test_a_user_loss_is_any_callable_over_embeddings(tmp_path):
     before = trained.evaluate()["eval_loss"]
     trained.train()
     assert trained.evaluate()["eval_loss"] < before
+
+
+def test_a_model_that_is_made_later_is_placed_as_one_that_is_given(tmp_path, monkeypatch):
+    placed = []
+    monkeypatch.setattr(Strategy, "place", lambda self, model, *more: placed.append(model))
+    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    made = DistTrainer(None, args, model_init=lambda: Tiny(), loss=InfoNCELoss(), data_collator=collate)
+    assert placed == [None, made.model]
+
+
+def test_a_checkpoint_of_weights_alone_has_those_of_the_loss(tmp_path):
+    made = trainer(
+        tmp_path, loss=InfoNCELoss(learnable_temperature=True), max_steps=2, save_strategy="steps", save_steps=1,
+        save_only_model=True,
+    )  # fmt: skip
+    made.train()
+    trained = made.loss.temperature
+    loss_state.load_loss(made.loss, str(tmp_path / "checkpoint-2"))
+    assert made.loss.temperature == trained
+    loss_state.load_loss(made.loss, str(tmp_path / "checkpoint-1"))
+    assert made.loss.temperature != trained
