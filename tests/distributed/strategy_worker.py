@@ -58,6 +58,7 @@ CASES = {
         "batched_power_sgd": {"ddp_comm_hook": "batched_power_sgd", "ddp_power_sgd_warmup_steps": 2},
         "top_k": {"ddp_comm_hook": "top_k", "ddp_compression_ratio": 0.05},
         "random_k": {"ddp_comm_hook": "random_k", "ddp_compression_ratio": 0.05},
+        "top_k, unused": {"ddp_comm_hook": "top_k", "ddp_find_unused_parameters": True},
         "random_k, all": {"ddp_comm_hook": "random_k", "ddp_compression_ratio": 1.0},
         "ddp_gradient_as_bucket_view": {"ddp_gradient_as_bucket_view": True},
         "ddp_static_graph": {"ddp_static_graph": True, "gradient_cache_chunk_size": None},

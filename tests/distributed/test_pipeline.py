@@ -20,8 +20,7 @@ from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.forked import launch
-from tests.launching import ROOT
-from tests.launching import launch as really_launch
+from tests.launching import train_under_preset
 from tests.parity.exactness_table import PIPELINE_CASES, PIPELINES, measure_pipeline
 from tests.tiny_models import tiny_pairs
 
@@ -201,16 +200,7 @@ def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2,
     }  # fmt: skip
-    run = tiny_pairs(tmp_path, rows=84) | {
-        "eval_holdout": 20, "max_length": 16, "model_config": config, "pooling": "last", "max_steps": 2,
-        "per_device_train_batch_size": 32, "learning_rate": 0.05,
-        "gradient_cache_chunk_size": 8, "accelerate_config": "pp", "pipeline_parallel_size": 2,
-        "pipeline_schedule": "interleaved_1f1b", "save_strategy": "no", "output_dir": str(tmp_path / "run"),
-        "report_to": [],
-    }  # fmt: skip
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    done = really_launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", tmp_path / "run.json")
-    report = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32), done.stdout
-    assert report["before"]["mrr@10"] != report["after"]["mrr@10"]
+    pipeline = {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"}
+    fields = tiny_pairs(tmp_path, rows=84) | {"model_config": config, "accelerate_config": "pp"}
+    train_under_preset(tmp_path, fields | pipeline)
     assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 4

@@ -129,6 +129,7 @@ def test_the_rate_follows_the_effective_batch():
 @pytest.mark.parametrize("cases, name, words", [
     ("fsdp", "HYBRID_SHARD", "2 processes in groups of 2"), ("fsdp", "comm hook", "reduce_dtype"),
     ("ddp", "bf16", "NCCL"), ("ddp", "batched_power_sgd", "torch 2.13"), ("ddp", "FULL_SHARD", "multi_gpu_fsdp"),
+    ("ddp", "top_k, unused", "ddp_find_unused_parameters"),
     ("ddp", "ddp_static_graph, cache", "number of chunks"), ("ddp", "reduce_dtype", "ddp_comm_hook"),
 ])  # fmt: skip
 def test_what_has_no_meaning_is_refused_with_the_reason(cases, name, words):

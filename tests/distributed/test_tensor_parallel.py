@@ -14,8 +14,7 @@ import pytest
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.distributed import tensor_parallel_worker as worker
 from tests.distributed.forked import launch
-from tests.launching import ROOT
-from tests.launching import launch as really_launch
+from tests.launching import train_under_preset
 from tests.tiny_models import needs_tensor_parallelism, tiny_pairs
 
 CONFIG = {
@@ -98,17 +97,8 @@ def test_what_is_not_exact_is_refused_before_training(what, words):
 
 
 def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
-    run = tiny_pairs(tmp_path, rows=84) | {
-        "eval_holdout": 20, "max_length": 16, "model_config": CONFIG, "pooling": "last",
-        "max_steps": 2, "per_device_train_batch_size": 32, "gradient_cache_chunk_size": 8, "learning_rate": 0.05,
-        "accelerate_config": "tp", "num_processes": 2, "save_strategy": "no",
-        "output_dir": str(tmp_path / "run"), "report_to": [],
-    }  # fmt: skip
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    done = really_launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", tmp_path / "run.json")
-    report = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32), done.stdout
-    assert report["before"]["mrr@10"] != report["after"]["mrr@10"]
+    fields = {"model_config": CONFIG, "accelerate_config": "tp", "num_processes": 2}
+    train_under_preset(tmp_path, tiny_pairs(tmp_path, rows=84) | fields)
     assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 1
 
 

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives, sparse
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.ddp import DDP
+from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.training import learning_rate
 from hf_dist_ext.training.arguments import DistTrainingArguments
 
@@ -75,3 +79,25 @@ def test_accumulation_keeps_the_effective_batch(monkeypatch, before, now, kept, 
     learning_rate.keep_effective_batch(args, "checkpoint-3", args.world_size, why_fixed="")
     assert args.gradient_accumulation_steps == kept
     assert words in said[0] if words else not said
+
+
+def test_an_update_that_is_left_out_forgets_what_its_gradients_left_out():
+    strategy, model = DDP(), torch.nn.Linear(2, 2)
+    strategy.left_out = sparse.LeftOut(model, "top_k", 0.5, seed=0)
+    strategy.left_out.errors["weight"] = torch.full((4,), float("nan"))
+    strategy.drop_update(torch.optim.SGD(model.parameters()), step=3)
+    assert strategy.left_out.errors == {}
+
+
+@pytest.mark.parametrize("is_cut, others", [(False, [0, 0, 1, 1]), (True, [0, 1, 2, 3])])
+def test_ranks_with_the_same_rows_draw_alike_unless_they_have_other_layers(tmp_path, monkeypatch, is_cut, others):
+    """After a resume with another number of processes."""
+    drawn = []
+    for rank in range(4):
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(collectives, "world_size", lambda: 4)
+        strategy = Strategy()
+        strategy.rows, strategy.is_cut = Rows(shared_by=2), is_cut
+        assert resume.draws_anew(SimpleNamespace(world_size=4, seed=1), 7, str(tmp_path), strategy)
+        drawn.append(torch.rand(()).item())
+    assert [drawn.index(number) for number in drawn] == [others.index(other) for other in others]
