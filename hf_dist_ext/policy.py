@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MOST_WIDENING = 8
 KEPT_WHOLE_SHARE = 0.25  # of a device's memory, that weights or gradients may take whole where they could be sharded
 LOSS_TILE_BYTES = 512 * 2**20  # of all buffers of a tile of scores together
@@ -30,3 +32,93 @@ def loss_stage_bytes(
     tile_rows = min(anchors, max(1, loss_tile_rows(candidates) >> tile_halvings))
     tile = LOSS_TILE_BUFFERS * 4 * tile_rows * candidates
     return int(EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + tile)
+
+
+# ---- pipelines: P ranks, V stages per rank, M chunks; schedules by the names of pipeline_schedule ----
+
+PIPELINE_SCHEDULE = "1f1b"  # where a run names none
+STAGES_PER_RANK = 2  # where a run says nothing and the schedule has several
+FIXED_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zero_bubble_v": 2}  # the other schedules have any number
+IN_ROUNDS = ("interleaved_1f1b", "zero_bubble")  # chunks come in rounds of equal length
+
+
+def stages_per_rank(schedule: str, asked: int | None) -> int:
+    return FIXED_STAGES_PER_RANK.get(schedule) or asked or STAGES_PER_RANK
+
+
+def rank_of_stage(schedule: str, ranks: int, per_rank: int) -> list[int]:
+    """On which rank of a pipeline every stage lies. Down the ranks again and again; as a V, down and up again."""
+    down = list(range(ranks))
+    return [*down, *reversed(down)] if schedule == "zero_bubble_v" else down * per_rank
+
+
+def dealt_chunks(schedule: str, ranks: int, needed: int) -> int:
+    """So many chunks a schedule takes: `needed`, or the next number that it can deal out."""
+    while schedule in IN_ROUNDS and needed % max(1, needed // ranks):
+        needed += 1
+    return needed
+
+
+def layers_of_stages(num_layers: int, places: Sequence[int], head: float = 0.0) -> list[int]:
+    """Layers per stage, so that all ranks have as much work as can be: after one layer for each stage, a layer goes to
+    the rank that has least to do, there to the stage that has least, and of equals to the last.
+
+    Args:
+        places: the rank of every stage.
+        head: what follows the last layer for every token, a vocabulary's matrix, in layers. Word embeddings are looked
+            up, and a projection behind the pooling sees one vector per row: neither counts.
+    """
+    counts, last = [1] * len(places), len(places) - 1
+    work = [1 + head * (stage == last) for stage in range(len(places))]
+    of_rank = [sum(w for w, p in zip(work, places, strict=True) if p == rank) for rank in range(max(places) + 1)]
+    for _ in range(num_layers - len(places)):
+        stage = min(range(last, -1, -1), key=lambda stage: (of_rank[places[stage]], work[stage]))
+        counts[stage] += 1
+        work[stage] += 1
+        of_rank[places[stage]] += 1
+    return counts
+
+
+def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int) -> float:
+    """Of the time of a step's two passes (forwards alone, then a training schedule) that a rank waits, where a
+    backward takes twice a forward's time, all stages the same, and messages none. For `gpipe` and `1f1b` it is
+    (P - 1) / (M + P - 1), the bubble of GPipe (https://arxiv.org/abs/1811.06965, 2.3)."""
+    missing = max(0, ranks - chunks)  # a round of fewer chunks than ranks waits for its first one
+    idle = ranks - 1 + (per_rank - 1) * missing  # of the forwards, in forwards of a stage
+    if schedule == "zero_bubble":
+        idle += ranks - 1 + per_rank * missing + (per_rank - 1) * max(0, ranks - 2 * chunks)
+    elif schedule == "zero_bubble_v":
+        idle = 2 * (ranks - 1) + max(ranks - 1, 4 * ranks - 2 - 2 * chunks)
+    else:
+        idle *= 4
+    return idle / (idle + 4 * per_rank * chunks)
+
+
+def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int) -> list[tuple[int, ...]]:
+    """Chunks whose activations a rank holds at once, per stage of its own: every case in which their sum is largest. A
+    forward begins to hold them, the backward that ends with gradients of weights gives them up.
+
+    `gpipe` and `looped_bfs` hold all, `1f1b` P - rank, `interleaved_1f1b` (V - 1) P + 2 (P - 1 - rank) + 1 of a stage
+    each, `zero_bubble` V P, `zero_bubble_v` 2 P; never more than there are, and rounds may be longer than P.
+    """
+    if schedule == "zero_bubble_v":
+        both = {(min(chunks, 2 * ranks - rank - i), min(chunks, rank + i)) for i in (0, 1)}
+        return sorted(counts for counts in both if sum(counts) == max(map(sum, both)))
+    everything, after = per_rank * chunks, ranks - 1 - rank  # forwards; ranks that follow
+    length = chunks // max(1, chunks // ranks) if schedule in IN_ROUNDS else chunks  # of a round
+    ahead = {  # forwards before the first chunk is given up; from then on one is for each forward
+        "1f1b": after,
+        "interleaved_1f1b": (per_rank - 1) * length + 2 * after,
+        "zero_bubble": min(everything, (per_rank - 1) * length + after) + rank,
+    }.get(schedule, everything)
+
+    def of_first(number: int, stage: int) -> int:
+        """Among so many forwards in a row, how many are of a stage."""
+        rounds, rest = divmod(number, per_rank * length)
+        return rounds * length + min(length, max(0, rest - stage * length))
+
+    cases = {
+        tuple(of_first(done + 1, v) - of_first(max(0, done - ahead), per_rank - 1 - v) for v in range(per_rank))
+        for done in range(min(ahead, everything - 1), min(everything, ahead + per_rank * length))
+    }
+    return sorted(cases)

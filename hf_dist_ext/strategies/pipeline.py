@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_dist_ext import launched
+from hf_dist_ext import launched, policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Door, Embeddings
 from hf_dist_ext.errors import UsageError
@@ -34,8 +34,6 @@ from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.pipeline_passes import Line, PipelinePasses
 from hf_dist_ext.strategies.rows import Rows
 
-SCHEDULE = "1f1b"  # the default
-STAGES_PER_RANK = 2  # where a schedule has several
 # What transformers calls the options of activation checkpointing, today and before 5.23.
 CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 BUCKET = 2**28  # elements of gradients that are averaged together
@@ -68,7 +66,7 @@ def check(args: Any) -> None:
             f"pipeline_schedule={args.pipeline_schedule!r} does not exist. Choose one of "
             f"{', '.join(schedules.SCHEDULES)}."
         )
-    fixed, per_rank = schedules.SCHEDULES[schedule_of(args)].stages_per_rank, args.pipeline_stages_per_rank
+    fixed, per_rank = policy.FIXED_STAGES_PER_RANK.get(schedule_of(args)), args.pipeline_stages_per_rank
     if per_rank is not None and (per_rank < 1 or per_rank != (fixed or per_rank)):
         raise UsageError(
             f"pipeline_stages_per_rank={per_rank}: {schedule_of(args)} has {fixed or 'at least 1'} per process."
@@ -82,26 +80,25 @@ def check(args: Any) -> None:
 
 
 def schedule_of(args: Any) -> str:
-    return args.pipeline_schedule or SCHEDULE
+    return args.pipeline_schedule or policy.PIPELINE_SCHEDULE
 
 
 def per_rank_of(args: Any) -> int:
-    fixed = schedules.SCHEDULES[schedule_of(args)].stages_per_rank
-    return fixed or args.pipeline_stages_per_rank or STAGES_PER_RANK
+    return policy.stages_per_rank(schedule_of(args), args.pipeline_stages_per_rank)
 
 
-def own_stages(args: Any) -> tuple[list[int], int]:
-    """This rank's, and how many there are."""
-    places = schedules.rank_of_stage(schedule_of(args), size(args), per_rank_of(args))
-    return [stage for stage, rank in enumerate(places) if rank == launched.rank() % size(args)], len(places)
+def places_of(args: Any) -> tuple[list[int], list[int]]:
+    """The rank of every stage, and this rank's stages."""
+    places = policy.rank_of_stage(schedule_of(args), size(args), per_rank_of(args))
+    return places, [stage for stage, rank in enumerate(places) if rank == launched.rank() % size(args)]
 
 
 def in_stages(args: Any) -> Callable[[type], type] | None:
     """For `EmbeddingModel.from_pretrained`: this rank reads its stages only. None without a pipeline."""
     if size(args) == 1:
         return None
-    own, num_stages = own_stages(args)
-    return functools.partial(stages.staged, own=own, num_stages=num_stages, split=args.pipeline_split)
+    places, own = places_of(args)
+    return functools.partial(stages.staged, own=own, places=places, split=args.pipeline_split)
 
 
 def _check_rest(args: Any) -> None:
@@ -193,8 +190,8 @@ class Pipeline(Strategy):
         device = args.device  # with it come the processes' connections
         self.group, peers = _groups(self.size, timedelta(seconds=args.ddp_timeout))
         self.rows = Rows(self.size, peers)
-        own, num_stages = own_stages(args)
-        self.cut = stages.Cut(self.whole, own, stages.firsts_of(self.whole, num_stages, args.pipeline_split))
+        places, own = places_of(args)
+        self.cut = stages.Cut(self.whole, own, stages.firsts_of(self.whole, places, args.pipeline_split))
         self._in_stages = in_stages(args)
         self.whole.to(device)
         # Trainer then leaves the model where it is, and accelerate puts no wrapper around it.
@@ -284,7 +281,7 @@ class Pipeline(Strategy):
         busy = sum(seconds[f"seconds_{part}"] for part in ("encode", "replay", "last_backward"))
         share = torch.tensor([1 - busy / seconds["seconds_passes"]], device=self.line.device)
         dist.all_reduce(share, group=self.group)
-        expected = schedules.idle_share(self.schedule, self.size, self.per_rank, self.line.num_chunks)
+        expected = policy.idle_share(self.schedule, self.size, self.per_rank, self.line.num_chunks)
         return {"bubble_share": round(share.item() / self.size, 4), "bubble_share_expected": round(expected, 4)}
 
     # ---- (4) ----

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import (
     BACKWARD,
@@ -72,7 +73,7 @@ class Line:
         self.cut, self.schedule, self.per_rank = cut, schedule, per_rank
         self.group, self.device, self.precision = group, device, precision
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.places = schedules.rank_of_stage(schedule, self.size, per_rank)
+        self.places = policy.rank_of_stage(schedule, self.size, per_rank)
         self.last = len(self.places) - 1
         self.has_last = self.places[-1] == self.rank
         self.num_chunks = 0  # of the last pass, idle ones counted
@@ -118,7 +119,7 @@ class Line:
 
     def filled_up(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """With idle chunks of one row, as many as the schedule can deal out."""
-        missing = schedules.num_chunks(self.schedule, self.size, len(chunks)) - len(chunks)
+        missing = policy.dealt_chunks(self.schedule, self.size, len(chunks)) - len(chunks)
         return [*chunks, *[_first_row(chunks[-1])] * missing]
 
     def sends_back(self, stage: int) -> bool:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 
 # Decoders whose plan (base_model_pp_plan of transformers) was measured: some scale what they take for word embeddings
@@ -56,14 +58,21 @@ def layout_of(config: Any) -> Layout:
     return Layout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
 
 
-def first_layers(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[int]:
-    """The number of the first layer of every stage. `split`: those of all stages but the first; None: as many layers
-    in each, one more in the last ones where they do not divide, as the first one has the word embeddings.
+def first_layers(num_layers: int, places: Sequence[int], split: Sequence[int] | None = None) -> list[int]:
+    """The number of the first layer of every stage.
+
+    Args:
+        places: the rank of every stage.
+        split: the first layers of all stages but the first; None: by work (`policy.layers_of_stages`).
 
     Raises:
         UsageError: a stage without a layer.
     """
-    firsts = [stage * num_layers // num_stages for stage in range(num_stages)] if split is None else [0, *split]
+    num_stages = len(places)
+    if split is None:
+        firsts = [0, *accumulate(policy.layers_of_stages(num_layers, places)[:-1])]
+    else:
+        firsts = [0, *split]
     if len(firsts) != num_stages:
         raise UsageError(
             f"pipeline_split={list(split)} has {len(split)} numbers; {num_stages} stages need {num_stages - 1}: the "
@@ -78,10 +87,10 @@ def first_layers(num_layers: int, num_stages: int, split: Sequence[int] | None =
     return firsts
 
 
-def firsts_of(model: nn.Module, num_stages: int, split: Sequence[int] | None) -> list[int]:
+def firsts_of(model: nn.Module, places: Sequence[int], split: Sequence[int] | None) -> list[int]:
     """`first_layers` of a model."""
     base = _base(model)
-    return first_layers(len(base.backbone.get_submodule(layout_of(base.config).stack)), num_stages, split)
+    return first_layers(len(base.backbone.get_submodule(layout_of(base.config).stack)), places, split)
 
 
 def _base(model: nn.Module) -> nn.Module:
@@ -217,7 +226,7 @@ def _part(owner: nn.Module, name: str) -> Part:
     return Part(owner, name, getattr(module, "stands_for", module))
 
 
-def staged(kind: type, own: Sequence[int], num_stages: int, split: Sequence[int] | None) -> type:
+def staged(kind: type, own: Sequence[int], places: Sequence[int], split: Sequence[int] | None) -> type:
     """A class of backbones which `from_pretrained` fills with the weights of the stages `own` alone; `put_back` makes
     its model one that can be cut into these stages."""
 
@@ -225,7 +234,7 @@ def staged(kind: type, own: Sequence[int], num_stages: int, split: Sequence[int]
         kind.__init__(self, config, *arguments, **options)
         self.__class__ = kind
         num_layers = len(self.get_submodule(layout_of(config).stack))
-        for stage, parts in enumerate(_parts_of_backbone(self, first_layers(num_layers, num_stages, split))):
+        for stage, parts in enumerate(_parts_of_backbone(self, first_layers(num_layers, places, split))):
             for part in parts if stage not in own else ():
                 part.module.to("meta")
                 part.put(Passed(part.module))

@@ -157,7 +157,7 @@ class DistTrainingArguments(TrainingArguments):
         None, "Stages per process, for schedules that go through the processes more than once. Null: 2."
     )
     pipeline_split: list[int] | None = option(
-        None, "The number of the first layer of every stage but the first. Null: as many layers in each stage."
+        None, "The number of the first layer of every stage but the first. Null: as much work for every process."
     )
     ddp_comm_hook: Literal["fp16", "bf16", "power_sgd", "batched_power_sgd", "top_k", "random_k"] | None = option(
         None,

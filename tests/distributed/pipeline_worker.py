@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_dist_ext import launched
+from hf_dist_ext import launched, policy
 from hf_dist_ext.checkpoints import manifest, trainable
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -296,8 +296,8 @@ def main() -> None:
         save_base(base)
     dist.barrier()
     found = {}
-    for name, schedule in schedules.SCHEDULES.items() if options.only is None else [("1f1b", None)]:
-        per_rank = None if schedule is None or schedule.stages_per_rank else 2
+    for name in schedules.SCHEDULES if options.only is None else ["1f1b"]:
+        per_rank = None if name in policy.FIXED_STAGES_PER_RANK else 2
         more = {"pipeline_schedule": name, "pipeline_stages_per_rank": per_rank}
         found[name] = counted(base, folder / "counted", **more)
     if options.only is None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import schedules
@@ -54,7 +55,7 @@ def test_it_holds_and_sends_what_its_schedule_says(schedule):
     per_rank, chunks = ranks[0]["per_rank"], ranks[0]["chunks"]
     assert chunks == worker.BATCH  # two columns, two rows each
     for rank, of_rank in enumerate(ranks):
-        live = schedules.live_chunks(schedule, 2, per_rank, chunks, rank)
+        live = sum(policy.live_chunks(schedule, 2, per_rank, chunks, rank)[0])
         assert of_rank["live"] == live
         assert of_rank["waiting"] <= max(live, 2 * per_rank)  # buffers follow what is under way
         kinds = [

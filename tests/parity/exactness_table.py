@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_dist_ext.policy import stages_per_rank  # noqa: E402
 from hf_dist_ext.strategies.schedules import SCHEDULES  # noqa: E402
 from tests.distributed.forked import launch  # noqa: E402
 from tests.parity import exactness_worker  # noqa: E402
@@ -22,7 +23,7 @@ RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi
 
 # name -> processes, and per pipeline: processes, schedule, stages per process
 PIPELINES = {
-    **{f"PP 2, {name}": (2, 2, name, schedule.stages_per_rank or 2) for name, schedule in SCHEDULES.items()},
+    **{f"PP 2, {name}": (2, 2, name, stages_per_rank(name, None)) for name in SCHEDULES},
     "PP 2, zero_bubble, one stage each": (2, 2, "zero_bubble", 1),
     "PP 3, 1f1b": (3, 3, "1f1b", 1),
     "PP 3, interleaved_1f1b": (3, 3, "interleaved_1f1b", 2),

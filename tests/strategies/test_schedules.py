@@ -4,14 +4,15 @@ import itertools
 
 import pytest
 
+from hf_dist_ext import policy
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.schedules import SCHEDULES, Action
 
 SHAPES = [
     (name, ranks, per_rank)
-    for name, schedule in SCHEDULES.items()
+    for name in SCHEDULES
     for ranks in (2, 3, 4)
-    for per_rank in ([schedule.stages_per_rank] if schedule.stages_per_rank else [1, 2, 3])
+    for per_rank in ([policy.FIXED_STAGES_PER_RANK[name]] if name in policy.FIXED_STAGES_PER_RANK else [1, 2, 3])
 ]
 BACKWARDS = (schedules.BACKWARD, schedules.WEIGHT_BACKWARD)
 OPPOSITE = {schedules.RECEIVE_FORWARD: schedules.SEND_FORWARD, schedules.RECEIVE_BACKWARD: schedules.SEND_BACKWARD}
@@ -19,9 +20,9 @@ OPPOSITE = {schedules.RECEIVE_FORWARD: schedules.SEND_FORWARD, schedules.RECEIVE
 
 @pytest.mark.parametrize(("name", "ranks", "per_rank"), SHAPES)
 def test_every_stage_runs_every_chunk_once_each_way(name, ranks, per_rank):
-    places = schedules.rank_of_stage(name, ranks, per_rank)
+    places = policy.rank_of_stage(name, ranks, per_rank)
     for needed in (1, 2, 5, 7, 12):
-        chunks = schedules.num_chunks(name, ranks, needed)
+        chunks = policy.dealt_chunks(name, ranks, needed)
         assert needed <= chunks < needed + ranks
         for rank, forward_only in itertools.product(range(ranks), (False, True)):
             found = schedules.actions(name, ranks, per_rank, chunks, rank, forward_only)
@@ -35,8 +36,8 @@ def test_every_stage_runs_every_chunk_once_each_way(name, ranks, per_rank):
 @pytest.mark.parametrize(("name", "ranks", "per_rank"), SHAPES)
 def test_messages_leave_in_the_order_in_which_they_are_expected(name, ranks, per_rank):
     """Without this, two ranks would wait for each other, or one would take another chunk's tensor."""
-    places = schedules.rank_of_stage(name, ranks, per_rank)
-    chunks = schedules.num_chunks(name, ranks, 7)
+    places = policy.rank_of_stage(name, ranks, per_rank)
+    chunks = policy.dealt_chunks(name, ranks, 7)
     of_ranks = [schedules.actions(name, ranks, per_rank, chunks, rank) for rank in range(ranks)]
     for one, other in itertools.permutations(range(ranks), 2):
         sent, expected = [], []
@@ -62,12 +63,63 @@ def test_messages_leave_in_the_order_in_which_they_are_expected(name, ranks, per
     ],
 )
 def test_so_many_chunks_are_under_way(name, per_rank, expected):
-    assert [schedules.live_chunks(name, 4, per_rank, 12, rank) for rank in range(4)] == expected
+    held = [policy.live_chunks(name, 4, per_rank, 12, rank) for rank in range(4)]
+    assert [{sum(case) for case in cases} for cases in held] == [{most} for most in expected]
+
+
+@pytest.mark.parametrize(("name", "ranks", "per_rank"), SHAPES)
+def test_what_a_rank_holds_is_foretold_stage_by_stage(name, ranks, per_rank):
+    places = policy.rank_of_stage(name, ranks, per_rank)
+    for needed, rank in itertools.product((*range(1, ranks + 2), 7, 13), range(ranks)):
+        chunks = policy.dealt_chunks(name, ranks, needed)
+        now = dict.fromkeys((stage for stage, place in enumerate(places) if place == rank), 0)
+        cases = []
+        for kind, stage, _ in schedules.actions(name, ranks, per_rank, chunks, rank):
+            now[stage] += kind == schedules.FORWARD
+            now[stage] -= kind in BACKWARDS
+            cases.append(tuple(now.values()))
+        most = max(map(sum, cases))
+        expected = sorted({case for case in cases if sum(case) == most})
+        assert policy.live_chunks(name, ranks, per_rank, chunks, rank) == expected
+
+
+COSTS = {schedules.FORWARD: 1, schedules.BACKWARD: 2, schedules.INPUT_BACKWARD: 1, schedules.WEIGHT_BACKWARD: 1}
+
+
+def length(name, ranks, per_rank, chunks, forward_only):
+    """When the last rank has done its last action, in forwards of a stage."""
+    left = [list(schedules.actions(name, ranks, per_rank, chunks, r, forward_only))[::-1] for r in range(ranks)]
+    left = [[action for action in of_rank if action.kind in COSTS] for of_rank in left]
+    free, ended, last = [0] * ranks, {}, ranks * per_rank - 1
+    while any(left):
+        for rank, of_rank in enumerate(left):
+            while of_rank:
+                kind, stage, chunk = of_rank[-1]
+                is_forward, start = kind == schedules.FORWARD, free[rank]
+                if kind != schedules.WEIGHT_BACKWARD and stage != (0 if is_forward else last):
+                    before = (is_forward, stage + (-1 if is_forward else 1), chunk)
+                    if before not in ended:
+                        break
+                    start = max(start, ended[before])
+                free[rank] = start + COSTS[kind]
+                if kind != schedules.WEIGHT_BACKWARD:  # nobody waits for it
+                    ended[is_forward, stage, chunk] = free[rank]
+                of_rank.pop()
+    return max(free)
+
+
+@pytest.mark.parametrize(("name", "ranks", "per_rank"), SHAPES)
+def test_what_ranks_wait_is_what_an_order_makes_them_wait(name, ranks, per_rank):
+    for needed in (*range(1, 2 * ranks), 13):
+        chunks = policy.dealt_chunks(name, ranks, needed)
+        both = sum(length(name, ranks, per_rank, chunks, forward_only) for forward_only in (True, False))
+        expected = 1 - 4 * per_rank * chunks / both
+        assert policy.idle_share(name, ranks, per_rank, chunks) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 4), (4, 12), (8, 64)])
 def test_so_much_of_the_time_is_waited(ranks, chunks):
-    share = {name: schedules.idle_share(name, ranks, s.stages_per_rank or 2, chunks) for name, s in SCHEDULES.items()}
+    share = {name: policy.idle_share(name, ranks, policy.stages_per_rank(name, None), chunks) for name in SCHEDULES}
     formula = (ranks - 1) / (chunks + ranks - 1)
     assert share["gpipe"] == pytest.approx(formula) and share["1f1b"] == pytest.approx(formula)
     assert share["looped_bfs"] == pytest.approx((ranks - 1) / (2 * chunks + ranks - 1))
@@ -76,7 +128,7 @@ def test_so_much_of_the_time_is_waited(ranks, chunks):
 
 
 def test_a_v_ends_where_it_begins():
-    assert schedules.rank_of_stage("zero_bubble_v", 3, 2) == [0, 1, 2, 2, 1, 0]
-    assert schedules.rank_of_stage("interleaved_1f1b", 3, 2) == [0, 1, 2, 0, 1, 2]
+    assert policy.rank_of_stage("zero_bubble_v", 3, 2) == [0, 1, 2, 2, 1, 0]
+    assert policy.rank_of_stage("interleaved_1f1b", 3, 2) == [0, 1, 2, 0, 1, 2]
     turning = schedules.actions("zero_bubble_v", 3, 2, 6, rank=2)
     assert Action(schedules.SEND_FORWARD, 2, 0) not in turning  # the next stage is its own

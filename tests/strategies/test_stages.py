@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import stages
@@ -37,7 +38,7 @@ def through(cuts: list[stages.Cut], features: dict[str, torch.Tensor]) -> torch.
 @pytest.mark.parametrize("name", sorted(stages.DECODERS | stages.ENCODERS.keys()))
 @pytest.mark.parametrize("owned", [[[0], [1], [2]], [[0, 2], [1]]])
 def test_stage_after_stage_is_the_whole_model(name, owned):
-    firsts = stages.firsts_of(build(name), 3, None)
+    firsts = stages.firsts_of(build(name), range(3), None)
     assert firsts == [0, 1, 3]
     with torch.no_grad():
         whole = build(name)(**rows()).embeddings
@@ -72,11 +73,11 @@ def test_weights_are_read_stage_by_stage(name, tmp_path, monkeypatch):
     for own in ([0], [1]):
         made.clear()
         model = EmbeddingModel.from_pretrained(
-            tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, 2, None)
+            tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None)
         )
         read = sum(p.numel() for p in model.backbone.parameters() if p.device.type != "meta")
         assert all(p.device.type == "meta" for module in made for p in module.parameters())  # never had memory
-        cuts.append(stages.Cut(model, own, stages.firsts_of(model, 2, None)))
+        cuts.append(stages.Cut(model, own, stages.firsts_of(model, range(2), None)))
         assert read == sum(p.numel() for p in model.backbone.parameters())
     assert type(cuts[0].base.backbone) is type(whole.backbone)
     with torch.no_grad():
@@ -95,9 +96,30 @@ def test_adapters_lie_where_their_layers_are():
 
 
 @pytest.mark.parametrize(
+    ("layers", "places", "head", "expected"),
+    [
+        (12, range(4), 0, [3, 3, 3, 3]),
+        (14, range(4), 0, [3, 3, 4, 4]),  # the first ranks hold more chunks
+        (28, range(4), 9.9, [9, 9, 9, 1]),  # Qwen3 0.6B, whose vocabulary is 9.9 layers' work
+        (32, range(4), 2.4, [8, 9, 9, 6]),  # Llama 3 8B
+        (28, [0, 1, 2, 3] * 2, 9.9, [4, 4, 4, 1, 4, 5, 5, 1]),  # a rank's stages together
+        (12, [0, 1, 1, 0], 2, [3, 3, 4, 2]),  # a V
+    ],
+)
+def test_all_ranks_have_about_the_same_work(layers, places, head, expected):
+    counts = policy.layers_of_stages(layers, places, head)
+    assert counts == expected and sum(counts) == layers
+    ends = [head if stage == len(places) - 1 else 0 for stage in range(len(places))]
+    work = [0.0] * (max(places) + 1)
+    for place, count, end in zip(places, counts, ends, strict=True):
+        work[place] += count + end
+    assert max(work) <= max(1 + places.count(max(places)) + head, (layers + head) / len(work) + 1)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_stages": 6}, "5 layers do not make 6 stages"),
+        ({"places": range(6)}, "5 layers do not make 6 stages"),
         ({"split": [1, 2]}, "2 numbers; 2 stages need 1"),
         ({"split": [5]}, r"5 layers cut at \[5\]"),
         ({"split": [0]}, r"5 layers cut at \[0\]"),
@@ -105,8 +127,8 @@ def test_adapters_lie_where_their_layers_are():
 )
 def test_a_split_leaves_no_stage_empty(options, words):
     with pytest.raises(UsageError, match=words):
-        stages.first_layers(LAYERS, **({"num_stages": 2} | options))
-    assert stages.first_layers(LAYERS, 2, [4]) == [0, 4]
+        stages.first_layers(LAYERS, **({"places": range(2)} | options))
+    assert stages.first_layers(LAYERS, range(2), [4]) == [0, 4]
 
 
 @pytest.mark.parametrize("name", ["distilbert", "mpnet", "deberta-v2"])
