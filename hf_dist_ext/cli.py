@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
@@ -51,12 +52,50 @@ def main(argv: list[str] | None = None) -> None:
     merge.add_argument("--trust_checkpoint", action="store_true", help="read files that may run code when read")
     merge.set_defaults(act=_merge)
 
+    _add_mine(commands)
+
     # `hf-dist config --explain run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(argv)
     if overrides and not getattr(arguments, "explain", None) and arguments.command != "plan":
         parser.error(f"unexpected arguments: {' '.join(overrides)}")
     with exit_on_usage_error():
         arguments.act(arguments, overrides)
+
+
+def _add_mine(commands: argparse._SubParsersAction) -> None:
+    summary = "hard negatives for a file of pairs, found by a model"
+    mine = commands.add_parser("mine", help=summary, allow_abbrev=False)
+    add = mine.add_argument
+    add("--model", required=True, metavar="DIR", help="the output_dir of a run, or a folder of sentence-transformers")
+    add("--data", required=True, metavar="FILE", help="pairs: what dataset_name of a run file takes")
+    add("--output", required=True, metavar="FILE", help="a new .jsonl or .parquet file")
+    add("--split", default="train", help="of the data (default: %(default)s)")
+    add("--query_column", default="query", metavar="NAME", help="of the data (default: %(default)s)")
+    add("--positive_column", default="positive", metavar="NAME", help="of the data (default: %(default)s)")
+    add("--id_column", metavar="NAME", help="rows with the same value are never negatives of each other")
+    add("--corpus", metavar="FILE", help="more documents, in a column named as the positives'")
+    add("--cross_encoder", metavar="DIR", help="scores candidates and positives in the model's place")
+    add("--search", choices=["torch", "faiss"], default="torch", help="both are exact (default: %(default)s)")
+    add("--negatives", type=int, default=5, help="of a row, at most (default: %(default)s)")
+    add("--rank_min", type=int, default=0, help="better ranks are left out (default: %(default)s)")
+    add("--rank_max", type=int, default=100, help="so are ranks from this one on (default: %(default)s)")
+    margin = "how far below the positive's score, as a share of it, negatives score (default: %(default)s; none: any)"
+    add("--relative_margin", type=_number_or_none, default=0.05, metavar="SHARE", help=margin)
+    add("--sampling", choices=["top", "random"], default="top", help="of those left (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of --sampling random (default: %(default)s)")
+    mine.set_defaults(act=_mine)
+
+
+def _number_or_none(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+def _mine(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.tasks.mine import Mine, Wanted, main
+
+    given = {name: value for name, value in vars(arguments).items() if name not in ("command", "act")}
+    wanted = Wanted(**{one.name: given.pop(one.name) for one in fields(Wanted)})
+    main(Mine(**given, wanted=wanted))
 
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:

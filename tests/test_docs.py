@@ -222,7 +222,7 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             assert load_run(words[1:]).training["output_dir"].startswith("outputs/")
         elif program == "python":
             assert Path(words[0]).is_file()
-        elif program == "hf-dist" and words[0] not in ("search", "merge"):  # those need a trained model
+        elif program == "hf-dist" and words[0] not in ("search", "merge", "mine"):  # those need a trained model
             hf_dist(words)
             assert capsys.readouterr().out
 

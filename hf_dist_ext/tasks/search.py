@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,9 +62,15 @@ def load(model_dir: str) -> tuple[EmbeddingModel, PreTrainedTokenizerBase]:
 
 
 @torch.inference_mode()
-def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], role: str) -> torch.Tensor:
+def embed(
+    model: EmbeddingModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    role: str,
+    done: Callable[[int], Any] = lambda count: None,
+) -> torch.Tensor:
     """(len(texts), D) float32 on the CPU, in the order of the texts, with the model's own prompt and length for a
-    "query" or "document"."""
+    "query" or "document". `done` is told how many more texts are embedded."""
     names = (*DOCUMENT_NAMES, "positive") if role == "document" else (role,)
     prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
     length = model.lengths.get(role, model.max_length)
@@ -74,6 +81,7 @@ def embed(model: EmbeddingModel, tokenizer: PreTrainedTokenizerBase, texts: list
     for batch in torch.tensor(longest_first).split(ROWS_PER_BATCH):
         features = collator.text_features(role, [texts[row] for row in batch])
         embeddings[batch] = model(**{k: v.to(model.device) for k, v in features.items()}).embeddings.float().cpu()
+        done(len(batch))
     return embeddings
 
 
