@@ -1,11 +1,7 @@
 """Every case of the exactness table, on one process, DDP and FSDP2; `exactness_table.py` prints the same figures."""
 
-import json
-
 import pytest
 
-from tests.launching import launch
-from tests.parity import exactness_worker
 from tests.parity.exactness_table import RUNS, measure
 from tests.tiny_models import needs_tensor_parallelism
 
@@ -36,16 +32,8 @@ def test_cached_gradients_are_the_full_batch_gradients(run):
     check(errors)
 
 
-@needs_tensor_parallelism
-def test_so_they_are_in_groups_that_split_layers():
-    errors = measure("TP 2 x FSDP 2", *SENTINELS["TP 2 x FSDP 2"])
-    assert len(errors) == 3
-    check(errors)
-
-
-def test_so_they_are_in_copies_of_groups_in_a_real_launch(tmp_path):
-    output = tmp_path / "errors.json"
-    launch("multi_gpu_hsdp", 4, exactness_worker.__file__, "--output", output, "--names", *SENTINELS["HSDP 2x2"])
-    errors = json.loads(output.read_text())
+@pytest.mark.parametrize("run", ["HSDP 2x2", pytest.param("TP 2 x FSDP 2", marks=needs_tensor_parallelism)])
+def test_so_they_are_in_groups_of_processes(run):
+    errors = measure(run, *SENTINELS[run])
     assert len(errors) == 3
     check(errors)

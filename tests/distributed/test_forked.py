@@ -1,0 +1,30 @@
+"""Forked processes stand for launched ones (forked.py): here every preset is launched, and hands on the same."""
+
+import json
+
+import pytest
+
+from tests.distributed.forked import of_preset
+from tests.launching import environment, launch
+
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
+
+
+@pytest.mark.parametrize(("preset", "num_processes"), [
+    ("multi_gpu_ddp", 2), ("multi_gpu_fsdp", 2), ("multi_gpu_fsdp_frozen_replicated", 2),
+    ("multi_gpu_fsdp_offload", 2), ("multi_gpu_hsdp", 4), ("multi_gpu_tp", 2), ("multi_gpu_pp", 2),
+])  # fmt: skip
+def test_forked_processes_have_the_environment_of_a_real_launch(preset, num_processes, tmp_path):
+    script = tmp_path / "says_its_environment.py"
+    script.write_text(
+        "import json, os, pathlib, sys\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps(dict(os.environ)))\n"
+    )
+    launch(preset, num_processes, script, str(tmp_path))
+    before, forked = environment(), of_preset(preset, num_processes)
+    assert any(name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")) for name in forked)
+    for rank in range(num_processes):
+        launched = json.loads((tmp_path / str(rank)).read_text())
+        assert (launched["RANK"], launched["WORLD_SIZE"]) == (str(rank), str(num_processes))
+        given = {name: value for name, value in launched.items() if before.get(name) != value}
+        assert {name: value for name, value in given.items() if not name.startswith(OF_TORCHRUN)} == forked
