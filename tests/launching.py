@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -24,21 +23,6 @@ def environment(**more: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
     } | more  # fmt: skip
-
-
-def train_under_preset(folder: Path, fields: dict) -> dict:
-    """metrics.json of a real run of scripts/train_hf.py, of one group of two processes that hold the same rows."""
-    run = fields | {
-        "eval_holdout": 20, "max_length": 16, "pooling": "last", "max_steps": 2, "per_device_train_batch_size": 32,
-        "learning_rate": 0.05, "gradient_cache_chunk_size": 8, "save_strategy": "no",
-        "output_dir": str(folder / "run"), "report_to": [],
-    }  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(run))
-    done = launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", folder / "run.json")
-    report = json.loads((folder / "run" / "metrics.json").read_text())
-    assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32), done.stdout
-    assert report["before"]["mrr@10"] != report["after"]["mrr@10"]
-    return report
 
 
 def launch(

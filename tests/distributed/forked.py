@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import evaluate  # noqa: F401
+import pytest
 import torch.distributed.algorithms.ddp_comm_hooks  # noqa: F401
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
@@ -26,6 +28,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers.models.bert import modeling_bert  # noqa: F401
 
 from hf_dist_ext.strategies.collectives import leave_together
+from tests import launching
 from tests.launching import PRESETS, ROOT
 
 if importlib.util.find_spec("deepspeed") is not None:
@@ -153,6 +156,32 @@ def train_hf() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     script.main()
+
+
+def train_under_preset(preset: str, folder: Path, fields: dict, is_launched: bool = False) -> dict:
+    """metrics.json of a run of scripts/train_hf.py, of one group of two processes that hold the same rows.
+
+    `is_launched`: the script itself starts the launcher, as the run file says.
+    """
+    run = fields | {
+        "eval_holdout": 20, "max_length": 16, "pooling": "last", "max_steps": 2, "per_device_train_batch_size": 32,
+        "learning_rate": 0.05, "gradient_cache_chunk_size": 8, "save_strategy": "no",
+        "output_dir": str(folder / "run"), "report_to": [],
+    }  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(run))
+    if is_launched:
+        launching.launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", folder / "run.json")
+    else:
+        launch(preset, 2, train_hf, "--config", folder / "run.json")
+    report = json.loads((folder / "run" / "metrics.json").read_text())
+    assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32)
+    assert report["before"]["mrr@10"] != report["after"]["mrr@10"]
+    return report
+
+
+by_launch = pytest.mark.parametrize(
+    "is_launched", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "launched"]
+)
 
 
 def gather_everything(trainer) -> None:

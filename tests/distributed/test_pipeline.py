@@ -20,8 +20,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import pipeline_worker as worker
-from tests.distributed.forked import launch
-from tests.launching import train_under_preset
+from tests.distributed.forked import by_launch, launch, train_under_preset
 from tests.parity.exactness_table import PIPELINE_CASES, PIPELINES, measure_pipeline
 from tests.tiny_models import tiny_pairs
 
@@ -196,12 +195,13 @@ def test_what_it_can_not_do_is_refused(what, words):
     assert re.search(words, found()["said"][what], re.DOTALL), found()["said"][what]
 
 
-def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
+@by_launch
+def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path, is_launched):
     config = {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2,
     }  # fmt: skip
     pipeline = {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"}
     fields = tiny_pairs(tmp_path, rows=84) | {"model_config": config, "accelerate_config": "pp"}
-    train_under_preset(tmp_path, fields | pipeline)
+    train_under_preset("multi_gpu_pp", tmp_path, fields | pipeline, is_launched)
     assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 4

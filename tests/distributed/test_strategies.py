@@ -7,8 +7,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.distributed import forked, strategy_worker
-from tests.launching import launch
+from tests.distributed import strategy_worker
+from tests.distributed.forked import launch
 
 PRESETS = {"fsdp": ("multi_gpu_fsdp", 2), "ddp": ("multi_gpu_ddp", 2), "hybrid": ("multi_gpu_fsdp", 4)}
 GRADIENTS = "allreduce_ torch.float64"
@@ -19,11 +19,7 @@ def found(cases: str) -> dict:
     preset, num_processes = PRESETS[cases]
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        words = ("--cases", cases, "--output", output)
-        if cases == "fsdp":  # the one real launch of its preset
-            launch(preset, num_processes, strategy_worker.__file__, *words)
-        else:
-            forked.launch(preset, num_processes, strategy_worker.main, *words)
+        launch(preset, num_processes, strategy_worker.main, "--cases", cases, "--output", output)
         return json.loads(output.read_text())
 
 

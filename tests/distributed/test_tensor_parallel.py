@@ -13,8 +13,7 @@ import pytest
 
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.distributed import tensor_parallel_worker as worker
-from tests.distributed.forked import launch
-from tests.launching import train_under_preset
+from tests.distributed.forked import by_launch, launch, train_under_preset
 from tests.tiny_models import needs_tensor_parallelism, tiny_pairs
 
 CONFIG = {
@@ -96,9 +95,10 @@ def test_what_is_not_exact_is_refused_before_training(what, words):
     assert re.search(words, found(1)["said"][what], re.DOTALL), found(1)["said"]
 
 
-def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path):
+@by_launch
+def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path, is_launched):
     fields = {"model_config": CONFIG, "accelerate_config": "tp", "num_processes": 2}
-    train_under_preset(tmp_path, tiny_pairs(tmp_path, rows=84) | fields)
+    train_under_preset("multi_gpu_tp", tmp_path, tiny_pairs(tmp_path, rows=84) | fields, is_launched)
     assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 1
 
 
