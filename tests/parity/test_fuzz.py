@@ -11,8 +11,8 @@ from tests.parity.fuzz import drawn, run_draw
 
 FUZZ = Path(__file__).with_name("fuzz.py")
 # Five draws of this seed hold every strategy, sampler and kind of column, dropout, a worker of the loader, and resumes
-# with as many, more and fewer processes.
-SEED, DRAWS = 13038, range(5)
+# with as many, more and fewer processes; and they find each of the faults below.
+SEED, DRAWS = 20406, range(5)
 
 
 def fuzz(*arguments: object, timeout: int) -> subprocess.CompletedProcess[str]:
