@@ -84,12 +84,13 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[Dis
     if trainer.was_preempted:
         trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
         sys.exit(exit_code(trainer.stop_signal))
-    after = trainer.evaluate() if parts.eval_dataset is not None else {}
-    evaluations = [line for line in trainer.state.log_history if f"eval_{parts.metrics[0]}" in line]
+    after = trainer.evaluate() if parts.evaluates else {}
+    names = [*parts.metrics, *trainer.evaluations.headlines]
+    evaluations = [line for line in trainer.state.log_history if f"eval_{names[0]}" in line]
     before = next((line for line in evaluations if line["step"] == 0), {})
     report = {
-        "before": {name: before.get(f"eval_{name}") for name in parts.metrics},
-        "after": {name: after.get(f"eval_{name}") for name in parts.metrics},
+        "before": {name: before.get(f"eval_{name}") for name in names},
+        "after": {name: after.get(f"eval_{name}") for name in names},
         "train_seconds": round(result.metrics["train_runtime"], 2),
         "world_size": args.world_size,
         "per_device_train_batch_size": args.train_batch_size,

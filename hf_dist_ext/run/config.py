@@ -109,6 +109,12 @@ class RunConfig:
         "(answer_accuracy). Null: the loss only.",
     )
 
+    evaluations: list[dict[str, Any]] | None = option(
+        None,
+        'Task "embedding": evaluate on other data too: [{"type": "retrieval", "name": "nfcorpus", "path": '
+        '"data/nfcorpus"}, ...]; see docs/evaluation.md.',
+    )
+
     # --- Loss ---
     loss: Literal["infonce", "none"] | None = option(
         None, 'The loss over embeddings. Not given: "infonce" for task "embedding". Null or "none": the model\'s own.'

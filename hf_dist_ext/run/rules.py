@@ -8,6 +8,7 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import Run
+from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
 
 CONTRASTIVE_FIELDS = (
@@ -18,7 +19,7 @@ CONTRASTIVE_FIELDS = (
 OF_TASK = {
     "embedding": [
         *CONTRASTIVE_FIELDS,
-        *"pooling projection_dim normalize id_column image_columns no_duplicates_in_batch".split(),
+        *"pooling projection_dim normalize id_column image_columns no_duplicates_in_batch evaluations".split(),
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
 }
@@ -34,6 +35,10 @@ def check_rules(run: Run) -> None:
             f"{useless[0]}={show(given[useless[0]])} needs a loss over embeddings, but loss is null. "
             f'Set "loss": "infonce" or remove {useless[0]}.'
         )
+    if config.evaluations is not None:
+        if config.loss is None:
+            raise UsageError('evaluations compare embeddings, but loss is null. Set "loss": "infonce" or remove them.')
+        parse_evaluations(config.evaluations)
     if given.get("bf16") and given.get("fp16"):
         raise UsageError("bf16 and fp16 are both true. Keep one.")
     for name in ("bf16_full_eval", "fp16_full_eval"):

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator
 from hf_dist_ext.data.columns import column_names
+from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
@@ -25,10 +26,10 @@ from hf_dist_ext.tasks import image_pairs
 from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.metrics import PAIRED
 
 logger = logging.get_logger(__name__)
 
-METRICS = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
 LOSS_OPTIONS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
     "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
@@ -38,6 +39,7 @@ LOSS_OPTIONS = (
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.options
     distributed_config = _distributed_config(run)
+    evaluations = read_evaluations(config.evaluations)
     train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
     columns = column_names(config, train_dataset)
     pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
@@ -68,7 +70,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         data_collator=collator,
         processing_class=tokenizer,
         loss=None if config.loss is None else InfoNCELoss(**options),
-        metrics=METRICS,
+        evaluations=evaluations,
+        metrics=PAIRED if eval_dataset is not None or not evaluations else (),
     )
 
 

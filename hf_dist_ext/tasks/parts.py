@@ -38,6 +38,7 @@ class Parts:
     """What a trainer is made of.
 
     `metrics`: names of the evaluation's figures without "eval_", reported before and after training.
+    `evaluations`: what is evaluated beside `eval_dataset`, of `read_evaluations`.
     `trainer_options` are further arguments of `trainer_class`.
     """
 
@@ -51,10 +52,15 @@ class Parts:
     trainer_class: type[DistTrainer] = DistTrainer
     trainer_options: dict[str, Any] = field(default_factory=dict)
     metrics: tuple[str, ...] = ()
+    evaluations: list[Any] = field(default_factory=list)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_dataset is not None or bool(self.evaluations)
 
     def make_trainer(self, args: DistTrainingArguments) -> DistTrainer:  # (3)
         names = ("data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics", "loss")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in (*names, "evaluations")}
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         trainer.remove_callback(MetricsFile)  # a run from a file has it always, a DistTrainer when it uses our parts
         trainer.add_callback(MetricsFile())
@@ -91,10 +97,10 @@ def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
     set_seed(args.seed)  # every process builds the same weights
     _keep_precision_of_frozen_weights(run, args)
     parts = _module(run).build(run, args)
-    if parts.eval_dataset is None:
+    if not parts.evaluates:
         _refuse_evaluation(run)
     # The first evaluation is the training loop's own: outside of it, FSDP2 has no optimizer to shard the model with.
-    args.eval_on_start = parts.eval_dataset is not None and run.given.get("eval_on_start", True)
+    args.eval_on_start = parts.evaluates and run.given.get("eval_on_start", True)
     return parts
 
 
@@ -111,7 +117,7 @@ def _refuse_evaluation(run: Run) -> None:
     if given:
         raise UsageError(
             f"{given[0]}={show(run.given[given[0]])}, but there are no rows to evaluate on. Give eval_split, "
-            f"eval_dataset_name or eval_holdout, or remove {given[0]}."
+            f"eval_dataset_name, eval_holdout or evaluations, or remove {given[0]}."
         )
 
 

@@ -3,5 +3,7 @@
 `trainer.py` is the subclass of Trainer and `arguments.py` that of TrainingArguments. `step.py` makes one training step
 of a loss over embeddings, whose sizes `sizes.py` has all ranks agree on. `health.py` watches signals, time limits,
 numbers that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); `out_of_memory.py` makes chunks
-smaller; `timing.py`, `meter.py` and `scaling.py` measure. `metrics.py` computes retrieval metrics.
+smaller; `timing.py`, `meter.py` and `scaling.py` measure. `metrics.py` computes retrieval metrics of held-out rows.
+`evaluations.py` evaluates on corpora and other data: `embedder.py` has every rank encode a share of them, `views.py`
+cuts and quantises embeddings, `corpus_ranks.py` finds where the right documents stand.
 """

@@ -7,6 +7,7 @@ gradient cache works on. It looks at the training rows when the first batch is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,13 @@ LOSS_FIELDS = [*(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "
 LOSS_FIELDS += ["pipeline_parallel_size"]
 
 
-def refuse_without_loss(args: Any) -> None:
-    """Fields that only a loss over embeddings reads."""
+def refuse_without_loss(args: Any, evaluations: Sequence[Any]) -> None:
+    """What only a loss over embeddings reads."""
+    if evaluations:
+        raise UsageError(
+            "evaluations compare embeddings, and DistTrainer has no loss over embeddings. Give loss=InfoNCELoss(), or "
+            "remove evaluations."
+        )
     given = [name for name in LOSS_FIELDS if getattr(args, name, None)]
     if given:
         raise UsageError(

@@ -15,6 +15,7 @@ Letters: N rows, Q distinct queries, M distinct documents, D embedding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hf_dist_ext.errors import UsageError
 
 # float32 rounds scores of unit vectors to about 1e-7, in another way for every tile shape.
 TIE_TOLERANCE = 1e-6
+PAIRED = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
 
 
 def retrieval_metrics(
@@ -125,6 +127,19 @@ def ids_of_rows(ids: dict[str, torch.Tensor] | None, anchor: str, positive: str,
     if ids is None or anchor not in ids or positive not in ids:
         return torch.zeros(len(rows), device=rows.device)
     return torch.stack([ids[name] for name in (anchor, positive, "group") if name in ids], dim=1)
+
+
+def similarity_of(loss: Any) -> str:
+    """How the loss compares embeddings, and so do evaluations."""
+    return "cosine" if getattr(loss, "normalize", False) else "dot"
+
+
+def names_of_paired(rows: Any, compute_metrics: Any) -> Sequence[str] | None:
+    """What the evaluation of rows logs, without "eval_"; None: whatever a `compute_metrics` of the user's gives."""
+    if isinstance(rows, list) and not rows:
+        return ()
+    is_ours = getattr(compute_metrics, "func", None) is metrics_of_prediction
+    return ("loss", *PAIRED) if is_ours else None
 
 
 def check_can_be_computed(args: Any) -> None:

@@ -191,11 +191,19 @@ class EmbeddingStep:
         """The loss of the training step, without a gradient. Call it without one."""
         batch, ids = split_ids(self.prepare(inputs))
         layout = self.sizes.cut(batch, is_first=False)
-        chunked = layout.wide or layout.chunked  # no graph is held here either
-        encode, phase = functools.partial(self._encode, model), lambda phase: nullcontext()
-        embeddings = {name: rows.float() for name, rows in self.strategy().encoded(chunked, encode, phase).items()}
+        embeddings = self._encoded(model, layout)
         loss, _ = self._score(embeddings, ids, layout.counts)
         return Scored(loss, {name: embeddings[name] for name in batch}, ids)
+
+    def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        """column -> (rows, D) in float32, of a batch on the device. Every rank calls it, without a gradient and with
+        the same columns."""
+        return self._encoded(model, self.sizes.cut(batch, is_first=False))
+
+    def _encoded(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+        chunked = layout.wide or layout.chunked  # no graph is held
+        encode, phase = functools.partial(self._encode, model), lambda phase: nullcontext()
+        return {name: rows.float() for name, rows in self.strategy().encoded(chunked, encode, phase).items()}
 
     # ---- a chunk, the loss ----
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import facts as run_facts
@@ -42,6 +42,8 @@ from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import checks, learning_rate, loss_scale, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
@@ -60,6 +62,8 @@ class DistTrainer(Trainer):
         loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`).
             Batches are then mappings column -> features; the first column is the anchor, the second its positive,
             further ones hold hard negatives. None: the model's own loss, exactly as Trainer.
+        evaluations: what `hf_dist_ext.data.read_evaluations` gives: corpora and other data that `evaluate()` looks at
+            beside `eval_dataset`, which may be None then.
 
     Raises:
         UsageError: a model or setup that the gradient cache can not be exact with.
@@ -74,32 +78,43 @@ class DistTrainer(Trainer):
     freeze_watch: freeze.FreezeWatch | None = None
     step: EmbeddingStep | None = None
 
-    def __init__(self, model: Any = None, args: Any = None, *more: Any, loss: Callable | None = None, **options: Any):
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        loss: Callable | None = None,
+        evaluations: Sequence[Any] = (),
+        **options: Any,
+    ):
         args = DistTrainingArguments(output_dir="tmp_trainer") if args is None else args
         named = inspect.signature(Trainer).bind_partial(model, args, *more, **options).arguments
         self.loss, self._rate_names, self._rates = loss, [], {}
-        self._prepare(model, args, named)
+        if evaluations and named.get("eval_dataset") is None:
+            named["eval_dataset"] = []  # Trainer evaluates only what it is given, and then this too
+        self._prepare(model, args, named, evaluations)
         with self.strategy.constructing(args):
             super().__init__(**named)
         self._make_parts()
+        self.evaluations = Evaluations(evaluations, metrics.similarity_of(loss), self.data_collator)
         self.strategy.constructed(self.model)
         self._check_parts()
         self._add_watchers()
 
     # ---- setting up ----
 
-    def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any]) -> None:
+    def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any], evaluations: Sequence[Any]) -> None:
         """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
         embeddings adds to them."""
         self.strategy = Strategy()
         if self.loss is None:
-            checks.refuse_without_loss(args)
+            checks.refuse_without_loss(args, evaluations)
         else:
             checks.prepare_arguments(args)
             self.strategy = choose.of_model(model, args)
             if named.get("compute_metrics") is None:
                 metrics.check_can_be_computed(args)
-                normalizes = getattr(self.loss, "normalize", False)
+                normalizes = metrics.similarity_of(self.loss) == "cosine"
                 named["compute_metrics"] = partial(metrics.metrics_of_prediction, normalizes=normalizes)
         self.freeze_plan = freeze.freeze(model, args)
         processor, uses_cache = named.get("processing_class"), self.loss is not None and args.uses_gradient_cache
@@ -177,6 +192,9 @@ class DistTrainer(Trainer):
         if has_loss:
             self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
             checks.check_model(self.model, self.args)
+        if self.evaluations.given:
+            paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
+            self.evaluations.check(self.args.metric_for_best_model, paired, self.bare_model)
 
     def _add_watchers(self) -> None:
         """Callbacks. Without a loss and frozen parts the output folder holds what Trainer's would."""
@@ -621,12 +639,24 @@ class DistTrainer(Trainer):
 
     # ---- evaluation ----
 
-    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         activity.leave_step("evaluating")
         started = time.perf_counter()
-        metrics_of_rows = super().evaluate(*arguments, **options)
+        with self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
+            found = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         self.meter.exclude(time.perf_counter() - started)
-        return metrics_of_rows
+        return found
+
+    def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
+        output = super().evaluation_loop(*arguments, **options)
+        if (prefix := self.evaluations.take_due()) is not None:
+            model = self._wrap_model(self.model, training=False)  # as the loop has run it
+            after_batch = partial(self.health.on_prediction_step, self.args, self.state, self.control)
+            embedder = Embedder(self.step, model, self.data_collator, after_batch)
+            output.metrics.update(self.evaluations.run(embedder, prefix))
+        return output
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):

@@ -45,13 +45,50 @@ class RetrievalMetrics(evaluate.Metric):
         if k < 1:
             raise ValueError(f"k={k} looks at no document. Use 1 or more.")
         of_queries = [np.atleast_1d(np.asarray(of_query, dtype=np.int64)) for of_query in ranks]
-        best = np.asarray([of_query.min(initial=np.iinfo(np.int64).max) for of_query in of_queries])
-        gains = [(1 / np.log2(of_query[of_query < k] + 2.0)).sum() for of_query in of_queries]
-        ideal = np.cumsum(1 / np.log2(np.arange(k) + 2.0))  # of 1 right document to k
-        most = [ideal[min(max(len(of_query), 1), k) - 1] for of_query in of_queries]
         return {
-            f"mrr@{k}": float(np.mean((best < k) / (best + 1.0))),
-            f"ndcg@{k}": float(np.mean(np.divide(gains, most))),
-            "recall@1": float(np.mean(best < 1)),
-            f"recall@{k}": float(np.mean(best < k)),
+            f"mrr@{k}": mean(reciprocal_rank, of_queries, k),
+            f"ndcg@{k}": mean(ndcg, of_queries, k),
+            "recall@1": mean(accuracy, of_queries, 1),
+            f"recall@{k}": mean(accuracy, of_queries, k),
         }
+
+
+def mean(of_query, queries, k: int, *others) -> float:
+    """Of a figure below, over the ranks of each query; `others` hold what else it takes of each query."""
+    return float(np.mean([of_query(ranks, k, *more) for ranks, *more in zip(queries, *others)]))  # noqa: B905
+
+
+# ---- of one query; `ranks` (R,): those of its right documents ----
+
+
+def reciprocal_rank(ranks: np.ndarray, k: int) -> float:
+    best = ranks.min(initial=np.iinfo(np.int64).max - 1)
+    return (best < k) / (best + 1.0)
+
+
+def ndcg(ranks: np.ndarray, k: int, gains: np.ndarray | None = None) -> float:
+    """`gains` (R,): what each document is worth; None: all the same (Jarvelin and Kekalainen 2002, with linear gains,
+    as trec_eval)."""
+    gains = np.ones(len(ranks)) if gains is None else gains
+    is_found = ranks < k
+    ideal = np.sort(gains)[::-1][:k]
+    most = (ideal / np.log2(np.arange(len(ideal)) + 2.0)).sum()
+    return (gains[is_found] / np.log2(ranks[is_found] + 2.0)).sum() / (most or 1.0)
+
+
+def accuracy(ranks: np.ndarray, k: int) -> float:
+    return float((ranks < k).any())
+
+
+def precision(ranks: np.ndarray, k: int) -> float:
+    return (ranks < k).sum() / k
+
+
+def recall(ranks: np.ndarray, k: int) -> float:
+    return (ranks < k).mean()
+
+
+def average_precision(ranks: np.ndarray, k: int) -> float:
+    """The mean of the precision at every right document below k, over as many as could be there."""
+    found = np.sort(ranks[ranks < k])
+    return ((np.arange(len(found)) + 1) / (found + 1)).sum() / min(k, len(ranks))

@@ -1,0 +1,287 @@
+"""Reads what the `evaluations` of a run name: queries, a corpus and which documents are right.
+
+    evaluations = read_evaluations([{"type": "retrieval", "path": "data/nfcorpus"}])      # for DistTrainer
+
+(1) BEIR's files: corpus.jsonl, queries.jsonl (both may be .gz) and qrels/<split>.tsv
+(2) MTEB's layout, as `datasets` loads it: configurations "corpus", "queries", and "default" or "qrels"; from a folder,
+    the cache or the hub
+(3) what cannot be is refused before anything trains: ids that nobody knows or two rows have, queries without text
+
+A document is its title and its text, with a space between. Numbers of queries and documents are places in
+`Items`. Letters: Q queries that have a right document, M documents, L pairs of a query and a document right for it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json
+
+from hf_dist_ext.data.load import loading_errors
+from hf_dist_ext.data.row_check import first_of_node
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.evaluations import Evaluation, Retrieval, parse_evaluations
+
+ID_COLUMNS = {"corpus": ("_id", "id", "corpus-id"), "queries": ("_id", "id", "query-id")}
+FILES = {"corpus": "corpus.jsonl", "queries": "queries.jsonl"}
+QRELS_CONFIGS = ("qrels", "default")
+
+
+class Items:
+    """Texts or pictures by their numbers.
+
+    Attributes:
+        lengths: (n,) of the texts in characters; zeros for pictures.
+    """
+
+    def __init__(self, values: pa.ChunkedArray | datasets.Dataset):
+        self._values = values
+        is_text = isinstance(values, pa.ChunkedArray)
+        self.lengths = pc.utf8_length(values).to_numpy() if is_text else np.zeros(len(values), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def take(self, numbers: Sequence[int]) -> list:
+        if isinstance(self._values, pa.ChunkedArray):
+            return self._values.take(pa.array(numbers)).to_pylist()
+        return self._values[list(numbers)][self._values.column_names[0]]
+
+
+@dataclass(eq=False)
+class RetrievalData:
+    """
+    Attributes:
+        links: (L, 2) query and document, sorted by query.
+        gains: (L,) the scores of qrels, above 0.
+        identical: (S, 2) query and document with the same id, sorted by query.
+        order: (M,) place of every document's id among the sorted ids.
+    """
+
+    options: Retrieval
+    queries: Items
+    documents: Items
+    links: np.ndarray
+    gains: np.ndarray
+    identical: np.ndarray
+    order: np.ndarray
+
+
+def read_evaluations(entries: Sequence[Mapping[str, Any]] | None) -> list[Any]:
+    """What `DistTrainer(evaluations=...)` takes, from entries as in a run file. Raises UsageError."""
+    options = parse_evaluations([dict(entry) for entry in entries or ()])
+    with first_of_node():  # the others take from the caches what it has made
+        return [_named(one) for one in options]
+
+
+def _named(options: Evaluation) -> Any:
+    try:
+        return READERS[type(options)](options)
+    except UsageError as error:
+        raise UsageError(f'evaluation "{options.name}": {error}') from None
+
+
+def read_retrieval(options: Retrieval) -> RetrievalData:
+    folder = Path(options.path).expanduser()
+    has_some = any(_file(folder, name).is_file() for name in FILES.values())
+    # A clone from the hub says in its README what is which, and may call its files the same.
+    is_beir = any(folder.glob("qrels/*.tsv*")) or (has_some and not (folder / "README.md").is_file())
+    tables, qrels = _read_beir(folder, options.split) if is_beir else _read_mteb(options.path, options.split)
+    ids = {kind: _ids(tables[kind], kind) for kind in FILES}
+    query, document = (
+        _numbers(qrels[column], ids[kind], kind) for column, kind in (("query", "queries"), ("document", "corpus"))
+    )
+    is_right = qrels["score"] > 0
+    if options.ignore_identical_ids:
+        is_right &= pc.not_equal(qrels["query"], qrels["document"]).to_numpy(zero_copy_only=False)
+    pairs = np.stack([query, document], axis=1)
+    if len(double := _first_double(pairs)):
+        names = [ids[kind][int(number)].as_py() for kind, number in zip(("queries", "corpus"), double, strict=True)]
+        raise UsageError(f'qrels name query "{names[0]}" and document "{names[1]}" twice. Keep one line.')
+    if not is_right.any():
+        raise UsageError("no line of qrels has a score above 0, so no document is right. Check the split.")
+    used, place = np.unique(query[is_right], return_inverse=True)
+    sorting = np.lexsort((document[is_right], place))
+    queries, used_ids = _rows(tables["queries"], used), ids["queries"].take(pa.array(used))
+    _refuse_empty_queries(queries, used_ids)
+    same = pc.index_in(used_ids, ids["corpus"])
+    same = same.fill_null(-1).to_numpy() if options.ignore_identical_ids else np.full(len(used), -1)
+    return RetrievalData(
+        options,
+        _items(queries, "queries"),
+        _items(tables["corpus"], "corpus"),
+        links=np.stack([place, document[is_right]], axis=1)[sorting],
+        gains=qrels["score"][is_right][sorting],
+        identical=np.stack([np.flatnonzero(same >= 0), same[same >= 0]], axis=1),
+        order=np.argsort(pc.sort_indices(ids["corpus"]).to_numpy()),
+    )
+
+
+READERS = {Retrieval: read_retrieval}
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def _file(folder: Path, name: str) -> Path:
+    packed = folder / f"{name}.gz"
+    return packed if packed.is_file() else folder / name
+
+
+def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    tables = {}
+    for kind, name in FILES.items():
+        if not (path := _file(folder, name)).is_file():
+            raise UsageError(f"{folder} has no {name}. BEIR's layout is corpus.jsonl, queries.jsonl, qrels/*.tsv.")
+        schema = pa.schema([(column, pa.large_string()) for column in ("_id", "title", "text")])
+        try:  # columns that nobody reads may hold anything
+            options = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+            read = pa.json.ReadOptions(block_size=2**24)
+            with pa.input_stream(path) as stream:
+                tables[kind] = pa.json.read_json(stream, read, options)
+        except pa.ArrowException as error:
+            raise UsageError(
+                f'{path} cannot be read: {error}. Every line is an object with texts "_id" and "text".'
+            ) from None
+    files = {path.name.partition(".")[0]: path for path in sorted((folder / "qrels").glob("*.tsv*"))}
+    if not files:
+        raise UsageError(f"{folder} has no qrels/*.tsv. BEIR's layout is corpus.jsonl, queries.jsonl, qrels/*.tsv.")
+    return tables, _read_qrels(files[_split(files, split)])
+
+
+def _read_qrels(path: Path) -> dict[str, Any]:
+    """Lines of query, document and score; the first may be a header."""
+    columns: dict[str, list] = {"query": [], "document": [], "score": []}
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline="") as file:
+        for number, line in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
+            try:
+                query, document, score = line
+                score = float(score)
+            except ValueError:
+                if number == 1 and len(line) == 3:
+                    continue
+                raise UsageError(
+                    f"{path}, line {number}: {line} is not a query, a document and a score with tabs between."
+                ) from None
+            for column, value in zip(columns.values(), (query, document, score), strict=True):
+                column.append(value)
+    return _as_arrays(columns, str(path))
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def _read_mteb(path: str, split: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    with loading_errors(path):
+        names = datasets.get_dataset_config_names(path)
+        qrels = next((name for name in QRELS_CONFIGS if name in names), None)
+        if not {"corpus", "queries"} <= set(names) or qrels is None:
+            raise UsageError(
+                f"{path} has the configurations {', '.join(names)}. Retrieval needs BEIR's files (corpus.jsonl, "
+                'queries.jsonl, qrels/*.tsv), or configurations "corpus", "queries" and "default" or "qrels".'
+            )
+        loaded = {name: datasets.load_dataset(path, name) for name in ("corpus", "queries", qrels)}
+    judged = loaded.pop(qrels)
+    judged = judged[_split(judged, split)]
+    missing = {"query-id", "corpus-id", "score"} - set(judged.column_names)
+    if missing:
+        raise UsageError(f'{path}, configuration "{qrels}", has no column "{min(missing)}".')
+    columns = {"query": judged["query-id"], "document": judged["corpus-id"], "score": judged["score"]}
+    tables = {kind: splits[_split(splits, split, kind)] for kind, splits in loaded.items()}
+    return tables, _as_arrays({name: list(values) for name, values in columns.items()}, f"{path} ({qrels})")
+
+
+def _split(splits: Mapping[str, Any], asked: str | None, kind: str = "qrels") -> str:
+    if kind != "qrels" and asked not in splits:  # MTEB calls the one of these "corpus" and "queries", or "test"
+        asked = kind if kind in splits else None
+    if asked is None:
+        asked = next(iter(splits)) if len(splits) == 1 else "test"
+    if asked not in splits:
+        raise UsageError(f'split="{asked}" is none of {kind}, which have {", ".join(splits)}. Choose one with split.')
+    return asked
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def _as_arrays(columns: Mapping[str, list], name: str) -> dict[str, Any]:
+    if not columns["query"]:
+        raise UsageError(f"{name} holds no line. Check the file or the split.")
+    ids = {side: pa.array(map(str, columns[side]), pa.large_string()) for side in ("query", "document")}
+    return ids | {"score": np.asarray(columns["score"], dtype=np.float64)}
+
+
+def _ids(table: Any, kind: str) -> pa.Array:
+    column = next((name for name in ID_COLUMNS[kind] if name in table.column_names), None)
+    if column is None:
+        raise UsageError(
+            f"{kind} have no column {' or '.join(ID_COLUMNS[kind])}, but {', '.join(table.column_names)}."
+        )
+    ids = _column(table, column).cast(pa.large_string()).combine_chunks()
+    if ids.null_count:
+        raise UsageError(f"{kind}: {ids.null_count} of {len(ids)} rows have no {column}. Give every row an id.")
+    if (counts := pc.value_counts(ids)) and len(counts) < len(ids):
+        double = counts.filter(pc.greater(counts.field("counts"), 1))[0].as_py()
+        raise UsageError(f'{kind}: the id "{double["values"]}" stands in {double["counts"]} rows. Keep one of them.')
+    return ids
+
+
+def _column(table: Any, name: str) -> pa.ChunkedArray:
+    return (table if isinstance(table, pa.Table) else table.with_format("arrow")[:]).column(name)
+
+
+def _rows(table: Any, numbers: np.ndarray) -> Any:
+    return table.take(pa.array(numbers)) if isinstance(table, pa.Table) else table.select(numbers)
+
+
+def _numbers(ids: pa.Array, known: pa.Array, kind: str) -> np.ndarray:
+    """The places of `ids` among the known ones."""
+    numbers = pc.index_in(ids, known)
+    if numbers.null_count:
+        unknown = pc.unique(ids.filter(numbers.is_null()))
+        raise UsageError(
+            f'qrels name {len(unknown)} id(s) that are not in {kind}, such as "{unknown[0]}". Remove their lines, or '
+            f"give the {kind} that these qrels belong to."
+        )
+    return numbers.to_numpy()
+
+
+def _first_double(pairs: np.ndarray) -> np.ndarray:
+    values, counts = np.unique(pairs, axis=0, return_counts=True)
+    return values[counts.argmax()] if counts.max(initial=0) > 1 else np.empty(0)
+
+
+def _items(table: Any, kind: str) -> Items:
+    """Texts, titles first; pictures where there is no text."""
+    features = getattr(table, "features", {})
+    if "text" not in table.column_names:
+        pictures = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+        if not pictures:
+            raise UsageError(f"{kind} have no column text, but {', '.join(table.column_names)}.")
+        return Items(table.select_columns(pictures[:1]))
+    stored = _column(table, "text").type
+    if not (pa.types.is_string(stored) or pa.types.is_large_string(stored)):
+        raise UsageError(f"{kind}: the column text holds {stored}, not text.")
+    texts = pc.fill_null(_column(table, "text").cast(pa.large_string()), "")
+    if kind == "corpus" and "title" in table.column_names:
+        titles = pc.fill_null(_column(table, "title").cast(pa.large_string()), "")
+        texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(titles, texts, pa.scalar(" ", pa.large_string())))
+    return Items(texts)
+
+
+def _refuse_empty_queries(queries: Any, ids: pa.Array) -> None:
+    if "text" not in queries.column_names:
+        return
+    is_empty = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(_column(queries, "text"), "")), "")
+    if pc.any(is_empty).as_py():
+        empty = ids.filter(is_empty.combine_chunks())
+        raise UsageError(f'{len(empty)} queries have no text, such as "{empty[0]}". Remove them from qrels.')

@@ -1,0 +1,131 @@
+"""`evaluations` of a run file: what is evaluated beside the held-out rows, and how, checked before anything is read.
+
+    {"type": "retrieval", "name": "nfcorpus", "path": "data/nfcorpus", "ndcg_at_k": [10, 100]}
+
+Each type is a dataclass below, whose fields are those of an entry. Options have the names of sentence-transformers'
+evaluators. data/evaluations.py reads what an entry names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, parse_type, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """
+    Attributes:
+        name: of the figures: `eval_<name>_...`.
+        split: of the data; None: the only one, else "test".
+        similarity_fn_names: how two embeddings are compared; None: as the loss does.
+        dims: leading dimensions that are also evaluated alone.
+        precisions: of embeddings that are also evaluated.
+    """
+
+    similarities: ClassVar[tuple[str, ...]] = ("cosine", "dot")
+
+    path: str
+    name: str
+    split: str | None = None
+    similarity_fn_names: list[Literal["cosine", "dot", "euclidean", "manhattan"]] | None = None
+    dims: list[int] | None = None
+    precisions: list[Literal["int8", "binary"]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """Of queries and of documents: the column of the run whose tower, prompt and length they have (None: its first
+    and its second), and the text before each (None: the column's prompt)."""
+
+    query_column: str | None = None
+    corpus_column: str | None = None
+    query_prompt: str | None = None
+    corpus_prompt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval(Sides, Evaluation):
+    """
+    Attributes:
+        corpus_chunk_size: documents of all processes whose embeddings are held at once.
+        ignore_identical_ids: a document with the query's own id is no answer to it, as BEIR and MTEB count.
+    """
+
+    accuracy_at_k: list[int] = dataclasses.field(default_factory=lambda: [1, 3, 5, 10])
+    precision_recall_at_k: list[int] = dataclasses.field(default_factory=lambda: [1, 3, 5, 10])
+    mrr_at_k: list[int] = dataclasses.field(default_factory=lambda: [10])
+    ndcg_at_k: list[int] = dataclasses.field(default_factory=lambda: [10])
+    map_at_k: list[int] = dataclasses.field(default_factory=lambda: [100])
+    corpus_chunk_size: int = 50_000
+    ignore_identical_ids: bool = False
+
+
+TYPES: dict[str, type[Evaluation]] = {"retrieval": Retrieval}
+
+
+def parse_evaluations(entries: Sequence[dict[str, Any]]) -> list[Evaluation]:
+    """The entries of a run file. Raises UsageError for the first that cannot be."""
+    found: list[Evaluation] = []
+    for index, entry in enumerate(entries):
+        one = _parse(entry, f"evaluations[{index}]")
+        if one.name in (names := [other.name for other in found]):
+            raise UsageError(
+                f'evaluations[{index}] is called "{one.name}", and so is evaluations[{names.index(one.name)}]. '
+                "Give one of them another name."
+            )
+        found.append(one)
+    return found
+
+
+def _parse(entry: dict[str, Any], where: str) -> Evaluation:
+    given = {name: value for name, value in entry.items() if not name.startswith("_")}
+    kind = given.pop("type", None)
+    if kind not in TYPES:
+        hint = ""
+        if kind == "mteb":
+            hint = ' MTEB\'s tasks are read from their files: {"type": "retrieval", "path": the dataset\'s folder}.'
+        raise UsageError(f"{where} has type={json.dumps(kind)}. Types: {', '.join(TYPES)}.{hint}")
+    fields = {field.name: parse_type(str(field.type)) for field in dataclasses.fields(TYPES[kind])}
+    for name, value in given.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1, 0.5)
+            hint = f"Closest: {json.dumps(near[0])}." if near else f"Fields: {', '.join(fields)}."
+            raise UsageError(f'{where} of type "{kind}" has no field {json.dumps(name)}. {hint}')
+        if not accepts(fields[name], value):
+            takes = describe(fields[name])
+            raise UsageError(f"{where}: {name}={show(value)} is {kind_of(value)}; it takes {takes}.")
+        if broken := out_of_bounds(value, {"minimum": 1, "minItems": 1}):
+            raise UsageError(f"{where}: {name}={show(value)} {broken}.")
+        if isinstance(value, list) and len(set(value)) < len(value):
+            raise UsageError(f"{where}: {name}={show(value)} names one twice. Remove it.")
+    if not given.get("path"):
+        raise UsageError(f"{where} has no path. Give the folder or file with its data.")
+    _check_path(given["path"], where)
+    given.setdefault("name", re.sub(r"[^\w.-]", "-", Path(given["path"]).name.partition(".")[0]))
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", given["name"]):
+        raise UsageError(f'{where} has name="{given["name"]}". Give it letters, digits, "_", "-" and ".".')
+    one = TYPES[kind](**given)
+    if wrong := set(one.similarity_fn_names or ()) - set(one.similarities):
+        raise UsageError(
+            f'{where}: similarity_fn_names has "{min(wrong)}"; type "{kind}" takes {", ".join(one.similarities)}.'
+        )
+    return one
+
+
+def _check_path(path: str, where: str) -> None:
+    """What is clearly a path here must be here; a hub id may be cached or reached."""
+    is_path = re.match(r"[.~/]|.*\.(jsonl?|csv|tsv|parquet|arrow)(\.gz)?$", path) or path.count("/") > 1
+    if is_path and not Path(path).expanduser().exists():
+        raise UsageError(
+            f"{where}: path={json.dumps(path)}: there is no such file or folder. Paths start at {Path.cwd()}."
+        )

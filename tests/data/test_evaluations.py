@@ -1,0 +1,117 @@
+"""Corpora as BEIR and MTEB write them, and what of them is refused before training."""
+
+import gzip
+import json
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from hf_dist_ext.data import read_evaluations
+from hf_dist_ext.errors import UsageError
+from tests.retrieval_data import corpus, write_beir, write_lines, write_mteb
+
+
+def read(path, **more):
+    (data,) = read_evaluations([{"type": "retrieval", "path": str(path), **more}])
+    return data
+
+
+def content(data) -> tuple:
+    """Queries, documents, and the pairs of texts that belong together."""
+    queries, documents = (items.take(range(len(items))) for items in (data.queries, data.documents))
+    pairs = {(queries[q], documents[d], gain) for (q, d), gain in zip(data.links.tolist(), data.gains, strict=True)}
+    return queries, documents, pairs
+
+
+def test_both_layouts_say_the_same(tmp_path):
+    queries, documents, right = corpus()
+    expected = {(queries[q], documents[d], 1.0) for q, of in right.items() for d in of}
+    beir, mteb = read(write_beir(tmp_path / "b", *corpus())), read(write_mteb(tmp_path / "m", *corpus()))
+    for data in (beir, mteb):
+        found = content(data)
+        assert found == ([queries[q] for q in right], list(documents.values()), expected), "no query without an answer"
+        assert data.order.tolist() == [sorted(documents).index(name) for name in documents]
+        assert np.all(np.diff(data.links[:, 0]) >= 0) and data.identical.shape == (0, 2)
+        assert data.documents.lengths.tolist() == [len(text) for text in documents.values()]
+    assert beir.options.name == "b" and mteb.options.name == "m"
+
+
+def test_files_may_be_packed_and_qrels_without_a_header(tmp_path):
+    plain = content(read(write_beir(tmp_path, *corpus())))
+    for path in (*tmp_path.glob("*.jsonl"), *tmp_path.glob("qrels/*.tsv")):
+        text = path.read_text()
+        if path.suffix == ".tsv":
+            text = text.partition("\n")[2]
+        with gzip.open(f"{path}.gz", "wt") as file:
+            file.write(text)
+        path.unlink()
+    assert content(read(tmp_path)) == plain
+
+
+def test_the_split_chooses_the_qrels(tmp_path):
+    queries, documents, right = corpus()
+    dev = dict(list(right.items())[:3])
+    write_beir(tmp_path, queries, documents, dev, split="dev")
+    assert len(read(tmp_path).queries) == 3, "the only one"
+    write_beir(tmp_path, queries, documents, right, split="test")
+    assert len(read(tmp_path).queries) == len(right) and len(read(tmp_path, split="dev").queries) == 3
+    with pytest.raises(UsageError, match='evaluation "x": split="train" is none of qrels, which have dev, test'):
+        read(tmp_path, split="train", name="x")
+
+
+def test_a_corpus_may_be_pictures(tmp_path):
+    features = datasets.Features({"id": datasets.Value("string"), "image": datasets.Image()})
+    rows = [{"id": str(i), "image": Image.new("RGB", (4, 4), (i, 0, 0))} for i in range(3)]
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / "corpus.parquet")
+    write_mteb(folder, {"q": "red"}, {"1": ""}, {"q": ["1"]})
+    for name in ("queries", "qrels"):
+        datasets.Dataset.from_json(str(folder / f"{name}.jsonl")).to_parquet(folder / f"{name}.parquet")
+    (folder / "README.md").write_text((folder / "README.md").read_text().replace(".jsonl", ".parquet"))
+    data = read(folder)
+    assert [image.getpixel((0, 0))[0] for image in data.documents.take([2, 0])] == [2, 0]
+    assert data.links.tolist() == [[0, 1]] and data.documents.lengths.tolist() == [0, 0, 0]
+
+
+def spoiled(folder, change) -> None:
+    write_beir(folder, *corpus())
+    change(folder)
+
+
+def append(name: str, row) -> object:
+    def change(folder) -> None:
+        with open(folder / name, "a") as file:
+            file.write((row if isinstance(row, str) else json.dumps(row)) + "\n")
+
+    return change
+
+
+@pytest.mark.parametrize("change, words", [
+    (append("qrels/test.tsv", "q0\td999\t1"), r'qrels name 1 id\(s\) that are not in corpus, such as "d999"'),
+    (append("qrels/test.tsv", "q99\td1\t1"), r'qrels name 1 id\(s\) that are not in queries, such as "q99"'),
+    (append("qrels/test.tsv", "q0 d1 1"), r"line \d+: \['q0 d1 1'\] is not a query, a document and a score"),
+    (append("qrels/test.tsv", "q0\td1\t1\nq0\td1\t2"), 'query "q0" and document "d1" twice'),
+    (append("corpus.jsonl", {"_id": "d7", "text": "again"}), 'corpus: the id "d7" stands in 2 rows'),
+    (append("queries.jsonl", {"_id": "q7", "text": "again"}), 'queries: the id "q7" stands in 2 rows'),
+    (append("corpus.jsonl", {"text": "no id"}), "corpus: 1 of 102 rows have no _id"),
+    (append("corpus.jsonl", {"_id": 7, "text": "a number"}), "corpus.jsonl cannot be read: .*Every line is an object"),
+    (lambda folder: (folder / "queries.jsonl").unlink(), "has no queries.jsonl"),
+    (lambda folder: (folder / "qrels" / "test.tsv").unlink(), "has no qrels"),
+    (lambda folder: (folder / "qrels" / "test.tsv").write_text("q0\td1\t0\n"), "no line of qrels has a score above 0"),
+    (lambda folder: (folder / "qrels" / "test.tsv").write_text(""), "holds no line"),
+    (lambda folder: write_lines(folder / "queries.jsonl", [{"_id": q, "text": " "} for q in corpus()[0]]),
+     'queries have no text, such as "q1"'),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(change, words, tmp_path):
+    spoiled(tmp_path, change)
+    with pytest.raises(UsageError, match=words):
+        read(tmp_path)
+
+
+def test_other_data_is_refused_with_the_layouts(tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [{"query": "a", "positive": "b"}])
+    with pytest.raises(UsageError, match="has the configurations default. Retrieval needs BEIR's files"):
+        read(tmp_path)

@@ -1,0 +1,86 @@
+"""Small corpora in the files of BEIR and of MTEB, and tiny models that tell their texts apart."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+
+PROMPTS = {"query": "search : ", "positive": "list of "}
+
+
+def texts(number: int, seed: int, length: tuple[int, int] = (2, 9)) -> list[str]:
+    """All different."""
+    draw, found = random.Random(seed), {}
+    while len(found) < number:
+        found[" ".join(draw.choices(WORDS, k=draw.randint(*length)))] = None
+    return list(found)
+
+
+def corpus(queries: int = 23, documents: int = 101, seed: int = 0) -> tuple[dict, dict, dict]:
+    """Texts of queries and documents by id, and of every query but the last two its right documents, one to four that
+    begin as it does."""
+    draw = random.Random(seed)
+    of_queries = {f"q{i}": text for i, text in enumerate(texts(queries, seed, (4, 7)))}
+    right: dict[str, list[str]] = {f"q{i}": [] for i in range(queries - 2)}
+    found: dict[str, str] = {}
+    for query in right:
+        for _ in range(4):
+            found[f"{of_queries[query]} {' '.join(draw.choices(WORDS, k=draw.randint(1, 5)))}"] = query
+    found = dict(draw.sample(sorted(found.items()), min(len(found), documents // 2)))
+    found |= dict.fromkeys(texts(documents - len(found), seed + 1), "")
+    rows = draw.sample(sorted(found.items()), len(found))
+    for i, (_, query) in enumerate(rows):
+        if query:
+            right[query].append(f"d{i}")
+    return of_queries, {f"d{i}": text for i, (text, _) in enumerate(rows)}, {q: of for q, of in right.items() if of}
+
+
+def write_beir(folder: Path, queries: dict, documents: dict, right: dict, split: str = "test") -> Path:
+    """The first word of every second document is its title. A line of qrels with score 0 makes nothing right."""
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    rows = []
+    for i, (name, text) in enumerate(documents.items()):
+        title, _, rest = text.partition(" ") if i % 2 else ("", "", text)
+        rows.append({"_id": name, "title": title, "text": rest, "metadata": {} if i % 3 else {"url": str(i)}})
+    write_lines(folder / "corpus.jsonl", rows)
+    write_lines(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
+    lines = ["query-id\tcorpus-id\tscore", *(f"{query}\t{one}\t1" for query, of in right.items() for one in of)]
+    lines.append(f"{next(reversed(queries))}\t{next(iter(documents))}\t0")
+    (folder / "qrels" / f"{split}.tsv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def write_mteb(folder: Path, queries: dict, documents: dict, right: dict) -> Path:
+    """As a clone of a repository on the hub, with the configurations in its README and qrels that are no folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_lines(folder / "corpus.jsonl", [{"_id": i, "title": "", "text": t} for i, t in documents.items()])
+    write_lines(folder / "queries.jsonl", [{"_id": name, "text": text} for name, text in queries.items()])
+    judged = [{"query-id": q, "corpus-id": d, "score": 1.0} for q, of in right.items() for d in of]
+    write_lines(folder / "qrels.jsonl", judged)
+    files = {"default": ("test", "qrels.jsonl"), "corpus": ("corpus", "corpus.jsonl")}
+    files["queries"] = ("queries", "queries.jsonl")
+    lines = ["---", "configs:"]
+    for name, (split, path) in files.items():
+        lines += [f"- config_name: {name}", "  data_files:", f"  - split: {split}", f"    path: {path}"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return folder
+
+
+def write_lines(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def save_model(folder: Path, normalize: bool = True, seed: int = 0, **more) -> Path:
+    """A BERT whose embeddings are far apart, with prompts."""
+    torch.manual_seed(seed)
+    model = EmbeddingModel.from_config(
+        model_config("bert", initializer_range=0.3), projection_dim=16, normalize=normalize, prompts=PROMPTS, **more
+    )
+    tokenizer = tiny_tokenizer(max_length=40)
+    model.save_pretrained(folder, tokenizer=tokenizer, prompts={**PROMPTS, "document": PROMPTS["positive"]})
+    return folder

@@ -1,0 +1,56 @@
+"""The entries of `evaluations` in a run file: strict, as the file itself, and each field documented."""
+
+import dataclasses
+import json
+
+import pytest
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.evaluations import TYPES, parse_evaluations
+from hf_dist_ext.run.read import load_run
+from tests.launching import ROOT
+
+MODEL = {"model_config": {"model_type": "bert"}, "dataset_name": "code-search"}
+
+
+@pytest.mark.parametrize("entry, words", [
+    ({"path": "a/b"}, r"evaluations\[1\] has type=null. Types: retrieval"),
+    ({"type": "mteb", "name": "NFCorpus"}, "MTEB's tasks are read from their files"),
+    ({"type": "retrieval"}, "has no path"),
+    ({"type": "retrieval", "path": "./nowhere"}, 'path="./nowhere": there is no such file or folder'),
+    ({"type": "retrieval", "path": "a/b", "ndcg_at": [1]}, 'has no field "ndcg_at". Closest: "ndcg_at_k"'),
+    ({"type": "retrieval", "path": "a/b", "ndcg_at_k": 10}, "ndcg_at_k=10 is an int; it takes a list of int"),
+    ({"type": "retrieval", "path": "a/b", "mrr_at_k": [0]}, r"mrr_at_k=\[0\] must be at least 1"),
+    ({"type": "retrieval", "path": "a/b", "mrr_at_k": []}, r"mrr_at_k=\[\] must not be empty"),
+    ({"type": "retrieval", "path": "a/b", "dims": [8, 8]}, r"dims=\[8, 8\] names one twice"),
+    ({"type": "retrieval", "path": "a/b", "precisions": ["int4"]}, 'it takes a list of "int8" or "binary"'),
+    ({"type": "retrieval", "path": "a/b", "similarity_fn_names": ["euclidean"]}, 'type "retrieval" takes cosine, dot'),
+    ({"type": "retrieval", "path": "a/b", "name": "a b"}, 'has name="a b". Give it letters'),
+    ({"type": "retrieval", "path": "other/first"}, r'is called "first", and so is evaluations\[0\]'),
+])  # fmt: skip
+def test_an_entry_that_cannot_be_is_refused(entry, words, tmp_path):
+    entries = [{"type": "retrieval", "path": "here/first", "_": "a comment"}, entry]
+    with pytest.raises(UsageError, match=words):
+        parse_evaluations(entries)
+    (tmp_path / "run.json").write_text(json.dumps(MODEL | {"evaluations": entries}))
+    with pytest.raises(UsageError, match=words):
+        load_run(["--config", str(tmp_path / "run.json")])
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"loss": None}, "evaluations compare embeddings, but loss is null"),
+    ({"task": "image-text-to-text"}, 'belongs to task "embedding"'),
+])  # fmt: skip
+def test_evaluations_are_of_embeddings(more, words, tmp_path):
+    entries = [{"type": "retrieval", "path": "a/b"}]
+    (tmp_path / "run.json").write_text(json.dumps(MODEL | {"evaluations": entries} | more))
+    with pytest.raises(UsageError, match=words):
+        load_run(["--config", str(tmp_path / "run.json")])
+
+
+def test_the_page_lists_every_field():
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    for kind, of in TYPES.items():
+        assert f'`"{kind}"`' in page
+        for field in dataclasses.fields(of):
+            assert f"`{field.name}`" in page, field.name

@@ -1,0 +1,251 @@
+"""Evaluations of a run beside its held-out rows: the figures are those of sentence-transformers' evaluators on the
+same data, whatever the processes, the chunks and the batches."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+from hf_dist_ext.data import read_evaluations
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.corpus_ranks import CorpusRanks
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.forked import Run
+from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir
+from tests.tiny_models import tiny_tokenizer
+
+KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10], ndcg_at_k=[5, 10], map_at_k=[7, 100])
+
+
+def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, **more) -> DistTrainer:
+    args = DistTrainingArguments(
+        output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, per_device_train_batch_size=4,
+        **{"per_device_eval_batch_size": 8, "gradient_cache_chunk_size": 3, "seed": 3} | more,
+    )  # fmt: skip
+    pairs = [{"query": a, "positive": b} for a, b in zip(texts(12, 5), texts(12, 6), strict=True)]
+    model = EmbeddingModel.from_pretrained(model)
+    return DistTrainer(
+        model, args, loss=InfoNCELoss(0.05, normalize=model.normalize), evaluations=read_evaluations(evaluations),
+        train_dataset=Dataset.from_list(pairs), eval_dataset=rows, processing_class=tiny_tokenizer(max_length=40),
+        data_collator=ContrastiveCollator(tiny_tokenizer(max_length=40), ["query", "positive"], PROMPTS),
+    )  # fmt: skip
+
+
+def figures(evaluation: dict, name: str) -> dict[str, float]:
+    """Of one evaluation, without its name."""
+    prefix = f"eval_{name}_"
+    return {key.removeprefix(prefix): value for key, value in evaluation.items() if key.startswith(prefix)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with models and a corpus."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    save_model(folder / "cosine")
+    save_model(folder / "dot", normalize=False)
+    write_beir(folder / "corpus", *corpus())
+    return folder
+
+
+# ---- a corpus ----
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_retrieval_equals_that_of_sentence_transformers(similarity, made, tmp_path):
+    queries, documents, right = corpus()
+    options = KS | {"name": "c", "path": str(made / "corpus"), "corpus_chunk_size": 64}
+    of = trainer(tmp_path, [{"type": "retrieval", **options}], made / similarity)
+    found = figures(of.evaluate(), "c")
+    evaluator = InformationRetrievalEvaluator(
+        queries, documents, {query: set(of_query) for query, of_query in right.items()}, write_csv=False, **KS
+    )
+    theirs = evaluator(SentenceTransformer(str(made / similarity), device="cpu"))
+    assert found.keys() == theirs.keys() and len(found) == 12
+    assert 0.02 < found[f"{similarity}_ndcg@10"] < 0.98 and len(set(found.values())) > 8
+    assert found == pytest.approx(theirs, abs=1e-9)
+    assert [f"c_{name}" for name in found] == of.evaluations.names
+
+
+def processes(mode: str, folder: Path, evaluations: list[dict], model: Path, **more) -> tuple[int, dict]:
+    """Of a run of one step that evaluates before it."""
+
+    def run(say) -> str:
+        torch.set_num_threads(1)
+        of = trainer(folder / "run", evaluations, model, max_steps=1, eval_on_start=True, save_strategy="no", **more)
+        of.train()
+        return json.dumps([of.args.world_size, of.state.log_history[0]])
+
+    return tuple(json.loads(Run(mode, folder / "log", run).result()))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "ddp-3", "fsdp-full"])
+def test_figures_are_those_of_one_process(mode, made, tmp_path):
+    """101 documents leave uneven shares in chunks of 40; batches are such that a process has none left while another
+    one still encodes."""
+    evaluations = [
+        {"type": "retrieval", "path": str(made / "corpus"), "name": "c", "corpus_chunk_size": 40, "dims": [5],
+         "precisions": ["int8", "binary"]},
+    ]  # fmt: skip
+    alone = figures(trainer(tmp_path / "alone", evaluations, made / "cosine").evaluate(), "c")
+    size = 13 if mode.endswith("3") else 10
+    number, found = processes(mode, tmp_path, evaluations, made / "cosine", per_device_eval_batch_size=size)
+    assert number == (3 if mode.endswith("3") else 2)
+    assert len(alone) == 15 + 5 * 4 and len(set(alone.values())) > 15
+    assert figures(found, "c") == pytest.approx(alone, abs=1e-9)
+
+
+def test_of_tied_documents_the_one_whose_id_sorts_first_is_first(made):
+    """Whole numbers, so that scores tie and are exact; parts and their order change nothing."""
+    draw = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randint(-1, 2, (n, 4), generator=draw).float() for n in (11, 60))
+    names = [f"d{i}" for i in range(60)]
+    right = {f"q{i}": {names[j] for j in torch.randint(60, (3,), generator=draw).tolist()} for i in range(11)}
+    links = torch.tensor(sorted((int(q[1:]), names.index(d)) for q, of_query in right.items() for d in of_query))
+    order = torch.tensor([sorted(names).index(name) for name in names])
+    ks = dict(accuracy_at_k=[1], precision_recall_at_k=[5], mrr_at_k=[60], ndcg_at_k=[10], map_at_k=[20])
+
+    class Encoder:
+        model_card_data = None
+        encode_query = staticmethod(lambda rows, **options: queries[[int(name[1:]) for name in rows]])
+        encode_document = staticmethod(lambda rows, **options: documents[[int(name[1:]) for name in rows]])
+
+    evaluator = InformationRetrievalEvaluator(
+        {q: q for q in right}, {d: d for d in names}, right, score_functions={"dot": lambda a, b: a @ b.T},
+        write_csv=False, **ks,
+    )  # fmt: skip
+    theirs = evaluator.compute_all_metrics(Encoder())["dot"]
+    for parts in ([range(60)], [range(59, 30, -1), range(31)]):
+        ranks = CorpusRanks(queries, links, torch.empty(0, 2, dtype=torch.long), order)
+        for part in parts:
+            ranks.score(numbers := torch.tensor(part), documents[numbers])
+        for part in parts:
+            ranks.count(numbers := torch.tensor(part), documents[numbers])
+        best = [of_query.min() for of_query in ranks.of_queries()]
+        assert sum(1 / (rank + 1) for rank in best) / 11 == pytest.approx(theirs["mrr@k"][60], abs=1e-12)
+        hits = [(of_query < 5).mean() for of_query in ranks.of_queries()]
+        assert sum(hits) / 11 == pytest.approx(theirs["recall@k"][5], abs=1e-12)
+
+
+def test_what_is_no_number_is_never_found():
+    documents = torch.eye(4)
+    links, order = torch.tensor([[0, 2], [1, 3]]), torch.arange(4)
+    for broken in (2, 0):
+        rows = documents.clone()
+        rows[broken] = torch.nan
+        ranks = CorpusRanks(documents[2:], links, torch.empty(0, 2, dtype=torch.long), order)
+        ranks.score(order, rows), ranks.count(order, rows)
+        assert ranks.of_queries()[0].item() >= (3 if broken == 2 else 1) and ranks.of_queries()[1].item() == 1
+
+
+def test_a_querys_own_document_may_be_left_out(made, tmp_path):
+    """As in ArguAna, where queries are documents of the corpus."""
+    queries, documents, right = corpus()
+    own = {query: f"{text} of" for query, text in queries.items()}
+    write_beir(tmp_path / "own", queries, documents | own, right)
+    found = {}
+    for is_left_out in (False, True):
+        options = {"path": str(tmp_path / "own"), "ignore_identical_ids": is_left_out, "corpus_chunk_size": 30}
+        of = trainer(tmp_path, [{"type": "retrieval", "name": "c", **options}], made / "cosine")
+        found[is_left_out] = of.evaluate()["eval_c_cosine_mrr@10"]
+    rows = {name: EmbeddingsOf(made / "cosine", column) for name, column in (("q", "query"), ("d", "positive"))}
+    asked = list(right)
+    scores = rows["q"]([queries[name] for name in asked]) @ rows["d"](list((documents | own).values())).T
+    names = [*documents, *own]
+    expected = 0.0
+    for i, query in enumerate(asked):
+        ranked = [names[j] for j in scores[i].argsort(descending=True).tolist() if names[j] != query]
+        best = min(ranked.index(one) for one in right[query])
+        expected += (best < 10) / (best + 1) / len(asked)
+    assert found[True] == pytest.approx(expected, abs=1e-9) and found[False] < found[True]
+
+
+class EmbeddingsOf:
+    """A model's folder as a function of texts."""
+
+    def __init__(self, folder: Path, column: str):
+        self.model, self.column = EmbeddingModel.from_pretrained(folder), column
+        self.collator = ContrastiveCollator(tiny_tokenizer(max_length=40), ["query", "positive"], PROMPTS)
+
+    @torch.no_grad()
+    def __call__(self, rows: list[str]) -> torch.Tensor:
+        return self.model(**self.collator.features(self.column, rows)).embeddings
+
+
+def test_grades_are_gains_of_ndcg(made, tmp_path):
+    from sklearn.metrics import ndcg_score
+
+    queries, documents, right = corpus()
+    folder = write_beir(tmp_path / "graded", queries, documents, right)
+    grades = {(q, d): 1 + (i + j) % 3 for i, (q, of) in enumerate(right.items()) for j, d in enumerate(of)}
+    lines = [f"{q}\t{d}\t{grade}" for (q, d), grade in grades.items()]
+    (folder / "qrels" / "test.tsv").write_text("\n".join(lines))
+    of = trainer(tmp_path, [{"type": "retrieval", "name": "c", "path": str(folder)}], made / "cosine")
+    encode = {column: EmbeddingsOf(made / "cosine", column) for column in ("query", "positive")}
+    scores = encode["query"]([queries[q] for q in right]) @ encode["positive"](list(documents.values())).T
+    worth = [[grades.get((q, d), 0) for d in documents] for q in right]
+    assert of.evaluate()["eval_c_cosine_ndcg@10"] == pytest.approx(ndcg_score(worth, scores.numpy(), k=10), abs=1e-6)
+
+
+def test_prompts_and_columns_can_be_chosen(made, tmp_path):
+    """The queries as documents and the other way round is what the same model says of swapped prompts."""
+    base = {"type": "retrieval", "path": str(made / "corpus")}
+    found = trainer(tmp_path, [
+        {"name": "as-is", **base},
+        {"name": "swapped", **base, "query_column": "positive", "corpus_column": "query"},
+        {"name": "given", **base, "query_prompt": PROMPTS["positive"], "corpus_prompt": PROMPTS["query"]},
+    ], made / "cosine").evaluate()  # fmt: skip
+    assert figures(found, "swapped") == pytest.approx(figures(found, "given"), abs=1e-9)
+    assert figures(found, "swapped") != pytest.approx(figures(found, "as-is"), abs=1e-3)
+
+
+# ---- in a run ----
+
+
+def test_evaluations_change_nothing_in_training(made, tmp_path):
+    """Losses are the same with them and without, held-out rows are evaluated beside them, and each once per time."""
+    losses = []
+    for name, evaluations in (("with", [{"type": "retrieval", "path": str(made / "corpus")}]), ("without", [])):
+        rows = Dataset.from_list([{"query": a, "positive": b} for a, b in zip(texts(6, 7), texts(6, 8), strict=True)])
+        more = dict(max_steps=4, logging_steps=1, save_strategy="no", eval_strategy="steps", eval_steps=1)
+        of = trainer(tmp_path / name, evaluations, made / "cosine", rows, learning_rate=1e-2, **more)
+        of.train()
+        losses.append([line["loss"] for line in of.state.log_history if "loss" in line])
+        lines = [line for line in of.state.log_history if "eval_mrr@10" in line]
+        assert len(lines) == 4 and all("eval_loss" in line for line in lines)
+        assert all(("eval_corpus_cosine_ndcg@10" in line) == bool(evaluations) for line in lines)
+        other = of.evaluate(rows, metric_key_prefix="other")
+        assert "other_mrr@10" in other and not [key for key in other if "corpus" in key], "only what is asked for"
+    assert len(set(losses[0])) == 4 and losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"metric_for_best_model": "c_cosine_ndcg@11"}, "metric_for_best_model=.*none of the 15 .* c_cosine_ndcg@10"),
+    ({"load_best_model_at_end": True, "eval_strategy": "steps"}, 'metric_for_best_model="loss" is none'),
+])  # fmt: skip
+def test_a_best_metric_that_nobody_gives_is_refused(options, words, made, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        trainer(
+            tmp_path, [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}], made / "cosine", **options
+        )
+
+
+@pytest.mark.parametrize("entry, words", [
+    ({"dims": [4, 17]}, "dims has 17, but embeddings have 16"),
+    ({"query_column": "question"}, 'query_column="question" is no column of this run: query, positive'),
+])  # fmt: skip
+def test_what_does_not_fit_the_model_is_refused(entry, words, made, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        trainer(tmp_path, [{"type": "retrieval", "path": str(made / "corpus"), **entry}], made / "cosine")
+
+
+def test_evaluations_need_a_loss_over_embeddings(made, tmp_path):
+    with pytest.raises(UsageError, match="evaluations compare embeddings"):
+        DistTrainer(EmbeddingModel.from_pretrained(made / "cosine"), evaluations=[object()])
