@@ -2,18 +2,15 @@
 
 import json
 import math
-import os
-import runpy
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed.forked import Run
-from tests.launching import ROOT, environment
+from tests.distributed.forked import by_launch, launch, run_python
+from tests.launching import ROOT
 
 CODE = Path(sysconfig.get_path("stdlib")) / "asyncio"  # a few hundred functions instead of the whole library
 RATIOS = (
@@ -29,26 +26,9 @@ RATIOS = (
 pytest.importorskip("matplotlib")
 
 
-def run(script: str, *options: str) -> str:
+def run(script: str, *options: object, code: int = 0) -> str:
     """What the script prints, run as the command would run it, in a process that has imported everything already."""
-
-    def target(say) -> str:
-        os.environ.update(environment())
-        os.chdir(ROOT)
-        sys.argv, path = [script, *map(str, options)], str(ROOT / "scripts" / script)
-        sys.path.insert(0, str(ROOT / "scripts"))
-        try:
-            runpy.run_path(path, run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
-        sys.stdout.flush()
-        return "done"
-
-    with TemporaryDirectory() as folder:
-        process = Run("single", Path(folder) / "log", target)
-        assert process.result() == "done"
-        return process.logs[0].read_text()
+    return run_python(ROOT / "scripts" / script, *options, code=code)
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +77,26 @@ def test_all_graphs_kept_compute_every_token_once(comparison):
     assert fixed["ours"]["tokens"] == 2 * fixed["plain"]["tokens"]
 
 
-def test_scaling_launches_real_processes_and_counts_their_collectives(tmp_path):
+def scaling_of_forked_processes() -> None:
+    """scripts/benchmark_scaling.py; what it would launch is forked."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import benchmark_scaling as script
+
+    def run(command: list[str], **options) -> SimpleNamespace:
+        preset, processes = (command[command.index(name) + 1] for name in ("--config_file", "--num_processes"))
+        words = command[command.index(script.__file__) + 1 :]
+        launch(Path(preset).stem, int(processes), script.main, *words)
+        return SimpleNamespace(returncode=0)
+
+    script.subprocess = SimpleNamespace(run=run)
+    script.main()
+
+
+@by_launch
+def test_scaling_counts_the_collectives_of_real_processes(tmp_path, is_launched):
     sizes = ("--pairs", 16, "--length", 8, "--chunk_rows", 8, "--width", 32, "--layers", 1, "--steps", 2)
-    output = run("benchmark_scaling.py", "--presets", "multi_gpu_ddp", "--repeats", 1, *sizes, "--output", tmp_path)
+    source = ROOT / "scripts" / "benchmark_scaling.py" if is_launched else scaling_of_forked_processes
+    output = run_python(source, "--presets", "multi_gpu_ddp", "--repeats", 1, *sizes, "--output", tmp_path)
     report = json.loads((tmp_path / "results.json").read_text())
     alone, two = report["results"]
     assert (alone["processes"], two["processes"]) == (1, 2)
@@ -121,9 +118,8 @@ def test_the_order_is_numbered_once_and_drawn_by_every_process(tmp_path):
 
 
 def test_a_preset_that_needs_a_gpu_says_so_in_one_line():
-    command = [sys.executable, str(ROOT / "scripts" / "benchmark_gradient_cache.py"), "--preset", "gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, check=False)
-    assert done.returncode == 2 and "no CUDA device" in done.stderr and "Traceback" not in done.stderr
+    said = run("benchmark_gradient_cache.py", "--preset", "gpu", code=2)
+    assert "no CUDA device" in said and "Traceback" not in said
 
 
 def test_a_streams_workers_are_compared_side_by_side(tmp_path):

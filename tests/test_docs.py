@@ -5,8 +5,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -18,7 +16,8 @@ from hf_dist_ext.run.config import all_fields
 from hf_dist_ext.run.help import json_schema
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES, SHORT_NAMES
-from tests.launching import ROOT, environment
+from tests.distributed.forked import run_python
+from tests.launching import ROOT
 
 PACKAGE = ROOT / "hf_dist_ext"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -244,8 +243,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_a_python_example_runs(code, tmp_path):
-    done = run_python("-c", code, cwd=tmp_path)
-    assert done.stdout.strip(), "an example shows something"
+    assert run_python(code, cwd=tmp_path).strip(), "an example shows something"
 
 
 @by_page
@@ -287,13 +285,7 @@ for name, backbone, side, pooling, more in (
 
 
 def test_the_fine_tuning_examples_train_tiny_models(tmp_path):
-    run_python("-c", TINY_RUNS, str(tmp_path), cwd=ROOT)
+    run_python(TINY_RUNS, tmp_path)
     for name in ("finetune_text_embedding", "finetune_decoder_embedding"):
         report = json.loads(text_of(tmp_path / name / "metrics.json"))
         assert report["contrastive_batch_size"] == 20 and report["after"]["mrr@10"] > 0
-
-
-def run_python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done

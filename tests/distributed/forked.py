@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -148,6 +149,35 @@ def launch(preset: str, num_processes: int, main: Callable[[], None], *arguments
 
     with TemporaryDirectory() as folder:
         Run("single" if preset == "python" else f"{preset}@{num_processes}", Path(folder, "log"), target).result()
+
+
+def run_python(source: Path | str | Callable[[], None], *words: object, cwd: Path = ROOT, code: int = 0) -> str:
+    """What Python says that runs a script, a function or, as with `-c`, a string, and ends with this exit code."""
+
+    def target(say) -> str:
+        signal.alarm(600)
+        os.environ.update(launching.environment())
+        os.chdir(cwd)
+        sys.argv = [str(source) if isinstance(source, Path) else "-c", *map(str, words)]
+        found = 0
+        try:
+            if isinstance(source, Path):
+                sys.path.insert(0, str(source.parent))
+                runpy.run_path(str(source), run_name="__main__")
+            elif callable(source):
+                source()
+            else:
+                exec(compile(source, "-c", "exec"), {"__name__": "__main__"})
+        except SystemExit as end:
+            found = end.code or 0
+        sys.stdout.flush()
+        return f"ended with {found}"
+
+    with TemporaryDirectory() as folder:
+        run = Run("single", Path(folder, "log"), target)
+        end, said = run.result(), run.logs[0].read_text()
+    assert end == f"ended with {code}", f"{end}\n{said[-6000:]}"
+    return said
 
 
 def train_hf() -> None:

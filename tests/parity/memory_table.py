@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # started by its path, Python looks beside this file only
 
+from tests.distributed.forked import run_python  # noqa: E402
 from tests.launching import launch  # noqa: E402
 from tests.parity.memory_worker import PARTS  # noqa: E402
 
@@ -116,13 +117,16 @@ WORKER = Path(__file__).with_name("memory_worker.py")
 
 
 def rows_of(way: str, cases: list[dict] | None = None) -> list[dict]:
-    """What the worker printed for a way of running."""
+    """What the worker printed for a way of running; one process is forked."""
     preset, processes, strategy, all_cases = WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "cases.json")
         path.write_text(json.dumps(all_cases if cases is None else cases), encoding="utf-8")
-        done = launch(preset, processes, WORKER, path, strategy, timeout=600)
-    lines = [line.partition("CASE ")[2] for line in done.stdout.splitlines() if line.startswith("CASE ")]
+        if processes == 1:
+            printed = run_python(WORKER, path, strategy)
+        else:
+            printed = launch(preset, processes, WORKER, path, strategy, timeout=600).stdout
+    lines = [line.partition("CASE ")[2] for line in printed.splitlines() if line.startswith("CASE ")]
     return [json.loads(line) for line in lines]
 
 

@@ -5,8 +5,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +29,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed import forked
 from tests.distributed.forked import Run
-from tests.launching import environment, launch
+from tests.launching import launch
 from tests.tasks.test_stages import CONFIG, SCRIPT, main, weights, write_config
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 from tests.tiny_vision_language import tiny_llava
@@ -112,13 +110,9 @@ SERVED = {
 
 
 def load_as_printed(printed: str, saves: str, folder: Path) -> None:
-    """The line that a run ends with, in a Python of its own, then `saves`."""
+    """The line that a run ends with, in a process of its own, then `saves`."""
     (line,) = [line for line in printed.splitlines() if line.startswith("load it:")]
-    code = f"{line.removeprefix('load it:').strip()}\n{saves}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    forked.run_python(f"{line.removeprefix('load it:').strip()}\n{saves}", cwd=folder)
 
 
 @pytest.mark.parametrize("more", [{}, {"projection_dim": 8, "lora_target_modules": "all-linear"}], ids=["", "dense"])
