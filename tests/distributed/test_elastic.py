@@ -5,10 +5,13 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.distributed import elastic_worker
+from tests.distributed.forked import Run
 from tests.launching import PRESETS, ROOT, environment
 
 WORKER = Path(__file__).with_name("elastic_worker.py")
@@ -38,6 +41,25 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def live(say, folder: Path, dies: str) -> str:
+    sys.argv = ["elastic_worker.py", "--folder", str(folder), "--dies", dies]
+    elastic_worker.main()
+    return "ended well"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_second_life_goes_on_from_the_newest_checkpoint(tmp_path, processes):
+    """Without a launcher: two processes die as their machine does, and are started again."""
+    died = Run("ddp", tmp_path / "first", partial(live, folder=tmp_path, dies="rank1"))
+    assert not died.wait()
+    mode = {1: "single", 2: "ddp"}[processes]
+    assert Run(mode, tmp_path / "second", partial(live, folder=tmp_path, dies="rank1")).result() == "ended well"
+    first, second = lives(tmp_path)
+    assert [life["world_size"] for life in first] == [2, 2]
+    assert [life["world_size"] for life in second] == [processes] * processes
+    check_rows(tmp_path)
+
+
 @pytest.mark.slow  # the next one restarts too, and more
 def test_accelerate_launch_with_max_restarts_goes_on_from_the_newest_checkpoint(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--max_restarts", "1", "--monitor_interval", "0.5"]
@@ -51,6 +73,7 @@ def test_accelerate_launch_with_max_restarts_goes_on_from_the_newest_checkpoint(
     check_rows(tmp_path)
 
 
+@pytest.mark.slow
 def test_torchrun_goes_on_with_one_machine_when_the_other_is_gone(tmp_path):
     """Two launchers on loopback are two machines; the second dies with its process."""
     port = free_port()

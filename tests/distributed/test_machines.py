@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.distributed import forked
 from tests.launching import PRESETS, ROOT, environment
 
 WORKER = ROOT / "tests" / "parity" / "exactness_worker.py"
@@ -41,12 +42,36 @@ def run_on_two(preset: str, processes: int, *options: str) -> list[str]:
     return printed
 
 
+MEETS = """
+import json, os, sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, [os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")])
+if dist.get_rank() == 0:
+    of_preset = {name: value for name, value in os.environ.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    Path(sys.argv[1]).write_text(json.dumps([ranks, of_preset]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_processes_of_two_machines_meet(tmp_path):
+    script, output = tmp_path / "meets.py", tmp_path / "found.json"
+    script.write_text(MEETS)
+    run_on_two("multi_node_ddp", 2, str(script), str(output))
+    ranks, of_preset = json.loads(output.read_text())
+    assert ranks == [["0", "0", "0"], ["1", "0", "1"]]
+    assert of_preset and of_preset == {name: forked.of_preset("multi_gpu_ddp", 2).get(name) for name in of_preset}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset, processes, options",
-    [
-        ("multi_node_ddp", 2, []),
-        pytest.param("multi_node_hsdp", 4, ["--parallelism_config_dp_shard_size", "2"], marks=pytest.mark.slow),
-    ],
+    [("multi_node_ddp", 2, []), ("multi_node_hsdp", 4, ["--parallelism_config_dp_shard_size", "2"])],
 )
 def test_two_machines_have_the_full_batch_gradients(preset, processes, options, tmp_path):
     output = tmp_path / "found.json"

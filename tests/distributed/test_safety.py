@@ -1,10 +1,13 @@
 """Runs of two processes that are signalled, killed, or run out of what they need, mostly in real launches."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -84,14 +87,8 @@ class Running:
         except psutil.Error:
             return []
 
-    def wait_for_steps(self, count: int = 2) -> None:
-        log = self.folder / "out" / "metrics.jsonl"
-        for _ in range(900):
-            if log.is_file() and len(log.read_text().splitlines()) >= count:
-                return
-            assert self.process.poll() is None, self.text()
-            time.sleep(0.1)
-        raise AssertionError(self.text())
+    def wait_for_steps(self) -> None:
+        wait_for_steps(self.folder / "out", lambda: self.process.poll() is None, self.text)
 
     def end(self, timeout: float = SHUTDOWN_SECONDS) -> tuple[int, str]:
         code = self.process.wait(timeout)
@@ -106,6 +103,32 @@ class Running:
 
     def text(self) -> str:
         return Path(self.output.name).read_text()
+
+
+def wait_for_steps(output_dir: Path, is_running: Callable[[], bool], text: Callable[[], str]) -> None:
+    """Two; `text` is what the run has said."""
+    log = output_dir / "metrics.jsonl"
+    for _ in range(900):
+        if log.is_file() and len(log.read_text().splitlines()) >= 2:
+            return
+        assert is_running(), text()
+        time.sleep(0.1)
+    raise AssertionError(text())
+
+
+def train(say, words: list[str]) -> str:
+    """A process of a run, for `Run`; HF_TEST_FAIL says how rank 1 fails."""
+    sys.argv = ["train_hf.py", *words]
+    try:
+        failing_worker.main()
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(end.code)  # as Python would, whose own way Run takes for a failure
+    return "ended well"
+
+
+def said(run: Run) -> str:
+    return "\n".join(log.read_text() for log in run.logs)
 
 
 def checkpoints(run_file: Path) -> list[Path]:
@@ -136,18 +159,28 @@ def test_signals_apart_end_in_one_checkpoint_and_code_75_and_auto_goes_on(run_fi
     assert not (run_file.parent / "out" / LEASE).exists()
     last_step = int(checkpoint.name[11:]) + 2
     words = ["--config", str(run_file), "--resume_from_checkpoint", "auto", "--max_steps", str(last_step)]
-
-    def target(say) -> str:
-        sys.argv = ["train_hf.py", *words]
-        failing_worker.main()
-        return "ended well"
-
     monkeypatch.setenv("HF_TEST_FAIL", "nothing")
-    assert Run("ddp", run_file.parent / "log", target).result() == "ended well"
+    assert Run("ddp", run_file.parent / "log", partial(train, words=words)).result() == "ended well"
     lines = map(json.loads, (run_file.parent / "out" / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, last_step + 1))
 
 
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, REQUEUE)])
+def test_a_signal_to_all_processes_is_a_checkpoint_and_no_traceback(run_file, monkeypatch, sent, code):
+    """As a launcher passes it on (tests/test_launch.py)."""
+    monkeypatch.setenv("HF_TEST_FAIL", "nothing")
+    run = Run("ddp", run_file.parent / "log", partial(train, words=["--config", str(run_file)]))
+    wait_for_steps(run_file.parent / "out", lambda: True, partial(said, run))
+    for pid in run.pids:
+        os.kill(pid, sent)
+    assert statuses(run) == [code, code]
+    assert "Traceback" not in said(run) and "KeyboardInterrupt" not in said(run), said(run)
+    (checkpoint,) = checkpoints(run_file)
+    assert not missing_from_checkpoint(checkpoint)
+    assert (run_file.parent / "out" / MARK).exists() == (code == REQUEUE)
+
+
+@pytest.mark.slow
 def test_ctrl_c_on_the_launcher_is_a_checkpoint_and_a_few_lines(run_file):
     with Running(run_file) as running:
         running.wait_for_steps()
@@ -213,15 +246,11 @@ def test_a_rank_that_raises_is_the_one_error_that_is_shown(run_file):
 
 
 def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file, monkeypatch):
-    def target(say) -> str:
-        sys.argv = ["train_hf.py", "--config", str(run_file), "--step_timeout", "3"]
-        failing_worker.main()
-        return "ended well"
-
     monkeypatch.setenv("HF_TEST_FAIL", "hang")
-    run = Run("ddp", run_file.parent / "log", target)
+    words = ["--config", str(run_file), "--step_timeout", "3"]
+    run = Run("ddp", run_file.parent / "log", partial(train, words=words))
     assert statuses(run) == [1, 1]
-    check_who_was_where("\n".join(log.read_text() for log in run.logs))
+    check_who_was_where(said(run))
 
 
 @pytest.mark.slow

@@ -1,14 +1,27 @@
-"""Every case of the exactness table, on one process, DDP and FSDP2; `exactness_table.py` prints the same figures."""
+"""The cases of the exactness table; `exactness_table.py` prints the same figures.
+
+One process and two that split layers have all their cases by default. Of other ways of running those that differ most
+are run by default, and the whole with -m slow.
+"""
 
 import pytest
 
 from tests.parity.exactness_table import RUNS, measure
 from tests.tiny_models import needs_tensor_parallelism
 
-# Three processes differ from two in nothing but the number, four on two cores take longest: of these, the cases that
-# differ most by default, and all of them with -m slow.
-SLOW = ("DDP 3", "HSDP 2x2", "TP 2 x FSDP 2")
+WHOLE = ("single", "TP 2")
+# Each kind of chunks, column, frozen part, loss and window once. bf16 by number of chunks is in test_precision.py too.
+OF_TWO = [
+    "no cache", "chunk 4, does not divide", "64 tokens per chunk", "2 graphs kept", "4 layers: a wider first pass",
+    "automatic chunk size", "three columns, 3 hard negatives", "other kinds in other columns on each rank",
+    "tower per column", "first tower frozen", "frozen backbone, accumulation, temperature",
+    "frozen tower, encoded once", "decoder, accumulation, temperature", "decoder, frozen layers",
+    "gradient checkpointing", "LoRA with LoRA dropout", "dropout", "symmetric", "own negatives only", "max_grad_norm",
+    "accumulation 2, short last window", "ranks with different row counts", "bf16 autocast",
+]  # fmt: skip
 SENTINELS = {
+    "DDP 2": OF_TWO,
+    "FSDP2 2": [*OF_TWO, "frozen backbone, sharded", "FSDP, every chunk reduced, accumulation"],
     "HSDP 2x2": ["chunk 4, does not divide", "accumulation, temperature", "first tower frozen"],
     "TP 2 x FSDP 2": [
         "decoder, last token, left padding", "decoder, accumulation, temperature", "decoder, frozen layers",
@@ -17,7 +30,7 @@ SENTINELS = {
 
 
 def marks(run: str) -> list:
-    return [pytest.mark.slow] * (run in SLOW) + [needs_tensor_parallelism] * run.startswith("TP")
+    return [needs_tensor_parallelism] * run.startswith("TP")
 
 
 def check(errors: dict) -> None:
@@ -25,15 +38,17 @@ def check(errors: dict) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in RUNS])
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=[*marks(run), *[pytest.mark.slow] * (run not in WHOLE)]) for run in RUNS]
+)
 def test_cached_gradients_are_the_full_batch_gradients(run):
     errors = measure(run)
     assert len(errors) >= {"HSDP 2x2": 9, "TP 2": 6, "TP 2 x FSDP 2": 7}.get(run, 25), "cases went missing"
     check(errors)
 
 
-@pytest.mark.parametrize("run", ["HSDP 2x2", pytest.param("TP 2 x FSDP 2", marks=needs_tensor_parallelism)])
-def test_so_they_are_in_groups_of_processes(run):
+@pytest.mark.parametrize("run", [pytest.param(run, marks=marks(run)) for run in SENTINELS])
+def test_so_they_are_in_several_processes(run):
     errors = measure(run, *SENTINELS[run])
-    assert len(errors) == 3
+    assert set(errors) == set(SENTINELS[run])
     check(errors)
