@@ -75,6 +75,33 @@ def write_lines(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def write_rows(folder: Path, number: int = 40, seed: int = 3) -> dict[str, list[dict]]:
+    """Files sts.jsonl, triplet.jsonl and reranking.jsonl, whose columns have other names than the evaluation's; two
+    sentences of sts.jsonl are equal, and texts repeat in reranking.jsonl. The rows by the evaluation's names."""
+    draw = random.Random(seed)
+    first = texts(number, seed, (3, 6))
+    longer = lambda text: f"{text} {' '.join(draw.choices(WORDS, k=draw.randint(1, 4)))}"  # noqa: E731
+    second = [longer(text) if draw.random() < 0.6 else other for text, other in zip(first, first[::-1], strict=True)]
+    second[5] = first[5]
+    rows = {
+        "sts": [
+            {"sentence1": a, "sentence2": b, "score": draw.randint(0, 10) / 2 + (a in b)}
+            for a, b in zip(first, second, strict=True)
+        ],
+        "triplet": [
+            {"anchor": text, "positive": longer(text), "negative": longer(draw.choice(first))} for text in first
+        ],
+        "reranking": [
+            {"query": text, "positive": [longer(text) for _ in range(draw.randint(1, 3))],
+             "negative": draw.sample([other for other in first if other != text], draw.randint(2, 7))}
+            for text in first
+        ],
+    }  # fmt: skip
+    for name, of in rows.items():
+        write_lines(folder / f"{name}.jsonl", [{f"my_{key}": value for key, value in row.items()} for row in of])
+    return rows
+
+
 def save_model(folder: Path, normalize: bool = True, seed: int = 0, **more) -> Path:
     """A BERT whose embeddings are far apart, with prompts."""
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Reads what the `evaluations` of a run name: queries, a corpus and which documents are right.
+"""Reads what the `evaluations` of a run name: corpora here, rows of texts in evaluation_rows.py.
 
     evaluations = read_evaluations([{"type": "retrieval", "path": "data/nfcorpus"}])      # for DistTrainer
 
@@ -26,35 +26,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from hf_dist_ext.data.evaluation_rows import read_reranking, read_similarity, read_triplets
+from hf_dist_ext.data.items import Items, choose_split
 from hf_dist_ext.data.load import loading_errors
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.evaluations import Evaluation, Retrieval, parse_evaluations
+from hf_dist_ext.run.evaluations import Evaluation, Reranking, Retrieval, Similarity, Triplet, parse_evaluations
 
 ID_COLUMNS = {"corpus": ("_id", "id", "corpus-id"), "queries": ("_id", "id", "query-id")}
 FILES = {"corpus": "corpus.jsonl", "queries": "queries.jsonl"}
 QRELS_CONFIGS = ("qrels", "default")
-
-
-class Items:
-    """Texts or pictures by their numbers.
-
-    Attributes:
-        lengths: (n,) of the texts in characters; zeros for pictures.
-    """
-
-    def __init__(self, values: pa.ChunkedArray | datasets.Dataset):
-        self._values = values
-        is_text = isinstance(values, pa.ChunkedArray)
-        self.lengths = pc.utf8_length(values).to_numpy() if is_text else np.zeros(len(values), dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def take(self, numbers: Sequence[int]) -> list:
-        if isinstance(self._values, pa.ChunkedArray):
-            return self._values.take(pa.array(numbers)).to_pylist()
-        return self._values[list(numbers)][self._values.column_names[0]]
 
 
 @dataclass(eq=False)
@@ -126,7 +107,12 @@ def read_retrieval(options: Retrieval) -> RetrievalData:
     )
 
 
-READERS = {Retrieval: read_retrieval}
+READERS = {
+    Retrieval: read_retrieval,
+    Similarity: read_similarity,
+    Triplet: read_triplets,
+    Reranking: read_reranking,
+}
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------
@@ -155,7 +141,7 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, pa.Table], di
     files = {path.name.partition(".")[0]: path for path in sorted((folder / "qrels").glob("*.tsv*"))}
     if not files:
         raise UsageError(f"{folder} has no qrels/*.tsv. BEIR's layout is corpus.jsonl, queries.jsonl, qrels/*.tsv.")
-    return tables, _read_qrels(files[_split(files, split)])
+    return tables, _read_qrels(files[choose_split(files, split, "qrels")])
 
 
 def _read_qrels(path: Path) -> dict[str, Any]:
@@ -191,23 +177,16 @@ def _read_mteb(path: str, split: str | None) -> tuple[dict[str, Any], dict[str, 
             )
         loaded = {name: datasets.load_dataset(path, name) for name in ("corpus", "queries", qrels)}
     judged = loaded.pop(qrels)
-    judged = judged[_split(judged, split)]
+    judged = judged[choose_split(judged, split, "qrels")]
     missing = {"query-id", "corpus-id", "score"} - set(judged.column_names)
     if missing:
         raise UsageError(f'{path}, configuration "{qrels}", has no column "{min(missing)}".')
     columns = {"query": judged["query-id"], "document": judged["corpus-id"], "score": judged["score"]}
-    tables = {kind: splits[_split(splits, split, kind)] for kind, splits in loaded.items()}
+    tables = {}
+    for kind, splits in loaded.items():  # the one of these is called as they are, or as that of qrels
+        names = [name for name in (split, kind) if name in splits]
+        tables[kind] = splits[choose_split(splits, names[0] if names else None, kind)]
     return tables, _as_arrays({name: list(values) for name, values in columns.items()}, f"{path} ({qrels})")
-
-
-def _split(splits: Mapping[str, Any], asked: str | None, kind: str = "qrels") -> str:
-    if kind != "qrels" and asked not in splits:  # MTEB calls the one of these "corpus" and "queries", or "test"
-        asked = kind if kind in splits else None
-    if asked is None:
-        asked = next(iter(splits)) if len(splits) == 1 else "test"
-    if asked not in splits:
-        raise UsageError(f'split="{asked}" is none of {kind}, which have {", ".join(splits)}. Choose one with split.')
-    return asked
 
 
 # (3) ---------------------------------------------------------------------------------------------------------------

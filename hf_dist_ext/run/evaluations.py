@@ -70,7 +70,65 @@ class Retrieval(Sides, Evaluation):
     ignore_identical_ids: bool = False
 
 
-TYPES: dict[str, type[Evaluation]] = {"retrieval": Retrieval}
+@dataclass(frozen=True, kw_only=True)
+class Rows(Evaluation):
+    """
+    Attributes:
+        config: of a dataset with several.
+        columns: name here -> the data's; those that are not named are called as here.
+    """
+
+    config: str | None = None
+    columns: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Similarity(Rows):
+    """
+    Attributes:
+        column: of the run, whose tower and length both sentences have; None: its first.
+        prompt: the text before both; None: that of `column`.
+    """
+
+    similarities: ClassVar[tuple[str, ...]] = ("cosine", "dot", "euclidean", "manhattan")
+
+    column: str | None = None
+    prompt: str | None = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Triplet(Sides, Rows):
+    """
+    Attributes:
+        margin: the positive must be so much closer than the negative.
+    """
+
+    similarities: ClassVar[tuple[str, ...]] = Similarity.similarities
+
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reranking(Sides, Rows):
+    """
+    Attributes:
+        at_k: of MRR and nDCG.
+    """
+
+    at_k: int = 10
+
+
+TYPES: dict[str, type[Evaluation]] = {
+    "retrieval": Retrieval,
+    "sts": Similarity,
+    "triplet": Triplet,
+    "reranking": Reranking,
+}
+COLUMNS = {  # of the data, by their names here
+    Similarity: ("sentence1", "sentence2", "score"),
+    Triplet: ("anchor", "positive", "negative"),
+    Reranking: ("query", "positive", "negative"),
+}
 
 
 def parse_evaluations(entries: Sequence[dict[str, Any]]) -> list[Evaluation]:
@@ -104,7 +162,7 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
         if not accepts(fields[name], value):
             takes = describe(fields[name])
             raise UsageError(f"{where}: {name}={show(value)} is {kind_of(value)}; it takes {takes}.")
-        if broken := out_of_bounds(value, {"minimum": 1, "minItems": 1}):
+        if broken := out_of_bounds(value, {"minimum": 0 if name == "margin" else 1, "minItems": 1}):
             raise UsageError(f"{where}: {name}={show(value)} {broken}.")
         if isinstance(value, list) and len(set(value)) < len(value):
             raise UsageError(f"{where}: {name}={show(value)} names one twice. Remove it.")
@@ -119,6 +177,10 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
         raise UsageError(
             f'{where}: similarity_fn_names has "{min(wrong)}"; type "{kind}" takes {", ".join(one.similarities)}.'
         )
+    if alien := set(getattr(one, "columns", None) or ()) - set(COLUMNS.get(type(one), ())):
+        raise UsageError(f'{where}: columns has "{min(alien)}"; type "{kind}" reads {", ".join(COLUMNS[type(one)])}.')
+    if kind == "reranking" and len(one.similarity_fn_names or ()) > 1:
+        raise UsageError(f'{where}: type "reranking" compares in one way. Give similarity_fn_names one name.')
     return one
 
 

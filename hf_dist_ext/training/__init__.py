@@ -4,6 +4,7 @@
 of a loss over embeddings, whose sizes `sizes.py` has all ranks agree on. `health.py` watches signals, time limits,
 numbers that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); `out_of_memory.py` makes chunks
 smaller; `timing.py`, `meter.py` and `scaling.py` measure. `metrics.py` computes retrieval metrics of held-out rows.
-`evaluations.py` evaluates on corpora and other data: `embedder.py` has every rank encode a share of them, `views.py`
-cuts and quantises embeddings, `corpus_ranks.py` finds where the right documents stand.
+`evaluations.py` evaluates on other data: `corpus_retrieval.py` on a corpus, whose right documents `corpus_ranks.py`
+finds, `row_evaluations.py` on pairs with scores, triplets and lists. `embedder.py` has every rank encode a share,
+`views.py` cuts and quantises embeddings.
 """

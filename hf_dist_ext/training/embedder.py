@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_dist_ext.data.evaluations import Items
+from hf_dist_ext.data.items import Items
+from hf_dist_ext.run.evaluations import Sides
 from hf_dist_ext.training.step import EmbeddingStep
 
 
@@ -71,6 +72,14 @@ class Embedder:
         everyone = self.rows.gather(own, counts)
         places = self.rows.gather(numbers, counts)
         return torch.empty_like(everyone).index_copy_(0, places, everyone)
+
+    def sides(self, options: Sides) -> list[tuple[str, str | None]]:
+        """Column and prompt of queries and of documents."""
+        query, document, *_ = self.collator.columns
+        return [
+            (options.query_column or query, options.query_prompt),
+            (options.corpus_column or document, options.corpus_prompt),
+        ]
 
     def added(self, values: torch.Tensor) -> torch.Tensor:
         """In place: the sum over all ranks."""

@@ -14,18 +14,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
+from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
 from hf_dist_ext.data.evaluations import RetrievalData
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.evaluations import Retrieval, Sides
-from hf_dist_ext.training.corpus_ranks import CorpusRanks
+from hf_dist_ext.training import corpus_retrieval, row_evaluations
 from hf_dist_ext.training.embedder import Embedder
-from hf_dist_ext.training.views import View, views_of
 
-# What is logged of dimensions and quantised values, and what a report shows.
-SHORT = ("recall", "ndcg", "mrr", "map")
+# (data, embedder, similarity) -> figures, and (options, similarity, is_short) -> their names
+KINDS = {
+    RetrievalData: (corpus_retrieval.run, corpus_retrieval.names),
+    SimilarityData: (row_evaluations.similarity, row_evaluations.names_of_similarity),
+    TripletData: (row_evaluations.triplets, row_evaluations.names_of_triplets),
+    RerankingData: (row_evaluations.reranking, row_evaluations.names_of_reranking),
+}
 
 
 class Evaluations:
@@ -50,12 +53,12 @@ class Evaluations:
     @property
     def names(self) -> list[str]:
         """Of all figures, without "eval_"."""
-        return [name for data in self.given for name in NAMES[type(data)](data.options, self.similarity)]
+        return [name for data in self.given for name in KINDS[type(data)][1](data.options, self.similarity, False)]
 
     @property
     def headlines(self) -> list[str]:
         """The names that a report shows."""
-        return [name for data in self.given for name in NAMES[type(data)](data.options, self.similarity, True)]
+        return [name for data in self.given for name in KINDS[type(data)][1](data.options, self.similarity, True)]
 
     def check(self, best: str | None, paired: Sequence[str] | None, model: Any) -> None:
         """Before anything runs. Raises UsageError.
@@ -97,111 +100,14 @@ class Evaluations:
         """Every rank calls it."""
         found = {}
         for data in self.given:
-            found |= RUNS[type(data)](data, embedder, self.similarity)
+            found |= KINDS[type(data)][0](data, embedder, self.similarity)
         return {f"{prefix}_{name}": float(value) for name, value in found.items()}
 
 
 def _check_columns(options: Any, columns: Sequence[str]) -> None:
-    for field in ("query_column", "corpus_column"):
+    for field in ("query_column", "corpus_column", "column"):
         column = getattr(options, field, None)
         if column is not None and column not in columns:
             raise UsageError(
                 f'evaluation "{options.name}": {field}="{column}" is no column of this run: {", ".join(columns)}.'
             )
-
-
-# ---- retrieval over a corpus ----
-
-
-def retrieval(data: RetrievalData, embedder: Embedder, similarity: str) -> dict[str, float]:
-    """(1) encode the queries  (2) encode the corpus in parts, the right documents in the first; each rank counts in
-    its share what stands before them  (3) add the counts up"""
-    options, views = data.options, views_of(data.options, similarity)
-    (query_column, query_prompt), (column, prompt) = sides(options, embedder.collator)
-    queries = embedder.whole(data.queries, query_column, query_prompt)  # (1): (Q, D)
-    states: list[CorpusRanks] = []
-    for index, part in enumerate(_parts(data)):  # (2)
-        numbers, documents = embedder.own(data.documents, part, column, prompt)  # (m,), (m, D)
-        if index == 0:
-            states = [_begun(data, view, queries, numbers, documents, embedder) for view in views]
-        for view, state in zip(views, states, strict=True):
-            state.count(numbers, view.of(documents))
-    found: dict[str, float] = {}
-    gains = np.split(data.gains, np.bincount(data.links[:, 0]).cumsum()[:-1])
-    for view, state in zip(views, states, strict=True):
-        embedder.added(state.ahead)  # (3)
-        figures = ranking_figures(state.of_queries(), gains, options, only_last=bool(view.prefix))
-        found |= {f"{options.name}_{view.prefix}{view.similarity}_{name}": value for name, value in figures.items()}
-    return found
-
-
-def _parts(data: RetrievalData) -> list[np.ndarray]:
-    """Numbers of documents: all right ones in the first part."""
-    is_right = np.zeros(len(data.documents), dtype=bool)
-    is_right[data.links[:, 1]] = True
-    numbers, size = np.argsort(~is_right, kind="stable"), data.options.corpus_chunk_size
-    first = max(size, int(is_right.sum()))
-    return [part for part in np.split(numbers, range(first, len(numbers), size)) if len(part)]
-
-
-def _begun(
-    data: RetrievalData,
-    view: View,
-    queries: torch.Tensor,
-    numbers: torch.Tensor,
-    documents: torch.Tensor,
-    embedder: Embedder,
-) -> CorpusRanks:
-    """With the scores of the right documents, which are all in this part on one rank or another."""
-    view.calibrate(documents, embedder.lowest)
-    given = (torch.from_numpy(array).to(queries.device) for array in (data.links, data.identical, data.order))
-    state = CorpusRanks(view.of(queries), *given)
-    state.score(numbers, view.of(documents))
-    embedder.added(state.right)
-    return state
-
-
-def ranking_figures(
-    ranks: Sequence[np.ndarray], gains: Sequence[np.ndarray], options: Retrieval, only_last: bool = False
-) -> dict[str, float]:
-    """Means over queries, of the ranks of each one's right documents and of what these are worth. `only_last`: at the
-    largest k each, without accuracy and precision."""
-    # Importing evaluate takes a second, and only evaluation needs it.
-    from hf_dist_ext.training.retrieval_metrics import retrieval_metrics as of
-
-    figures = {
-        "accuracy": (of.accuracy, options.accuracy_at_k),
-        "precision": (of.precision, options.precision_recall_at_k),
-        "recall": (of.recall, options.precision_recall_at_k),
-        "ndcg": (of.ndcg, options.ndcg_at_k),
-        "mrr": (of.reciprocal_rank, options.mrr_at_k),
-        "map": (of.average_precision, options.map_at_k),
-    }
-    if only_last:
-        figures = {name: (of_query, [max(ks)]) for name, (of_query, ks) in figures.items() if name in SHORT}
-    return {
-        f"{name}@{k}": of.mean(of_query, ranks, k, *([gains] if name == "ndcg" else []))
-        for name, (of_query, ks) in figures.items()
-        for k in ks
-    }
-
-
-def names_of_retrieval(options: Retrieval, similarity: str, is_short: bool = False) -> list[str]:
-    return [
-        f"{options.name}_{view.prefix}{view.similarity}_{name}"
-        for view in views_of(options, similarity)
-        for name in ranking_figures([np.zeros(1)], [np.ones(1)], options, is_short or bool(view.prefix))
-    ]
-
-
-def sides(options: Sides, collator: Any) -> list[tuple[str, str | None]]:
-    """Column and prompt of queries and of documents."""
-    query, document, *_ = collator.columns
-    return [
-        (options.query_column or query, options.query_prompt),
-        (options.corpus_column or document, options.corpus_prompt),
-    ]
-
-
-RUNS = {RetrievalData: retrieval}
-NAMES = {RetrievalData: names_of_retrieval}

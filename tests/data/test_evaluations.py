@@ -57,7 +57,7 @@ def test_the_split_chooses_the_qrels(tmp_path):
     assert len(read(tmp_path).queries) == 3, "the only one"
     write_beir(tmp_path, queries, documents, right, split="test")
     assert len(read(tmp_path).queries) == len(right) and len(read(tmp_path, split="dev").queries) == 3
-    with pytest.raises(UsageError, match='evaluation "x": split="train" is none of qrels, which have dev, test'):
+    with pytest.raises(UsageError, match='evaluation "x": qrels: there is no split "train", but dev, test'):
         read(tmp_path, split="train", name="x")
 
 
@@ -109,6 +109,37 @@ def test_what_cannot_be_is_refused(change, words, tmp_path):
     spoiled(tmp_path, change)
     with pytest.raises(UsageError, match=words):
         read(tmp_path)
+
+
+PAIRS = [{"sentence1": "a", "sentence2": "b", "score": 1}, {"sentence1": "c", "sentence2": "a", "score": 2.5}]
+LISTS = [{"query": "a", "positive": ["b"], "negative": ["c", "b"]}, {"query": "d", "positive": "e", "negative": []}]
+
+
+def test_texts_that_repeat_are_read_once(tmp_path, caplog):
+    write_lines(tmp_path / "pairs.jsonl", PAIRS)
+    (data,) = read_evaluations([{"type": "sts", "path": str(tmp_path / "pairs.jsonl")}])
+    assert data.items.take([0, 1, 2]) == ["a", "c", "b"] and data.pairs.tolist() == [[0, 2], [1, 0]]
+    assert data.scores.tolist() == [1.0, 2.5] and data.options.name == "pairs"
+    rows = [{**row, "positive": [row["positive"]] if isinstance(row["positive"], str) else row["positive"]}
+            for row in LISTS]  # fmt: skip
+    write_lines(tmp_path / "lists.jsonl", rows)
+    (data,) = read_evaluations([{"type": "reranking", "path": str(tmp_path / "lists.jsonl")}])
+    assert data.queries.take(data.asked.tolist()) == ["a"], "the second row has nothing to rank"
+    assert [data.documents.take(listed.tolist()) for listed in data.listed] == [["b", "c", "b"]]
+    assert data.num_right.tolist() == [1] and "1 row(s) without a positive or a negative are left out" in caplog.text
+
+
+@pytest.mark.parametrize("kind, rows, words", [
+    ("sts", [{**PAIRS[0], "score": None}, PAIRS[1]], r'row 0 \(counted from 0\): "score" is None, which is no number'),
+    ("sts", [PAIRS[0], PAIRS[0]], "all scores are equal"),
+    ("sts", [{**PAIRS[0], "sentence2": " "}, PAIRS[1]], "\"sentence2\" is ' ', which is no text"),
+    ("triplet", PAIRS, r'columns\["anchor"\]: .* has no column "anchor"'),
+    ("reranking", [{"query": "a", "positive": [], "negative": ["b"]}], "no row has both a positive and a negative"),
+])  # fmt: skip
+def test_rows_that_cannot_be_are_refused(kind, rows, words, tmp_path):
+    write_lines(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UsageError, match=f'evaluation "rows": .*{words}'):
+        read_evaluations([{"type": kind, "path": str(tmp_path / "rows.jsonl")}])
 
 
 def test_other_data_is_refused_with_the_layouts(tmp_path):

@@ -4,11 +4,18 @@ same data, whatever the processes, the chunks and the batches."""
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.evaluation import (
+    EmbeddingSimilarityEvaluator,
+    InformationRetrievalEvaluator,
+    RerankingEvaluator,
+    TripletEvaluator,
+)
 
 from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.data.collator import ContrastiveCollator
@@ -19,7 +26,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.corpus_ranks import CorpusRanks
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir
+from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir, write_rows
 from tests.tiny_models import tiny_tokenizer
 
 KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10], ndcg_at_k=[5, 10], map_at_k=[7, 100])
@@ -52,7 +59,22 @@ def made(tmp_path_factory) -> Path:
     save_model(folder / "cosine")
     save_model(folder / "dot", normalize=False)
     write_beir(folder / "corpus", *corpus())
+    write_rows(folder)
     return folder
+
+
+def columns(*names: str) -> dict[str, str]:
+    return {name: f"my_{name}" for name in names}
+
+
+def entry(made: Path, kind: str, **more) -> dict:
+    """Of rows of `made`."""
+    names = {
+        "sts": columns("sentence1", "sentence2", "score"),
+        "triplet": columns("anchor", "positive", "negative"),
+        "reranking": columns("query", "positive", "negative"),
+    }[kind]
+    return {"type": kind, "path": str(made / f"{kind}.jsonl"), "columns": names} | more
 
 
 # ---- a corpus ----
@@ -86,20 +108,21 @@ def processes(mode: str, folder: Path, evaluations: list[dict], model: Path, **m
     return tuple(json.loads(Run(mode, folder / "log", run).result()))
 
 
-@pytest.mark.parametrize("mode", ["ddp", "ddp-3", "fsdp-full"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "ddp-3", "fsdp-full"])
 def test_figures_are_those_of_one_process(mode, made, tmp_path):
     """101 documents leave uneven shares in chunks of 40; batches are such that a process has none left while another
     one still encodes."""
     evaluations = [
         {"type": "retrieval", "path": str(made / "corpus"), "name": "c", "corpus_chunk_size": 40, "dims": [5],
          "precisions": ["int8", "binary"]},
+        *[entry(made, kind, name=f"c_{kind}", dims=[5]) for kind in ("sts", "triplet", "reranking")],
     ]  # fmt: skip
     alone = figures(trainer(tmp_path / "alone", evaluations, made / "cosine").evaluate(), "c")
     size = 13 if mode.endswith("3") else 10
     number, found = processes(mode, tmp_path, evaluations, made / "cosine", per_device_eval_batch_size=size)
     assert number == (3 if mode.endswith("3") else 2)
-    assert len(alone) == 15 + 5 * 4 and len(set(alone.values())) > 15
-    assert figures(found, "c") == pytest.approx(alone, abs=1e-9)
+    assert len(alone) == 15 + 5 * 4 + 2 * (2 + 1 + 3) and len(set(alone.values())) > 20
+    assert figures(found, "c") == pytest.approx(alone, abs=1e-6)
 
 
 def test_of_tied_documents_the_one_whose_id_sorts_first_is_first(made):
@@ -204,6 +227,98 @@ def test_prompts_and_columns_can_be_chosen(made, tmp_path):
     ], made / "cosine").evaluate()  # fmt: skip
     assert figures(found, "swapped") == pytest.approx(figures(found, "given"), abs=1e-9)
     assert figures(found, "swapped") != pytest.approx(figures(found, "as-is"), abs=1e-3)
+
+
+# ---- rows ----
+
+
+def by_column(rows: list[dict]) -> dict[str, list]:
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+ALL = ["cosine", "dot", "euclidean", "manhattan"]
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_correlations_equal_those_of_sentence_transformers(similarity, made, tmp_path):
+    """Also of leading dimensions and of quantised values, with all similarities and the prompt of queries."""
+    data = by_column(write_rows(tmp_path)["sts"])
+    options = {"dims": [5], "precisions": ["int8", "binary"]}
+    of = trainer(tmp_path, [
+        entry(made, "sts", name="s", similarity_fn_names=ALL, **options),
+        entry(made, "sts", name="own"),
+        entry(made, "sts", name="prompted", prompt=None),
+    ], made / similarity)  # fmt: skip
+    found, model = of.evaluate(), SentenceTransformer(str(made / similarity), device="cpu")
+    expected = {}
+    for dim in (None, 5):
+        for precision in (None, "int8", "binary"):
+            evaluator = EmbeddingSimilarityEvaluator(
+                data["sentence1"], data["sentence2"], data["score"], similarity_fn_names=ALL, precision=precision,
+                truncate_dim=dim, write_csv=False,
+            )  # fmt: skip
+            prefix = (f"dim{dim}_" if dim else "") + (f"{precision}_" if precision else "")
+            expected |= {prefix + name: value for name, value in evaluator(model).items()}
+            if precision == "binary":  # theirs ranks by what float32 rounds, where many cosines are equal
+                expected[f"{prefix}spearman_cosine"] = of_bits(model, data, truncate_dim=dim)
+                best = max(expected[f"{prefix}spearman_{name}"] for name in ALL)
+                expected[f"{prefix}spearman_max"] = best
+    assert len(expected) == 6 * 10 and abs(expected["spearman_cosine"]) > 0.2 and len(set(expected.values())) > 40
+    assert figures(found, "s") == pytest.approx(expected, abs=1e-6)
+    assert figures(found, "own").keys() == {f"pearson_{similarity}", f"spearman_{similarity}"}
+    prompted = [[PROMPTS["query"] + text for text in data[name]] for name in ("sentence1", "sentence2")]
+    theirs = EmbeddingSimilarityEvaluator(*prompted, data["score"], write_csv=False)(model)
+    assert figures(found, "prompted") == pytest.approx(theirs, abs=1e-6)
+    assert figures(found, "prompted") != pytest.approx(figures(found, "own"), abs=1e-3)
+
+
+def of_bits(model: SentenceTransformer, data: dict[str, list], **options) -> float:
+    """Spearman's correlation of the scores with cosines of bits in float64."""
+    packed = [model.encode(data[name], precision="ubinary", **options) for name in ("sentence1", "sentence2")]
+    width = options["truncate_dim"] or 16
+    first, second = (np.unpackbits(rows, axis=1)[:, :width].astype(float) for rows in packed)
+    cosines = (first * second).sum(axis=1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
+    return spearmanr(data["score"], cosines.round(12)).statistic
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_triplets_equal_those_of_sentence_transformers(similarity, made, tmp_path):
+    data = by_column(write_rows(tmp_path)["triplet"])
+    of = trainer(tmp_path, [
+        entry(made, "triplet", name="t", similarity_fn_names=ALL, dims=[5]),
+        entry(made, "triplet", name="m", margin=0.05),
+    ], made / similarity)  # fmt: skip
+    found, model = of.evaluate(), SentenceTransformer(str(made / similarity), device="cpu")
+    expected = {}
+    for dim in (None, 5):
+        evaluator = TripletEvaluator(*data.values(), similarity_fn_names=ALL, truncate_dim=dim, write_csv=False)
+        expected |= {(f"dim{dim}_" if dim else "") + name: value for name, value in evaluator(model).items()}
+    assert len(expected) == 10 and 0.5 < expected["cosine_accuracy"] < 1
+    assert figures(found, "t") == pytest.approx(expected, abs=1e-6)
+    theirs = TripletEvaluator(*data.values(), margin=0.05, write_csv=False)(model)
+    assert figures(found, "m") == pytest.approx(theirs, abs=1e-6)
+
+
+def test_reranking_equals_that_of_sentence_transformers(made, tmp_path):
+    rows = write_rows(tmp_path)["reranking"]
+    of = trainer(tmp_path, [entry(made, "reranking", name="r", at_k=3, dims=[5])], made / "cosine")
+    found, model = of.evaluate(), SentenceTransformer(str(made / "cosine"), device="cpu")
+    expected = {}
+    for dim in (None, 5):
+        theirs = RerankingEvaluator(rows, at_k=3, truncate_dim=dim, write_csv=False)(model)
+        expected |= {(f"dim{dim}_" if dim else "") + name: value for name, value in theirs.items()}
+    assert len(expected) == 6 and all(0.3 < value < 1 for value in expected.values())
+    assert figures(found, "r") == pytest.approx(expected, abs=1e-6)
+
+
+def test_names_of_figures_are_known_before(made, tmp_path):
+    kinds = [entry(made, kind, name=kind, dims=[5], precisions=["binary"]) for kind in ("sts", "triplet", "reranking")]
+    kinds.append({"type": "retrieval", "name": "c", "path": str(made / "corpus"), "dims": [3]})
+    kinds.append(entry(made, "sts", name="more", similarity_fn_names=ALL))
+    of = trainer(tmp_path, kinds, made / "cosine")
+    starts = ("eval_sts_", "eval_triplet_", "eval_reranking_", "eval_c_", "eval_more_")
+    assert [f"eval_{name}" for name in of.evaluations.names] == [n for n in of.evaluate() if n.startswith(starts)]
+    assert set(of.evaluations.headlines) < set(of.evaluations.names)
 
 
 # ---- in a run ----
