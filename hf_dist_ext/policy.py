@@ -39,7 +39,11 @@ def loss_stage_bytes(
 PIPELINE_SCHEDULE = "1f1b"  # where a run names none
 STAGES_PER_RANK = 2  # where a run says nothing and the schedule has several
 FIXED_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zero_bubble_v": 2}  # the other schedules have any number
+MESSAGES_ON_THE_WAY = 2  # of a direction, that have left and are not waited for
+REDUCED_TOGETHER = 2**28  # elements of gradients that copies of a pipeline average at once
 IN_ROUNDS = ("interleaved_1f1b", "zero_bubble")  # chunks come in rounds of equal length
+# Model types of which stage after stage was measured to be the whole model (strategies/stages.py knows their parts).
+IN_STAGES = frozenset({"bert", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roberta", "xlm-roberta"})
 
 
 def stages_per_rank(schedule: str, asked: int | None) -> int:

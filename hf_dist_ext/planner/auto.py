@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner.catalog import Hardware
+from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import device_memory_bytes, links
 from hf_dist_ext.planner.plan import Plan
 from hf_dist_ext.planner.reasons import in_json
 from hf_dist_ext.run.config import Run
+from hf_dist_ext.run.presets import presets
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ def choose(run: Run, devices: int) -> Choice:
     if memory is None:
         return Choice(counted, [f"the driver does not tell the devices' memory: chosen by their number, {processes}."])
     try:
-        plan = make_plan(run, Hardware(processes, memory, 1, links()))
+        # Only the run file can ask for a pipeline: its devices share rows, so another batch would be trained.
+        uncut = presets().keys() - set(PIPELINE_PRESETS)
+        plan = make_plan(run, Hardware(processes, memory, 1, links()), uncut)
     except UsageError as error:
         why = f"chosen by the number of devices, {processes}, since the model was not read: {error}"
         return Choice(counted, [why])

@@ -15,6 +15,31 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class Pipeline:
+    """Consecutive devices that hold the same rows: `ranks` with stages of their own, each shared by `parts` devices
+    (tensor parallelism)."""
+
+    ranks: int
+    schedule: str
+    per_rank: int  # stages
+    split: tuple[int, ...] | None = None  # first layers of all stages but the first; None: by work
+    parts: int = 1
+
+    @property
+    def places(self) -> list[int]:
+        """The rank of every stage."""
+        return policy.rank_of_stage(self.schedule, self.ranks, self.per_rank)
+
+    @property
+    def stages_of_ranks(self) -> list[list[int]]:
+        return [[stage for stage, at in enumerate(self.places) if at == rank] for rank in range(self.ranks)]
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.parts
+
+
+@dataclass(frozen=True)
 class Strategy:
     """How a run is spread. `shards`: what is split over devices: "" nothing, "o" optimizer state, "og" gradients too,
     "ogw" weights too. `keeps_whole`: gathered weights and gradients stay from chunk to chunk (speed)."""
@@ -28,6 +53,7 @@ class Strategy:
     is_hybrid: bool = False  # sharded inside a machine, copies between machines
     offloads: bool = False
     is_tensor_parallel: bool = False
+    pipeline: Pipeline | None = None
     in_words: str = ""
 
 
@@ -53,7 +79,8 @@ STRATEGIES = (
     ),
 )
 
-TENSOR_PARALLEL_GROUP = 2  # of the preset multi_gpu_tp
+TENSOR_PARALLEL_GROUP = 2  # of the presets multi_gpu_tp and multi_gpu_3d
+PIPELINE_PRESETS = ("multi_gpu_pp", "multi_gpu_3d")  # of whole layers, of layers that are split too
 
 
 @dataclass(frozen=True)
@@ -72,15 +99,26 @@ class Hardware:
 
 
 def tensor_parallel_size(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
-    """The preset's groups where the heads and the devices of a machine can be dealt to them; 1: layers are whole."""
-    if not strategy.is_tensor_parallel:
-        return 1
+    """The preset's groups where layers can be split over them; 1: layers are whole."""
+    if strategy.pipeline is not None:
+        return strategy.pipeline.parts
+    is_split = strategy.is_tensor_parallel and splits_layers(work, hardware, TENSOR_PARALLEL_GROUP)
+    return TENSOR_PARALLEL_GROUP if is_split else 1
+
+
+def devices_per_row(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
+    """Devices that hold the same rows, so that fewer meet in the loss."""
+    return strategy.pipeline.devices if strategy.pipeline else tensor_parallel_size(strategy, work, hardware)
+
+
+def splits_layers(work: Workload, hardware: Hardware, parts: int) -> bool:
+    """Whether the heads and the devices of a machine can be dealt to groups of so many."""
     config = work.config
     heads = [config.get(name) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
     has_plan = "rms_norm_eps" in config and "text_config" not in config  # transformers has plans for decoders
     has_experts = any("experts" in name for name in config)  # whose styles are refused (strategies/splitting.py)
-    divides = not any(number % TENSOR_PARALLEL_GROUP for number in [*heads, hardware.per_node])
-    return TENSOR_PARALLEL_GROUP if has_plan and not has_experts and divides else 1
+    divides = not any(number % parts for number in [*heads, hardware.per_node])
+    return has_plan and not has_experts and divides and work.lora is None
 
 
 def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
@@ -124,6 +162,8 @@ def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
     knobs = work.knobs
     if knobs.hook is not None and strategy.name != "DDP":
         return f'ddp_comm_hook="{knobs.hook}" is for DDP'
+    if strategy.pipeline is not None and knobs.sharding not in (None, "NO_SHARD"):
+        return f'stages with sharding="{knobs.sharding}" are not counted'
     if not is_fsdp(strategy):
         return f"{knobs.of_fsdp[0]} has no meaning without FSDP" if knobs.of_fsdp else ""
     if knobs.sharding == "NO_SHARD":

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner import memory, pipelines
+from hf_dist_ext.planner import traffic as on_links
 from hf_dist_ext.planner.architectures import is_known
 from hf_dist_ext.planner.catalog import (
     GIB,
@@ -32,15 +34,16 @@ from hf_dist_ext.planner.catalog import (
     Hardware,
     Strategy,
     adapted,
+    devices_per_row,
     leaves_frozen_whole,
     refusal,
     tensor_parallel_size,
 )
-from hf_dist_ext.planner.memory import Settings, estimate, is_cut, is_known_optimizer, model_of
-from hf_dist_ext.planner.plan import Option, Plan, changes_for
+from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, is_known_optimizer, model_of
+from hf_dist_ext.planner.plan import Option, Plan, changes_for, waits_for_links
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traffic import Traffic, traffic
+from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import TracedWorkload, Workload, with_batch, workload_of
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
@@ -112,6 +115,7 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
         for strategy in STRATEGIES
         if _has_meaning(strategy, work, hardware)
     ]
+    options += _pipelines(work, hardware, available)
     best = _best(options)
     plan = Plan(work, hardware, options, best, notes=list(work.notes))
     if hardware.memory_is_assumed:
@@ -132,6 +136,30 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     return plan
 
 
+def _pipelines(work: Workload, hardware: Hardware, available: Collection[str]) -> list[Option]:
+    """The best pipeline of whole layers, and the best one whose layers are split too."""
+    asked, found = work.knobs.pipeline_size, []
+    possible = [_option(work, one, hardware, available) for one in pipelines.candidates(work, hardware)]
+    for is_split in (False, True):
+        of_kind = [option for option in possible if (option.strategy.pipeline.parts > 1) == is_split]
+        if of_kind:
+            order = [(not o.fits, o.settings is None, o.seconds, o.given.total) for o in of_kind]
+            found.append(of_kind[order.index(min(order))])
+            found[-1].add_pipeline(work, hardware)
+    if asked > 1 and (not found or pipelines.why_none(work)):
+        why = pipelines.why_none(work) or f"its layers or {hardware.num_devices} devices can not be dealt to it"
+        raise UsageError(f"pipeline_parallel_size={asked}: {why}. Remove it to see what the other ways take.")
+    return found
+
+
+def _needed(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
+    return (pipelines if strategy.pipeline else memory).estimate(work, strategy, hardware, settings)
+
+
+def _sent(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
+    return (pipelines if strategy.pipeline else on_links).traffic(work, strategy, hardware, settings)
+
+
 def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool:
     if strategy.name == "single":
         return True
@@ -143,7 +171,7 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     if strategy.is_hybrid:
         return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
     if strategy.is_tensor_parallel:
-        is_possible = work.is_embedding and work.lora is None and tensor_parallel_size(strategy, work, hardware) > 1
+        is_possible = work.is_embedding and tensor_parallel_size(strategy, work, hardware) > 1
         return is_possible and not isinstance(work, TracedWorkload)
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
         return strategy.keeps_whole == (work.fsdp_mode == "speed")
@@ -166,48 +194,55 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
     option = Option(
         strategy,
         preset,
-        refusal(strategy, work, hardware) or _why_not(strategy, preset, hardware, available),
-        estimate(work, strategy, hardware, as_given),
-        estimate(work, strategy, hardware, Settings(is_checkpointed=True)),
-        estimate(work, strategy, hardware, Settings(is_checkpointed=False)),
-        traffic(work, strategy, hardware, as_given),
+        refusal(strategy, work, hardware) or _why_not(work, strategy, preset, hardware, available),
+        _needed(work, strategy, hardware, as_given),
+        _needed(work, strategy, hardware, Settings(is_checkpointed=True)),
+        _needed(work, strategy, hardware, Settings(is_checkpointed=False)),
+        _sent(work, strategy, hardware, as_given),
         hardware.memory_bytes,
+        hardware.num_devices if strategy.name == "single" else devices_per_row(strategy, work, hardware),
     )
-    if work.finds_chunk or not option.fits:
-        _make_fit(option, work, hardware)
+    needs_chunk = strategy.pipeline is not None and not work.is_cached
+    if work.finds_chunk or needs_chunk or not option.fits:
+        _make_fit(option, work, hardware, needs_chunk)
     else:
-        option.settings, option.batch, option.fitted = as_given, work.batch, option.given
-        option.seconds = _seconds(work, strategy, hardware, as_given, option.traffic)
+        option.settings, option.batch, option.fitted, option.sent = as_given, work.batch, option.given, option.traffic
+        option.seconds = _seconds(work, as_given, option.traffic) * option.turns
     if work.finds_chunk and option.settings is not None and option.settings.is_checkpointed == work.is_checkpointed:
         option.given = option.fitted or option.given  # the run finds this size itself
     return option
 
 
-def _why_not(strategy: Strategy, preset: str, hardware: Hardware, available: Collection[str]) -> str:
+def _why_not(work: Workload, strategy: Strategy, preset: str, hardware: Hardware, available: Collection[str]) -> str:
+    if strategy.pipeline is not None and (reason := pipelines.why_none(work)):
+        return reason
+    if strategy.pipeline is None and work.knobs.pipeline_size > 1:
+        return f"the run file asks for pipelines of {work.knobs.pipeline_size} (pipeline_parallel_size)"
     if strategy.name == "single" and hardware.num_devices > 1:
         return f"it would use one of {hardware.num_devices} devices"
     if preset not in available:
-        return f"there is no preset {preset}"
+        is_of_pipelines = strategy.pipeline is not None and preset in presets()
+        return "pipeline_parallel_size is not given" if is_of_pipelines else f"there is no preset {preset}"
     if strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
         return reason.partition(". ")[0]
     return ""
 
 
-def _make_fit(option: Option, work: Workload, hardware: Hardware) -> None:
+def _make_fit(option: Option, work: Workload, hardware: Hardware, needs_chunk: bool) -> None:
     """(2) The quickest of: smaller chunks, checkpointing, both."""
     for is_checkpointed in dict.fromkeys([work.is_checkpointed, True]):
-        for variant, settings in _smaller(work, is_checkpointed):
-            needed = estimate(variant, option.strategy, hardware, settings)
+        for variant, settings in _smaller(work, is_checkpointed, needs_chunk):
+            needed = _needed(variant, option.strategy, hardware, settings)
             if needed.total > hardware.memory_bytes:
                 continue
-            sent = traffic(variant, option.strategy, hardware, settings)
-            seconds = _seconds(variant, option.strategy, hardware, settings, sent)
+            sent = _sent(variant, option.strategy, hardware, settings)
+            seconds = _seconds(variant, settings, sent) * option.turns
             if seconds < option.seconds:
                 option.settings, option.batch, option.fitted = settings, variant.batch, needed
-                option.seconds = seconds
+                option.seconds, option.sent = seconds, sent
 
 
-def _smaller(work: Workload, is_checkpointed: bool) -> list[tuple[Workload, Settings]]:
+def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[tuple[Workload, Settings]]:
     """Settings from large to small: rows per chunk for a loss over embeddings, else the batch."""
     if not work.is_embedding:
         batches = [work.batch >> halvings for halvings in range(work.batch.bit_length())]
@@ -215,24 +250,26 @@ def _smaller(work: Workload, is_checkpointed: bool) -> list[tuple[Workload, Sett
         variants = [replace(with_batch(work, rows), accumulation=steps[rows]) for rows in batches]
         return [(variant, Settings(is_checkpointed=is_checkpointed)) for variant in variants]
     most = max(work.rows_of_chunk(column.length) for column in work.columns)
-    whole = [(work, Settings(is_checkpointed=is_checkpointed))] if not work.finds_chunk else []
-    sizes = [2**power for power in range(20, -1, -1) if 2**power < most or work.finds_chunk and 2**power <= most]
+    is_found = work.finds_chunk or needs_chunk
+    whole = [(work, Settings(is_checkpointed=is_checkpointed))] if not is_found else []
+    sizes = [2**power for power in range(20, -1, -1) if 2**power < most or is_found and 2**power <= most]
     return whole + [(work, Settings(rows, is_checkpointed)) for rows in sizes]
 
 
-def _seconds(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings, sent: Traffic) -> float:
-    """Of as many steps as do what one step of all devices with rows of their own does."""
+def _seconds(work: Workload, settings: Settings, sent: Traffic) -> float:
+    """Of one step."""
     longest = max(column.length for column in work.columns)
     rows = work.rows_of_chunk(longest, settings.chunk_rows) if is_cut(work, settings) else work.batch
     waiting = 1 + HALF_SPEED_TOKENS / (rows * longest)  # arithmetic takes so many times longer in small chunks
-    is_alone = strategy.name == "single"
-    steps = hardware.num_devices if is_alone else tensor_parallel_size(strategy, work, hardware)
-    return (sent.seconds + sent.arithmetic_seconds * waiting) * steps
+    return sent.seconds + sent.arithmetic_seconds * waiting
 
 
 def _best(options: list[Option]) -> Option | None:
     """(3) Of steps about as short, the simplest strategy: the table goes from simple to involved."""
     possible = [option for option in options if not option.why_not and option.settings is not None]
+    others = [option for option in possible if not option.strategy.pipeline]
+    if any(not option.is_last_resort for option in others) and not waits_for_links(others):
+        possible = others
     possible = [option for option in possible if option.fits and not option.is_last_resort] or possible
     shortest = min((option.seconds for option in possible), default=0.0)
     return next((option for option in possible if option.seconds <= NEARLY * shortest), None)

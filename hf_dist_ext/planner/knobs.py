@@ -1,6 +1,6 @@
-"""The scale knobs of a run file as the planner reads them: what FSDP shards, where, and how gradients travel.
+"""The scale knobs of a run file as the planner reads them: what FSDP shards, where, how gradients travel, pipelines.
 
-They are the fields of strategies/fsdp_options.py and strategies/ddp.py, which check their rules at launch. A hook of
+They are the fields of strategies/fsdp_options.py, ddp.py and pipeline.py, which check their rules at launch. A hook of
 DDP keeps beside the gradients what it sends: fp16 and bf16 a copy of half the size, PowerSGD two factors of each large
 matrix and what they left out, top_k and random_k some elements and the others.
 """
@@ -15,6 +15,11 @@ from typing import Any
 from hf_dist_ext import policy
 from hf_dist_ext.planner.tape import Parameter
 
+# As strategies/pipeline.py refuses them.
+NOT_IN_PIPELINES = (
+    "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", "ddp_comm_hook",
+    "reduce_dtype", "cpu_offload", "min_num_params",
+)  # fmt: skip
 _OF_FSDP = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SPARSE = ("top_k", "random_k")
@@ -33,6 +38,11 @@ class Knobs:
     hook: str | None = None
     hook_rank: int = 1
     hook_ratio: float = policy.SENT_SHARE
+    pipeline_size: int = 1
+    pipeline_schedule: str = policy.PIPELINE_SCHEDULE
+    stages_per_rank: int = 1
+    pipeline_split: tuple[int, ...] | None = None
+    no_pipeline: str = ""  # a field that does not go with pipelines
 
     @property
     def of_fsdp(self) -> list[str]:
@@ -53,7 +63,18 @@ class Knobs:
 def knobs_of(given: Mapping[str, Any]) -> Knobs:
     of_fsdp = {name: given.get(name) for name in _OF_FSDP}
     rank, ratio = given.get("ddp_power_sgd_rank") or 1, given.get("ddp_compression_ratio") or policy.SENT_SHARE
-    return Knobs(**of_fsdp, hook=given.get("ddp_comm_hook"), hook_rank=rank, hook_ratio=ratio)
+    return Knobs(**of_fsdp, hook=given.get("ddp_comm_hook"), hook_rank=rank, hook_ratio=ratio, **_of_pipelines(given))
+
+
+def _of_pipelines(given: Mapping[str, Any]) -> dict[str, Any]:
+    schedule, split = given.get("pipeline_schedule") or policy.PIPELINE_SCHEDULE, given.get("pipeline_split")
+    return {
+        "pipeline_size": given.get("pipeline_parallel_size") or 1,
+        "pipeline_schedule": schedule,
+        "stages_per_rank": policy.stages_per_rank(schedule, given.get("pipeline_stages_per_rank")),
+        "pipeline_split": None if split is None else tuple(split),
+        "no_pipeline": next((name for name in NOT_IN_PIPELINES if given.get(name) not in (None, False, 0)), ""),
+    }
 
 
 def sent_by_hook(knobs: Knobs, parameters: Iterable[Parameter]) -> float:

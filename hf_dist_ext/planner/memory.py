@@ -178,7 +178,7 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     of_chunk = held(work, settings, cast_by(strategy, work), parts)
     # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
     needed.activations = max(of_chunk.activations, 0 if casts_itself else whole.largest_trained)
-    needed.embeddings = _embeddings(work, hardware.num_devices // parts)
+    needed.embeddings = loss_bytes(work, hardware.num_devices // parts)
     needed.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
     stays_whole = reduces_once(work, strategy, model, hardware, settings)
     if strategy.is_deepspeed:
@@ -194,17 +194,24 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
         if strategy.name == "DDP":
             needed.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets
             needed.buffers += kept_by_hook(work.knobs, work.parameters().values(), hardware.num_devices)
-    if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision"):
-        needed.scratch = whole.trained * 4 / (shards if "o" in strategy.shards else 1)
+    needed.scratch = scratch_bytes(work, whole.trained / (shards if "o" in strategy.shards else 1))
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
         needed.host += needed.master_weights + needed.gradients / (shards if stays_whole else 1) + needed.optimizer
         needed.master_weights = needed.optimizer = needed.scratch = 0.0
         of_unit = whole if stays_whole else max(model.units.values(), key=lambda unit: unit.trained, default=whole)
         needed.gradients = reduced_bytes(work, strategy, of_unit)
-    is_alone = hardware.num_devices == 1 or strategy.name == "single"
-    needed.framework = CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES)
-    needed.framework += FRAGMENTATION * (needed.total - needed.framework)
+    needed.framework = framework_bytes(needed, hardware.num_devices == 1 or strategy.name == "single")
     return needed
+
+
+def scratch_bytes(work: Workload, trained: float) -> float:
+    """Of optimizers that update all parameters together."""
+    return trained * 4 if work.optimizer in ("adamw_torch", "adafactor", "adamw_anyprecision") else 0.0
+
+
+def framework_bytes(needed: Bytes, is_alone: bool) -> float:
+    """Beside what is needed for a step."""
+    return CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES) + FRAGMENTATION * needed.total
 
 
 def _fsdp(needed: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int) -> None:
@@ -327,7 +334,7 @@ def encodes_once(work: Workload, settings: Settings) -> bool:
     return work.reads_features or (work.has_frozen_backbone and is_cut(work, settings))
 
 
-def _embeddings(work: Workload, world: int) -> float:
+def loss_bytes(work: Workload, world: int) -> float:
     """The loss stage: linear in the batch, and on several devices in everyone's rows; a tile of scores."""
     if not work.is_embedding:
         return 0.0

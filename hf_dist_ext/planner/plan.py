@@ -5,11 +5,13 @@ planner/choose.py makes plans, planner/reasons.py says why, planner/report.py pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_dist_ext.planner.catalog import Hardware, Strategy
 from hf_dist_ext.planner.memory import Bytes, Settings, model_of
+from hf_dist_ext.planner.pipelines import Facts, facts_of
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload
 
@@ -26,10 +28,23 @@ class Option:
     unchecked: Bytes
     traffic: Traffic
     memory_bytes: float
+    turns: int  # steps that do what one step of devices with rows of their own does
     settings: Settings | None = None  # None: nothing makes it fit
     batch: int = 0
     fitted: Bytes | None = None
+    sent: Traffic | None = None  # as fitted
     seconds: float = float("inf")
+    pipeline: Facts | None = None
+
+    def add_pipeline(self, work: Workload, hardware: Hardware) -> None:
+        """Its figures with the settings that fit, else as the run stands."""
+        settings = self.settings or Settings(is_checkpointed=work.is_checkpointed)
+        self.pipeline = facts_of(work, self.strategy.pipeline, hardware, settings)
+
+    @property
+    def sending(self) -> float:
+        """Of `seconds`."""
+        return 0.0 if self.sent is None else self.sent.seconds * self.turns
 
     @property
     def fits(self) -> bool:
@@ -64,7 +79,14 @@ class Option:
             "activations_without_checkpointing": round(self.unchecked.activations),
             "per_step": self.traffic.as_dict(),
             "made_to_fit": fitted,
+            "pipeline": self.pipeline and self.pipeline.as_dict(),
         }
+
+
+def waits_for_links(options: Sequence[Option]) -> bool:
+    """Whether the quickest of them sends longer than it computes."""
+    quickest = min(options, key=lambda option: option.seconds, default=None)
+    return quickest is not None and quickest.sending > quickest.seconds / 2
 
 
 @dataclass
@@ -123,7 +145,9 @@ def changes_for(plan: Plan, best: Option) -> dict[str, Any]:
         changes["frozen_parts_fsdp"] = "replicate"
     if settings.is_checkpointed and not work.is_checkpointed:
         changes["gradient_checkpointing"] = True
-    if settings.chunk_rows is not None and not work.finds_chunk:
+    if pipeline := best.strategy.pipeline:
+        changes["pipeline_parallel_size"] = pipeline.ranks
+    if settings.chunk_rows is not None and (pipeline or not work.finds_chunk):
         changes["gradient_cache_chunk_size"] = settings.chunk_rows
     if best.batch != work.batch:
         changes["per_device_train_batch_size"] = best.batch

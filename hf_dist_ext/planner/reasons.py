@@ -7,14 +7,18 @@ one decides and what the others need.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
 from hf_dist_ext.planner.knobs import SPARSE
 from hf_dist_ext.planner.memory import Bytes, is_cut, model_of
 from hf_dist_ext.planner.plan import Option, Plan
 
+MUCH_WAITING = 0.1  # of the time
+ENOUGH_CHUNKS = 10  # per rank of a pipeline
+MANY = 8  # stages
 POINTLESS = 0.1  # a reduction shorter than this share of the arithmetic hides behind it
 
 
@@ -38,6 +42,12 @@ def in_json(fields: Mapping[str, Any]) -> str:
     return ", ".join(f'"{name}": {json.dumps(value)}' for name, value in fields.items())
 
 
+def few(found: Iterable[Any]) -> str:
+    """Of the stages or ranks of a pipeline; those in the middle of many are left out."""
+    words = [f"{one:.2f}" if isinstance(one, float) else str(one) for one in found]
+    return ", ".join(words if len(words) <= MANY else [*words[:2], "...", *words[-2:]])
+
+
 def explain(plan: Plan) -> None:
     work, hardware, best, say = plan.work, plan.hardware, plan.best, plan.reasons.append
     whole = model_of(work).whole
@@ -50,6 +60,8 @@ def explain(plan: Plan) -> None:
     if best is None:
         _explain_nothing_fits(plan)
         return
+    if best.strategy.pipeline is not None:
+        _explain_pipeline(plan, best)
     fitted = best.fitted or best.given
     if best.strategy.name == "DDP":
         saved = states + simplest.given.master_weights
@@ -59,7 +71,7 @@ def explain(plan: Plan) -> None:
             f"{with_changes} on each device ({gib(fitted.total)} of {gib(hardware.memory_bytes)}); sharding {less} "
             f"and send more. DDP sends {gib(best.traffic.bytes)} per device and step."
         )
-    elif best.strategy.name != "single":
+    elif best.strategy.name != "single" and best.strategy.pipeline is None:
         fixed = simplest.given.total - simplest.given.activations - simplest.given.embeddings
         what = "fits only with changes" if simplest.settings is not None else "does not fit"
         if simplest.fits:
@@ -75,13 +87,84 @@ def explain(plan: Plan) -> None:
                 f"{work.batch * hardware.num_devices // TENSOR_PARALLEL_GROUP} rows, that of DDP or FSDP "
                 f"{work.batch * hardware.num_devices}."
             )
-    else:
+        _explain_no_pipeline(plan, best)
+    elif best.strategy.name == "single":
         say(f"One device: {gib(fitted.total)} of {gib(hardware.memory_bytes)}.")
     _explain_activations(plan, best, fitted)
     if not best.fits:
         say(f"As it stands the run needs {gib(best.given.total)} per device and does not fit; the changes below do.")
     if best.strategy.name == "DDP":
         say(_compression(plan, best))
+
+
+def _explain_pipeline(plan: Plan, best: Option) -> None:
+    """What it is made of, and why not one of the other ways."""
+    found, say, name = best.pipeline, plan.reasons.append, best.strategy.name
+    assert found is not None and best.fitted is not None
+    say(
+        f"{name} ({best.strategy.in_words}): {few(found.layers)} layers; {found.schedule} holds "
+        f"{few(rank.live_chunks for rank in found.of_ranks)} of {found.chunks} chunks and waits "
+        f"{found.bubble_share:.1%} of the time. The largest rank needs {gib(best.fitted.total)} of "
+        f"{gib(plan.hardware.memory_bytes)}."
+    )
+    if found.bubble_share > MUCH_WAITING:
+        enough = ENOUGH_CHUNKS * found.ranks
+        share = policy.idle_share(found.schedule, found.ranks, best.strategy.pipeline.per_rank, enough)
+        say(f"Smaller chunks, or more rows, would wait less: {share:.1%} with {enough} chunks.")
+    between = f" and {gib(found.reduced)} of gradients between copies" if found.copies > 1 else ""
+    say(f"A step sends {gib(found.sent_between_stages)} between stages{between}. {_rows_in_the_loss(plan, best)}")
+    others = [option for option in plan.options if option.strategy.pipeline is None and option.settings is not None]
+    others = [option for option in others if not option.why_not] or others  # all, where the run asks for a pipeline
+    other = min((option for option in others if option.strategy.name != "single"), key=_seconds_of, default=None)
+    if other is None:
+        say(f"Nothing else fits {gib(plan.hardware.memory_bytes)}.")
+    else:
+        better = "is quicker" if best.seconds < other.seconds else "takes longer"
+        say(f"{name} {better} than {other.strategy.name}: for as many rows {_beside(best)}, {_beside(other)}.")
+    if found.parts not in (1, TENSOR_PARALLEL_GROUP):
+        say(
+            f"The preset splits layers over {TENSOR_PARALLEL_GROUP} devices. Start this one with accelerate launch "
+            f"--parallelism_config_tp_size {found.parts}."
+        )
+
+
+def _explain_no_pipeline(plan: Plan, best: Option) -> None:
+    """Where the model does not lie whole on a device: what the quickest pipeline would take."""
+    possible = [option for option in plan.options if option.pipeline is not None and option.settings is not None]
+    possible = [option for option in possible if not option.why_not] or possible
+    other = min(possible, key=_seconds_of, default=None)
+    if other is None:
+        return
+    assert other.pipeline is not None
+    if best.seconds <= other.seconds:
+        why = f"{best.strategy.name} is quicker"
+    elif other.why_not:
+        why = f"{other.strategy.name} can not be chosen"
+    elif best.sending <= best.seconds / 2:
+        why = f"{best.strategy.name} fits, and computes longer than it sends"
+    else:
+        why = f"{best.strategy.name} needs fewer changes"
+    plan.reasons.append(
+        f"No pipeline, as {why}: for as many rows {_beside(best)}, {_beside(other)}, and its devices wait "
+        f"{other.pipeline.bubble_share:.1%} of the time. {_rows_in_the_loss(plan, other)}"
+    )
+
+
+def _seconds_of(option: Option) -> float:
+    return option.seconds
+
+
+def _beside(option: Option) -> str:
+    return f"{option.strategy.name} takes {_seconds(option.seconds)} ({_seconds(option.sending)} of sending)"
+
+
+def _rows_in_the_loss(plan: Plan, option: Option) -> str:
+    pipeline, devices = option.strategy.pipeline, plan.hardware.num_devices
+    assert pipeline is not None
+    return (
+        f"{pipeline.devices} devices of a pipeline share rows: the contrastive batch is "
+        f"{plan.work.batch * devices // pipeline.devices} rows, that of DDP or FSDP {plan.work.batch * devices}."
+    )
 
 
 def _compression(plan: Plan, best: Option) -> str:
@@ -145,8 +228,11 @@ def _explain_nothing_fits(plan: Plan) -> None:
     choosable = [option for option in plan.options if option.settings is not None]
     memory = gib(plan.hardware.memory_bytes)
     if choosable:
-        names = ", ".join(f"{option.strategy.name} ({option.why_not})" for option in choosable)
-        plan.reasons.append(f"Nothing that can be chosen here fits {memory}. What would: {names}.")
+        names = [
+            ", ".join(option.strategy.name for option in choosable if option.why_not == why) + f" ({why})"
+            for why in dict.fromkeys(option.why_not for option in choosable)
+        ]
+        plan.reasons.append(f"Nothing that can be chosen here fits {memory}. What would: {'; '.join(names)}.")
         return
     plan.reasons.append(
         f"Nothing fits {memory}: the least is {least.strategy.name} with {gib(least.checkpointed.total)}. Use more "

@@ -8,8 +8,9 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB
+from hf_dist_ext.planner.pipelines import Facts
 from hf_dist_ext.planner.plan import Option, Plan
-from hf_dist_ext.planner.reasons import count_of, count_with, gib, in_json
+from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
 from hf_dist_ext.planner.traffic import ARITHMETIC, BANDWIDTH
 
 PARTS = ("weights", "master_weights", "gradients", "optimizer", "activations", "embeddings", "buffers", "framework")
@@ -51,6 +52,9 @@ def print_plan(plan: Plan) -> None:
     wide = console if console.is_terminal and console.width >= 150 else Console(width=170, highlight=False)
     wide.print(table)
     print(_checkpointing(plan))
+    for option in plan.options:
+        if option.pipeline is not None:
+            print(pipeline_line(option.pipeline, option.strategy.name))
     print()
     if plan.best is None:
         print("recommended: nothing that this machine and these presets can run")
@@ -59,9 +63,9 @@ def print_plan(plan: Plan) -> None:
         print(f"recommended: {plan.best.strategy.name} (preset {plan.best.preset}). Set: {changes}")
     for reason in plan.reasons:
         print(f"  - {reason}")
-    for option in plan.options:
-        if option.why_not:
-            print(f"  - {option.strategy.name} can not be chosen: {option.why_not}.")
+    for why_not in dict.fromkeys(option.why_not for option in plan.options if option.why_not):
+        names = ", ".join(option.strategy.name for option in plan.options if option.why_not == why_not)
+        print(f"  - {names} can not be chosen: {why_not}.")
     for note in plan.notes:
         print(f"note: {note}")
     speed = ARITHMETIC[work.autocast_bytes or work.load_bytes]
@@ -71,6 +75,17 @@ def print_plan(plan: Plan) -> None:
     )
     if plan.trace:
         print(trace_line(plan.trace))
+
+
+def pipeline_line(found: Facts, name: str) -> str:
+    """What the table has no columns for."""
+    ranks = found.of_ranks
+    return (
+        f"{name}, {found.schedule}: layers {few(found.layers)}; chunks held per device "
+        f"{few(rank.live_chunks for rank in ranks)} of {found.chunks}; GiB per device "
+        f"{few(rank.needed.total / GIB for rank in ranks)}; waits {found.bubble_share:.1%}; "
+        f"{gib(found.sent_between_stages)} between stages, {gib(found.reduced)} of gradients"
+    )
 
 
 def _fits(option: Option) -> str:

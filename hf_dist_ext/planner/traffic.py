@@ -50,6 +50,23 @@ class Traffic:
     reduction_seconds: float = 0.0
     compressed_seconds: float = 0.0
 
+    def send(self, kind: str, count: float, size: float, members: int, bandwidth: float) -> None:
+        """Collectives among so many devices, `size` bytes together; a "send" goes to one other device."""
+        if members < 2 or not count:
+            return
+        self.collectives[kind] = self.collectives.get(kind, 0) + round(count)
+        share = 1.0 if kind == "send" else (members - 1) / members * (2 if kind == "all_reduce" else 1)
+        self.bytes += size * share
+        self.seconds += size * share / bandwidth + count * LATENCY
+
+    def send_embeddings(self, work: Workload, world: int, bandwidth: float) -> None:
+        """For a loss over the rows of all devices that have rows of their own."""
+        if work.is_embedding:
+            rows = sum(column.rows for column in work.columns[1:]) * world
+            size = rows * work.embedding_dim * 4 * work.accumulation
+            self.send("all_gather", 3 * work.accumulation, size, world, bandwidth)
+            self.send("reduce_scatter", work.accumulation, size, world, bandwidth)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "collectives": self.collectives,
@@ -64,22 +81,14 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     sums = Traffic()
     parts = tensor_parallel_size(strategy, work, hardware)
     world = 1 if strategy.name == "single" else hardware.num_devices // parts
-    inside = BANDWIDTH[hardware.interconnect]
-    across = BANDWIDTH["ethernet"] if hardware.num_nodes > 1 else inside
+    inside, across = bandwidths(hardware)
+    send = sums.send
     computes_in = work.compute_bytes
     model = model_of(work, parts, work.knobs.min_num_params or 0)
     chunks = work.num_chunks(settings.chunk_rows) if is_cut(work, settings) else len(work.columns)
 
-    def send(kind: str, count: float, size: float, members: int, bandwidth: float) -> None:
-        if members < 2 or not count:
-            return
-        sums.collectives[kind] = sums.collectives.get(kind, 0) + round(count)
-        share = (members - 1) / members * (2 if kind == "all_reduce" else 1)
-        sums.bytes += size * share
-        sums.seconds += size * share / bandwidth + count * LATENCY
-
     if parts > 1:
-        send("all_reduce", *_inside_layers(work, settings, model), parts, inside)
+        send("all_reduce", *inside_layers(work, settings, len(model.layers)), parts, inside)
     shards = shard_count(strategy, work, hardware)
     is_once = reduces_once(work, strategy, model, hardware, settings)
     if not strategy.shards:
@@ -104,16 +113,18 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
         times = 1 if is_once or "g" not in strategy.shards else num_backwards(work, settings)
         send("reduce_scatter", times, times * model.whole.trained * computes_in, shards, across)
         send("all_gather", 1, model.whole.trained * computes_in, shards, across)
-    if work.is_embedding and world > 1:
-        rows = sum(column.rows for column in work.columns[1:]) * world
-        size = rows * work.embedding_dim * 4 * work.accumulation
-        send("all_gather", 3 * work.accumulation, size, world, across)
-        send("reduce_scatter", work.accumulation, size, world, across)
+    sums.send_embeddings(work, world, across)
     if strategy.offloads:
         moved = model.whole.elements * computes_in / shards * chunks + model.whole.trained * 4 / shards
         sums.seconds += moved / HOST_BANDWIDTH + model.whole.trained / shards / HOST_OPTIMIZER
     sums.arithmetic_seconds = arithmetic(work, settings, parts) / ARITHMETIC[min(computes_in, 4)]
     return sums
+
+
+def bandwidths(hardware: Hardware) -> tuple[float, float]:
+    """Inside a machine, and where all devices take part."""
+    inside = BANDWIDTH[hardware.interconnect]
+    return inside, BANDWIDTH["ethernet"] if hardware.num_nodes > 1 else inside
 
 
 Sent = tuple[float, float]  # how many collectives, and their bytes together
@@ -139,11 +150,11 @@ def _sharded(
     return gathers, (backwards * num_reduced, backwards * reduced_bytes(work, strategy, model.whole))
 
 
-def _inside_layers(work: Workload, settings: Settings, model: Model) -> Sent:
+def inside_layers(work: Workload, settings: Settings, num_layers: int) -> Sent:
     """All-reduces of activations under tensor parallelism: two per layer and forward, and as many per backward."""
     width = (work.config.get("text_config") or work.config)["hidden_size"]
     passes = (3 if is_cut(work, settings) else 2) + settings.is_checkpointed
-    times, size = 2 * len(model.layers) * passes * work.accumulation, 0.0
+    times, size = 2 * num_layers * passes * work.accumulation, 0.0
     chunks = 0
     for column in work.columns:
         rows = work.rows_of_chunk(column.length, settings.chunk_rows) if is_cut(work, settings) else column.rows

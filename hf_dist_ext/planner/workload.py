@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hf_dist_ext import policy
-from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.architectures import TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.planner.knobs import Knobs, knobs_of
 from hf_dist_ext.planner.tape import Cost, Layer, Lora, Parameter, Recipe, Tape
@@ -238,11 +237,6 @@ def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
 
 
 def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
-    if (size := run.training.get("pipeline_parallel_size") or 1) > 1:
-        raise UsageError(
-            f"pipelines (pipeline_parallel_size={size}) are not counted yet. Remove it to see what the other ways of "
-            "running take."
-        )
     """A parsed run (`config.Run`) and its model's complete configuration (planner/shape_config.py) -> Workload."""
     given, fields = run.given, run.options
     knobs = knobs_of(given)

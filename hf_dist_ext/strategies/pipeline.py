@@ -36,7 +36,6 @@ from hf_dist_ext.strategies.rows import Rows
 
 # What transformers calls the options of activation checkpointing, today and before 5.23.
 CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-BUCKET = 2**28  # elements of gradients that are averaged together
 
 
 def size(args: Any) -> int:
@@ -244,7 +243,7 @@ class Pipeline(Strategy):
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         bucket: list[nn.Parameter] = []
         for parameter in chain(loss_parameters, self.whole.parameters()):
-            if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:
+            if bucket and sum(p.numel() for p in bucket) + parameter.numel() > policy.REDUCED_TOGETHER:
                 self.rows.average_gradients(bucket)
                 bucket = []
             bucket.append(parameter)

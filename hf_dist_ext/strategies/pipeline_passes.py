@@ -47,8 +47,6 @@ from hf_dist_ext.engine.gradient_cache import (
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.stages import Cut
 
-ON_THE_WAY = 2  # messages of a direction that have left and are not waited for
-
 
 class Line:
     """A pipeline, as one of its ranks sees it.
@@ -299,7 +297,7 @@ class _Flow:
             return
         tensor, sent = self.leaving.pop((direction, to, number)), self.on_the_way[direction]
         sent.append((self.message(dist.isend, tensor, to), tensor))
-        if len(sent) > ON_THE_WAY:
+        if len(sent) > policy.MESSAGES_ON_THE_WAY:
             _wait(sent.pop(0)[0])
 
     def receive(self, direction: str, stage: int, number: int, source: int) -> None:

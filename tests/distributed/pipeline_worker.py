@@ -37,13 +37,14 @@ from tests.launching import leave_together
 from tests.tiny_models import CHECKPOINTING, model_config
 
 ROWS, BATCH, LAYERS = 36, 6, 6
+WIDTHS = {"query": 8, "positive": 16}  # tokens of what is counted
+CONFIG = model_config("qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, vocab_size=99)
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
 
 
 def save_base(folder: Path) -> None:
     torch.manual_seed(0)
-    config = model_config("qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, vocab_size=99)
-    EmbeddingModel.from_config(config, pooling="last").save_pretrained(folder)
+    EmbeddingModel.from_config(CONFIG, pooling="last").save_pretrained(folder)
 
 
 def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone: bool = False, **more) -> DistTrainer:
@@ -235,13 +236,23 @@ def takes_frozen(base: Path, folder: Path, **more) -> float:
 # ---- (4) ----
 
 
+def collate_equal(rows: list[int]) -> dict:
+    """Rows of a column are equally long, as a plan takes them to be."""
+    generator = torch.Generator().manual_seed(rows[0])
+    ids = {name: torch.randint(1, 99, (len(rows), width), generator=generator) for name, width in WIDTHS.items()}
+    return {name: {"input_ids": of, "attention_mask": torch.ones_like(of)} for name, of in ids.items()}
+
+
 def counted(base: Path, folder: Path, **more) -> list[dict]:
     """One update of one batch; what each rank says of it."""
     options = {"max_steps": 1, "save_strategy": "no", "gradient_accumulation_steps": 1, "max_grad_norm": 0.5}
     trainer = make_trainer(base, folder, **(options | more))
+    trainer.data_collator = collate_equal
     cut, args = trainer.strategy.cut, trainer.args
     run, flow, all_reduce = cut.run, pipeline_passes._Flow, dist.all_reduce
     counts, outputs = Counter(), {False: {}, True: {}}
+    cases, kept = set(), {}  # chunks held per stage; their bytes
+    weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
 
     def watched_run(stage, features, hidden):
         output = run(stage, features, hidden)
@@ -250,8 +261,25 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
 
     class Watched(flow):
         def forward(self, stage, number):
-            super().forward(stage, number)
-            counts["live"] = max(counts["live"], len(self.held) + len(self.cut_in_two))
+            found = {}
+
+            def see(tensor):
+                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+                super().forward(stage, number)
+            for tensor in self.held.get((stage, number), ()):
+                if tensor is not None:
+                    see(tensor)
+            kept[stage, number] = sum(size for at, size in found.items() if at not in weights)
+            held = [*self.held, *self.cut_in_two]
+            if len(held) > counts["live"]:
+                cases.clear()
+            if len(held) >= max(counts["live"], 1):
+                cases.add(tuple(sum(at[0] == stage for at in held) for stage in cut.own))
+            counts["live"] = max(counts["live"], len(held))
+            counts["bytes"] = max(counts["bytes"], sum(kept[at] for at in held))
             counts["waiting"] = max(counts["waiting"], len(self.inputs) + len(self.gradients) + len(self.leaving))
 
         def message(self, kind, tensor, stage):
@@ -272,6 +300,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         first[stage] = first[stage][-len(second[stage]) :]  # behind the one row of which shapes are looked at
     found = {
         **counts,
+        "cases": sorted(cases),
         "chunks": len(next(iter(second.values()))),
         "rank": rank() % pipeline.size(args),
         "per_rank": pipeline.per_rank_of(args),

@@ -4,6 +4,7 @@ Orders and stages alone are in tests/strategies; here are runs: gradients agains
 holds and sends, resumed runs, folders, evaluations, and what is refused.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -17,6 +18,13 @@ import torch
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.planner.catalog import Hardware
+from hf_dist_ext.planner.choose import plan_workload
+from hf_dist_ext.planner.memory import Settings
+from hf_dist_ext.planner.pipelines import held
+from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.workload import workload_of
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import pipeline_worker as worker
@@ -64,6 +72,29 @@ def test_it_holds_and_sends_what_its_schedule_says(schedule):
         ]
         assert of_rank["isend"] == sum(kind.startswith("SEND") for kind in kinds) > 0
         assert of_rank["irecv"] == sum(kind.startswith("RECV") for kind in kinds)
+
+
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_a_plan_foretells_what_every_stage_holds(schedule, tmp_path):
+    """The chunks at once, stage by stage, exactly; their bytes as well as a plan knows dropout's kernel on a CPU."""
+    run = {
+        "dataset_name": "code-search", "model_config": worker.CONFIG, "projection_dim": 16,
+        "max_length": worker.WIDTHS, "pipeline_schedule": schedule, "per_device_train_batch_size": worker.BATCH,
+        "gradient_cache_chunk_size": 2, "pipeline_parallel_size": 2,
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    run = load_run(["--config", str(tmp_path / "run.json")])
+    work = workload_of(run, read_model_config(run.options.model_config, None))
+    work = dataclasses.replace(work, mask_bytes=0, has_padding=False)  # as on a CPU, with rows of equal length
+    option = next(option for option in plan_workload(work, Hardware(2)).options if option.pipeline)
+    pipeline = option.strategy.pipeline
+    for rank, of_rank in enumerate(found()[schedule]):
+        own = pipeline.stages_of_ranks[rank]
+        live = policy.live_chunks(schedule, 2, pipeline.per_rank, option.pipeline.chunks, rank)
+        assert live == [tuple(case) for case in of_rank["cases"]]
+        assert option.pipeline.of_ranks[rank].live_chunks == of_rank["live"]
+        saved, casts = held(work, pipeline, Settings(), own, live)
+        assert casts == 0 and saved == pytest.approx(of_rank["bytes"], rel=0.1)
 
 
 def test_1f1b_holds_fewer_chunks_than_stages_follow():

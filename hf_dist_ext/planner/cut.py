@@ -1,0 +1,106 @@
+"""A model cut into the stages of a pipeline, by arithmetic: what lies where, and what a chunk leaves on each stage.
+
+Word embeddings are on the first stage; the norm, pooling, projection or head behind the layers on the last one. A
+stage keeps of a chunk what autograd saved of its layers, what came in and what it gave, and, under autocast, copies of
+its weights: each chunk makes its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hf_dist_ext import policy
+from hf_dist_ext.planner.catalog import Pipeline
+from hf_dist_ext.planner.memory import Settings, Sizes
+from hf_dist_ext.planner.tape import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Layer, Tape
+from hf_dist_ext.planner.workload import Column, Workload
+
+
+@dataclass(frozen=True)
+class Left:
+    """On one stage by one row, but for copies of weights in the precision of the computation, which every chunk has
+    once. Bytes, but for multiply-adds."""
+
+    saved: float  # until the row's backward, with what came in and what was given
+    casts: float  # copies of weights, as long
+    working: float  # while one chunk's backward runs
+    working_casts: float  # copies of weights, meanwhile
+    message: float  # to the next stage; the gradient that comes back has as many
+    forward: float
+    backward: float
+
+
+def num_layers(work: Workload) -> int:
+    return len(work.tape(work.columns[0]).layers)
+
+
+def layers_of(work: Workload, pipeline: Pipeline) -> list[int]:
+    """Layers per stage, as a run would have them."""
+    count = num_layers(work)
+    if pipeline.split is not None:
+        return [end - first for first, end in zip((0, *pipeline.split), (*pipeline.split, count), strict=True)]
+    return policy.layers_of_stages(count, pipeline.places, head_in_layers(work))
+
+
+def head_in_layers(work: Workload) -> float:
+    """Work of a vocabulary's matrix behind the layers; 0 for an embedding model, which has none."""
+    if work.is_embedding:
+        return 0.0
+    matrices = sum(p.elements for p in work.parameters().values() if p.layer is not None and p.is_multiplied)
+    return work.config["vocab_size"] * work.config["hidden_size"] * num_layers(work) / matrices
+
+
+@functools.lru_cache(maxsize=64)
+def sizes_of_stages(work: Workload, pipeline: Pipeline) -> list[Sizes]:
+    """Parameters stage by stage, of one device of several that share layers."""
+    tape, counts = work.tape(work.columns[0], "nothing", pipeline.parts), layers_of(work, pipeline)
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    stage_of = dict(zip((layer.name for layer in tape.layers), stages, strict=True))
+    sizes, stage = [Sizes() for _ in counts], 0
+    for parameter in tape.parameters.values():  # in the order of the forward: before the layers, in them, behind them
+        stage = stage_of[parameter.layer] if parameter.layer else stage and len(counts) - 1
+        sizes[stage].add(parameter, work)
+    return sizes
+
+
+@functools.lru_cache(maxsize=256)
+def left_on_stages(work: Workload, pipeline: Pipeline, column: Column, settings: Settings) -> list[Left]:
+    """Stage by stage, of one row of a column."""
+    tape = work.tape(column, "nothing", pipeline.parts)
+    firsts = [0, *accumulate(layers_of(work, pipeline))]
+    return [
+        _left_on(work, tape, tape.layers[first:end], tape.layers[end : end + 1], first == 0, settings)
+        for first, end in zip(firsts, firsts[1:], strict=False)
+    ]
+
+
+def _left_on(
+    work: Workload, tape: Tape, layers: Sequence[Layer], following: Sequence[Layer], is_first: bool, settings: Settings
+) -> Left:
+    around = [tape.before] * is_first + [tape.after] * (not following)
+    parts, again = [*around, *layers], [layer for layer in layers if settings.is_checkpointed and layer.saved]
+    largest = max(part.largest for part in parts)
+    kept = [part for part in parts if part not in again]
+    saved = sum(part.saved for part in kept) + sum(layer.input for layer in again)
+    working, working_casts = TEMPORARY_VALUES * largest, 0.0
+    if again:
+        widest = max(layer.saved - layer.input * layer.keeps_input for layer in again)
+        working = widest + TEMPORARY_VALUES_CHECKPOINTED * largest
+        working_casts = max(layer.casts for layer in again)
+    message = following[0].input if following else 0.0
+    given = message or 4.0 * work.embedding_dim
+    came_in = 0.0 if is_first or layers[0].keeps_input or layers[0] in again else layers[0].input
+    passes = 2 + bool(again)  # without a graph, with one, and once more
+    forward, backward = sum(part.products for part in parts), sum(part.backward for part in parts)
+    return Left(
+        saved + given + came_in,
+        sum(part.casts for part in kept),
+        working,
+        working_casts,
+        message,
+        passes * forward,
+        backward,
+    )

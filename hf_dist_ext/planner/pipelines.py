@@ -1,0 +1,277 @@
+"""Pipelines of a run on a machine: which there could be, bytes of their largest rank, what they send and wait.
+
+(1) how many ranks a pipeline may have, and over how many devices each may split its layers
+(2) bytes rank by rank: its stages' weights, gradients and state, and the chunks that are alive at once (policy.py)
+(3) per step: messages between stages, one reduction over the copies, and the time that ranks wait
+
+A rank holds the chunks that leave most, as many as its schedule keeps alive. Copies of a pipeline stand beside each
+other and average gradients once per update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dist_ext import policy
+from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, Strategy, splits_layers
+from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, num_layers, sizes_of_stages
+from hf_dist_ext.planner.memory import Bytes, Settings, framework_bytes, loss_bytes, scratch_bytes
+from hf_dist_ext.planner.traffic import ARITHMETIC, Traffic, bandwidths, inside_layers
+from hf_dist_ext.planner.workload import TracedWorkload, Workload
+
+MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
+
+
+# ---- (1) ----
+
+
+def why_none(work: Workload) -> str:
+    """ "" where the run's model can be cut, and its fields go with it."""
+    if work.config["model_type"] not in policy.IN_STAGES or isinstance(work, TracedWorkload):
+        return f"a pipeline can not be made of {work.config['model_type']}"
+    if not work.is_embedding:
+        return "a pipeline needs a loss over embeddings"
+    if work.knobs.no_pipeline:
+        return f"a pipeline does not go with {work.knobs.no_pipeline}"
+    return ""
+
+
+def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
+    """Pipelines that the devices can be dealt to: of the size that the run asks for, else of powers of two."""
+    if hardware.num_devices < 2 or work.has_towers or isinstance(work, TracedWorkload):
+        return []
+    if work.config["model_type"] not in policy.IN_STAGES:
+        return []
+    asked, sizes = work.knobs.pipeline_size, [2**power for power in range(1, hardware.num_devices.bit_length())]
+    found = []
+    for ranks in [asked] if asked > 1 else sizes:
+        for parts in (1, *(size for size in sizes if size <= MOST_PARTS and splits_layers(work, hardware, size))):
+            pipeline = _pipeline(work, ranks, parts)
+            if hardware.num_devices % pipeline.devices == 0 and _can_be_cut(work, pipeline):
+                found.append(_strategy(pipeline, hardware.num_devices // pipeline.devices))
+    return found
+
+
+def _pipeline(work: Workload, ranks: int, parts: int) -> Pipeline:
+    knobs = work.knobs
+    return Pipeline(ranks, knobs.pipeline_schedule, knobs.stages_per_rank, knobs.pipeline_split, parts)
+
+
+def _can_be_cut(work: Workload, pipeline: Pipeline) -> bool:
+    if pipeline.split is not None and len(pipeline.split) != len(pipeline.places) - 1:
+        return False
+    return len(pipeline.places) <= num_layers(work) and all(count > 0 for count in layers_of(work, pipeline))
+
+
+def _strategy(pipeline: Pipeline, copies: int) -> Strategy:
+    sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "DP": copies}
+    name = " x ".join(f"{what} {size}" for what, size in sizes.items() if size > 1)
+    shared = "layers split in groups, " if pipeline.parts > 1 else ""
+    words = f"{shared}layers over {pipeline.ranks} devices, one after another"
+    return Strategy(name, PIPELINE_PRESETS[pipeline.parts > 1], pipeline=pipeline, in_words=words)
+
+
+# ---- (2) ----
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Of a pipeline: what it has and holds."""
+
+    layers: int
+    live_chunks: int
+    needed: Bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"layers": self.layers, "live_chunks": self.live_chunks, "bytes": self.needed.as_dict()}
+
+
+def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
+    """Of the rank that needs most."""
+    ranks = ranks_of(work, strategy.pipeline, hardware, settings)
+    return max((rank.needed for rank in ranks), key=lambda needed: needed.total)
+
+
+def ranks_of(work: Workload, pipeline: Pipeline, hardware: Hardware, settings: Settings) -> list[Rank]:
+    counts, sizes = layers_of(work, pipeline), sizes_of_stages(work, pipeline)
+    chunks, copies = num_chunks(work, pipeline, settings), hardware.num_devices // pipeline.devices
+    found = []
+    for rank, own in enumerate(pipeline.stages_of_ranks):
+        needed = Bytes()
+        for stage in own:
+            of_stage = sizes[stage]
+            has_masters = of_stage.trained_stored > of_stage.trained * work.compute_bytes
+            needed.weights += of_stage.frozen_stored + (0.0 if has_masters else of_stage.trained_stored)
+            needed.master_weights += of_stage.trained_stored if has_masters else 0.0
+            needed.gradients += of_stage.trained_stored
+            needed.optimizer += of_stage.optimizer
+        trained = sum(sizes[stage].trained for stage in own)
+        live = policy.live_chunks(pipeline.schedule, pipeline.ranks, pipeline.per_rank, chunks, rank)
+        saved, casts = held(work, pipeline, settings, own, live)
+        needed.weights += casts
+        needed.activations = saved + _working(work, pipeline, settings, own)
+        if copies > 1:  # flat gradients, which their mean is taken of
+            needed.buffers = needed.gradients * min(1.0, policy.REDUCED_TOGETHER / max(trained, 1))
+        needed.buffers += _messages_under_way(work, pipeline, settings, own)
+        needed.embeddings = loss_bytes(work, copies) if len(counts) - 1 in own else 0.0
+        needed.scratch = scratch_bytes(work, trained)
+        needed.framework = framework_bytes(needed, is_alone=False)
+        found.append(Rank(sum(counts[stage] for stage in own), max(map(sum, live)), needed))
+    return found
+
+
+def num_chunks(work: Workload, pipeline: Pipeline, settings: Settings) -> int:
+    """Of a micro-batch, with the idle ones that its schedule needs."""
+    return policy.dealt_chunks(pipeline.schedule, pipeline.ranks, work.num_chunks(settings.chunk_rows))
+
+
+def held(
+    work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int], live: Iterable[tuple[int, ...]]
+) -> tuple[float, float]:
+    """Bytes that a rank with the stages `own` keeps until backwards: saved values, and copies of weights. `live`: its
+    chunks at once, per stage."""
+    cases = []
+    for case in live:
+        saved = casts = 0.0
+        for stage, count in zip(own, case, strict=True):
+            chunks = sorted(_chunks(work, pipeline, settings, stage), key=lambda one: one[0], reverse=True)
+            for of_chunk, of_weights, number in chunks:
+                taken = min(count, number)
+                saved, casts, count = saved + taken * of_chunk, casts + taken * of_weights, count - taken
+        cases.append((saved, casts))
+    return max(cases, key=sum)
+
+
+def _chunks(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[float, float, int]]:
+    """On a stage: what a chunk saves, its copies of weights, and how many such chunks there are."""
+    for column, left in _left(work, pipeline, settings, stage):
+        rows = work.rows_of_chunk(column.length, settings.chunk_rows)
+        whole, rest = divmod(column.rows, rows)
+        for size, number in ((rows, whole), (rest, 1)):
+            if size and number:
+                yield size * left.saved, left.casts, number
+
+
+def _left(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[Any, Left]]:
+    key = Settings(is_checkpointed=settings.is_checkpointed)
+    return [(column, left_on_stages(work, pipeline, column, key)[stage]) for column in work.columns]
+
+
+def _working(work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int]) -> float:
+    return max(
+        min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) * left.working + left.working_casts
+        for stage in own
+        for column, left in _left(work, pipeline, settings, stage)
+    )
+
+
+def _messages_under_way(work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int]) -> float:
+    """Those that leave and one that arrives, forwards and back."""
+    largest = max(
+        min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) * left.message
+        for stage in (min(own) - 1, *own)
+        if stage >= 0
+        for column, left in _left(work, pipeline, settings, stage)
+    )
+    return 2 * (policy.MESSAGES_ON_THE_WAY + 1) * largest
+
+
+# ---- (3) ----
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A pipeline's own figures. Bytes are those of one step and of the device that sends most."""
+
+    ranks: int
+    parts: int
+    copies: int
+    schedule: str
+    layers: tuple[int, ...]  # per stage
+    chunks: int
+    bubble_share: float
+    sent_between_stages: float
+    reduced: float
+    of_ranks: tuple[Rank, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return vars(self) | {
+            "layers": list(self.layers),
+            "bubble_share": round(self.bubble_share, 4),
+            "sent_between_stages": round(self.sent_between_stages),
+            "reduced": round(self.reduced),
+            "of_ranks": [rank.as_dict() for rank in self.of_ranks],
+        }
+
+
+def facts_of(work: Workload, pipeline: Pipeline, hardware: Hardware, settings: Settings) -> Facts:
+    copies = hardware.num_devices // pipeline.devices
+    return Facts(
+        pipeline.ranks,
+        pipeline.parts,
+        copies,
+        pipeline.schedule,
+        tuple(layers_of(work, pipeline)),
+        num_chunks(work, pipeline, settings),
+        bubble_share(work, pipeline, settings),
+        max(_messages(work, pipeline, settings, own)[1] for own in pipeline.stages_of_ranks),
+        2 * (copies - 1) / copies * _reduced(work, pipeline),
+        tuple(ranks_of(work, pipeline, hardware, settings)),
+    )
+
+
+def bubble_share(work: Workload, pipeline: Pipeline, settings: Settings) -> float:
+    """As a run logs `bubble_share_expected`."""
+    chunks = num_chunks(work, pipeline, settings)
+    return policy.idle_share(pipeline.schedule, pipeline.ranks, pipeline.per_rank, chunks)
+
+
+def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
+    """Of one optimizer step, and of the device that does most of each. Arithmetic takes longer by what ranks wait."""
+    pipeline, sums = strategy.pipeline, Traffic()
+    inside, across = bandwidths(hardware)
+    copies, counts = hardware.num_devices // pipeline.devices, layers_of(work, pipeline)
+    messages = max(
+        (_messages(work, pipeline, settings, own) for own in pipeline.stages_of_ranks), key=lambda one: one[1]
+    )
+    sums.send("send", *messages, pipeline.ranks, inside if pipeline.devices <= hardware.per_node else across)
+    if pipeline.parts > 1:
+        layers = max(sum(counts[stage] for stage in own) for own in pipeline.stages_of_ranks)
+        sums.send("all_reduce", *inside_layers(work, settings, layers), pipeline.parts, inside)
+    sums.send("all_reduce", 1, _reduced(work, pipeline), copies, across)
+    sums.send_embeddings(work, copies, across)
+    most = max(_operations(work, pipeline, settings, own) for own in pipeline.stages_of_ranks)
+    busy = 1 - bubble_share(work, pipeline, settings)
+    sums.arithmetic_seconds = most / ARITHMETIC[min(work.compute_bytes, 4)] / busy
+    return sums
+
+
+def _reduced(work: Workload, pipeline: Pipeline) -> float:
+    sizes = sizes_of_stages(work, pipeline)
+    return max(sum(sizes[stage].trained_stored for stage in own) for own in pipeline.stages_of_ranks)
+
+
+def _messages(work: Workload, pipeline: Pipeline, settings: Settings, own: Sequence[int]) -> tuple[float, float]:
+    """How many a rank sends, and their bytes: what its stages give, in both passes, and gradients where an earlier
+    stage trains."""
+    places, sizes, chunks = pipeline.places, sizes_of_stages(work, pipeline), num_chunks(work, pipeline, settings)
+    number, size = 0, 0.0
+    for stage in own:
+        if stage + 1 < len(places) and places[stage + 1] != places[stage]:
+            number, size = number + 2 * chunks, size + 2 * _given(work, pipeline, settings, stage)
+        if stage and places[stage - 1] != places[stage] and any(one.trained for one in sizes[:stage]):
+            number, size = number + chunks, size + _given(work, pipeline, settings, stage - 1)
+    return number * work.accumulation, size * work.accumulation
+
+
+def _given(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> float:
+    """Bytes that all rows of a micro-batch take from a stage to the next."""
+    return sum(column.rows * left.message for column, left in _left(work, pipeline, settings, stage))
+
+
+def _operations(work: Workload, pipeline: Pipeline, settings: Settings, own: Sequence[int]) -> float:
+    """Floating-point operations of a rank's step; a multiply-add is two."""
+    lefts = [one for stage in own for one in _left(work, pipeline, settings, stage)]
+    return sum(2 * column.rows * work.accumulation * (left.forward + left.backward) for column, left in lefts)

@@ -1,0 +1,276 @@
+"""Pipelines in a plan: what lies where, what a rank holds, sends and waits, and when one is recommended."""
+
+import dataclasses
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hf_dist_ext import cli, policy
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.planner import auto, cut, pipelines
+from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, Pipeline
+from hf_dist_ext.planner.choose import make_plan
+from hf_dist_ext.planner.memory import Settings, model_of
+from hf_dist_ext.run.presets import presets
+from hf_dist_ext.strategies import schedules, stages
+from tests.planner.test_choose import DECODER, make_run, on_machine, workload  # noqa: F401, a fixture
+from tests.tiny_models import model_config
+
+LARGE = {"per_device_train_batch_size": 256, "gradient_cache_chunk_size": 4, "bf16": True, "projection_dim": 64}
+NO_DROPOUT = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "modernbert": {"attention_dropout": 0.0, "embedding_dropout": 0.0, "mlp_dropout": 0.0},
+}
+
+
+def pipeline_option(plan, is_split=False):
+    return next(one for one in plan.options if one.pipeline and (one.pipeline.parts > 1) == is_split)
+
+
+def strategy_of(work, hardware, **only):
+    return next(
+        one
+        for one in pipelines.candidates(work, hardware)
+        if all(getattr(one.pipeline, name) == value for name, value in ({"parts": 1} | only).items())
+    )
+
+
+# ---- stages ----
+
+
+def test_models_that_can_be_cut_are_those_of_a_run():
+    assert policy.IN_STAGES == stages.DECODERS | stages.ENCODERS.keys()
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "llama", "qwen3"])
+@pytest.mark.parametrize(("half", "checkpointed"), [(False, False), (True, False), (False, True)])
+def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, half, checkpointed):  # noqa: F811
+    config = model_config(kind, num_hidden_layers=3, **NO_DROPOUT.get(kind, {}))
+    run = make_run(config, max_length=16, projection_dim=8, bf16=half)
+    work = dataclasses.replace(workload(run), mask_bytes=0, has_padding=False)
+    model = EmbeddingModel.from_config(config, pooling="mean", projection_dim=8).train()
+    if checkpointed:
+        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    whole = stages.Cut(model, [0, 1], [0, 1])
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    ids = torch.randint(4, 32, (4, 16))
+    predicted = cut.left_on_stages(
+        work, Pipeline(2, "1f1b", 1, (1,)), work.columns[0], Settings(is_checkpointed=checkpointed)
+    )
+    hidden = None
+    for stage, left in enumerate(predicted):
+        kept = {}
+
+        def see(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        hidden = None if hidden is None else hidden.detach().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+                given = whole.run(stage, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, hidden)
+        for tensor in (hidden, given):
+            if tensor is not None:
+                see(tensor)
+        measured = sum(size for at, size in kept.items() if at not in weights)
+        assert (left.casts > 0) == half
+        assert 4 * left.saved + left.casts == pytest.approx(
+            measured, rel=0.06
+        )  # a CPU's autocast leaves norms in bf16
+        if stage == 0:
+            assert 4 * left.message == given.untyped_storage().nbytes()
+        hidden = given
+
+
+def test_embeddings_lie_on_the_first_stage_and_what_follows_on_the_last(make_run):  # noqa: F811
+    run = make_run(DECODER, **LARGE)
+    work = workload(run)
+    sizes = cut.sizes_of_stages(work, Pipeline(4, "1f1b", 1))
+    words, projection = 151936 * 2048, 64 * 2048
+    of_layers = [size.elements - end for size, end in zip(sizes, [words, 0, 0, projection + 2048], strict=True)]
+    assert of_layers == [of_layers[0]] * 4 and of_layers[0] > 0  # 7 layers each
+    assert sum(size.elements for size in sizes) == model_of(work).whole.elements
+
+
+def test_the_rank_that_needs_most_decides(make_run):  # noqa: F811
+    plan = make_plan(make_run(DECODER, **LARGE, pipeline_parallel_size=4), Hardware(4, 80 * GIB))
+    option = pipeline_option(plan)
+    totals = [rank.needed.total for rank in option.pipeline.of_ranks]
+    assert option.given.total == max(totals) == totals[0] > 1.1 * min(totals)
+    assert option.pipeline.layers == (7, 7, 7, 7)
+    given = make_run(DECODER, **LARGE, pipeline_parallel_size=4, pipeline_split=[4, 12, 20])
+    assert pipeline_option(make_plan(given, Hardware(4, 80 * GIB))).pipeline.layers == (4, 8, 8, 8)
+
+
+def test_a_large_vocabulary_behind_the_layers_takes_layers_from_the_last_stage(make_run):  # noqa: F811
+    embedder = workload(make_run(DECODER, **LARGE | {"projection_dim": None}))
+    causal = dataclasses.replace(embedder, is_embedding=False)
+    pipeline = Pipeline(4, "1f1b", 1)
+    assert cut.layers_of(embedder, pipeline) == [7, 7, 7, 7]
+    assert cut.head_in_layers(causal) == pytest.approx(151936 * 2048 / (2048 * (3 * 6144 + 2 * 2048 + 2 * 1024)))
+    assert cut.layers_of(causal, pipeline) == [8, 9, 9, 2]
+
+
+# ---- what is held, sent, waited ----
+
+
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_messages_are_those_of_the_schedule(make_run, schedule):  # noqa: F811
+    fields = {"max_length": 64, "per_device_train_batch_size": 24, "gradient_cache_chunk_size": 4}
+    run = make_run(pipeline_parallel_size=4, pipeline_schedule=schedule, **fields)
+    plan = make_plan(run, Hardware(4, 80 * GIB))
+    option, work = pipeline_option(plan), workload(run)
+    pipeline, chunks = option.strategy.pipeline, option.pipeline.chunks
+    assert chunks == policy.dealt_chunks(schedule, 4, 12)
+    sent = [
+        sum(
+            action.kind.startswith("SEND")
+            for forward_only in (True, False)
+            for action in schedules.actions(schedule, 4, pipeline.per_rank, chunks, rank, forward_only)
+        )
+        for rank in range(4)
+    ]
+    assert option.traffic.collectives["send"] == max(sent) > 0
+    row = 64 * 768 * 4
+    if schedule in ("gpipe", "1f1b"):
+        assert option.pipeline.sent_between_stages == 3 * 48 * row
+    live = [max(map(sum, policy.live_chunks(schedule, 4, pipeline.per_rank, chunks, rank))) for rank in range(4)]
+    assert [rank.live_chunks for rank in option.pipeline.of_ranks] == live
+    assert option.pipeline.bubble_share == policy.idle_share(schedule, 4, pipeline.per_rank, chunks)
+    assert work.num_chunks() == 12
+
+
+def test_no_gradient_is_sent_to_stages_before_which_nothing_trains(make_run):  # noqa: F811
+    fields = {"max_length": 64, "per_device_train_batch_size": 24, "gradient_cache_chunk_size": 4, "projection_dim": 8}
+    whole, head = (
+        pipeline_option(make_plan(make_run(**fields, pipeline_parallel_size=2, later=later), Hardware(2, 80 * GIB)))
+        for later in ({}, {"trainable_modules": ["projection"]})
+    )
+    assert head.pipeline.sent_between_stages == whole.pipeline.sent_between_stages > 0  # the first rank sends most
+    assert head.traffic.collectives["send"] == whole.traffic.collectives["send"] == 24
+    assert [rank.needed.gradients for rank in head.pipeline.of_ranks] == [0, 4 * 8 * 768]
+    assert whole.given.gradients > 4 * 8 * 768
+
+
+def test_copies_reduce_their_stage_once_per_update(make_run):  # noqa: F811
+    fields = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "pipeline_parallel_size": 2}
+    run = make_run(**fields, gradient_accumulation_steps=3)
+    option = pipeline_option(make_plan(run, Hardware(8, 80 * GIB)))
+    largest = max(size.trained_stored for size in cut.sizes_of_stages(workload(run), option.strategy.pipeline))
+    assert option.strategy.name == "PP 2 x DP 4" and option.traffic.collectives["all_reduce"] == 1
+    assert option.pipeline.reduced == pytest.approx(2 * 3 / 4 * largest)
+    once = pipeline_option(make_plan(make_run(**fields), Hardware(8, 80 * GIB)))
+    assert option.traffic.collectives["send"] == 3 * once.traffic.collectives["send"]
+
+
+# ---- which ----
+
+
+WAYS = {"multi_gpu_ddp", "multi_gpu_fsdp", "multi_gpu_fsdp_offload", *PIPELINE_PRESETS}
+
+
+def test_a_pipeline_is_recommended_where_links_between_machines_are_slow(make_run):  # noqa: F811
+    run = make_run(DECODER, **LARGE)
+    plan = make_plan(run, Hardware(8, 14 * GIB, 2, "nvlink"), WAYS & presets().keys())
+    rows = {one.strategy.name: one for one in plan.options}
+    assert plan.best is not None and plan.best.pipeline is not None
+    assert rows["FSDP memory"].fits and rows["FSDP memory"].sending > rows["FSDP memory"].seconds / 2
+    assert plan.best.seconds < rows["FSDP memory"].seconds
+    assert plan.changes["pipeline_parallel_size"] == plan.best.strategy.pipeline.ranks
+    assert plan.changes["accelerate_config"] == plan.best.preset in PIPELINE_PRESETS
+    assert any("is quicker than" in reason and "of sending" in reason for reason in plan.reasons)
+
+
+def test_where_sharding_fits_and_links_are_quick_the_plan_says_why_there_is_no_pipeline(make_run):  # noqa: F811
+    plan = make_plan(make_run(DECODER, **LARGE), Hardware(8, 20 * GIB, 1, "nvlink"), WAYS)
+    assert plan.best.strategy.name == "FSDP speed" and pipeline_option(plan).settings is not None
+    (said,) = [reason for reason in plan.reasons if reason.startswith("No pipeline")]
+    assert "as FSDP speed is quicker: for as many rows FSDP speed takes 12 s" in said
+    assert "PP 4 x DP 2 takes 13 s" in said and "contrastive batch is 512 rows, that of DDP or FSDP 2048" in said
+
+
+def test_a_pipeline_is_recommended_where_nothing_else_fits(make_run):  # noqa: F811
+    """FSDP makes what belongs to no layer whole on every device; a pipeline has it on its first."""
+    model = DECODER | {"vocab_size": 2_000_000, "num_hidden_layers": 48, "hidden_size": 1920}
+    fields = LARGE | {"optim": "sgd", "frozen_parts_fsdp": "shard"}
+    run = make_run(model, later={"trainable_modules": ["layers"]}, **fields)
+    plan = make_plan(run, Hardware(8, 20 * GIB, 1, "nvlink"), WAYS)
+    assert all(o.settings is None or o.why_not for o in plan.options if o.pipeline is None)
+    assert plan.best.strategy.name.startswith(("PP", "TP")) and plan.best.fitted.total < 20 * GIB
+
+
+def test_a_run_that_asks_for_a_pipeline_gets_it_judged(make_run):  # noqa: F811
+    plan = make_plan(make_run(DECODER, **LARGE, pipeline_parallel_size=4), Hardware(8, 80 * GIB))
+    assert plan.best.strategy.name == "PP 4 x DP 2" and plan.best.preset == "multi_gpu_pp"
+    assert all(
+        "pipeline_parallel_size" in o.why_not for o in plan.options if o.pipeline is None and o.why_not[:3] != "it "
+    )
+    assert any("takes longer than" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "words"),
+    [
+        ({"model_type": "distilbert"}, {}, "can not be made of distilbert"),
+        (DECODER, {"fp16": True, "bf16": False}, "does not go with fp16"),
+        (DECODER, {"pipeline_parallel_size": 3}, "8 devices can not be dealt"),
+        (DECODER, {"pipeline_split": [28]}, "can not be dealt"),
+        (
+            DECODER,
+            {"pipeline_parallel_size": 8, "pipeline_schedule": "looped_bfs", "pipeline_stages_per_rank": 4},
+            "layers",
+        ),
+    ],
+)
+def test_a_pipeline_that_can_not_be_is_refused(make_run, model, fields, words):  # noqa: F811
+    with pytest.raises(UsageError, match=words):
+        make_plan(make_run(model, **(LARGE | {"pipeline_parallel_size": 2} | fields)), Hardware(8, 80 * GIB))
+
+
+@pytest.mark.parametrize("model", [{"model_type": "distilbert"}, {"model_type": "gemma2"}, DECODER], ids=str)
+def test_auto_never_cuts_a_model_by_itself(make_run, monkeypatch, model):  # noqa: F811
+    on_machine(monkeypatch, 6)
+    run = make_run(model, per_device_train_batch_size=64, gradient_cache_chunk_size=4, accelerate_config="auto")
+    choice = auto.choose(run, 8)
+    assert not choice.preset.startswith(("multi_gpu_pp", "multi_gpu_3d"))
+    rows = {one["strategy"]: one for one in choice.plan["strategies"] if one["pipeline"]}
+    assert bool(rows) == (model is DECODER)
+    assert not any(one["can_be_chosen"] for one in rows.values())
+
+
+def test_the_command_says_what_a_pipeline_takes(make_run, capsys):  # noqa: F811
+    make_run(DECODER, **LARGE, pipeline_parallel_size=4, pipeline_schedule="interleaved_1f1b")
+    words = ["plan", "--config", "run.json", "--num_devices", "8", "--device_memory_gib", "80"]
+    cli.main([*words, "--png", "plan.png"])
+    said = capsys.readouterr().out
+    assert (
+        "PP 4 x DP 2, interleaved_1f1b: layers 3, 3, 3, 3, 4, 4, 4, 4; chunks held per device 11, 9, 7, 5 of 128"
+        in said
+    )
+    cli.main([*words, "--json"])
+    rows = {one["strategy"]: one for one in json.loads(capsys.readouterr().out)["strategies"]}
+    found = rows["PP 4 x DP 2"]["pipeline"]
+    assert [rank["live_chunks"] for rank in found["of_ranks"]] == [11, 9, 7, 5]
+    assert found["bubble_share"] == round(policy.idle_share("interleaved_1f1b", 4, 2, 128), 4)
+    assert rows["DDP"]["pipeline"] is None and rows["PP 4 x DP 2"]["per_step"]["collectives"]["send"] > 0
+
+
+def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F811
+    run = make_run(DECODER, **LARGE, pipeline_parallel_size=2)
+    hardware = Hardware(64, 80 * GIB, 8)
+    work = workload(run)
+    four = strategy_of(work, hardware, parts=4)
+    assert four.name == "TP 4 x PP 2 x DP 8" and four.preset == "multi_gpu_3d"
+    whole, split = (
+        pipelines.estimate(work, strategy_of(work, hardware, parts=parts), hardware, Settings()) for parts in (1, 4)
+    )
+    words = 4 * 151936 * 2048
+    assert split.gradients - words == pytest.approx((whole.gradients - words) / 4, rel=0.01)  # words are whole
+    assert {one.pipeline.parts for one in pipelines.candidates(work, hardware)} == {1, 2, 4, 8}
+    lora = make_run(DECODER, **LARGE, pipeline_parallel_size=2, later={"use_lora": True, "lora_r": 4})
+    assert {one.pipeline.parts for one in pipelines.candidates(workload(lora), hardware)} == {1}
+    sent = pipelines.traffic(work, four, hardware, Settings())
+    assert sent.collectives["all_reduce"] > 100
