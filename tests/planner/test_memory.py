@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_dist_ext.planner.text_architectures import Rows, bert
 from hf_dist_ext.planner.vision_language import TOWERS, image_tokens
 from hf_dist_ext.planner.who_trains import depth
 from hf_dist_ext.strategies.layers import is_multiplied
+from tests.distributed.forked import run_python
 from tests.parity.memory_table import BERT, CASES, CLIP, LLAMA, ON_TWO, error, rows_of
 from tests.parity.memory_worker import PARTS
 
@@ -273,12 +275,22 @@ def test_torch_s_tracker_agrees_with_the_closed_form(small_run, model, fields):
     assert found["closed_form"]["activations"] == pytest.approx(found["traced"]["activations"], rel=0.15)
 
 
-def test_a_family_without_a_closed_form_is_traced(small_run):
+def test_a_family_without_a_closed_form_is_traced(small_run, monkeypatch):
+    from hf_dist_ext.planner import choose
     from hf_dist_ext.planner.catalog import GIB, Hardware
-    from hf_dist_ext.planner.choose import make_plan
+    from hf_dist_ext.tasks import trace
+
+    def traced(command: list[str], **options) -> SimpleNamespace:
+        words = command[command.index("hf_dist_ext.tasks.trace") + 1 :]
+        return SimpleNamespace(returncode=0, stdout=run_python(lambda: trace.main(words)))
+
+    # A process that is forked takes the place of a Python of its own, which is in the commands that the docs show.
+    monkeypatch.setattr(choose, "subprocess", SimpleNamespace(run=traced))
 
     model = {"model_type": "electra", "hidden_size": 64, "num_attention_heads": 4, "embedding_size": 64}
-    plan = make_plan(small_run({**model, "num_hidden_layers": 2, "intermediate_size": 128}), Hardware(2, 8 * GIB))
+    plan = choose.make_plan(
+        small_run({**model, "num_hidden_layers": 2, "intermediate_size": 128}), Hardware(2, 8 * GIB)
+    )
     assert "no closed form" in plan.notes[-1]
     assert plan.as_dict()["parameters"] == 64 * (30522 + 512 + 2 + 2) + 2 * (
         4 * 64 * 65 + 64 * 129 + 128 * 65 + 4 * 64
