@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from hf_dist_ext.checkpoints import manifest, trainable
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.launching import environment
+from tests.distributed.forked import run_python
 
 SMALL = dict(
     vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -173,4 +171,4 @@ def test_what_fsdp_gathered_for_an_evaluation_is_never_saved(tmp_path):
         assert all(isinstance(tensor, DTensor) for tensor in found.values()), found
         dist.destroy_process_group()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment())
+    run_python(textwrap.dedent(code))

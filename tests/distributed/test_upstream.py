@@ -1,7 +1,5 @@
 """Tells when a workaround is no longer needed: each test fails once upstream does what we do by hand."""
 
-import subprocess
-import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -10,15 +8,12 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaModel, Trainer, TrainingArguments
 
-from tests.launching import environment
+from tests.distributed.forked import run_python
 
 
 def run(code: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment(**variables)
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
+    """The last line that a process says which has these variables."""
+    return run_python(f"import os\nos.environ.update({variables})\n{textwrap.dedent(code)}").splitlines()[-1]
 
 
 def test_accelerate_still_ignores_fsdp_on_cpu_processes():
