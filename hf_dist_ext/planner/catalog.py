@@ -160,6 +160,8 @@ def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:
 def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
     """ "" where everything has a meaning."""
     knobs = work.knobs
+    if tensor_parallel_size(strategy, work, hardware) > 1 and work.optimizer not in policy.SPLIT_OPTIMIZERS:
+        return f"split layers do not go with optim={work.optimizer}"
     if knobs.hook is not None and strategy.name != "DDP":
         return f'ddp_comm_hook="{knobs.hook}" is for DDP'
     if strategy.pipeline is not None and knobs.sharding not in (None, "NO_SHARD"):
