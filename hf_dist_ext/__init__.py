@@ -16,6 +16,7 @@ _HOMES = {
     "RunError": "errors",
     "TowerModel": "models.towers",
     "UsageError": "errors",
+    "load_causal_lm": "models.causal_lm",
 }
 __all__ = [*_HOMES, "__version__"]
 

@@ -84,19 +84,20 @@ def layers_of_stages(num_layers: int, places: Sequence[int], head: float = 0.0) 
     return counts
 
 
-def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int) -> float:
-    """Of the time of a step's two passes (forwards alone, then a training schedule) that a rank waits, where a
-    backward takes twice a forward's time, all stages the same, and messages none. For `gpipe` and `1f1b` it is
-    (P - 1) / (M + P - 1), the bubble of GPipe (https://arxiv.org/abs/1811.06965, 2.3)."""
+def idle_share(schedule: str, ranks: int, per_rank: int, chunks: int, has_first_pass: bool = True) -> float:
+    """Of the time of a step that a rank waits, where a backward takes twice a forward's time, all stages the same, and
+    messages none. For `gpipe` and `1f1b` it is (P - 1) / (M + P - 1), the bubble of GPipe
+    (https://arxiv.org/abs/1811.06965, 2.3). `has_first_pass`: forwards alone go before the training schedule, as they
+    do for a loss over embeddings."""
     missing = max(0, ranks - chunks)  # a round of fewer chunks than ranks waits for its first one
-    idle = ranks - 1 + (per_rank - 1) * missing  # of the forwards, in forwards of a stage
+    first = ranks - 1 + (per_rank - 1) * missing  # of the forwards, in forwards of a stage
+    training = 3 * first
     if schedule == "zero_bubble":
-        idle += ranks - 1 + per_rank * missing + (per_rank - 1) * max(0, ranks - 2 * chunks)
+        training = ranks - 1 + per_rank * missing + (per_rank - 1) * max(0, ranks - 2 * chunks)
     elif schedule == "zero_bubble_v":
-        idle = 2 * (ranks - 1) + max(ranks - 1, 4 * ranks - 2 - 2 * chunks)
-    else:
-        idle *= 4
-    return idle / (idle + 4 * per_rank * chunks)
+        first, training = 2 * (ranks - 1), max(ranks - 1, 4 * ranks - 2 - 2 * chunks)
+    idle = training + first * has_first_pass
+    return idle / (idle + (3 + has_first_pass) * per_rank * chunks)
 
 
 def live_chunks(schedule: str, ranks: int, per_rank: int, chunks: int, rank: int) -> list[tuple[int, ...]]:

@@ -156,6 +156,18 @@ class Strategy:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
 
+    def train_batch(self, batch: Mapping[str, Any], score: Callable, phase: Door) -> torch.Tensor:
+        """With `is_cut` and a model's own loss: forward and backward of a batch, and its loss on every rank that holds
+        its rows. `score`: (model, features) -> (loss, outputs), of a part of the rows; the losses are added up."""
+        raise NotImplementedError
+
+    def score_batch(
+        self, batch: Mapping[str, Any], score: Callable, has_loss: bool, wants_logits: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Likewise without a backward: (the loss, None without one; logits (rows, tokens, vocabulary) where they are
+        wanted), on every rank that holds its rows."""
+        raise NotImplementedError
+
     def training(self) -> AbstractContextManager:
         """Around `train()`."""
         return nullcontext()

@@ -16,6 +16,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives, ddp, fsdp_options, pipeline, splitting
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.fsdp import FSDP
+from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.pipeline_own_loss import OwnLossPipeline
 from hf_dist_ext.strategies.tensor_parallel import TensorParallel
 from hf_dist_ext.strategies.zero import ZeRO
 
@@ -38,7 +40,7 @@ def of_model(model: Any, args: Any) -> Strategy:
             "the same rows, and a loss over embeddings counts the rows of each. Use multi_gpu_fsdp or multi_gpu_hsdp."
         )
     if pipeline.size(args) > 1:
-        return pipeline.Pipeline(model, args)
+        return Pipeline(model, args)
     size = _sizes(args, ("tp",)).get("tp", 1)
     if model is None:
         return TensorParallel(None) if launched.mesh_size("tp") > 1 else Strategy()
@@ -56,14 +58,21 @@ def of_model(model: Any, args: Any) -> Strategy:
     return Strategy()
 
 
+def of_own_loss(model: Any, args: Any) -> Strategy:
+    """Likewise, of a model that is trained with its own loss: how it is spread is Trainer's affair, but for a
+    pipeline."""
+    return OwnLossPipeline(model, args) if pipeline.size(args) > 1 else Strategy()
+
+
 def launched_split() -> Any:
     """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers."""
     return splitting.launched_config()
 
 
-def in_stages(args: Any) -> Callable[[type], type] | None:
-    """How a process reads its part of a pipeline's model: a class of backbones -> one that does."""
-    return pipeline.in_stages(args)
+def in_stages(args: Any, has_own_loss: bool = False) -> Callable[[type], type] | None:
+    """How a process reads its part of a pipeline's model: a class of backbones -> one that does. `has_own_loss`: a
+    class of causal language models, which are trained with their own. None: there is no pipeline."""
+    return pipeline.in_stages(args, OwnLossPipeline.staged if has_own_loss else Pipeline.staged)
 
 
 def of_accelerator(accelerator: Any, before: Strategy) -> Strategy:

@@ -92,12 +92,12 @@ def places_of(args: Any) -> tuple[list[int], list[int]]:
     return places, [stage for stage, rank in enumerate(places) if rank == launched.rank() % size(args)]
 
 
-def in_stages(args: Any) -> Callable[[type], type] | None:
+def in_stages(args: Any, staged: Callable[..., type] = stages.staged) -> Callable[[type], type] | None:
     """For `EmbeddingModel.from_pretrained`: this rank reads its stages only. None without a pipeline."""
     if size(args) == 1:
         return None
     places, own = places_of(args)
-    return functools.partial(stages.staged, own=own, places=places, split=args.pipeline_split)
+    return functools.partial(staged, own=own, places=places, split=args.pipeline_split)
 
 
 def _check_rest(args: Any) -> None:
@@ -118,6 +118,8 @@ def _check_rest(args: Any) -> None:
         "save_on_each_node=true": args.save_on_each_node
         and launched.processes_here(launched.processes()) < launched.processes(),
         "bf16_full_eval=true": args.bf16_full_eval,
+        f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha is not None,
+        "use_liger_kernel=true": args.use_liger_kernel,
         "fp16_full_eval=true": args.fp16_full_eval,
         "use_reentrant=true": any((getattr(args, name, None) or {}).get("use_reentrant") for name in CHECKPOINTING),
         "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),
@@ -162,6 +164,8 @@ class Pipeline(Strategy):
 
     comes_with_model = is_cut = saves_by_name = syncs_replicated = True
     can_redo = False
+    cut_kind, staged = stages.Cut, staticmethod(stages.staged)
+    has_first_pass = True  # of chunks, without graphs
 
     def __init__(self, model: nn.Module | None, args: Any):
         super().__init__()
@@ -190,8 +194,9 @@ class Pipeline(Strategy):
         self.group, peers = _groups(self.size, timedelta(seconds=args.ddp_timeout))
         self.rows = Rows(self.size, peers)
         places, own = places_of(args)
-        self.cut = stages.Cut(self.whole, own, stages.firsts_of(self.whole, places, args.pipeline_split))
-        self._in_stages = in_stages(args)
+        firsts = stages.firsts_of(self.whole, places, args.pipeline_split, self.cut_kind)
+        self.cut = self.cut_kind(self.whole, own, firsts)
+        self._in_stages = in_stages(args, self.staged)
         self.whole.to(device)
         # Trainer then leaves the model where it is, and accelerate puts no wrapper around it.
         self.cut.base._is_distributed_loading_by_transformers = True
@@ -256,19 +261,19 @@ class Pipeline(Strategy):
         """In place of the accelerator's. The norm of all stages' gradients, and of those that every rank has (the
         loss's own parameters) once; they are scaled down to `max_norm` (inf: not at all)."""
         assert norm_type == 2.0
-        here = {id(parameter) for parameter in self.whole.parameters()}
-        gradients = [(p.grad, id(p) in here) for p in parameters if p.grad is not None]
+        here, copies = ({id(p) for p in found} for found in (self.whole.parameters(), self.cut.copies))
+        gradients = [(p.grad, id(p) in here, id(p) in copies) for p in parameters if p.grad is not None]
         # float64, whatever the gradients are: a stage that trains nothing has none to tell.
         total = torch.zeros((), device=self.line.device, dtype=torch.float64)
         for is_of_stage in (True, False):
-            found = [gradient for gradient, is_here in gradients if is_here is is_of_stage]
+            found = [grad for grad, is_here, is_copy in gradients if is_here is is_of_stage and not is_copy]
             if found:
                 total += nn.utils.get_total_norm(found).to(total) ** 2
             if is_of_stage:
                 dist.all_reduce(total, group=self.group)
         norm = total.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
-        for gradient, _ in gradients if max_norm != float("inf") else ():
+        for gradient, *_ in gradients if max_norm != float("inf") else ():
             gradient.mul_(factor.to(gradient.dtype))
         return norm
 
@@ -280,7 +285,8 @@ class Pipeline(Strategy):
         busy = sum(seconds[f"seconds_{part}"] for part in ("encode", "replay", "last_backward"))
         share = torch.tensor([1 - busy / seconds["seconds_passes"]], device=self.line.device)
         dist.all_reduce(share, group=self.group)
-        expected = policy.idle_share(self.schedule, self.size, self.per_rank, self.line.num_chunks)
+        sizes = (self.size, self.per_rank, self.line.num_chunks)
+        expected = policy.idle_share(self.schedule, *sizes, has_first_pass=self.has_first_pass)
         return {"bubble_share": round(share.item() / self.size, 4), "bubble_share_expected": round(expected, 4)}
 
     # ---- (4) ----
@@ -328,13 +334,16 @@ class Pipeline(Strategy):
             return False
         # float32 holds what either half precision holds; copying casts back to each parameter's own.
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
-        other = type(self.cut.base).from_pretrained(folder, dtype=dtype, in_stages=self._in_stages)
-        theirs = other.state_dict()
+        theirs = self.read(folder, dtype).state_dict()
         for name, tensor in model.state_dict().items():
             if name not in theirs or theirs[name].shape != tensor.shape:
                 raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
             tensor.copy_(theirs[name])
         return True
+
+    def read(self, folder: str | Path, dtype: torch.dtype) -> nn.Module:
+        """A model of this rank's stages, with the weights of a folder."""
+        return type(self.cut.base).from_pretrained(folder, dtype=dtype, in_stages=self._in_stages)
 
     def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
         if content.get("pipeline_parallel_size", 1) == 1:

@@ -19,7 +19,7 @@ an earlier stage trains. Letters: b rows of a chunk, T its tokens, H hidden widt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -130,7 +130,7 @@ class Line:
         """(1): embeddings per chunk (b, D) on the last stage, [] on the others; fills `states`."""
         if not self.trains:
             self.look(chunks[0])
-        flow = _Flow(self, chunks, phase, states if states is not None else {}, gradients=None)
+        flow = Flow(self, chunks, phase, states if states is not None else {}, gradients=None)
         flow.run()
         return [flow.embeddings[m] for m in range(len(chunks))] if self.has_last else []
 
@@ -142,7 +142,7 @@ class Line:
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """(3): adds to `.grad` of this rank's parameters. `gradients`: the cache, per chunk, on the last stage."""
-        _Flow(self, chunks, phase, states, gradients).run()
+        Flow(self, chunks, phase, states, gradients).run()
 
     def shared(self, embeddings: Embeddings) -> Embeddings:
         """The last stage's, on every rank."""
@@ -165,23 +165,26 @@ def _first_row(chunk: Chunk) -> Chunk:
     return replace(chunk, gather=gather, stop=chunk.start + 1, is_idle=True)
 
 
-class _Flow:
-    """One run of a schedule on one rank: what arrives, what is held until its backward, what leaves."""
+class Flow:
+    """One run of a schedule on one rank: what arrives, what is held until its backward, what leaves.
+
+    Args:
+        states: random states of the forwards, which a run without gradients fills and one with them replays; None:
+            neither.
+        gradients: of what the last stage gives, per chunk, on its rank; None: the run has no backwards.
+    """
 
     def __init__(
         self,
         line: Line,
         chunks: Sequence[Chunk],
         phase: Door,
-        states: dict[tuple[int, int], RandomState],
+        states: dict[tuple[int, int], RandomState] | None,
         gradients: Sequence[torch.Tensor] | None,
     ):
         self.line, self.chunks, self.phase, self.states = line, line.filled_up(chunks), phase, states
         self.trains = gradients is not None
         self.embeddings: dict[int, torch.Tensor] = {}
-        if self.trains and line.has_last:
-            idle = [gradients[-1].new_zeros(1, gradients[-1].shape[1])] * (len(self.chunks) - len(chunks))
-            gradients = [*gradients, *idle]
         self.cache = gradients or ()
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}  # of forwards to come, (b, T, H)
         self.gradients: dict[tuple[int, int], torch.Tensor] = {}  # of what a stage gave, for backwards to come
@@ -217,22 +220,28 @@ class _Flow:
     def forward(self, stage: int, number: int) -> None:
         line, chunk, at = self.line, self.chunks[number], (stage, number)
         self.await_("forward", stage, number)
-        hidden = self.inputs.pop(at, None)
+        given = hidden = self.inputs.pop(at, None)
         if self.trains:
             if hidden is not None and line.sends_back(stage):
-                hidden.requires_grad_()
-            random = replayed(self.states[at])
+                # A view: frozen layers keep no graph for a leaf, behind which there is nobody (frozen/run_mode.py).
+                given = hidden.requires_grad_().view_as(hidden)
+            random = nullcontext() if self.states is None else replayed(self.states[at])
         else:
-            self.states[at] = RandomState(line.device)
+            if self.states is not None:
+                self.states[at] = RandomState(line.device)
             random = torch.no_grad()
-        with self.phase(Phase(KEEP if self.trains else ENCODE, chunk)), random, line.precision():
-            output = line.cut.run(stage, chunk.features, hidden)
+        with self.phase(Phase(KEEP if self.trains else ENCODE, chunk)), random:
+            output = self.output_of(stage, number, given)
         if self.trains:
             self.held[at] = hidden, output
         if stage == line.last:
             self.embeddings[number] = output.detach()
         else:
             self.hand_on("forward", stage + 1, number, output.detach())
+
+    def output_of(self, stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        with self.line.precision():
+            return self.line.cut.run(stage, self.chunks[number].features, hidden)
 
     def backward(self, stage: int, number: int) -> None:
         """Of input and weights together."""
@@ -267,9 +276,13 @@ class _Flow:
 
     def gradient_of_output(self, stage: int, number: int) -> torch.Tensor | None:
         if stage == self.line.last:
-            return self.cache[number]
+            return self.gradient_at_end(number)
         self.await_("backward", stage, number)
         return self.gradients.pop((stage, number), None)
+
+    def gradient_at_end(self, number: int) -> torch.Tensor:
+        """Of what the last stage gave for a chunk; zeros for an idle one."""
+        return self.cache[number] if number < len(self.cache) else torch.zeros_like(self.embeddings[number])
 
     def give_back(self, stage: int, number: int, hidden: torch.Tensor | None) -> None:
         if hidden is None or not self.line.sends_back(stage):

@@ -58,19 +58,22 @@ def layout_of(config: Any) -> Layout:
     return Layout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
 
 
-def first_layers(num_layers: int, places: Sequence[int], split: Sequence[int] | None = None) -> list[int]:
+def first_layers(
+    num_layers: int, places: Sequence[int], split: Sequence[int] | None = None, head: float = 0.0
+) -> list[int]:
     """The number of the first layer of every stage.
 
     Args:
         places: the rank of every stage.
         split: the first layers of all stages but the first; None: by work (`policy.layers_of_stages`).
+        head: the work of what follows the last layer, in layers.
 
     Raises:
         UsageError: a stage without a layer.
     """
     num_stages = len(places)
     if split is None:
-        firsts = [0, *accumulate(policy.layers_of_stages(num_layers, places)[:-1])]
+        firsts = [0, *accumulate(policy.layers_of_stages(num_layers, places, head)[:-1])]
     else:
         firsts = [0, *split]
     if len(firsts) != num_stages:
@@ -87,21 +90,18 @@ def first_layers(num_layers: int, places: Sequence[int], split: Sequence[int] | 
     return firsts
 
 
-def firsts_of(model: nn.Module, places: Sequence[int], split: Sequence[int] | None) -> list[int]:
-    """`first_layers` of a model."""
-    base = _base(model)
-    return first_layers(len(base.backbone.get_submodule(layout_of(base.config).stack)), places, split)
+def firsts_of(
+    model: nn.Module, places: Sequence[int], split: Sequence[int] | None, kind: type[Cut] | None = None
+) -> list[int]:
+    """`first_layers` of a model that will be cut as `kind`; None: `Cut`."""
+    kind = kind or Cut
+    backbone = kind.backbone_of(kind.base_of(model))
+    num_layers = len(backbone.get_submodule(layout_of(backbone.config).stack))
+    return first_layers(num_layers, places, split, kind.head_in_layers(backbone.config))
 
 
-def _base(model: nn.Module) -> nn.Module:
-    """Without adapters. Raises UsageError when it can not be cut."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(base, "tokens"):
-        raise UsageError(
-            f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. Use "
-            "EmbeddingModel, or multi_gpu_fsdp."
-        )
-    return base
+def without_adapters(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class Passed(nn.Module):
@@ -142,15 +142,70 @@ class Cut:
 
     def __init__(self, model: nn.Module, own: Sequence[int], firsts: Sequence[int]):
         self.model, self.own, self.num_stages = model, list(own), len(firsts)
-        self.base = _base(model)
-        self.parts = _parts(self.base, firsts)
+        self.base = self.base_of(model)
+        self.parts = parts_of(self.base, self.backbone_of(self.base), firsts)
         for _, part in self._all():
             part.put(part.module)
-        _check_is_covered(model, self.parts)
+        self.check_is_covered()
         self._left_out = [part for stage, part in self._all() if stage not in self.own]
         for part in self._left_out:
             part.module.to("meta")
-            part.put(Passed(part.module))
+        for part in self._left_out:
+            part.put(self.stand_in(part))
+
+    @staticmethod
+    def base_of(model: nn.Module) -> nn.Module:
+        """Without adapters. Raises UsageError when it can not be cut."""
+        base = without_adapters(model)
+        if not hasattr(base, "tokens"):
+            raise UsageError(
+                f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. "
+                "Use EmbeddingModel, or multi_gpu_fsdp."
+            )
+        return base
+
+    @staticmethod
+    def backbone_of(base: nn.Module) -> nn.Module:
+        """What has the stack of layers."""
+        return base.backbone
+
+    @staticmethod
+    def head_in_layers(config: Any) -> float:
+        """The work of what follows the last layer for every token, in layers."""
+        return 0.0
+
+    def check_is_covered(self) -> None:
+        """Every parameter lies in one stage. Raises UsageError."""
+        owners = self.stages_by_id()
+        for name, parameter in self.model.named_parameters():
+            found = owners.get(id(parameter), set())
+            if len(found) != 1 and not self.may_share(found):
+                where = "in none" if not found else f"in {len(found)}"
+                raise UsageError(
+                    f"a pipeline can not be made of {type(self.model).__name__}: {name!r} lies {where} of its stages. "
+                    "Use multi_gpu_fsdp."
+                )
+
+    def may_share(self, stages: set[int]) -> bool:
+        """Whether several stages may hold one parameter."""
+        return False
+
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        """Parameters of this rank that an earlier stage, on another rank, holds as well."""
+        return []
+
+    def stages_by_id(self) -> dict[int, set[int]]:
+        """The id of a parameter -> the stages that hold it."""
+        owners: dict[int, set[int]] = {}
+        for stage, part in self._all():
+            for parameter in part.module.parameters():
+                owners.setdefault(id(parameter), set()).add(stage)
+        return owners
+
+    def stand_in(self, part: Part) -> Passed:
+        """What stands where a part of another rank is."""
+        return Passed(part.module)
 
     def _all(self) -> list[tuple[int, Part]]:
         return [(stage, part) for stage, parts in enumerate(self.parts) for part in parts]
@@ -165,13 +220,13 @@ class Cut:
         if stage > 0:
             features = {name: value for name, value in features.items() if name != "input_ids"}
             features["inputs_embeds"] = hidden
-        with self._only(stage):
+        with self.only(stage):
             if stage == self.num_stages - 1:
                 return self.base(**features).embeddings
             return self.base.tokens(**features)
 
     @contextlib.contextmanager
-    def _only(self, stage: int) -> Iterator[None]:
+    def only(self, stage: int) -> Iterator[None]:
         """While inside, other stages of this rank give back what comes in."""
         others = [part for own in self.own if own != stage for part in self.parts[own]]
         try:
@@ -191,7 +246,7 @@ class Cut:
             yield
         finally:
             for part in self._left_out:
-                part.put(Passed(part.module))
+                part.put(self.stand_in(part))
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -204,20 +259,16 @@ class Cut:
                 self.base._is_distributed_loading_by_transformers = True
 
 
-def _parts(base: nn.Module, firsts: Sequence[int]) -> list[list[Part]]:
-    """Stage -> its parts."""
-    parts = _parts_of_backbone(base.backbone, firsts)
-    parts[-1] += [_part(base, name) for name, child in base.named_children() if child is not base.backbone]
-    return parts
-
-
-def _parts_of_backbone(backbone: nn.Module, firsts: Sequence[int]) -> list[list[Part]]:
+def parts_of(base: nn.Module, backbone: nn.Module, firsts: Sequence[int]) -> list[list[Part]]:
+    """Stage -> its parts. What `base` has beside its backbone belongs to the last one."""
     layout = layout_of(backbone.config)
     stack = backbone.get_submodule(layout.stack)
     ends = [*firsts[1:], len(stack)]
     parts = [[_part(stack, str(i)) for i in range(first, end)] for first, end in zip(firsts, ends, strict=True)]
     parts[0] += [_part(backbone, name) for name in layout.before]
     parts[-1] += [_part(backbone, name) for name in layout.after]
+    if base is not backbone:
+        parts[-1] += [_part(base, name) for name, child in base.named_children() if child is not backbone]
     return parts
 
 
@@ -234,7 +285,7 @@ def staged(kind: type, own: Sequence[int], places: Sequence[int], split: Sequenc
         kind.__init__(self, config, *arguments, **options)
         self.__class__ = kind
         num_layers = len(self.get_submodule(layout_of(config).stack))
-        for stage, parts in enumerate(_parts_of_backbone(self, first_layers(num_layers, places, split))):
+        for stage, parts in enumerate(parts_of(self, self, first_layers(num_layers, places, split))):
             for part in parts if stage not in own else ():
                 part.module.to("meta")
                 part.put(Passed(part.module))
@@ -249,22 +300,17 @@ def put_back(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Passed):
+                for path, parameter in child.named_parameters():
+                    set_parameter(child.stands_for, path, parameter)
                 module._modules[name] = child.stands_for
     return model
 
 
-def _check_is_covered(model: nn.Module, parts: Sequence[Sequence[Part]]) -> None:
-    """Every parameter lies in one stage."""
-    owners: dict[int, set[int]] = {}
-    for stage, of_stage in enumerate(parts):
-        for part in of_stage:
-            for parameter in part.module.parameters():
-                owners.setdefault(id(parameter), set()).add(stage)
-    for name, parameter in model.named_parameters():
-        stages = owners.get(id(parameter), set())
-        if len(stages) != 1:
-            where = "in none" if not stages else f"in {len(stages)}"
-            raise UsageError(
-                f"a pipeline can not be made of {type(model).__name__}: {name!r} lies {where} of its stages. Use "
-                "multi_gpu_fsdp."
-            )
+def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    """Below `module`, where what is missing on the way is made."""
+    *names, last = path.split(".")
+    for name in names:
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    module.register_parameter(last, parameter)

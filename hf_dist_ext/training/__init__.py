@@ -1,7 +1,8 @@
 """`DistTrainer`, its arguments, and what watches over a run.
 
 `trainer.py` is the subclass of Trainer and `arguments.py` that of TrainingArguments. `step.py` makes one training step
-of a loss over embeddings, whose sizes `sizes.py` has all ranks agree on. `health.py` watches signals, time limits,
+of a loss over embeddings, whose sizes `sizes.py` has all ranks agree on; `own_loss.py` one of a causal language model
+in a pipeline. `health.py` watches signals, time limits,
 numbers that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); `out_of_memory.py` makes chunks
 smaller; `timing.py`, `meter.py` and `scaling.py` measure. `metrics.py` computes retrieval metrics of held-out rows.
 `evaluations.py` evaluates on other data: `corpus_retrieval.py` on a corpus, whose right documents `corpus_ranks.py`

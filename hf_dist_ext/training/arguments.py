@@ -37,7 +37,8 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_chunk_size: int | str | None = option(
         None,
         "Rows per chunk of the gradient cache: activation memory is that of one chunk whatever the batch. 'auto' "
-        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens is set.",
+        "finds it in the first steps. Null: no cache unless gradient_cache_chunk_tokens is set. In a pipeline without "
+        "a loss over embeddings: rows of a batch that go through the stages together.",
     )
     gradient_cache_chunk_tokens: int | None = option(
         None, "Tokens per chunk, padding included; alone or together with gradient_cache_chunk_size."
@@ -144,7 +145,7 @@ class DistTrainingArguments(TrainingArguments):
     pipeline_parallel_size: int | None = option(
         None,
         "Processes of a pipeline: consecutive ones that hold the same rows and each some layers of the model, through "
-        "which the chunks of the gradient cache go. Null: the model is not cut.",
+        "which the chunks of a batch go. Null: the model is not cut.",
     )
     pipeline_schedule: (
         Literal["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b", "zero_bubble", "zero_bubble_v"] | None

@@ -23,21 +23,53 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 logger = logging.get_logger(__name__)
 
 LOSS_FIELDS = [*(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")), "no_duplicates_in_batch"]
-LOSS_FIELDS += ["pipeline_parallel_size"]
 
 
 def refuse_without_loss(args: Any, evaluations: Sequence[Any]) -> None:
-    """What only a loss over embeddings reads."""
+    """What only a loss over embeddings reads. In a pipeline gradient_cache_chunk_size is read without one."""
     if evaluations:
         raise UsageError(
             "evaluations compare embeddings, and DistTrainer has no loss over embeddings. Give loss=InfoNCELoss(), or "
             "remove evaluations."
         )
-    given = [name for name in LOSS_FIELDS if getattr(args, name, None)]
+    has_pipeline = (getattr(args, "pipeline_parallel_size", None) or 1) > 1
+    if has_pipeline and args.gradient_cache_chunk_size is None:
+        raise UsageError(
+            "a pipeline of a model with its own loss cuts a batch into chunks of equal rows. Set "
+            "gradient_cache_chunk_size to a number of rows."
+        )
+    fields = LOSS_FIELDS[1:] if has_pipeline else LOSS_FIELDS
+    given = [name for name in fields if getattr(args, name, None)]
     if given:
         raise UsageError(
             f"{given[0]}={getattr(args, given[0])!r} needs a loss over embeddings, and DistTrainer has none. Give "
             f"loss=InfoNCELoss(), or remove {given[0]}."
+        )
+
+
+def check_own_loss_of_pipeline(args: DistTrainingArguments, divides_by_items: bool) -> None:
+    """A model that is trained with its own loss in a pipeline. `divides_by_items`: Trainer hands it, or what computes
+    its loss, the number of tokens to divide by."""
+    if not divides_by_items:
+        raise UsageError(
+            "a pipeline adds up the losses of chunks, so a loss must be a sum over tokens that is divided by "
+            "num_items_in_batch, and this model's is a mean. Use a model that takes num_items_in_batch, or train "
+            "without a pipeline."
+        )
+    if args.auto_find_batch_size:
+        raise UsageError(
+            "auto_find_batch_size=true makes the batch smaller on the rank whose memory runs out, and the ranks of a "
+            "pipeline hold the same rows. Lower gradient_cache_chunk_size instead: the batch stays."
+        )
+    refuse_updates_in_backward(args, "a pipeline")
+
+
+def refuse_updates_in_backward(args: Any, runner: str) -> None:
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "lomo" in optim or "layerwise" in optim:
+        raise UsageError(
+            f"optim={optim!r} updates weights inside of backward, which {runner} runs more than once per step. Use "
+            "adamw_torch."
         )
 
 
@@ -53,12 +85,7 @@ def prepare_arguments(args: DistTrainingArguments) -> None:
             f"label_smoothing_factor={args.label_smoothing_factor} smooths the labels of a model's own loss; a loss "
             "over embeddings has none. Remove it."
         )
-    optim = str(getattr(args.optim, "value", args.optim))
-    if "lomo" in optim or "layerwise" in optim:
-        raise UsageError(
-            f"optim={optim!r} updates weights inside of backward, which a "
-            "loss over embeddings runs more than once per step. Use adamw_torch."
-        )
+    refuse_updates_in_backward(args, "a loss over embeddings")
     if args.auto_find_batch_size:
         raise UsageError(
             "auto_find_batch_size=true makes the batch smaller where memory runs out, and with a loss over embeddings "

@@ -47,6 +47,7 @@ from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
+from hf_dist_ext.training.own_loss import OwnLossStep
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep, forward_parameters
@@ -61,7 +62,8 @@ class DistTrainer(Trainer):
     Args:
         loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`).
             Batches are then mappings column -> features; the first column is the anchor, the second its positive,
-            further ones hold hard negatives. None: the model's own loss, exactly as Trainer.
+            further ones hold hard negatives. None: the model's own loss, exactly as Trainer; with
+            `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
         evaluations: what `hf_dist_ext.data.read_evaluations` gives: corpora and other data that `evaluate()` looks at
             beside `eval_dataset`, which may be None then.
 
@@ -77,6 +79,7 @@ class DistTrainer(Trainer):
     feature_cache: feature_cache.FeatureCache | None = None
     freeze_watch: freeze.FreezeWatch | None = None
     step: EmbeddingStep | None = None
+    own_loss: OwnLossStep | None = None
 
     def __init__(
         self,
@@ -109,6 +112,7 @@ class DistTrainer(Trainer):
         self.strategy = Strategy()
         if self.loss is None:
             checks.refuse_without_loss(args, evaluations)
+            self.strategy = choose.of_own_loss(model, args)
         else:
             checks.prepare_arguments(args)
             self.strategy = choose.of_model(model, args)
@@ -164,6 +168,8 @@ class DistTrainer(Trainer):
             if isinstance(loss, nn.Module):
                 loss.to(args.device)
         else:
+            if self.strategy.is_cut:
+                self.own_loss = self._make_own_loss_step()
             is_across = args.average_tokens_across_devices
             self._items = loss_scale.ItemsWatch(
                 self.accelerator.num_processes // self.get_tp_size() if is_across else 1,
@@ -184,6 +190,17 @@ class DistTrainer(Trainer):
         )
         return EmbeddingStep(sizes, self._prepare_inputs, self._precision, self.clock)
 
+    def _make_own_loss_step(self) -> OwnLossStep:
+        return OwnLossStep(
+            self.args,
+            strategy=lambda: self.strategy,
+            prepare=self._prepare_inputs,
+            compute_loss=self.compute_loss,
+            count_items=self._get_num_items_in_batch,
+            around=self.compute_loss_context_manager,
+            phase=self.clock.phase,
+        )
+
     def _check_parts(self) -> None:
         loader, has_loss = self.accelerator.dataloader_config, self.loss is not None
         checks.check_what_is_read(self.args, loader, self.strategy, self.optimizer is not None, has_loss)
@@ -195,6 +212,9 @@ class DistTrainer(Trainer):
         if self.evaluations.given:
             paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
             self.evaluations.check(self.args.metric_for_best_model, paired, self.bare_model)
+        if self.own_loss is not None:
+            takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+            checks.check_own_loss_of_pipeline(self.args, takes_items and self.loss_is_scaled_for_ga is not False)
 
     def _add_watchers(self) -> None:
         """Callbacks. Without a loss and frozen parts the output folder holds what Trainer's would."""
@@ -215,7 +235,7 @@ class DistTrainer(Trainer):
             self.add_callback(self.scaling)
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))
-        if has_loss:
+        if has_loss or self.own_loss is not None:
             self.add_callback(self.clock)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -481,6 +501,9 @@ class DistTrainer(Trainer):
         """Trainer's, with the model's own loss."""
         if self.feature_cache is not None:
             inputs = self.feature_cache.take(inputs, self.args.device)
+        if self.own_loss is not None:
+            self._begin_step(model)
+            return self.own_loss.run(inputs, num_items_in_batch, self.accelerator.sync_gradients)
         accumulated = 1 if self.loss_is_scaled_for_ga is False else self.current_gradient_accumulation_steps
         items = self._items.watched(num_items_in_batch, self.model, accumulated)
         loss = super().training_step(model, inputs, items)
@@ -488,12 +511,16 @@ class DistTrainer(Trainer):
             self._items.warn_if_unused(self.accelerator.unwrap_model(self.model), accumulated)
         return loss
 
-    def _prepare_embedding_step(self, model: nn.Module) -> None:
+    def _begin_step(self, model: nn.Module) -> None:
+        """As Trainer's step, where another one replaces it."""
         model.train()
         if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
-            clear_device_cache()  # as Trainer's step, which this one replaces
+            clear_device_cache()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
+
+    def _prepare_embedding_step(self, model: nn.Module) -> None:
+        self._begin_step(model)
         if self.strategy.model is not model:
             mode, own = self.args.gradient_cache_fsdp, self._loss_parameters()
             self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
@@ -661,6 +688,8 @@ class DistTrainer(Trainer):
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
         """With a loss: (loss, embeddings of anchors and positives, their ids); the loss of the training step."""
+        if self.own_loss is not None:
+            return self.own_loss.predict(inputs, prediction_loss_only, self.label_names)
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         loss, embeddings, ids = self.step.score_only(model, inputs)
@@ -673,7 +702,7 @@ class DistTrainer(Trainer):
     # ---- logging ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.loss is not None and "loss" in logs:
+        if (self.loss is not None or self.own_loss is not None) and "loss" in logs:
             logs.update(self.meter.read(self.args.device) | self.clock.read())
             logs.update(self.strategy.for_log(logs))
         if "learning_rate" in logs:
@@ -684,7 +713,11 @@ class DistTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.loss is None:
-            return super()._track_num_input_tokens(inputs)
+            before = self.state.num_input_tokens_seen
+            super()._track_num_input_tokens(inputs)  # adds up those of all ranks
+            added = self.state.num_input_tokens_seen - before
+            self.state.num_input_tokens_seen = before + added // self.strategy.rows.shared_by
+            return
         if self.args.include_num_input_tokens_seen != "no":
             # host numbers of this rank's chunks, so counting costs no synchronisation but the gather itself
             real, computed = self.meter.last_tokens

@@ -249,7 +249,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
     trainer = make_trainer(base, folder, **(options | more))
     trainer.data_collator = collate_equal
     cut, args = trainer.strategy.cut, trainer.args
-    run, flow, all_reduce = cut.run, pipeline_passes._Flow, dist.all_reduce
+    run, flow, all_reduce = cut.run, pipeline_passes.Flow, dist.all_reduce
     counts, outputs = Counter(), {False: {}, True: {}}
     cases, kept = set(), {}  # chunks held per stage; their bytes
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
@@ -290,11 +290,11 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         counts["reductions"] += options.get("group") is trainer.strategy.rows.peers
         return all_reduce(tensor, *arguments, **options)
 
-    cut.run, pipeline_passes._Flow, dist.all_reduce = watched_run, Watched, watched_reduce
+    cut.run, pipeline_passes.Flow, dist.all_reduce = watched_run, Watched, watched_reduce
     try:
         trainer.train()
     finally:
-        pipeline_passes._Flow, dist.all_reduce = flow, all_reduce
+        pipeline_passes.Flow, dist.all_reduce = flow, all_reduce
     first, second = outputs[False], outputs[True]
     for stage in first:
         first[stage] = first[stage][-len(second[stage]) :]  # behind the one row of which shapes are looked at

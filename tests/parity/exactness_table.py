@@ -1,6 +1,6 @@
 """Prints the exactness table: configuration, and the largest relative gradient error per way of running it.
 
-python tests/parity/exactness_table.py            # about two minutes on two cores
+python tests/parity/exactness_table.py            # several minutes on two cores
 python tests/parity/exactness_table.py --output exactness.json
 """
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hf_dist_ext.policy import stages_per_rank  # noqa: E402
 from hf_dist_ext.strategies.schedules import SCHEDULES  # noqa: E402
 from tests.distributed.forked import launch  # noqa: E402
-from tests.parity import exactness_worker  # noqa: E402
+from tests.parity import causal_worker, exactness_worker  # noqa: E402
 
 RUNS = {"single": ("python", 1), "DDP 2": ("multi_gpu_ddp", 2), "DDP 3": ("multi_gpu_ddp", 3), "FSDP2 2": ("multi_gpu_fsdp", 2), "HSDP 2x2": ("multi_gpu_hsdp", 4), "TP 2": ("multi_gpu_tp", 2), "TP 2 x FSDP 2": ("multi_gpu_tp", 4)}  # fmt: skip  # noqa: E501
 
@@ -32,7 +32,8 @@ PIPELINES = {
 }
 PIPELINE_CASES = [
     "decoder, last token, left padding", "decoder, accumulation, temperature", "decoder, first half frozen",
-    "decoder, frozen layers", "decoder, frozen, trained projection", "chunk 4, does not divide",
+    "decoder, frozen layers", "decoder, later layers frozen", "decoder, frozen, trained projection",
+    "chunk 4, does not divide",
     "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing", "LoRA", "max_grad_norm",
     "symmetric", "accumulation 2, short last window", "bf16 autocast",
 ]  # fmt: skip
@@ -52,6 +53,19 @@ def measure_pipeline(run: str) -> dict[str, dict[str, float]]:
         return json.loads(output.read_text())
 
 
+def measure_causal(run: str, *names: str) -> dict[str, dict[str, float]]:
+    """Likewise, of causal language models with their own loss: of all cases, or of these."""
+    processes, size, schedule, per_rank = PIPELINES[run]
+    arguments = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "errors.json"
+        launch(
+            "multi_gpu_pp", processes, causal_worker.main, "--output", output, "--arguments", json.dumps(arguments),
+            "--names", *names,
+        )  # fmt: skip
+        return json.loads(output.read_text())
+
+
 def measure(run: str, *names: str) -> dict[str, dict[str, float]]:
     """Case name -> {"error", "tolerance"} of one way of running: of all its cases, or of these."""
     preset, num_processes = RUNS[run]
@@ -67,7 +81,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", help="also write every figure to this JSON file")
     options = parser.parse_args()
-    table = {run: measure(run) for run in RUNS} | {run: measure_pipeline(run) for run in PIPELINES}
+    table = {run: measure(run) for run in RUNS} | {
+        run: measure_pipeline(run) | measure_causal(run) for run in PIPELINES
+    }
     names = list(dict.fromkeys(name for errors in table.values() for name in errors))
     print("| configuration | bound | " + " | ".join(table) + " |")
     print("|---|---|" + "---|" * len(table))

@@ -141,6 +141,8 @@ CASES = [
     Case("decoder, first half frozen", model="half frozen", worlds=(1,)),
     Case("decoder, frozen layers", model="qwen3:16", arguments={"frozen_modules": ["embed_tokens", "layers.0"]},
          worlds=(1, 2)),
+    Case("decoder, later layers frozen", model="qwen3:16", arguments={"frozen_modules": r".*layers\.[1-9].*"},
+         worlds=(1, 2)),
     Case("decoder, every chunk reduced, accumulation", model="qwen3", steps=2, rows=4, worlds=(),
          arguments={"gradient_cache_fsdp": "memory", "gradient_accumulation_steps": 2}),
     Case("gradient checkpointing", arguments={CHECKPOINTING: True}),

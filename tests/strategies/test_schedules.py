@@ -112,9 +112,12 @@ def length(name, ranks, per_rank, chunks, forward_only):
 def test_what_ranks_wait_is_what_an_order_makes_them_wait(name, ranks, per_rank):
     for needed in (*range(1, 2 * ranks), 13):
         chunks = policy.dealt_chunks(name, ranks, needed)
-        both = sum(length(name, ranks, per_rank, chunks, forward_only) for forward_only in (True, False))
-        expected = 1 - 4 * per_rank * chunks / both
+        first, training = (length(name, ranks, per_rank, chunks, forward_only) for forward_only in (True, False))
+        work = per_rank * chunks
+        expected = 1 - 4 * work / (first + training)
         assert policy.idle_share(name, ranks, per_rank, chunks) == pytest.approx(expected)
+        alone = policy.idle_share(name, ranks, per_rank, chunks, has_first_pass=False)
+        assert alone == pytest.approx(1 - 3 * work / training)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, 4), (4, 12), (8, 64)])

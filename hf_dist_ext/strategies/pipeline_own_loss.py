@@ -1,0 +1,196 @@
+"""Pipeline parallelism of a causal language model that is trained with its own loss.
+
+That loss is a sum over tokens, divided by the number of all tokens that count (Trainer's `num_items_in_batch`). So it
+is a sum over chunks as it is, and one pass over the stages trains on it:
+
+(1) the batch of a device is cut into chunks of so many rows, as they come and at the batch's width
+(2) forwards and backwards run in the order of a schedule; the last stage's forward ends with the loss of its chunk
+(3) the last stage tells the sum over chunks to the other ranks of its pipeline
+(4) once per update gradients are averaged over the copies of the pipeline; then first and last stage add up theirs of
+    a tied weight, so that both copies of it train alike, to the last bit
+
+An evaluation is (2) without backwards. Letters: B rows of a batch, b of a chunk, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_dist_ext.engine.chunks import Chunk
+from hf_dist_ext.engine.gradient_cache import Door, refuse_nothing_trains
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import own_loss_stages
+from hf_dist_ext.strategies.own_loss_stages import OwnLossCut, Score
+from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.pipeline_passes import Flow, Line
+
+
+class OwnLossPipeline(Pipeline):
+    cut_kind, staged = OwnLossCut, staticmethod(own_loss_stages.staged)
+    has_first_pass = False
+
+    def __init__(self, model: nn.Module | None, args: Any):
+        super().__init__(model, args)
+        self.rows_per_chunk: int = args.gradient_cache_chunk_size
+
+    # ---- a batch ----
+
+    def train_batch(self, batch: Mapping[str, Any], score: Score, phase: Door) -> torch.Tensor:
+        leaf = torch.zeros((), device=self.line.device, requires_grad=True)
+        self.backward(leaf, leaf.detach())  # which is asked what it makes of a loss
+        flow = self._run(batch, score, phase, seed=leaf.grad)
+        return self._told(flow)
+
+    def score_batch(
+        self, batch: Mapping[str, Any], score: Score, has_loss: bool, wants_logits: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        flow = self._run(batch, score, lambda phase: nullcontext(), seed=None, keeps_logits=wants_logits)
+        loss = self._told(flow) if has_loss else None
+        if not wants_logits:
+            return loss, None
+        own = {"logits": torch.cat(list(flow.logits.values()))} if self.line.has_last else {}
+        return loss, self.line.shared(own)["logits"]
+
+    def _run(self, batch: Mapping[str, Any], score: Score, phase: Door, **options: Any) -> _OwnLossFlow:
+        chunks = cut_rows(batch, self.rows_per_chunk)
+        if not self.line.trains:
+            self.line.look(chunks[0])
+        flow = _OwnLossFlow(self.line, chunks, phase, score, **options)
+        if flow.trains and not any(self.line.trains):
+            refuse_nothing_trains()
+        flow.run()
+        return flow
+
+    def _told(self, flow: _OwnLossFlow) -> torch.Tensor:
+        """The sum of the chunks' losses, on every rank of the pipeline. float64 holds whatever a loss is."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.line.device)
+        if self.line.has_last:
+            loss += torch.stack(flow.losses).double().sum()
+        dist.broadcast(loss, src=self.line.global_rank(self.line.places[-1]), group=self.group)
+        return loss
+
+    # ---- an update ----
+
+    def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
+        super().finish_update(loss_parameters)
+        other = self.line.last if 0 in self.cut.own else 0
+        for parameter in self.cut.copied:
+            if parameter.requires_grad:
+                self._add_gradient_of(other, parameter)
+
+    def _add_gradient_of(self, stage: int, parameter: nn.Parameter) -> None:
+        """Both ranks compute the same sum: an addition of two numbers has no order."""
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        theirs, peer = torch.empty_like(own), self.line.global_rank(self.line.places[stage])
+        messages = [
+            dist.P2POp(kind, tensor, peer, self.group) for kind, tensor in ((dist.isend, own), (dist.irecv, theirs))
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        parameter.grad = own + theirs
+
+    # ---- whole weights ----
+
+    def collected(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+        copies = self._names_of(self.cut.copies)
+        return super().collected(
+            {name: t for name, t in tensors.items() if name.partition("/")[0] not in copies}, keep
+        )
+
+    def whole_weights(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+        """Tied weights are one tensor under two names, as `save_pretrained` expects."""
+        whole = super().whole_weights(model, keep)
+        for first, last in self.cut.ties if keep else ():
+            name, *others = self._names_of({first.parameter, last.parameter})
+            whole |= {other: whole[name] for other in others}
+        return whole
+
+    def _names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        ids = {id(parameter) for parameter in parameters}
+        return [name for name, p in self.whole.named_parameters(remove_duplicate=False) if id(p) in ids]
+
+    def read(self, folder: str | Path, dtype: torch.dtype) -> nn.Module:
+        base = self.cut.base
+        return self._in_stages(type(base)).from_pretrained(folder, dtype=dtype, config=base.config)
+
+
+class _OwnLossFlow(Flow):
+    """
+    Args:
+        score: the loss of a chunk, on the last stage.
+        seed: the gradient of the loss; None: the run has no backwards.
+
+    Attributes:
+        logits: number of a chunk -> (b, T, V), where they are kept.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        chunks: Sequence[Chunk],
+        phase: Door,
+        score: Score,
+        seed: torch.Tensor | None,
+        keeps_logits: bool = False,
+    ):
+        super().__init__(line, chunks, phase, states=None, gradients=None if seed is None else ())
+        self.score, self.seed, self.keeps_logits = score, seed, keeps_logits
+        self.logits: dict[int, torch.Tensor] = {}
+
+    @property
+    def losses(self) -> list[torch.Tensor]:
+        return [loss for number, loss in self.embeddings.items() if not self.chunks[number].is_idle]
+
+    def output_of(self, stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        line, chunk = self.line, self.chunks[number]
+        if stage < line.last:
+            return super().output_of(stage, number, hidden)
+        loss, outputs = line.cut.score(chunk.features, hidden, self.score, line.precision)
+        if self.keeps_logits and not chunk.is_idle:
+            self.logits[number] = outputs["logits"] if isinstance(outputs, Mapping) else outputs[loss is not None]
+        return hidden.new_zeros(()) if loss is None else loss
+
+    def gradient_at_end(self, number: int) -> torch.Tensor:
+        """An idle chunk trains nothing."""
+        loss = self.embeddings[number]
+        return torch.zeros_like(loss) if self.chunks[number].is_idle else self.seed.to(loss.dtype)
+
+
+def cut_rows(batch: Mapping[str, Any], rows_per_chunk: int) -> list[Chunk]:
+    """A batch with `input_ids` (B, T) -> chunks of its rows, in their order.
+
+    Raises:
+        UsageError: a tensor of the batch does not have one entry per row.
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise UsageError(
+            "a pipeline of a causal language model needs batches with input_ids (rows, tokens), got "
+            f"{', '.join(batch)}. Tokenise the dataset, or give DistTrainer a data_collator that does."
+        )
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) != len(ids):
+            raise UsageError(
+                f"a pipeline cuts batches by rows: {name!r} has {len(value)} entries, input_ids {len(ids)} rows. "
+                "Use a collator that pads (DataCollatorForLanguageModeling, DataCollatorForSeq2Seq), or leave it out."
+            )
+    rows, width = ids.shape
+    bounds = [(start, min(start + rows_per_chunk, rows)) for start in range(0, rows, rows_per_chunk)]
+    return [
+        Chunk(partial(_rows, batch, start, stop), ids.device, width, None, 0, start, stop) for start, stop in bounds
+    ]
+
+
+def _rows(batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+    return {
+        name: value[start:stop] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in batch.items()
+    }

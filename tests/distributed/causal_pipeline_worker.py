@@ -1,0 +1,338 @@
+r"""Runs of causal language models, with their own loss, as a pipeline of two processes: counted, resumed, saved,
+evaluated; and what is refused.
+
+(1) a folder with a small model whose word embeddings and head are tied, by the first process
+(2) one update, counted: forwards and backwards per stage, chunks under way
+(3) four updates with a checkpoint after the second, in the middle of an epoch, and from that checkpoint again
+(4) a run that one process does likewise, with its evaluation
+(5) what is refused
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_dist_ext import policy
+from hf_dist_ext.checkpoints import manifest, trainable
+from hf_dist_ext.models.causal_lm import load_causal_lm
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import pipeline_own_loss, schedules
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.tensors import bare_optimizer
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.pipeline_worker import all_ranks, said_by
+from tests.launching import leave_together
+from tests.parity.causal_worker import CONFIG, LORA, TIED, Case, build, collate, loss_of_outputs
+
+BATCH, ROWS = 6, 36  # an update takes two batches, an epoch has three of them
+CHUNKS = BATCH // 2
+
+
+def save_base(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **CONFIG | TIED | {"attention_dropout": 0.1})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def rows_of(numbers: range) -> list[dict]:
+    return [{"row": number} for number in numbers]
+
+
+def collate_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
+    return collate([row["row"] for row in rows], pads_left=False)
+
+
+def make_trainer(folder: Path, model, is_alone: bool = False, **more) -> Trainer:
+    """`model`: or what makes one of the arguments. `is_alone`: transformers' own trainer, as one process has it."""
+    options = dict(max_steps=4, save_steps=2, learning_rate=1e-2, max_grad_norm=0.5, gradient_accumulation_steps=2)
+    own = {"data_collator": collate_rows}
+    own |= {name: more.pop(name) for name in ("compute_metrics", "compute_loss_func", "data_collator") if name in more}
+    if not is_alone:
+        options |= {"pipeline_parallel_size": 2, "gradient_cache_chunk_size": 2, "preemptible": True}
+    args = (TrainingArguments if is_alone else DistTrainingArguments)(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=4, use_cpu=True,
+        report_to=[], disable_tqdm=True, logging_steps=1, seed=3, remove_unused_columns=False, **(options | more),
+    )  # fmt: skip
+    return (Trainer if is_alone else DistTrainer)(
+        model if isinstance(model, nn.Module) else model(args), args, train_dataset=rows_of(range(ROWS)),
+        eval_dataset=rows_of(range(ROWS, ROWS + 10)), **own,
+    )  # fmt: skip
+
+
+# ---- (2) ----
+
+
+def counted(base: Path, folder: Path, **more) -> list[dict]:
+    """What each rank says of one update of one batch."""
+    options = {"max_steps": 1, "save_strategy": "no", "gradient_accumulation_steps": 1}
+    trainer = make_trainer(folder, lambda args: load_causal_lm(base, args), **(options | more))
+    held = sum(p.numel() for p in trainer.model.parameters())
+    counts, flow = Counter(), pipeline_own_loss._OwnLossFlow
+
+    class Watched(flow):
+        def forward(self, stage, number):
+            super().forward(stage, number)
+            counts["forwards"] += 1
+            counts["live"] = max(counts["live"], len(self.held) + len(self.cut_in_two))
+
+        def gradient_of_output(self, stage, number):
+            counts["backwards"] += 1
+            return super().gradient_of_output(stage, number)
+
+        def message(self, kind, tensor, stage):
+            counts[kind.__name__] += 1
+            return super().message(kind, tensor, stage)
+
+    pipeline_own_loss._OwnLossFlow = Watched
+    try:
+        trainer.train()
+    finally:
+        pipeline_own_loss._OwnLossFlow = flow
+    line = trainer.strategy.line
+    found = {**counts, "per_rank": line.per_rank, "chunks": line.num_chunks, "parameters": held}
+    everyone: list = [None, None]
+    dist.all_gather_object(everyone, found)
+    return everyone
+
+
+# ---- (3) ----
+
+
+def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def resumed(base: Path, folder: Path, has_adapters: bool = False, **more) -> dict:
+    def load(args) -> nn.Module:
+        model = load_causal_lm(base, args)
+        torch.manual_seed(1)
+        return get_peft_model(model, LORA) if has_adapters else model
+
+    trainer = make_trainer(folder, load, **more)
+    start = weights_of(trainer)
+    trainer.train()
+    end = weights_of(trainer)
+    again = make_trainer(folder, load, **more)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    now = weights_of(again)
+    losses = [[line["loss"] for line in t.state.log_history if "loss" in line] for t in (trainer, again)]
+    trainer.save_model(str(folder / "end"))
+    trainer.accelerator.wait_for_everyone()
+    facts = manifest.read(folder / "checkpoint-4")
+    whole = AutoModelForCausalLM.from_pretrained(base if has_adapters else folder / "end").eval()
+    if has_adapters:
+        whole = PeftModel.from_pretrained(whole, folder / "end").eval()
+    theirs = whole.state_dict()
+    moved = torch.tensor(sum((end[n] - start[n]).double().norm().item() for n in end))
+    dist.all_reduce(moved)
+    # What the whole model makes of a batch, and the cut one of the same.
+    batch = collate_rows(rows_of(range(5)))
+    trainer.model.eval()
+    with torch.no_grad():
+        _, logits, _ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
+        expected = whole(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    line = trainer.state.log_history[0]
+    return {
+        "moved": moved.item(),
+        "equal": all_ranks(end.keys() == now.keys() and all(torch.equal(end[name], now[name]) for name in end)),
+        "losses_equal": losses[0] == losses[1] and len(losses[0]) == 4,
+        "committed": manifest.why_incomplete(folder / "checkpoint-4"),
+        "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
+        "weights_equal": all_ranks(all(torch.equal(value, theirs[name]) for name, value in end.items())),
+        "logits_differ": (logits - expected).abs().max().item(),
+        "sizes": [facts[f"{kind}_parallel_size"] for kind in ("data", "tensor", "pipeline")],
+        "tied": whole.get_input_embeddings().weight is whole.get_output_embeddings().weight,
+        "saved": sorted(path.name for path in (folder / "end").glob("*.safetensors")),
+        "bubble": [line.get("bubble_share"), line.get("bubble_share_expected")],
+        "passes": line.get("seconds_passes", 0),
+    }
+
+
+def goes_on_elsewhere(base: Path, folder: Path) -> dict[str, bool]:
+    """The end of a finished run, read by processes that have other stages: both tied weights lie on the first one."""
+    trainer = make_trainer(folder, lambda args: load_causal_lm(base, args), pipeline_schedule="zero_bubble_v")
+    found = {}
+
+    class Read(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **others):
+            saved = torch.load(folder / "checkpoint-4" / trainable.OPTIMIZER, weights_only=True)["state"]
+            whole = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4").state_dict()
+            own = dict(model.named_parameters())
+            moments = {name: bare_optimizer(trainer.optimizer).state[p]["exp_avg_sq"] for name, p in own.items()}
+            found["weights"] = all_ranks(all(torch.equal(p, whole[name]) for name, p in own.items()))
+            found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
+            found["moved"] = all_ranks(len(moments) > 10 and all(moment.norm() > 0 for moment in moments.values()))
+
+    trainer.add_callback(Read())
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return found
+
+
+# ---- (4) ----
+
+
+def mean_of_targets(prediction) -> dict[str, float]:
+    """The logit of the token that comes, which is sensitive to everything."""
+    labels, logits = prediction.label_ids[:, 1:], prediction.predictions[:, :-1]
+    found = np.take_along_axis(logits, labels.clip(min=0)[..., None], axis=2)[..., 0]
+    return {"target": found[labels != -100].mean(), "rows": len(labels)}
+
+
+def trained(folder: Path, **more) -> tuple[DistTrainer, dict[str, float]]:
+    """A float64 run without dropout, and its evaluation."""
+    options = {
+        "save_strategy": "no",
+        "include_num_input_tokens_seen": "non_padding",
+        "compute_metrics": mean_of_targets,
+    }
+    trainer = make_trainer(folder, build(Case("tied", config=TIED)), **(options | more))
+    trainer.train()
+    return trainer, trainer.evaluate()
+
+
+def compared(folder: Path, is_alone: bool = False) -> dict:
+    trainer, evaluation = trained(folder, is_alone=is_alone)
+    found = {
+        "evaluation": evaluation,
+        "losses": [[line["loss"], line["grad_norm"]] for line in trainer.state.log_history if "loss" in line],
+        "tokens": trainer.state.num_input_tokens_seen,
+    }
+    whole = trainer.model.state_dict() if is_alone else trainer.whole_weights()
+    if rank() == 0:
+        folder.mkdir(exist_ok=True)
+        torch.save(whole, folder / "weights.pt")
+    if not is_alone:
+        copy = trainer.model.get_parameter(["model.embed_tokens.weight", "lm_head.weight"][rank()]).detach()
+        both = [torch.empty_like(copy), torch.empty_like(copy)]
+        dist.all_gather(both, copy)
+        found["copies_equal"] = torch.equal(*both)
+    return found
+
+
+def not_finite(folder: Path) -> dict[str, bool]:
+    """The loss of one update is NaN, which the last stage alone sees."""
+    trainer = make_trainer(
+        folder, build(Case("tied", config=TIED)), max_nonfinite_steps=3, save_strategy="no",
+        compute_loss_func=lambda *given, **items: broken(*given, **items),
+    )  # fmt: skip
+
+    def broken(outputs, labels, num_items_in_batch=None):
+        loss = loss_of_outputs(outputs, labels, num_items_in_batch)
+        return loss * float("nan") if trainer.state.global_step == 1 else loss
+
+    trainer.train()
+    skipped = [line.get("nonfinite_steps") for line in trainer.state.log_history][:4]
+    is_finite = all(p.isfinite().all() for p in trainer.model.parameters())
+    return {"skipped_once": all_ranks(skipped == [None, 1, 1, 1]), "is_finite": all_ranks(is_finite)}
+
+
+# ---- (5) ----
+
+
+def refusals(base: Path, folder: Path) -> dict[str, str]:
+    tied = Case("tied", config=TIED)
+
+    def attempt(model=None, trains: bool = False, **more):
+        def run() -> None:
+            trainer = make_trainer(folder / "no", build(tied) if model is None else model, save_strategy="no", **more)
+            if trains:
+                trainer.train()
+
+        return said_by(run)
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        return outputs["logits"].mean()
+
+    def without_labels(rows):
+        return {name: value for name, value in collate_rows(rows).items() if name != "labels"}
+
+    def with_lengths(rows):
+        return collate_rows(rows) | {"lengths": torch.tensor([1, 2, 3])}
+
+    takes_no_items = build(tied)
+    takes_no_items.accepts_loss_kwargs = False
+    classifier = LlamaForSequenceClassification(build(tied).config)
+    embedding = EmbeddingModel.from_config(build(tied).config.to_dict(), pooling="last")
+    scaling = AutoModelForCausalLM.from_config(granite())
+    return {
+        "no chunks": attempt(gradient_cache_chunk_size=None),
+        "tokens": attempt(gradient_cache_chunk_size=None, gradient_cache_chunk_tokens=64),
+        "both": attempt(gradient_cache_chunk_tokens=64),
+        "mean": attempt(compute_loss_func=mean, trains=True),
+        "no items": attempt(takes_no_items),
+        "no labels": attempt(data_collator=without_labels, trains=True),
+        "other rows": attempt(data_collator=with_lengths, trains=True),
+        "no rows": attempt(data_collator=lambda rows: {"labels": torch.zeros(6, 3)}, trains=True),
+        "batch size": attempt(auto_find_batch_size=True),
+        "optimizer": attempt(optim="galore_adamw_layerwise", optim_target_modules=["q_proj"]),
+        "noise": attempt(neftune_noise_alpha=5.0),
+        "classifier": attempt(classifier),
+        "embeddings": attempt(embedding),
+        "architecture": attempt(scaling),
+        "layers": attempt(pipeline_split=[6]),
+    }
+
+
+def granite():
+    return GraniteConfig(
+        vocab_size=59, hidden_size=32, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48,
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--parts", nargs="+", default=["all"])
+    options = parser.parse_args()
+    folder, parts = options.folder, set(options.parts)
+    if parts == {"alone"}:
+        (folder / "alone.json").write_text(json.dumps(compared(folder / "alone", is_alone=True)))
+        return
+    DistTrainingArguments(output_dir=str(folder / "none"), use_cpu=True, report_to=[])  # makes the process group
+    base = folder / "base"
+    if rank() == 0:  # (1)
+        save_base(base)
+    dist.barrier()
+    everything = {
+        **{
+            name: lambda name=name: counted(
+                base, folder / "counted", pipeline_schedule=name,
+                pipeline_stages_per_rank=None if name in policy.FIXED_STAGES_PER_RANK else 2,
+            )
+            for name in schedules.SCHEDULES
+        },
+        "resumed": lambda: resumed(base, folder / "run"),
+        "elsewhere": lambda: goes_on_elsewhere(base, folder / "run"),
+        "adapters": lambda: resumed(base, folder / "adapters", True, pipeline_schedule="zero_bubble"),
+        "compared": lambda: compared(folder / "compared"),
+        "not_finite": lambda: not_finite(folder / "not_finite"),
+        "said": lambda: refusals(base, folder),
+    }  # fmt: skip
+    found = {name: run() for name, run in everything.items() if parts & {name, "all"}}
+    if rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    leave_together()

@@ -1,0 +1,159 @@
+"""Causal language models with their own loss in a pipeline: gradients against naive lines, runs against those of one
+process, what a run holds, resumed runs, folders, and what is refused. Stages alone are in tests/strategies."""
+
+import functools
+import json
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from hf_dist_ext import policy
+from hf_dist_ext.strategies import schedules
+from tests.distributed import causal_pipeline_worker as worker
+from tests.distributed.forked import launch
+from tests.parity import causal_worker
+from tests.parity.exactness_table import PIPELINES, measure_causal
+
+SENTINELS = ["causal LM, tied word embeddings", "causal LM, accumulation 2, short last window, clipped"]
+
+
+def not_exact(errors: dict) -> dict:
+    return {name: found for name, found in errors.items() if not found["error"] <= found["tolerance"]}
+
+
+def test_gradients_of_a_causal_language_model_are_those_of_one_process():
+    errors = measure_causal("PP 2, 1f1b", *SENTINELS)
+    assert len(errors) == len(SENTINELS) and not not_exact(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", PIPELINES)
+def test_gradients_are_those_of_one_process_whatever_the_schedule(run):
+    errors = measure_causal(run)
+    assert len(errors) == len(causal_worker.CASES) and not not_exact(errors)
+
+
+@functools.cache
+def folder(*parts: str) -> TemporaryDirectory:
+    """Of these runs of the worker; of all, and the one of one process, without names."""
+    made = TemporaryDirectory()
+    launch("multi_gpu_pp", 2, worker.main, made.name, "--parts", *(parts or ["all"]))
+    if not parts:
+        launch("python", 1, worker.main, made.name, "--parts", "alone")
+    return made
+
+
+def found(*parts: str, file: str = "found") -> dict:
+    return json.loads(Path(folder(*parts).name, f"{file}.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_run_is_that_of_one_process():
+    ours, alone = found()["compared"], found(file="alone")
+    for name in ("eval_loss", "eval_target"):
+        assert abs(alone["evaluation"][name]) > 0.01
+        assert ours["evaluation"][name] == pytest.approx(alone["evaluation"][name], rel=1e-9)
+    assert ours["evaluation"]["eval_rows"] == alone["evaluation"]["eval_rows"] == 10
+    assert ours["tokens"] == alone["tokens"] > 0
+    assert len(ours["losses"]) == 4
+    for mine, theirs in zip(ours["losses"], alone["losses"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)  # Trainer adds losses up in float32
+    mine, theirs = (torch.load(Path(folder().name, name, "weights.pt")) for name in ("compared", "alone"))
+    start = causal_worker.build(causal_worker.Case("tied", config=causal_worker.TIED)).state_dict()
+    assert mine.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert (weight - start[name]).norm() > 1e-3
+        assert (mine[name] - weight).abs().max() <= 1e-10, name
+
+
+@pytest.mark.slow
+def test_both_copies_of_a_tied_weight_train_alike():
+    assert found()["compared"]["copies_equal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_a_step_is_one_pass_that_holds_what_its_schedule_says(schedule):
+    for rank, of_rank in enumerate(found()[schedule]):
+        per_rank, chunks = of_rank["per_rank"], of_rank["chunks"]
+        assert chunks == worker.CHUNKS
+        assert of_rank["forwards"] == of_rank["backwards"] == per_rank * chunks
+        assert {of_rank["live"]} == {sum(held) for held in policy.live_chunks(schedule, 2, per_rank, chunks, rank)}
+        kinds = [action.kind for action in schedules.actions(schedule, 2, per_rank, chunks, rank)]
+        assert of_rank["isend"] == sum(kind.startswith("SEND") for kind in kinds) > 0
+        assert of_rank["irecv"] == sum(kind.startswith("RECV") for kind in kinds)
+
+
+@pytest.mark.slow
+def test_1f1b_holds_fewer_chunks_than_stages_follow():
+    assert [of_rank["live"] for of_rank in found()["1f1b"]] == [2, 1]
+    assert [of_rank["live"] for of_rank in found()["gpipe"]] == [worker.CHUNKS] * 2
+
+
+@pytest.mark.slow
+def test_no_process_holds_the_whole_model():
+    whole = causal_worker.build(causal_worker.Case("tied", config=causal_worker.TIED))
+    number = sum(p.numel() for p in whole.parameters())
+    for schedule in schedules.SCHEDULES:
+        assert all(0 < of_rank["parameters"] < 0.7 * number for of_rank in found()[schedule])
+
+
+@pytest.mark.parametrize("kind", ["resumed", pytest.param("adapters", marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
+    run = found(kind)[kind]
+    assert run["moved"] > 1e-2
+    assert run["equal"] and run["losses_equal"] and run["committed"] == ""
+    assert {"trainable_optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= set(run["files"])
+    assert run["sizes"] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["resumed", pytest.param("adapters", marks=pytest.mark.slow)])
+def test_the_folder_of_the_end_is_whole(kind):
+    run = found(kind)[kind]
+    assert run["weights_equal"] and run["tied"]
+    assert run["logits_differ"] < 1e-6
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_read_by_processes_that_have_other_stages():
+    assert found()["elsewhere"] == {"weights": True, "moments": True, "moved": True}
+
+
+@pytest.mark.slow
+def test_an_update_whose_loss_is_not_finite_is_skipped_on_all():
+    assert found()["not_finite"] == {"skipped_once": True, "is_finite": True}
+
+
+@pytest.mark.slow
+def test_a_logged_line_says_how_long_processes_wait():
+    measured, expected = found()["resumed"]["bubble"]
+    assert expected == pytest.approx(1 / (worker.CHUNKS + 1), abs=1e-4)
+    assert 0 < measured < 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("no chunks", "works on chunks.*gradient_cache_chunk_size"),
+        ("tokens", "cuts a batch into chunks of equal rows.*gradient_cache_chunk_size"),
+        ("both", "gradient_cache_chunk_tokens=64 needs a loss over embeddings"),
+        ("mean", "this one does not use that number"),
+        ("no items", "this model's is a mean"),
+        ("no labels", "the batch has no labels, only input_ids, attention_mask"),
+        ("other rows", "'lengths' has 3 entries, input_ids 6 rows"),
+        ("no rows", r"needs batches with input_ids \(rows, tokens\), got labels"),
+        ("batch size", "auto_find_batch_size=true"),
+        ("optimizer", "updates weights inside of backward"),
+        ("noise", "neftune_noise_alpha=5.0"),
+        ("classifier", "LlamaForSequenceClassification with its own loss"),
+        ("embeddings", "needs a loss over embeddings.*or a causal language model"),
+        ("architecture", 'made of "granite"'),
+        ("layers", "6 layers cut at"),
+    ],
+)
+def test_what_it_can_not_do_is_refused(what, words):
+    assert re.search(words, found()["said"][what], re.DOTALL), found()["said"][what]
