@@ -50,7 +50,7 @@ class Watch(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **others):
         self.profiler.stop()
-        counts = collections.Counter(event.name for event in self.profiler.events())
+        counts = collections.Counter(event.name() for event in self.profiler.profiler.kineto_results.events())
         self.updates.append({"all_reduce": counts["gloo:all_reduce"], "tokens": self.tokens})
 
 
