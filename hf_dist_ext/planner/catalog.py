@@ -17,13 +17,14 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Pipeline:
     """Consecutive devices that hold the same rows: `ranks` with stages of their own, each shared by `parts` devices
-    (tensor parallelism)."""
+    (tensor parallelism). `sharding`: "FULL_SHARD" or "SHARD_GRAD_OP" where copies shard their stages (FSDP2)."""
 
     ranks: int
     schedule: str
     per_rank: int  # stages
     split: tuple[int, ...] | None = None  # first layers of all stages but the first; None: by work
     parts: int = 1
+    sharding: str = ""
 
     @property
     def places(self) -> list[int]:
@@ -165,7 +166,7 @@ def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
     if knobs.hook is not None and strategy.name != "DDP":
         return f'ddp_comm_hook="{knobs.hook}" is for DDP'
     if strategy.pipeline is not None and knobs.sharding not in (None, "NO_SHARD"):
-        return f'stages with sharding="{knobs.sharding}" are not counted'
+        return _stages_not_sharded(strategy.pipeline, work, hardware)
     if not is_fsdp(strategy):
         return f"{knobs.of_fsdp[0]} has no meaning without FSDP" if knobs.of_fsdp else ""
     if knobs.sharding == "NO_SHARD":
@@ -180,4 +181,18 @@ def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
         return f'sharding="{knobs.sharding}" shards over all devices'
     if knobs.cpu_offload is False and strategy.offloads:
         return "cpu_offload is false"
+    return ""
+
+
+def _stages_not_sharded(pipeline: Pipeline, work: Workload, hardware: Hardware) -> str:
+    """As strategies/sharded_stages.py refuses them."""
+    given = f'sharding="{work.knobs.sharding}" in a pipeline'
+    if not pipeline.sharding:
+        return f"{given} is over all copies: FULL_SHARD or SHARD_GRAD_OP"
+    if hardware.num_devices == pipeline.devices:
+        return f"{given} is over copies, and there is one"
+    if pipeline.sharding == "FULL_SHARD" and pipeline.schedule.startswith("zero_bubble"):
+        return f"{given} does not go with {pipeline.schedule}"
+    if work.optimizer not in policy.SPLIT_OPTIMIZERS:
+        return f"{given} does not go with optim={work.optimizer}"
     return ""

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import Pipeline
-from hf_dist_ext.planner.memory import Settings, Sizes
+from hf_dist_ext.planner.memory import Model, Settings, Sizes
 from hf_dist_ext.planner.tape import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Layer, Tape
 from hf_dist_ext.planner.workload import Column, Workload
 
@@ -54,16 +54,17 @@ def head_in_layers(work: Workload) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def sizes_of_stages(work: Workload, pipeline: Pipeline) -> list[Sizes]:
+def models_of_stages(work: Workload, pipeline: Pipeline) -> list[Model]:
     """Parameters stage by stage, of one device of several that share layers."""
     tape, counts = work.tape(work.columns[0], "nothing", pipeline.parts), layers_of(work, pipeline)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     stage_of = dict(zip((layer.name for layer in tape.layers), stages, strict=True))
-    sizes, stage = [Sizes() for _ in counts], 0
+    models, stage = [Model() for _ in counts], 0
     for parameter in tape.parameters.values():  # in the order of the forward: before the layers, in them, behind them
         stage = stage_of[parameter.layer] if parameter.layer else stage and len(counts) - 1
-        sizes[stage].add(parameter, work)
-    return sizes
+        models[stage].whole.add(parameter, work)
+        models[stage].units.setdefault(parameter.layer, Sizes()).add(parameter, work)
+    return models
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,8 +16,8 @@ from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, Strategy, splits_layers
-from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, num_layers, sizes_of_stages
-from hf_dist_ext.planner.memory import Bytes, Settings, framework_bytes, loss_bytes, scratch_bytes
+from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, models_of_stages, num_layers
+from hf_dist_ext.planner.memory import Bytes, Settings, Sizes, framework_bytes, loss_bytes, scratch_bytes
 from hf_dist_ext.planner.traffic import ARITHMETIC, Traffic, bandwidths, inside_layers
 from hf_dist_ext.planner.workload import TracedWorkload, Workload
 
@@ -56,7 +56,8 @@ def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
 
 def _pipeline(work: Workload, ranks: int, parts: int) -> Pipeline:
     knobs = work.knobs
-    return Pipeline(ranks, knobs.pipeline_schedule, knobs.stages_per_rank, knobs.pipeline_split, parts)
+    sharding = knobs.sharding if knobs.sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else ""
+    return Pipeline(ranks, knobs.pipeline_schedule, knobs.stages_per_rank, knobs.pipeline_split, parts, sharding)
 
 
 def _can_be_cut(work: Workload, pipeline: Pipeline) -> bool:
@@ -66,7 +67,7 @@ def _can_be_cut(work: Workload, pipeline: Pipeline) -> bool:
 
 
 def _strategy(pipeline: Pipeline, copies: int) -> Strategy:
-    sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "DP": copies}
+    sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "FSDP" if pipeline.sharding else "DP": copies}
     name = " x ".join(f"{what} {size}" for what, size in sizes.items() if size > 1)
     shared = "layers split in groups, " if pipeline.parts > 1 else ""
     words = f"{shared}layers over {pipeline.ranks} devices, one after another"
@@ -95,31 +96,50 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
 
 
 def ranks_of(work: Workload, pipeline: Pipeline, hardware: Hardware, settings: Settings) -> list[Rank]:
-    counts, sizes = layers_of(work, pipeline), sizes_of_stages(work, pipeline)
+    counts, models = layers_of(work, pipeline), models_of_stages(work, pipeline)
     chunks, copies = num_chunks(work, pipeline, settings), hardware.num_devices // pipeline.devices
     found = []
     for rank, own in enumerate(pipeline.stages_of_ranks):
-        needed = Bytes()
-        for stage in own:
-            of_stage = sizes[stage]
-            has_masters = of_stage.trained_stored > of_stage.trained * work.compute_bytes
-            needed.weights += of_stage.frozen_stored + (0.0 if has_masters else of_stage.trained_stored)
-            needed.master_weights += of_stage.trained_stored if has_masters else 0.0
-            needed.gradients += of_stage.trained_stored
-            needed.optimizer += of_stage.optimizer
-        trained = sum(sizes[stage].trained for stage in own)
+        units = [unit for stage in own for unit in models[stage].units.values()]
+        needed = _sharded(pipeline, units, copies) if pipeline.sharding else _whole(work, units, copies)
         live = policy.live_chunks(pipeline.schedule, pipeline.ranks, pipeline.per_rank, chunks, rank)
         saved, casts = held(work, pipeline, settings, own, live)
         needed.weights += casts
         needed.activations = saved + _working(work, pipeline, settings, own)
-        if copies > 1:  # flat gradients, which their mean is taken of
-            needed.buffers = needed.gradients * min(1.0, policy.REDUCED_TOGETHER / max(trained, 1))
         needed.buffers += _messages_under_way(work, pipeline, settings, own)
         needed.embeddings = loss_bytes(work, copies) if len(counts) - 1 in own else 0.0
-        needed.scratch = scratch_bytes(work, trained)
+        needed.scratch = scratch_bytes(work, sum(u.trained for u in units) / (copies if pipeline.sharding else 1))
         needed.framework = framework_bytes(needed, is_alone=False)
         found.append(Rank(sum(counts[stage] for stage in own), max(map(sum, live)), needed))
     return found
+
+
+def _whole(work: Workload, units: Sequence[Sizes], copies: int) -> Bytes:
+    """Weights, gradients and state of a rank whose copies average gradients, flat, once per update."""
+    stored, trained = sum(unit.trained_stored for unit in units), sum(unit.trained for unit in units)
+    has_masters = stored > trained * work.compute_bytes
+    return Bytes(
+        weights=sum(unit.frozen_stored for unit in units) + (0.0 if has_masters else stored),
+        master_weights=stored if has_masters else 0.0,
+        gradients=stored,
+        optimizer=sum(unit.optimizer for unit in units),
+        buffers=stored * min(1.0, policy.REDUCED_TOGETHER / max(trained, 1)) if copies > 1 else 0.0,
+    )
+
+
+def _sharded(pipeline: Pipeline, units: Sequence[Sizes], copies: int) -> Bytes:
+    """The same where copies share one set (strategies/sharded_stages.py). Weights are gathered as they are stored: all
+    for an update, or two units for a chunk; so are gradients."""
+    whole = sorted((unit.trained_stored + unit.frozen_stored for unit in units), reverse=True)
+    trained, largest = sum(unit.trained_stored for unit in units), max(unit.trained_stored for unit in units)
+    frees = pipeline.sharding == "FULL_SHARD"
+    return Bytes(
+        weights=sum(whole[:2]) if frees else sum(whole),
+        master_weights=sum(whole) / copies,
+        gradients=trained / copies + (0.0 if frees else trained),
+        optimizer=sum(unit.optimizer for unit in units) / copies,
+        buffers=whole[0] + (2 if frees else 1) * largest,
+    )
 
 
 def num_chunks(work: Workload, pipeline: Pipeline, settings: Settings) -> int:
@@ -217,7 +237,7 @@ def facts_of(work: Workload, pipeline: Pipeline, hardware: Hardware, settings: S
         num_chunks(work, pipeline, settings),
         bubble_share(work, pipeline, settings),
         max(_messages(work, pipeline, settings, own)[1] for own in pipeline.stages_of_ranks),
-        2 * (copies - 1) / copies * _reduced(work, pipeline),
+        (1 if pipeline.sharding else 2) * (copies - 1) / copies * _reduced(work, pipeline),
         tuple(ranks_of(work, pipeline, hardware, settings)),
     )
 
@@ -240,7 +260,10 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     if pipeline.parts > 1:
         layers = max(sum(counts[stage] for stage in own) for own in pipeline.stages_of_ranks)
         sums.send("all_reduce", *inside_layers(work, settings, layers), pipeline.parts, inside)
-    sums.send("all_reduce", 1, _reduced(work, pipeline), copies, across)
+    if pipeline.sharding:
+        _send_shards(sums, work, pipeline, settings, copies, across)
+    else:
+        sums.send("all_reduce", 1, _reduced(work, pipeline), copies, across)
     sums.send_embeddings(work, copies, across)
     most = max(_operations(work, pipeline, settings, own) for own in pipeline.stages_of_ranks)
     busy = 1 - bubble_share(work, pipeline, settings)
@@ -249,19 +272,35 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
 
 
 def _reduced(work: Workload, pipeline: Pipeline) -> float:
-    sizes = sizes_of_stages(work, pipeline)
-    return max(sum(sizes[stage].trained_stored for stage in own) for own in pipeline.stages_of_ranks)
+    models = models_of_stages(work, pipeline)
+    return max(sum(models[stage].whole.trained_stored for stage in own) for own in pipeline.stages_of_ranks)
+
+
+def _send_shards(
+    sums: Traffic, work: Workload, pipeline: Pipeline, settings: Settings, copies: int, bandwidth: float
+) -> None:
+    """Of the rank that has most: weights once per update, or for every forward and backward of every chunk;
+    gradients once, or behind every backward."""
+    models = models_of_stages(work, pipeline)
+    ranks = [[unit for stage in own for unit in models[stage].units.values()] for own in pipeline.stages_of_ranks]
+    units = max(ranks, key=lambda units: sum(unit.trained_stored + unit.frozen_stored for unit in units))
+    backwards = num_chunks(work, pipeline, settings) * work.accumulation if pipeline.sharding == "FULL_SHARD" else 1
+    gathers = 3 * backwards if pipeline.sharding == "FULL_SHARD" else 1
+    stored = sum(unit.trained_stored + unit.frozen_stored for unit in units)
+    sums.send("all_gather", gathers * len(units), gathers * stored, copies, bandwidth)
+    trained = [unit.trained_stored for unit in units if unit.trained]
+    sums.send("reduce_scatter", backwards * len(trained), backwards * sum(trained), copies, bandwidth)
 
 
 def _messages(work: Workload, pipeline: Pipeline, settings: Settings, own: Sequence[int]) -> tuple[float, float]:
     """How many a rank sends, and their bytes: what its stages give, in both passes, and gradients where an earlier
     stage trains."""
-    places, sizes, chunks = pipeline.places, sizes_of_stages(work, pipeline), num_chunks(work, pipeline, settings)
+    places, models, chunks = pipeline.places, models_of_stages(work, pipeline), num_chunks(work, pipeline, settings)
     number, size = 0, 0.0
     for stage in own:
         if stage + 1 < len(places) and places[stage + 1] != places[stage]:
             number, size = number + 2 * chunks, size + 2 * _given(work, pipeline, settings, stage)
-        if stage and places[stage - 1] != places[stage] and any(one.trained for one in sizes[:stage]):
+        if stage and places[stage - 1] != places[stage] and any(model.whole.trained for model in models[:stage]):
             number, size = number + chunks, size + _given(work, pipeline, settings, stage - 1)
     return number * work.accumulation, size * work.accumulation
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.memory import Settings, model_of
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.strategies import schedules, splitting, stages
+from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
 from tests.planner.test_choose import DECODER, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import model_config
 
@@ -89,7 +91,7 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, half, chec
 def test_embeddings_lie_on_the_first_stage_and_what_follows_on_the_last(make_run):  # noqa: F811
     run = make_run(DECODER, **LARGE)
     work = workload(run)
-    sizes = cut.sizes_of_stages(work, Pipeline(4, "1f1b", 1))
+    sizes = [model.whole for model in cut.models_of_stages(work, Pipeline(4, "1f1b", 1))]
     words, projection = 151936 * 2048, 64 * 2048
     of_layers = [size.elements - end for size, end in zip(sizes, [words, 0, 0, projection + 2048], strict=True)]
     assert of_layers == [of_layers[0]] * 4 and of_layers[0] > 0  # 7 layers each
@@ -112,6 +114,7 @@ def test_a_large_vocabulary_behind_the_layers_takes_layers_from_the_last_stage(m
     pipeline = Pipeline(4, "1f1b", 1)
     assert cut.layers_of(embedder, pipeline) == [7, 7, 7, 7]
     assert cut.head_in_layers(causal) == pytest.approx(151936 * 2048 / (2048 * (3 * 6144 + 2 * 2048 + 2 * 1024)))
+    assert cut.head_in_layers(causal) == pytest.approx(OwnLossCut.head_in_layers(SimpleNamespace(**causal.config)))
     assert cut.layers_of(causal, pipeline) == [8, 9, 9, 2]
 
 
@@ -160,7 +163,7 @@ def test_copies_reduce_their_stage_once_per_update(make_run):  # noqa: F811
     fields = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "pipeline_parallel_size": 2}
     run = make_run(**fields, gradient_accumulation_steps=3)
     option = pipeline_option(make_plan(run, Hardware(8, 80 * GIB)))
-    largest = max(size.trained_stored for size in cut.sizes_of_stages(workload(run), option.strategy.pipeline))
+    largest = max(m.whole.trained_stored for m in cut.models_of_stages(workload(run), option.strategy.pipeline))
     assert option.strategy.name == "PP 2 x DP 4" and option.traffic.collectives["all_reduce"] == 1
     assert option.pipeline.reduced == pytest.approx(2 * 3 / 4 * largest)
     once = pipeline_option(make_plan(make_run(**fields), Hardware(8, 80 * GIB)))
@@ -275,3 +278,37 @@ def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F8
     assert {one.pipeline.parts for one in pipelines.candidates(workload(lora), hardware)} == {1}
     sent = pipelines.traffic(work, four, hardware, Settings())
     assert sent.collectives["all_reduce"] > 100
+
+
+def test_copies_that_shard_their_stages_divide_state(make_run):  # noqa: F811
+    fields = LARGE | {"pipeline_parallel_size": 2}
+    found = {}
+    for sharding in (None, "SHARD_GRAD_OP", "FULL_SHARD"):
+        plan = make_plan(make_run(DECODER, sharding=sharding, **fields), Hardware(8, 80 * GIB))
+        found[sharding] = pipeline_option(plan)
+    copied, once, often = found.values()
+    assert [option.strategy.name for option in found.values()] == ["PP 2 x DP 4", "PP 2 x FSDP 4", "PP 2 x FSDP 4"]
+    assert not any(option.why_not for option in found.values())
+    assert copied.given.optimizer == 4 * once.given.optimizer == 4 * often.given.optimizer > 0
+    assert copied.given.master_weights == 4 * once.given.master_weights
+    assert once.given.gradients == 5 * often.given.gradients == 1.25 * copied.given.gradients
+    assert often.given.weights < once.given.weights and often.traffic.bytes > 10 * once.traffic.bytes
+    units = 28 // 2 + 1
+    assert once.traffic.collectives["all_gather"] == units + 3 and "all_reduce" not in once.traffic.collectives
+    chunks = often.pipeline.chunks
+    assert often.traffic.collectives["all_gather"] == 3 * chunks * units + 3
+    assert often.traffic.collectives["reduce_scatter"] == chunks * units + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sharding": "FULL_SHARD", "pipeline_schedule": "zero_bubble"}, "does not go with zero_bubble"),
+        ({"sharding": "SHARD_GRAD_OP", "optim": "adafactor"}, "does not go with optim=adafactor"),
+        ({"sharding": "SHARD_GRAD_OP", "pipeline_parallel_size": 8}, "over copies, and there is one"),
+        ({"sharding": "HYBRID_SHARD"}, "over all copies"),
+    ],
+)
+def test_stages_that_can_not_be_sharded_say_why(make_run, fields, words):  # noqa: F811
+    plan = make_plan(make_run(DECODER, **(LARGE | {"pipeline_parallel_size": 2} | fields)), Hardware(8, 80 * GIB))
+    assert words in pipeline_option(plan).why_not
