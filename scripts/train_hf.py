@@ -96,10 +96,24 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[Dis
         "per_device_train_batch_size": args.train_batch_size,
         "trained_share": round(sum(n for n, is_on in trains if is_on) / sum(n for n, _ in trains), 4),
     }
+    if views := trainer.evaluations.by_view(after):
+        report["views"] = views
     report |= trainer.scaling.report
     if parts.loss is not None:
         report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
     return trainer, report
+
+
+def views_tables(views: dict) -> list:
+    """A table for every set of dimensions and precisions: figures after training."""
+    from rich.table import Table
+
+    tables: dict[tuple, Table] = {}
+    for figure, of_views in views.items():
+        if tuple(of_views) not in tables:
+            tables[tuple(of_views)] = Table("", *of_views, title="after training")
+        tables[tuple(of_views)].add_row(figure, *[f"{value:.4f}" for value in of_views.values()])
+    return list(tables.values())
 
 
 def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
@@ -116,6 +130,9 @@ def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
             table.add_row(f"{name}{metric}", *["-" if value is None else f"{value:.4f}" for value in cells])
     if any(value is not None for value in report["after"].values()):
         Console().print(table)
+    for life in lives.values():
+        for evaluation in views_tables(life.get("views", {})):
+            Console().print(evaluation)
     chunks = f", {report['num_chunks']} chunks per step" if "num_chunks" in report else ""
     print(f"{report['train_seconds']} s of training{chunks}")
     if "scaling_efficiency" in report:

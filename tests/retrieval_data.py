@@ -102,12 +102,11 @@ def write_rows(folder: Path, number: int = 40, seed: int = 3) -> dict[str, list[
     return rows
 
 
-def save_model(folder: Path, normalize: bool = True, seed: int = 0, **more) -> Path:
-    """A BERT whose embeddings are far apart, with prompts."""
-    torch.manual_seed(seed)
-    model = EmbeddingModel.from_config(
-        model_config("bert", initializer_range=0.3), projection_dim=16, normalize=normalize, prompts=PROMPTS, **more
-    )
+def save_model(folder: Path, family: str = "bert", normalize: bool = True, **config) -> Path:
+    """A small model whose embeddings are far apart, with prompts."""
+    torch.manual_seed(0)
+    config = model_config(family, initializer_range=0.3, **config)
+    model = EmbeddingModel.from_config(config, projection_dim=16, normalize=normalize, prompts=PROMPTS)
     tokenizer = tiny_tokenizer(max_length=40)
     model.save_pretrained(folder, tokenizer=tokenizer, prompts={**PROMPTS, "document": PROMPTS["positive"]})
     return folder

@@ -36,6 +36,10 @@ from hf_dist_ext.run.evaluations import Evaluation, Reranking, Retrieval, Simila
 ID_COLUMNS = {"corpus": ("_id", "id", "corpus-id"), "queries": ("_id", "id", "query-id")}
 FILES = {"corpus": "corpus.jsonl", "queries": "queries.jsonl"}
 QRELS_CONFIGS = ("qrels", "default")
+NEEDED = (
+    "Retrieval needs a folder with BEIR's files (corpus.jsonl, queries.jsonl, qrels/*.tsv), or a dataset with the "
+    'configurations "corpus", "queries" and "default" or "qrels".'
+)
 
 
 @dataclass(eq=False)
@@ -167,14 +171,13 @@ def _read_qrels(path: Path) -> dict[str, Any]:
 
 
 def _read_mteb(path: str, split: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    if Path(path).expanduser().is_file():
+        raise UsageError(f"{path} is a file. {NEEDED}")
     with loading_errors(path):
         names = datasets.get_dataset_config_names(path)
         qrels = next((name for name in QRELS_CONFIGS if name in names), None)
         if not {"corpus", "queries"} <= set(names) or qrels is None:
-            raise UsageError(
-                f"{path} has the configurations {', '.join(names)}. Retrieval needs BEIR's files (corpus.jsonl, "
-                'queries.jsonl, qrels/*.tsv), or configurations "corpus", "queries" and "default" or "qrels".'
-            )
+            raise UsageError(f"{path} has the configurations {', '.join(names)}. {NEEDED}")
         loaded = {name: datasets.load_dataset(path, name) for name in ("corpus", "queries", qrels)}
     judged = loaded.pop(qrels)
     judged = judged[choose_split(judged, split, "qrels")]

@@ -10,8 +10,9 @@ Figures have the names that sentence-transformers' evaluators give them; those o
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hf_dist_ext.data.evaluations import RetrievalData
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import corpus_retrieval, row_evaluations
 from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.views import views_of
 
 # (data, embedder, similarity) -> figures, and (options, similarity, is_short) -> their names
 KINDS = {
@@ -57,8 +59,25 @@ class Evaluations:
 
     @property
     def headlines(self) -> list[str]:
-        """The names that a report shows."""
-        return [name for data in self.given for name in KINDS[type(data)][1](data.options, self.similarity, True)]
+        """The names that a report shows before and after training: of whole embeddings."""
+        return [name for data in self.given for name in self._headlines(data)]
+
+    def _headlines(self, data: Any) -> list[str]:
+        whole = replace(data.options, dims=None, precisions=None)
+        return KINDS[type(data)][1](whole, self.similarity, True)
+
+    def by_view(self, figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """Headline -> "whole", "dim128", "int8" and so on -> figure, of evaluations with `dims` or `precisions`.
+        `figures`: what `evaluate()` gives."""
+        found = {}
+        for data in self.given:
+            name = data.options.name
+            prefixes = list(dict.fromkeys(view.prefix for view in views_of(data.options, self.similarity)))
+            for headline in self._headlines(data) if len(prefixes) > 1 else ():
+                of_view = {prefix: f"eval_{name}_{prefix}{headline.removeprefix(f'{name}_')}" for prefix in prefixes}
+                labels = {prefix: prefix.replace("_", " ").strip() or "whole" for prefix in prefixes}
+                found[headline] = {labels[prefix]: figures[one] for prefix, one in of_view.items()}
+        return found
 
     def check(self, best: str | None, paired: Sequence[str] | None, model: Any) -> None:
         """Before anything runs. Raises UsageError.

@@ -47,6 +47,7 @@ def text(folder: Path, run: Run, report: Mapping[str, Any], to_load: Sequence[st
         f"* Task: `{run.options.task}`. Processes: {report['world_size']}. Every setting of the run is in `run.json`, "
         "all logged figures are in `metrics.jsonl`.",
         *_metrics(lives),
+        *_views(lives),
         "",
         "    " + "\n    ".join(line.format(folder=folder) for line in to_load),
         "",
@@ -71,6 +72,17 @@ def _metrics(lives: Sequence[Mapping[str, Any]]) -> list[str]:
         if after is not None
     ]
     return ["", "| held out | before | after |", "|---|---|---|", *rows] if rows else []
+
+
+def _views(lives: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table for every set of dimensions and precisions that was evaluated."""
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for life in lives:
+        for figure, of_views in life.get("views", {}).items():
+            head = f"| after training | {' | '.join(of_views)} |", f"|---|{'---|' * len(of_views)}"
+            rows = tables.setdefault(tuple(of_views), ["", *head])
+            rows.append(f"| {_stage(life)}{figure} | {' | '.join(map(_figure, of_views.values()))} |")
+    return [row for rows in tables.values() for row in rows]
 
 
 def _figure(value: float | None) -> str:

@@ -144,5 +144,5 @@ def test_rows_that_cannot_be_are_refused(kind, rows, words, tmp_path):
 
 def test_other_data_is_refused_with_the_layouts(tmp_path):
     write_lines(tmp_path / "rows.jsonl", [{"query": "a", "positive": "b"}])
-    with pytest.raises(UsageError, match="has the configurations default. Retrieval needs BEIR's files"):
+    with pytest.raises(UsageError, match="has the configurations default. Retrieval needs a folder"):
         read(tmp_path)

@@ -16,12 +16,15 @@ from sentence_transformers.sentence_transformer.evaluation import (
     RerankingEvaluator,
     TripletEvaluator,
 )
+from torch.distributed.tensor import distribute_tensor
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import choose, collectives, pipeline
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.corpus_ranks import CorpusRanks
 from hf_dist_ext.training.trainer import DistTrainer
@@ -32,17 +35,19 @@ from tests.tiny_models import tiny_tokenizer
 KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10], ndcg_at_k=[5, 10], map_at_k=[7, 100])
 
 
-def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, **more) -> DistTrainer:
+def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, callbacks=(), **more) -> DistTrainer:
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, per_device_train_batch_size=4,
         **{"per_device_eval_batch_size": 8, "gradient_cache_chunk_size": 3, "seed": 3} | more,
     )  # fmt: skip
-    pairs = [{"query": a, "positive": b} for a, b in zip(texts(12, 5), texts(12, 6), strict=True)]
-    model = EmbeddingModel.from_pretrained(model)
+    pairs = [{"query": a, "positive": b} for a, b in zip(texts(16, 5), texts(16, 6), strict=True)]
+    ways = {"in_stages": pipeline.in_stages(args), "distributed_config": choose.launched_split()}
+    model = EmbeddingModel.from_pretrained(model, **ways)
     return DistTrainer(
         model, args, loss=InfoNCELoss(0.05, normalize=model.normalize), evaluations=read_evaluations(evaluations),
         train_dataset=Dataset.from_list(pairs), eval_dataset=rows, processing_class=tiny_tokenizer(max_length=40),
         data_collator=ContrastiveCollator(tiny_tokenizer(max_length=40), ["query", "positive"], PROMPTS),
+        callbacks=list(callbacks),
     )  # fmt: skip
 
 
@@ -58,6 +63,8 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("evaluations")
     save_model(folder / "cosine")
     save_model(folder / "dot", normalize=False)
+    save_model(folder / "deep", num_hidden_layers=3)
+    save_model(folder / "decoder", "qwen3", num_attention_heads=2, num_key_value_heads=2)
     write_beir(folder / "corpus", *corpus())
     write_rows(folder)
     return folder
@@ -103,13 +110,24 @@ def processes(mode: str, folder: Path, evaluations: list[dict], model: Path, **m
         torch.set_num_threads(1)
         of = trainer(folder / "run", evaluations, model, max_steps=1, eval_on_start=True, save_strategy="no", **more)
         of.train()
-        return json.dumps([of.args.world_size, of.state.log_history[0]])
+        return json.dumps([collectives.world_size(), of.state.log_history[0]])
 
     return tuple(json.loads(Run(mode, folder / "log", run).result()))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "ddp-3", "fsdp-full"])
-def test_figures_are_those_of_one_process(mode, made, tmp_path):
+PIPELINE = {"pipeline_parallel_size": 2}
+SLOW = [
+    ("ddp", "cosine", {}), ("zero3", "cosine", {}), ("zero2", "cosine", {}), ("hsdp-sharded", "cosine", {}),
+    ("multi_gpu_tp@2", "decoder", {}), ("multi_gpu_pp@3", "deep", {"pipeline_parallel_size": 3}),
+    ("multi_gpu_pp@4", "cosine", PIPELINE), ("fsdp-full-3", "cosine", {"gradient_cache_chunk_size": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode, model, more", [
+    ("ddp-3", "cosine", {}), ("fsdp-full", "cosine", {}), ("multi_gpu_pp@2", "cosine", PIPELINE),
+    *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+])  # fmt: skip
+def test_figures_are_those_of_one_process(mode, model, more, made, tmp_path):
     """101 documents leave uneven shares in chunks of 40; batches are such that a process has none left while another
     one still encodes."""
     evaluations = [
@@ -117,10 +135,10 @@ def test_figures_are_those_of_one_process(mode, made, tmp_path):
          "precisions": ["int8", "binary"]},
         *[entry(made, kind, name=f"c_{kind}", dims=[5]) for kind in ("sts", "triplet", "reranking")],
     ]  # fmt: skip
-    alone = figures(trainer(tmp_path / "alone", evaluations, made / "cosine").evaluate(), "c")
+    alone = figures(trainer(tmp_path / "alone", evaluations, made / model).evaluate(), "c")
     size = 13 if mode.endswith("3") else 10
-    number, found = processes(mode, tmp_path, evaluations, made / "cosine", per_device_eval_batch_size=size)
-    assert number == (3 if mode.endswith("3") else 2)
+    number, found = processes(mode, tmp_path, evaluations, made / model, per_device_eval_batch_size=size, **more)
+    assert number == (int(mode[-1]) if mode[-2:] in ("-3", "@3", "@4") else 4 if "hsdp" in mode else 2)
     assert len(alone) == 15 + 5 * 4 + 2 * (2 + 1 + 3) and len(set(alone.values())) > 20
     assert figures(found, "c") == pytest.approx(alone, abs=1e-6)
 
@@ -319,6 +337,7 @@ def test_names_of_figures_are_known_before(made, tmp_path):
     starts = ("eval_sts_", "eval_triplet_", "eval_reranking_", "eval_c_", "eval_more_")
     assert [f"eval_{name}" for name in of.evaluations.names] == [n for n in of.evaluate() if n.startswith(starts)]
     assert set(of.evaluations.headlines) < set(of.evaluations.names)
+    assert "sts_spearman_cosine" in of.evaluations.headlines and "c_cosine_mrr@10" in of.evaluations.headlines
 
 
 # ---- in a run ----
@@ -339,6 +358,50 @@ def test_evaluations_change_nothing_in_training(made, tmp_path):
         other = of.evaluate(rows, metric_key_prefix="other")
         assert "other_mrr@10" in other and not [key for key in other if "corpus" in key], "only what is asked for"
     assert len(set(losses[0])) == 4 and losses[0] == losses[1]
+
+
+class Steps(TrainerCallback):
+    """The second step has good weights, the others ones that map every text to one point."""
+
+    def __init__(self, good: dict[str, torch.Tensor]):
+        self.good = good
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model, **others):
+        for name, tensor in model.state_dict().items():
+            is_good = state.global_step == 2 or "projection" not in name
+            whole = self.good[name] if is_good else torch.zeros_like(self.good[name])
+            to = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            if to is not tensor:
+                whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local()
+            to.copy_(whole)
+
+
+def best(folder: Path, made: Path) -> dict:
+    """A run that evaluates and saves after every step, and stops when two evaluations were no better."""
+    good = EmbeddingModel.from_pretrained(made / "cosine").state_dict()
+    more = dict(max_steps=9, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, logging_steps=1)
+    more |= dict(load_best_model_at_end=True, metric_for_best_model="c_cosine_ndcg@10", save_total_limit=2)
+    evaluations = [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}]
+    patience = EarlyStoppingCallback(early_stopping_patience=2)
+    of = trainer(folder, evaluations, made / "cosine", callbacks=[Steps(good), patience], learning_rate=1e-2, **more)
+    of.train()
+    weights = of.whole_weights()
+    return {
+        "stopped": of.state.global_step,
+        "best": of.state.best_global_step,
+        "figures": [line["eval_c_cosine_ndcg@10"] for line in of.state.log_history if "eval_c_cosine_ndcg@10" in line],
+        "is_loaded": all(torch.equal(weights[name], good[name]) for name in good) if weights else None,
+        "after": of.evaluate()["eval_c_cosine_ndcg@10"],
+    }
+
+
+@pytest.mark.parametrize("mode", ["single", *[pytest.param(m, marks=pytest.mark.slow) for m in ("fsdp-full", "ddp")]])
+def test_the_best_weights_by_a_figure_are_those_of_the_end(mode, made, tmp_path):
+    found = json.loads(Run(mode, tmp_path / "log", lambda say: json.dumps(best(tmp_path / "run", made))).result())
+    assert found["best"] == 2 and found["stopped"] == 4 and len(found["figures"]) == 4
+    assert found["figures"][1] > 0.2 > found["figures"][2] == found["figures"][3]
+    assert found["is_loaded"] and found["after"] == pytest.approx(found["figures"][1], abs=1e-9)
 
 
 @pytest.mark.parametrize("options, words", [

@@ -1,0 +1,86 @@
+"""Evaluations of a run file: before, while and after training, in the report and in the model's card."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from PIL import Image
+
+from tests.retrieval_data import corpus, write_beir, write_mteb, write_rows
+from tests.tasks.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
+from tests.test_train_script import main, run_file  # noqa: F401, fixtures
+
+
+def lines_of(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "eval_runtime" in line]
+
+
+def test_a_run_without_held_out_rows_is_judged_by_its_evaluations(main, run_file, tmp_path, capsys):  # noqa: F811
+    write_beir(tmp_path / "docs", *corpus(9, 30))
+    write_rows(tmp_path, 12)
+    names = {"sentence1": "my_sentence1", "sentence2": "my_sentence2", "score": "my_score"}
+    evaluations = [
+        {"type": "retrieval", "path": str(tmp_path / "docs"), "dims": [8], "precisions": ["int8"]},
+        {"type": "sts", "path": str(tmp_path / "sts.jsonl"), "columns": names},
+    ]
+    more = {"eval_holdout": ..., "evaluations": evaluations, "eval_strategy": "steps", "eval_steps": 2}
+    more |= {"load_best_model_at_end": True, "metric_for_best_model": "sts_spearman_cosine"}
+    main(["--config", run_file(**more)])
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    shown = [*[f"docs_cosine_{name}" for name in ("recall@10", "ndcg@10", "mrr@10", "map@100")], "sts_spearman_cosine"]
+    assert list(report["before"]) == list(report["after"]) == shown
+    lines = lines_of(tmp_path / "out")
+    assert [line["step"] for line in lines][:2] == [0, 2]
+    for when, line in (("before", lines[0]), ("after", lines[-1])):
+        assert report[when] == {name: line[f"eval_{name}"] for name in shown}
+    assert "eval_loss" not in lines[0] and "eval_docs_cosine_accuracy@3" in lines[0]
+    views = report["views"]["docs_cosine_ndcg@10"]
+    assert list(views) == ["whole", "int8", "dim8", "dim8 int8"] and len(report["views"]) == 4
+    assert views["dim8 int8"] == lines[-1]["eval_docs_dim8_int8_cosine_ndcg@10"]
+    card, printed = (tmp_path / "out" / "README.md").read_text(), capsys.readouterr().out
+    row = f"| docs_cosine_ndcg@10 | {' | '.join(f'{value:.4f}' for value in views.values())} |"
+    assert "| after training | whole | int8 | dim8 | dim8 int8 |" in card and row in card
+    assert f"| sts_spearman_cosine | {report['before']['sts_spearman_cosine']:.4f} |" in card
+    assert "after training" in printed and "dim8 int8" in printed
+
+
+def test_evaluations_go_beside_held_out_rows(main, run_file, tmp_path):  # noqa: F811
+    write_beir(tmp_path / "docs", *corpus(9, 30))
+    main(["--config", run_file(evaluations=[{"type": "retrieval", "path": str(tmp_path / "docs")}], max_steps=1)])
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert {"mrr@10", "docs_cosine_mrr@10"} <= report["after"].keys() and "views" not in report
+    assert all("eval_loss" in line and "eval_docs_cosine_mrr@10" in line for line in lines_of(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("entry, words", [
+    ({"path": "docs", "metric": 1}, 'has no field "metric"'),
+    ({"path": "rows.jsonl"}, "rows.jsonl is a file. Retrieval needs a folder"),
+])  # fmt: skip
+def test_a_wrong_entry_ends_the_run_with_one_line(main, run_file, tmp_path, capsys, entry, words):  # noqa: F811
+    path = run_file(
+        eval_holdout=..., evaluations=[entry | {"type": "retrieval", "path": str(tmp_path / entry["path"])}]
+    )
+    write_beir(tmp_path / "docs", *corpus(9, 30))
+    with pytest.raises(SystemExit) as left:
+        main(["--config", path])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and words in error and not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_words_look_for_pictures(main, pairs_file, tmp_path):  # noqa: F811
+    """Queries go to the text tower, a corpus of pictures to the image tower."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    rows = [{"_id": str(i), "image": Image.new("RGB", (20, 20), (i * 10, 255 - i * 10, 80))} for i in range(24)]
+    features = datasets.Features({"_id": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / "corpus.parquet")
+    write_mteb(folder, {"a": "sort the keys", "b": "a list"}, {"0": ""}, {"a": ["3"], "b": ["7"]})
+    for name in ("queries", "qrels"):
+        datasets.Dataset.from_json(str(folder / f"{name}.jsonl")).to_parquet(folder / f"{name}.parquet")
+    (folder / "README.md").write_text((folder / "README.md").read_text().replace(".jsonl", ".parquet"))
+    given = {"type": "retrieval", "path": str(folder), "mrr_at_k": [24]}
+    main(["--config", str(pairs_file(evaluations=[given], max_steps=1, save_strategy="no"))])
+    (folder,) = {path.parent for path in tmp_path.rglob("metrics.jsonl")}
+    assert all(1 / 24 <= line["eval_pictures_cosine_mrr@24"] <= 1 for line in lines_of(folder))
