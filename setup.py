@@ -52,6 +52,7 @@ setup(
         "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
         "dev": [*TEST, "ruff>=0.12"],
         "deepspeed": ["deepspeed>=0.19.8"],  # older ones apply updates that are not finite
+        "losses": ["sentence-transformers>=6.2"],
         "tracking": TRACKING,
     },
     # The presets live in configs/accelerate, where a user looks for them; a wheel carries them inside the package.

@@ -14,6 +14,7 @@ _HOMES = {
     "EmbeddingModel": "models.embedding_model",
     "InfoNCELoss": "engine.losses",
     "RunError": "errors",
+    "SentenceTransformersLoss": "tasks.sentence_losses",
     "TowerModel": "models.towers",
     "UsageError": "errors",
     "load_causal_lm": "models.causal_lm",

@@ -8,6 +8,7 @@ MOST_WIDENING = 8
 KEPT_WHOLE_SHARE = 0.25  # of a device's memory, that weights or gradients may take whole where they could be sharded
 LOSS_TILE_BYTES = 512 * 2**20  # of all buffers of a tile of scores together
 LOSS_TILE_BUFFERS = 4  # logits, mask of known false negatives, two while false negatives are looked for
+WHOLE_LOSS_BUFFERS = 6  # of a loss that compares all pairs at once: scores as compared and as scaled, their gradients
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory
 EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
@@ -25,13 +26,19 @@ def loss_tile_rows(candidates: int, most: int = LOSS_TILE_ROWS, item: int = 4) -
 
 
 def loss_stage_bytes(
-    own_rows: int, all_rows: int, anchors: int, candidates: int, dimensions: int, tile_halvings: int = 0
+    own_rows: int,
+    all_rows: int,
+    anchors: int,
+    candidates: int,
+    dimensions: int,
+    tile_halvings: int = 0,
+    is_tiled: bool = True,
 ) -> int:
     """What the loss holds beside the model: copies of the embeddings (of all columns: own rows, all processes' rows),
-    and a tile of scores of this process's anchors against all candidates."""
-    tile_rows = min(anchors, max(1, loss_tile_rows(candidates) >> tile_halvings))
-    tile = LOSS_TILE_BUFFERS * 4 * tile_rows * candidates
-    return int(EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + tile)
+    and a tile of scores of this process's anchors against all candidates. Not tiled: all scores of these anchors."""
+    tile_rows = min(anchors, max(1, loss_tile_rows(candidates) >> tile_halvings)) if is_tiled else anchors
+    scores = (LOSS_TILE_BUFFERS if is_tiled else WHOLE_LOSS_BUFFERS) * 4 * tile_rows * candidates
+    return int(EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + scores)
 
 
 # ---- pipelines: P ranks, V stages per rank, M chunks; schedules by the names of pipeline_schedule ----

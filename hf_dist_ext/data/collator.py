@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
+RESERVED = ("ids", "targets")  # of a batch's rows, and no columns
 
 
 @dataclass(eq=False)
@@ -37,6 +38,9 @@ class ContrastiveCollator:
     they are flattened row by row, and rows may have different numbers of them. A negative column that the rows do not
     have is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
     tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
+    `label_column` holds a number per row, a list of them, or a list of such lists, as long in every row; the batch
+    then has "targets": {"label": (B,), (B, K) or (B, K, D)}. `same_number_of_negatives` refuses rows that have fewer
+    negatives than others, for a loss that takes the k-th negatives of all rows as a column.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -47,15 +51,19 @@ class ContrastiveCollator:
     pad_to_multiple_of: int | None = None
     with_ids: bool = True
     processor: Any = None
+    label_column: str | None = None
+    same_number_of_negatives: bool = False
 
     def __post_init__(self):
         columns, tokenizer, max_length = list(self.columns), self.tokenizer, self.max_length
         self.columns, self.prompts = columns, dict(self.prompts or {})
-        assert len(columns) >= NUM_PAIR_COLUMNS and "ids" not in columns, columns
+        assert len(columns) >= NUM_PAIR_COLUMNS and not {*RESERVED} & {*columns}, columns
         for option, value in (("prompts", self.prompts), ("max_length", max_length)):
             for column in value if isinstance(value, Mapping) else ():
                 if column not in columns:
                     raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
+        if self.label_column is not None and "label" in columns:
+            raise UsageError('columns: the name "label" is that of the labels. Call that column something else.')
         if self.id_column is not None and not self.with_ids:
             raise UsageError(
                 f"id_column={self.id_column!r} is one of the ids, and with_ids=False gives none. Keep one."
@@ -92,13 +100,18 @@ class ContrastiveCollator:
             values = [row[column] for row in rows]  # B
             if not is_pair:
                 # K_0 + ... + K_(B-1) values; an empty one is no negative
-                values = [value for of_row in values for value in as_list(of_row) if value is not None and value != ""]
+                of_rows = [[v for v in as_list(of_row) if v is not None and v != ""] for of_row in values]
+                if self.same_number_of_negatives:
+                    _check_same_number(column, [len(of_row) for of_row in of_rows])
+                values = [value for of_row in of_rows for value in of_row]
             batch[column] = self.features(column, values)  # tensors of (rows, T) or (rows, ...)
             ids[column] = content_ids(values)
         if self.id_column is not None:
             ids["group"] = content_ids([row[self.id_column] for row in rows])
         if self.with_ids:
             batch["ids"] = ids
+        if self.label_column is not None:
+            batch["targets"] = {"label": labels_of(self.label_column, [row.get(self.label_column) for row in rows])}
         return batch
 
     def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
@@ -125,6 +138,26 @@ class ContrastiveCollator:
         options = {"truncation": has_limit, "max_length": limit if has_limit else None}
         options |= {"padding": True, "pad_to_multiple_of": self.pad_to_multiple_of, "return_tensors": "pt"}
         return dict(self.tokenizer([prompt + text for text in texts], **options))
+
+
+def labels_of(column: str, values: list) -> torch.Tensor:
+    """(B,), (B, K) or (B, K, D): float32, or int64 where all are whole numbers or true and false."""
+    try:
+        labels = torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f'label_column "{column}": a label must be a number, or a list of as many numbers in every row: {error}. '
+            f"The first row of the batch holds {values[0]!r}. Correct the rows, or name another column."
+        ) from error
+    return labels.long() if labels.dtype == torch.bool else labels
+
+
+def _check_same_number(column: str, numbers: list[int]) -> None:
+    if len(set(numbers)) > 1:
+        raise UsageError(
+            f'Column "{column}": one row has {max(numbers)} negatives and another one {min(numbers)}, and the loss '
+            "takes the first, second, ... negatives of all rows as a column each. Give every row as many."
+        )
 
 
 def content_ids(values: Sequence) -> torch.Tensor:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from datasets.features.features import require_decoding
 
-from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, as_list
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, RESERVED, as_list
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
     if len(columns) < NUM_PAIR_COLUMNS:
         raise UsageError(f"columns={dict(columns)} names {len(columns)} column. A query and its positive are needed.")
     for index, (column, source) in enumerate(columns.items()):
-        if column == "ids":
+        if column in RESERVED:
             raise UsageError(
-                'columns: the name "ids" is reserved for the rows\' ids. Call that column something else.'
+                f'columns: the name "{column}" is reserved for the rows\' {column}. Call that column something else.'
             )
         if not isinstance(source, str) and index < NUM_PAIR_COLUMNS:
             raise UsageError(

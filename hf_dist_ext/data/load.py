@@ -26,9 +26,10 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.columns import AnyDataset, columns_of, rename, require_column, resolve_columns
 from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together
 from hf_dist_ext.data.image_files import with_images
-from hf_dist_ext.data.row_check import RowCheck, check_no_nulls, check_texts, first_of_node
+from hf_dist_ext.data.row_check import RowCheck, check_labels, check_no_nulls, check_texts, first_of_node
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.losses import label_column
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
@@ -210,14 +211,23 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
                 f'id_column="{run.id_column}" is also a name in columns. Call that column something else.'
             )
         require_column(run.id_column, available, check.name, "id_column")
+    label = label_column(run, available)
+    if label is not None:
+        require_column(label, available, check.name, "label_column")
+        if label in columns:
+            raise UsageError(f'label_column="{label}" is also a name in columns. Call that column something else.')
     if run.image_columns:
         dataset = with_images(dataset, columns, run, check)
     if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
         for index, (column, source) in enumerate(columns.items()):
             check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, check)
-        if run.id_column:
-            check_no_nulls(dataset, run.id_column, check)
-    return rename(dataset, columns | ({run.id_column: run.id_column} if run.id_column else {}), available)
+        for option, name in (("id_column", run.id_column), ("label_column", label)):
+            if name is not None:
+                check_no_nulls(dataset, option, name, check)
+        if label is not None:
+            check_labels(dataset, label, check)
+    kept = {name: name for name in (run.id_column, label) if name is not None}
+    return rename(dataset, columns | kept, available)
 
 
 def refuse_empty(dataset: AnyDataset, name: str) -> None:

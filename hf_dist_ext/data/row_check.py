@@ -102,11 +102,32 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         raise UsageError(f'{check.name}, column "{shown}": no row has a {column}. Leave it out of columns.')
 
 
-def check_no_nulls(dataset: Dataset, column: str, check: RowCheck) -> None:
-    row_offset = 0
+def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) -> None:
+    """`option`: the field of the run file that names the column."""
+    row_offset, what = 0, "an id" if option == "id_column" else "a label"
     for table in arrow_batches(dataset.select_columns([column])) if check.is_on else ():
         for row in np.flatnonzero(table.column(column).is_null().to_numpy()):
-            check.add(row_offset + int(row), f'id_column "{column}" is null. Give every row an id.')
+            check.add(row_offset + int(row), f'{option} "{column}" is null. Give every row {what}.')
+        row_offset += len(table)
+
+
+def check_labels(dataset: Dataset, column: str, check: RowCheck) -> None:
+    """Numbers, or lists of them, of which every row has as many as the first one."""
+    feature, depth = dataset.features[column], 0
+    while hasattr(feature, "feature"):
+        feature, depth = feature.feature, depth + 1
+    kind = type_name(feature)
+    if depth > 2 or not (kind == "ClassLabel" or kind.startswith(("int", "uint", "float", "double", "bool"))):
+        raise UsageError(
+            f'{check.name}, column "{column}" holds {type_name(dataset.features[column])}; a label must be a number '
+            "or a list of numbers. Choose another label_column."
+        )
+    row_offset, most = 0, None
+    for table in arrow_batches(dataset.select_columns([column])) if check.is_on and depth else ():
+        lengths = pc.list_value_length(table.column(column)).to_numpy()
+        most = lengths[0] if most is None else most
+        for row in np.flatnonzero(lengths != most):
+            check.add(row_offset + int(row), f"a label of {lengths[row]} numbers, and of {most} in row 0.", column)
         row_offset += len(table)
 
 

@@ -53,7 +53,7 @@ class PooledVectors:
         self.model, self.modules = model, [model.backbone]
 
     def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
-        return {name: features for name, features in batch.items() if name != "ids"}
+        return {name: features for name, features in batch.items() if name not in ("ids", "targets")}
 
     def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self.model(**inputs, stops_at_pooled=True).embeddings

@@ -51,6 +51,14 @@ class TowerModel(PreTrainedModel):
         self.column_to_tower = dict(column_to_tower)
         self.normalize = normalize
 
+    @property
+    def embedding_dim(self) -> int:
+        """That of every tower's vectors."""
+        tower = next(iter(self.towers.values()))
+        names = ("projection_dim", "projection_size", "hidden_size")
+        dims = (getattr(tower, "embedding_dim", None), *(getattr(tower.config, name, None) for name in names))
+        return next(dim for dim in dims if dim)
+
     def get_input_embeddings(self) -> None:
         """None: every tower has its own. accelerate asks before it shards, and transformers would raise."""
 

@@ -340,4 +340,6 @@ def loss_bytes(work: Workload, world: int) -> float:
         return 0.0
     rows = sum(column.rows for column in work.columns)
     candidates = sum(column.rows for column in work.columns[1:]) * world
-    return policy.loss_stage_bytes(rows, rows * world, work.batch, candidates, work.embedding_dim)
+    anchors = work.batch if work.has_tiled_loss else work.batch * world
+    options = {"is_tiled": work.has_tiled_loss}
+    return policy.loss_stage_bytes(rows, rows * world, anchors, candidates, work.embedding_dim, **options)

@@ -19,6 +19,7 @@ from hf_dist_ext.planner.text_architectures import Rows
 from hf_dist_ext.planner.tower_architectures import num_patches
 from hf_dist_ext.planner.vision_language import assumption, image_tokens
 from hf_dist_ext.planner.who_trains import depth, lora_of, who_trains
+from hf_dist_ext.run.losses import compares_all_pairs
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
@@ -76,6 +77,7 @@ class Workload:
     knobs: Knobs
     has_feature_cache: bool
     is_embedding: bool
+    has_tiled_loss: bool
     notes: tuple[str, ...] = ()
     mask_bytes: int = 1  # see tape.Recipe
     has_padding: bool = True
@@ -279,6 +281,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         knobs=knobs,
         has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
+        has_tiled_loss=not compares_all_pairs(fields.loss, fields.loss_options),
         notes=tuple(notes),
     )
 

@@ -116,8 +116,18 @@ class RunConfig:
     )
 
     # --- Loss ---
-    loss: Literal["infonce", "none"] | None = option(
-        None, 'The loss over embeddings. Not given: "infonce" for task "embedding". Null or "none": the model\'s own.'
+    loss: str | None = option(
+        None,
+        'The loss over embeddings: "infonce", or a class of sentence-transformers such as "CoSENTLoss". Not given: '
+        '"infonce" for task "embedding". Null or "none": the model\'s own.',
+    )
+    loss_options: dict[str, Any] | None = option(
+        None, 'Options of a loss other than infonce: {"scale": 20.0}, as its class takes them; see docs/losses.md.'
+    )
+    label_column: str | None = option(
+        None,
+        "Dataset column with what the loss compares scores with: a number or a list per row. Null: label, labels, "
+        "score or scores, for losses that read one.",
     )
     temperature: float = option(0.05, "Scores are divided by it; lower looks harder at the nearest negatives.")
     learnable_temperature: bool = option(False, "Train the temperature too.")

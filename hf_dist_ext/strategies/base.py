@@ -110,6 +110,9 @@ class Strategy:
         column of a batch has a tower of its own."""
         self.model = model
 
+    def begin_step(self) -> None:
+        """Before a batch is cut: collectives that a wrapper would run inside of a forward. Every rank calls it."""
+
     def check_batch(self, batch: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device) -> None:
         """UsageError for rows that this rank must not hold."""
 

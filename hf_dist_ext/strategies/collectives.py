@@ -105,6 +105,13 @@ def texts_of(text: str, ranks: Iterable[int]) -> list[str]:
     return [f"rank {rank}: {everyone[rank]}" for rank in list(ranks) or [0]]
 
 
+@torch.no_grad()
+def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
+    """Every rank's tensors become those of rank 0, such as weights that ranks have drawn. Every rank must call it."""
+    for tensor in tensors if world_size() > 1 else ():
+        dist.broadcast(tensor, src=0)
+
+
 # ---- memory ----
 
 

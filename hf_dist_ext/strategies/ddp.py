@@ -84,6 +84,13 @@ class DDP(Strategy):
         self.wrapper = wrapper_in(model)
         self.waits_for_all = self.wrapper is not None
 
+    def begin_step(self) -> None:
+        # After its first reduction DDP orders its buckets anew, a broadcast, in the first forward with a graph
+        # (torch 2.13, DistributedDataParallel._pre_forward). A rank whose rows make one chunk has that forward before
+        # the gathers of the score, one with several chunks after them, and both would wait for ever.
+        if self.wrapper is not None and self.wrapper.reducer._rebuild_buckets():
+            self.wrapper._has_rebuilt_buckets = True
+
     def bare_to_try(self, model: nn.Module) -> nn.Module | None:
         # With torch_compile the wrapper is another class, and what is compiled holds other tensors.
         return model.module if isinstance(model, DistributedDataParallel) and world_size() > 1 else None

@@ -79,6 +79,18 @@ class Rows:
         parts = [part.split([count[r] for count in per_key]) for r, part in enumerate(everyone.split(lengths))]
         return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(ids)}
 
+    @torch.no_grad()
+    def gather_targets(
+        self, targets: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], anchor: str
+    ) -> dict[str, torch.Tensor]:
+        """What the loss compares with, of all ranks: key -> (N, ...). Keys that are no column have one entry per
+        anchor."""
+        everyone = {}
+        for name, own in targets.items():
+            of_ranks = counts.get(name, counts[anchor])
+            everyone[name] = self.gather(own[: of_ranks[self.index]], of_ranks)
+        return everyone
+
     def gather_for_metrics(self, accelerator: Any, data: Any, use_gather_object: bool = False) -> Any:
         """`Accelerator.gather_for_metrics` with one rank per group: accelerate 1.15 gathers all, and so counts rows
         once per rank of a group."""

@@ -1,6 +1,7 @@
 """From a run file to the parts of a trainer.
 
 `parts.py` names the tasks and makes the trainer. `embedding.py` builds text and image-text pairs (`image_pairs.py`),
-`image_text.py` conversations about pictures. `adapters.py` adds LoRA, `stages.py` runs one trainer after another,
-`search.py` is `hf-dist search`, `mine.py` is `hf-dist mine`, and `trace.py` measures a model for the planner.
+`image_text.py` conversations about pictures. `losses.py` makes the loss, `sentence_losses.py` those of
+sentence-transformers. `adapters.py` adds LoRA, `stages.py` runs one trainer after another, `search.py` is `hf-dist
+search`, `mine.py` is `hf-dist mine`, and `trace.py` measures a model for the planner.
 """

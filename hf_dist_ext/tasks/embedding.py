@@ -12,28 +12,24 @@ from transformers.utils import logging
 
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator
-from hf_dist_ext.data.columns import column_names
+from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
-from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.run.config import Run, RunConfig
+from hf_dist_ext.run.losses import MATRYOSHKA, label_column
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs
 from hf_dist_ext.tasks.adapters import add_adapters
+from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.metrics import PAIRED
+from hf_dist_ext.training.metrics import paired_of
 
 logger = logging.get_logger(__name__)
-
-LOSS_OPTIONS = (
-    "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
-    "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
-)  # fmt: skip
 
 
 def build(run: Run, args: DistTrainingArguments) -> Parts:
@@ -62,16 +58,25 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         max_length = _lengths_of(model, config.max_length, columns)
         model.max_length, model.lengths = max_length, lengths_by_role(max_length)
         collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
-    options = {name: getattr(config, name) for name in LOSS_OPTIONS} | {"normalize": _scores_cosines(run, model)}
+    normalize = _scores_cosines(run, model) if config.loss in (None, "infonce") else None
+    embedding_dim, adapted = model.embedding_dim, add_adapters(model, config)
+    loss = build_loss(config, embedding_dim, tokenizer, collator.max_length, normalize)
+    if normalize is None:
+        collator.label_column = label_column(config, columns_of(train_dataset))
+        collator.same_number_of_negatives = True
+        if loss.normalize:
+            _normalizes(run, model)
+        if config.loss == MATRYOSHKA:
+            model.matryoshka_dims = list(config.loss_options["matryoshka_dims"])
     return Parts(
-        model=add_adapters(model, config),
+        model=adapted,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         data_collator=collator,
         processing_class=tokenizer,
-        loss=None if config.loss is None else InfoNCELoss(**options),
+        loss=loss,
         evaluations=evaluations,
-        metrics=PAIRED if eval_dataset is not None or not evaluations else (),
+        metrics=paired_of(loss) if eval_dataset is not None or not evaluations else (),
     )
 
 
@@ -156,6 +161,17 @@ def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
     Many models of sentence-transformers end without a normalisation and are compared by cosines all the same; so they
     are here, and this run's folder then ends with one.
     """
+    if _normalizes(run, model):
+        return True
+    logger.warning(
+        f"embeddings are not normalised: scores are dot products, divided by temperature={run.options.temperature}. "
+        "Its default is meant for cosines."
+    )
+    return False
+
+
+def _normalizes(run: Run, model: EmbeddingModel | TowerModel) -> bool:
+    """Whether the model does, as it is or from now on."""
     if model.normalize:
         return True
     if "normalize" not in run.given and isinstance(model, EmbeddingModel) and not _is_for_dots(run.options):
@@ -164,10 +180,6 @@ def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
             "the model's folder does not normalise; this run trains cosines, so its own will: normalize=true."
         )
         return True
-    logger.warning(
-        f"embeddings are not normalised: scores are dot products, divided by temperature={run.options.temperature}. "
-        "Its default is meant for cosines."
-    )
     return False
 
 

@@ -15,9 +15,12 @@ Letters: N rows, Q distinct queries, M distinct documents, D embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_dist_ext.errors import UsageError
@@ -25,6 +28,7 @@ from hf_dist_ext.errors import UsageError
 # float32 rounds scores of unit vectors to about 1e-7, in another way for every tile shape.
 TIE_TOLERANCE = 1e-6
 PAIRED = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
+RATED = ("spearman_cosine",)
 
 
 def retrieval_metrics(
@@ -134,12 +138,54 @@ def similarity_of(loss: Any) -> str:
     return "cosine" if getattr(loss, "normalize", False) else "dot"
 
 
+def paired_of(loss: Any) -> Sequence[str]:
+    """What the evaluation of rows is judged by, without "eval_"."""
+    return RATED if getattr(loss, "rates_pairs", False) else PAIRED
+
+
 def names_of_paired(rows: Any, compute_metrics: Any) -> Sequence[str] | None:
     """What the evaluation of rows logs, without "eval_"; None: whatever a `compute_metrics` of the user's gives."""
     if isinstance(rows, list) and not rows:
         return ()
+    if compute_metrics is metrics_of_rated_pairs:
+        return ("loss", *RATED)
     is_ours = getattr(compute_metrics, "func", None) is metrics_of_prediction
     return ("loss", *PAIRED) if is_ours else None
+
+
+def labels_of_rows(loss: Any, facts: Any, anchor: str, positive: str, rows: torch.Tensor) -> torch.Tensor:
+    """The ids of the rows, or their labels (B,) where the loss rates pairs."""
+    if getattr(loss, "rates_pairs", False) and "label" in facts.targets:
+        return facts.targets["label"].float()
+    return ids_of_rows(facts.ids, anchor, positive, rows)
+
+
+def of_loss(loss: Any) -> Callable[[Any], dict[str, float]]:
+    """The `compute_metrics` of a `DistTrainer` with this loss: of rated pairs a correlation, else retrieval's."""
+    if getattr(loss, "rates_pairs", False):
+        return metrics_of_rated_pairs
+    return partial(metrics_of_prediction, normalizes=similarity_of(loss) == "cosine")
+
+
+def metrics_of_rated_pairs(prediction: Any) -> dict[str, float]:
+    """`spearman_cosine`: the correlation of ranks between the pairs' cosines and their labels, as of
+    sentence-transformers' EmbeddingSimilarityEvaluator. 0 where all labels or all cosines are equal."""
+    first, second = map(torch.from_numpy, prediction.predictions)
+    cosines = torch.nn.functional.cosine_similarity(first, second).numpy()
+    found = correlation(average_ranks(cosines), average_ranks(prediction.label_ids))
+    return {"spearman_cosine": 0.0 if math.isnan(found) else found}
+
+
+def correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """Pearson's. Not a number when all of one are equal."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(np.corrcoef(first, second)[0, 1])
+
+
+def average_ranks(values: np.ndarray) -> np.ndarray:
+    """Equal values share the mean of their places."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts - 1) / 2)[place]
 
 
 def check_can_be_computed(args: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
 from hf_dist_ext.run.evaluations import Evaluation, Reranking, Similarity, Triplet
 from hf_dist_ext.training.embedder import Embedder
-from hf_dist_ext.training.metrics import TIE_TOLERANCE
+from hf_dist_ext.training.metrics import TIE_TOLERANCE, average_ranks, correlation
 from hf_dist_ext.training.views import View, pairwise, views_of
 
 BITS = (0.0, 1.0)  # binary values in pairs with a score, as EmbeddingSimilarityEvaluator has them
@@ -60,22 +60,10 @@ def similarity(data: SimilarityData, embedder: Embedder, of_loss: str) -> dict[s
         found = _compared(view, embeddings, embeddings, *data.pairs.T).numpy()
         # A sentence beside itself has a cosine of 1, but for rounding.
         rounded = np.round(found / (TIE_TOLERANCE * max(1.0, np.abs(found).max())))
-        spearman = _correlation(_average_ranks(data.scores), _average_ranks(rounded))
-        return {"pearson": _correlation(data.scores, found), "spearman": spearman}
+        spearman = correlation(average_ranks(data.scores), average_ranks(rounded))
+        return {"pearson": correlation(data.scores, found), "spearman": spearman}
 
     return _figures(options, of_loss, of_view, "{0}_{1}", signs=BITS)
-
-
-def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Pearson's. Not a number when all of one are equal."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return float(np.corrcoef(first, second)[0, 1])
-
-
-def _average_ranks(values: np.ndarray) -> np.ndarray:
-    """Equal values share the mean of their places."""
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (counts.cumsum() - (counts - 1) / 2)[place]
 
 
 def names_of_similarity(options: Similarity, of_loss: str, is_short: bool) -> list[str]:

@@ -61,11 +61,12 @@ class Layout(NamedTuple):
         own = self.chunked.row_counts()
         is_gathered = getattr(loss, "cross_device_negatives", True)
         everyone = {name: sum(rows) for name, rows in self.counts.items()} if is_gathered else own
-        anchors, *_ = own.values()
+        is_tiled = not getattr(loss, "compares_all_pairs", False)
+        anchors, *_ = (own if is_tiled else everyone).values()
         _, *candidates = everyone.values()
         halvings = getattr(loss, "tile_halvings", 0)
         return policy.loss_stage_bytes(
-            sum(own.values()), sum(everyone.values()), anchors, sum(candidates), dimensions, halvings
+            sum(own.values()), sum(everyone.values()), anchors, sum(candidates), dimensions, halvings, is_tiled
         )
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.checkpoints.loss_state import loss_parameters
+from hf_dist_ext.data.collator import RESERVED
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import (
@@ -39,12 +40,23 @@ from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
 from hf_dist_ext.training.timing import StepClock
 
 
+class RowFacts(NamedTuple):
+    """What travels with the rows of a batch and never reaches the model.
+
+    ids: column -> (rows,) integers that are equal where texts are.
+    targets: what the loss compares with: "label" -> (B, ...), or column -> (rows of that column, ...).
+    """
+
+    ids: Mapping[str, torch.Tensor] | None
+    targets: Mapping[str, torch.Tensor]
+
+
 class Scored(NamedTuple):
     """A batch without a gradient."""
 
     loss: torch.Tensor
     embeddings: dict[str, torch.Tensor]  # column -> (B, D)
-    ids: Mapping[str, torch.Tensor] | None
+    facts: RowFacts
 
 
 class EmbeddingStep:
@@ -93,15 +105,16 @@ class EmbeddingStep:
         if self._gradients_are_used and isinstance(self.loss, nn.Module):
             self.loss.zero_grad()
         self._accumulated = accumulated
-        batch, ids = split_ids(self.prepare(inputs))
+        batch, facts = split(self.prepare(inputs))
+        strategy.begin_step()
         strategy.check_batch(batch, self.args.device)
-        step = self._healed(model, batch, ids, earlier)
+        step = self._healed(model, batch, facts, earlier)
         self._gradients_are_used = is_last
         if is_last:
             strategy.finish_update(own)
         return step, self.layout
 
-    def _healed(self, model: nn.Module, batch: Batch, ids: Any, earlier: Sequence[Any]) -> CachedStep:
+    def _healed(self, model: nn.Module, batch: Batch, facts: RowFacts, earlier: Sequence[Any]) -> CachedStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
         again in smaller chunks from the random state before it."""
         if not earlier:
@@ -111,8 +124,8 @@ class EmbeddingStep:
         while True:
             try:
                 for inputs in again:
-                    self._attempt(model, *split_ids(self.prepare(inputs)), is_first=not earlier)
-                return self._attempt(model, batch, ids, is_first=not earlier)
+                    self._attempt(model, *split(self.prepare(inputs)), is_first=not earlier)
+                return self._attempt(model, batch, facts, is_first=not earlier)
             except Exception as error:
                 if fitting is None or self.layout is None or not is_lack_of_memory(error):
                     raise
@@ -126,17 +139,18 @@ class EmbeddingStep:
             empty_cache(self.args.device)
             again = list(earlier)
 
-    def _attempt(self, model: nn.Module, batch: Batch, ids: Any, is_first: bool) -> CachedStep:
+    def _attempt(self, model: nn.Module, batch: Batch, facts: RowFacts, is_first: bool) -> CachedStep:
         sizes, strategy, budget, bare = self.sizes, self.strategy(), self.sizes.budget, self.sizes.model()
         frozen = frozen_columns(bare, batch)
         layout = self.layout = sizes.fit(model, self._encode, batch, is_first)
         chunked, wide = layout.chunked, layout.wide
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
+        facts = self._with_own_targets(batch, facts)
 
         def score(embeddings: dict[str, torch.Tensor]):
             if is_measured:
                 budget.reserve(layout.loss_bytes(self.loss, next(iter(embeddings.values())).shape[1]))
-            return self._score(embeddings, ids, layout.counts)
+            return self._score(embeddings, facts, layout.counts)
 
         with budget.measured_step() if is_measured else nullcontext():
             to_train, phase = chunked, functools.partial(self._phase, is_measured, is_measured)
@@ -189,11 +203,12 @@ class EmbeddingStep:
 
     def score_only(self, model: nn.Module, inputs: Any) -> Scored:
         """The loss of the training step, without a gradient. Call it without one."""
-        batch, ids = split_ids(self.prepare(inputs))
+        batch, facts = split(self.prepare(inputs))
+        facts = self._with_own_targets(batch, facts)
         layout = self.sizes.cut(batch, is_first=False)
         embeddings = self._encoded(model, layout)
-        loss, _ = self._score(embeddings, ids, layout.counts)
-        return Scored(loss, {name: embeddings[name] for name in batch}, ids)
+        loss, _ = self._score(embeddings, facts, layout.counts)
+        return Scored(loss, {name: embeddings[name] for name in batch}, facts)
 
     def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         """column -> (rows, D) in float32, of a batch on the device. Every rank calls it, without a gradient and with
@@ -222,12 +237,18 @@ class EmbeddingStep:
         # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
         return embeddings.clone() if self.args.torch_compile else embeddings
 
-    def _score(self, embeddings: dict[str, torch.Tensor], ids: Any, counts: dict[str, list[int]]):
+    def _with_own_targets(self, batch: Batch, facts: RowFacts) -> RowFacts:
+        """What a loss wants to know of the features themselves, such as a frozen guide's embeddings: once per step."""
+        if not hasattr(self.loss, "targets_of"):
+            return facts
+        return facts._replace(targets={**facts.targets, **self.loss.targets_of(batch)})
+
+    def _score(self, embeddings: dict[str, torch.Tensor], facts: RowFacts, counts: dict[str, list[int]]):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/epoch_order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
         anchor, ranks = next(iter(embeddings)), self.strategy().rows
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
-        everyone, row_offset = None, 0
+        everyone, row_offset, (ids, targets) = None, 0, facts
         if ranks.size > 1 and getattr(self.loss, "cross_device_negatives", True):
             rows = {name: embeddings[name][: own[name]] for name in embeddings}
             everyone = GatheredColumns(ranks, rows, counts)
@@ -235,27 +256,35 @@ class EmbeddingStep:
             if ids is not None:
                 ids = {name: values[: own.get(name, own[anchor])] for name, values in ids.items()}
                 ids = ranks.gather_ids(ids, counts, anchor)
-        output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids)
+            targets = ranks.gather_targets(targets, counts, anchor)
+        more = {"targets": targets} if targets else {}
+        if more and "targets" not in inspect.signature(getattr(self.loss, "forward", self.loss)).parameters:
+            raise UsageError(
+                f"the batch has targets ({', '.join(targets)}), which {type(self.loss).__name__} does not read: it "
+                "has no argument `targets`. Leave out label_column, or use a loss that reads labels."
+            )
+        output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids, **more)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()
         return loss * weight, {name: value * weight for name, value in metrics.items()}
 
 
-def split_ids(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], Any]:
-    """The batch's columns, and the reserved `ids` (text hashes) that never reach the model."""
+def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], RowFacts]:
+    """The batch's columns, and the reserved `ids` and `targets`."""
     if not isinstance(inputs, Mapping) or not all(isinstance(value, Mapping) for value in inputs.values()):
         raise UsageError(
             "with a loss over embeddings a batch is a mapping column -> features, e.g. "
             f'{{"query": {{"input_ids": ...}}, "positive": {{...}}}}; got {_shape_of(inputs)}. '
             "Use hf_dist_ext.data.ContrastiveCollator."
         )
-    columns = {name: features for name, features in inputs.items() if name != "ids"}
+    columns = {name: features for name, features in inputs.items() if name not in RESERVED}
     columns = StandIn(columns) if isinstance(inputs, StandIn) else columns
     if len(columns) < 2:
         raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
     ids = inputs.get("ids")
-    return columns, ids if ids is None else {name: values for name, values in ids.items() if name != "row"}
+    ids = ids if ids is None else {name: values for name, values in ids.items() if name != "row"}
+    return columns, RowFacts(ids, inputs.get("targets") or {})
 
 
 def _shape_of(inputs: Any) -> str:

@@ -60,10 +60,10 @@ class DistTrainer(Trainer):
     """Drop-in for `transformers.Trainer`, plus `loss`.
 
     Args:
-        loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`).
-            Batches are then mappings column -> features; the first column is the anchor, the second its positive,
-            further ones hold hard negatives. None: the model's own loss, exactly as Trainer; with
-            `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
+        loss: scores embeddings, `loss(own, everyone, row_offset, ids) -> LossOutput` (see `losses.InfoNCELoss`), and
+            takes `targets` too where it reads labels. Batches are then mappings column -> features; the first column
+            is the anchor, the second its positive, further ones hold hard negatives. None: the model's own loss,
+            exactly as Trainer; with `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
         evaluations: what `hf_dist_ext.data.read_evaluations` gives: corpora and other data that `evaluate()` looks at
             beside `eval_dataset`, which may be None then.
 
@@ -118,8 +118,7 @@ class DistTrainer(Trainer):
             self.strategy = choose.of_model(model, args)
             if named.get("compute_metrics") is None:
                 metrics.check_can_be_computed(args)
-                normalizes = metrics.similarity_of(self.loss) == "cosine"
-                named["compute_metrics"] = partial(metrics.metrics_of_prediction, normalizes=normalizes)
+                named["compute_metrics"] = metrics.of_loss(self.loss)
         self.freeze_plan = freeze.freeze(model, args)
         processor, uses_cache = named.get("processing_class"), self.loss is not None and args.uses_gradient_cache
         checks.set_defaults_of_ddp(args, model, processor, self.freeze_plan is not None, uses_cache)
@@ -167,6 +166,7 @@ class DistTrainer(Trainer):
             self.step = self._make_step(fitting)
             if isinstance(loss, nn.Module):
                 loss.to(args.device)
+                collectives.take_from_first(loss.parameters())
         else:
             if self.strategy.is_cut:
                 self.own_loss = self._make_own_loss_step()
@@ -687,16 +687,16 @@ class DistTrainer(Trainer):
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
-        """With a loss: (loss, embeddings of anchors and positives, their ids); the loss of the training step."""
+        """With a loss: (loss, embeddings of anchors and positives, ids or labels); the loss of the training step."""
         if self.own_loss is not None:
             return self.own_loss.predict(inputs, prediction_loss_only, self.label_names)
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        loss, embeddings, ids = self.step.score_only(model, inputs)
+        loss, embeddings, facts = self.step.score_only(model, inputs)
         if prediction_loss_only:
             return loss, None, None
         anchor, positive, *_ = embeddings
-        labels = metrics.ids_of_rows(ids, anchor, positive, embeddings[anchor])
+        labels = metrics.labels_of_rows(self.loss, facts, anchor, positive, embeddings[anchor])
         return loss, (embeddings[anchor].contiguous(), embeddings[positive].contiguous()), labels
 
     # ---- logging ----

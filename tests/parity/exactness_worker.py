@@ -29,6 +29,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.splitting import launched_config, split
+from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
@@ -71,6 +72,7 @@ class Case:
     model: str = "bert"
     columns: dict[str, int] = field(default_factory=lambda: {"query": 1, "positive": 1})  # rows per anchor
     loss: dict = field(default_factory=dict)
+    named: str | None = None  # a loss of sentence-transformers, with the options of `loss`
     arguments: dict = field(default_factory=dict)
     batch: int = BATCH  # rows per rank and micro-batch
     rows: int | None = None  # rows in the dataset; None: one global batch per step
@@ -155,6 +157,9 @@ CASES = [
          arguments={CHECKPOINTING: True}),
     Case("learnable temperature", loss={"learnable_temperature": True}, steps=2),
     Case("symmetric", loss={"symmetric": True}),
+    Case("CoSENT, accumulation", named="CoSENTLoss", arguments={"gradient_accumulation_steps": 2}, steps=2, rows=4),
+    Case("distilled embeddings, trained projection", named="EmbedDistillLoss", steps=2,
+         loss={"projection_dim": 5, "distance_metric": "mse"}),
     Case("own negatives only", loss={"cross_device_negatives": False}),
     Case("max_grad_norm", arguments={"max_grad_norm": 0.01}, loss={"learnable_temperature": True}),
     Case("accumulation 2, short last window", arguments={"gradient_accumulation_steps": 2}, steps=3, rows=5),
@@ -289,6 +294,12 @@ def collate(case: Case, rows: list[int], of_rank: int) -> dict[str, dict[str, to
     if case.typed:
         features = batch[case.typed[of_rank % len(case.typed)]]
         features["token_type_ids"] = features["input_ids"] % 2
+    if case.named:
+        width = case.loss.get("projection_dim")
+        draws = [torch.Generator().manual_seed(row) for row in rows]
+        vectors = [torch.randn(width, generator=draw) for draw in draws] if width else []
+        label = torch.stack(vectors) if width else torch.tensor([row * 7 % 5 / 4 for row in rows])
+        batch["targets"] = {"label": label}
     return batch
 
 
@@ -304,12 +315,22 @@ def naive_loss(embeddings: dict[str, torch.Tensor], temperature, symmetric: bool
     return loss
 
 
+def naive_named_loss(loss: nn.Module, embeddings: dict[str, torch.Tensor], label: torch.Tensor) -> torch.Tensor:
+    if loss.name == "EmbedDistillLoss":
+        projection = loss.innermost.projection
+        return torch.stack([((projection(e) - label) ** 2).mean() for e in embeddings.values()]).mean()
+    query, positive = [nn.functional.normalize(e, dim=-1) for e in embeddings.values()]
+    cosine = 20 * (query * positive).sum(dim=1)
+    pairs = [cosine[i] - cosine[j] for i in range(len(label)) for j in range(len(label)) if label[i] < label[j]]
+    return torch.stack([cosine.new_zeros(()), *pairs]).exp().sum().log()
+
+
 def trained_by_name(model: nn.Module, loss: nn.Module) -> dict[str, nn.Parameter]:
     parameters = {**named(model.named_parameters()), **{f"loss {name}": p for name, p in loss.named_parameters()}}
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
-def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows: int) -> list[dict]:
+def reference_gradients(case: Case, model: nn.Module, loss: nn.Module, num_rows: int) -> list[dict]:
     """Gradients of every optimizer step, by name, from naive lines over the rows of all ranks."""
     by_name = trained_by_name(model, loss)
     trained = list(by_name.values())
@@ -330,13 +351,18 @@ def reference_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_row
             for part in parts:
                 with autocast:
                     takes = "column" if "towers" in case.model else None
-                    outputs = {c: model(**f, **({takes: c} if takes else {})).embeddings for c, f in part.items()}
+                    columns = {c: f for c, f in part.items() if c != "targets"}
+                    outputs = {c: model(**f, **({takes: c} if takes else {})).embeddings for c, f in columns.items()}
                 encoded.append(outputs)
             anchors = sum(len(e["query"]) for e in encoded)
             groups = [{c: torch.cat([e[c] for e in encoded]) for c in case.columns}]
             if not case.loss.get("cross_device_negatives", True):
                 groups = encoded
             for group in groups:
+                if case.named:
+                    label = torch.cat([part["targets"]["label"] for part in parts])
+                    (naive_named_loss(loss, group, label) / len(window)).backward(retain_graph=True)
+                    continue
                 temperature = torch.exp(-loss.log_inverse_temperature) if list(loss.parameters()) else 0.1
                 value = naive_loss(group, temperature, case.loss.get("symmetric", False))
                 (value * len(group["query"]) / anchors / len(window)).backward(retain_graph=True)
@@ -365,7 +391,7 @@ class GradientRecorder(TrainerCallback):
         self.steps.append({name: g.clone() for name, g in whole.items()})
 
 
-def trained_gradients(case: Case, model: nn.Module, loss: InfoNCELoss, num_rows: int, **more) -> list:
+def trained_gradients(case: Case, model: nn.Module, loss: nn.Module, num_rows: int, **more) -> list:
     recorder = GradientRecorder()
     recorder.loss = loss
     arguments = dict(gradient_cache_chunk_size=4, max_grad_norm=0, max_steps=case.steps) | case.arguments | more
@@ -396,10 +422,12 @@ def measure(case: Case) -> float:
     num_rows = num_rows * case.batch * num_groups() + (case.rows if case.rows and case.rows < 0 else 0)
     dtype = getattr(torch, case.dtype)
 
-    def build(is_split: bool = False) -> tuple[nn.Module, InfoNCELoss]:
+    def build(is_split: bool = False) -> tuple[nn.Module, nn.Module]:
         config = launched_config() if is_split else None
         model = build_model(case.model, config, dtype)
         model = model.to(dtype) if config is None else model
+        if case.named:
+            return model.train(), SentenceTransformersLoss(case.named, model.embedding_dim, **case.loss).to(dtype)
         return model.train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype)
 
     if case.same_masks:

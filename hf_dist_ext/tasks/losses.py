@@ -1,0 +1,39 @@
+"""The loss that a run file names, made for the run's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
+
+OF_INFONCE = (
+    "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
+    "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
+)  # fmt: skip
+
+
+def build_loss(
+    config: RunConfig,
+    embedding_dim: int,
+    tokenizer: Any,
+    max_length: int | Mapping[str, int] | None,
+    normalize: bool | None,
+) -> nn.Module | None:
+    """None: the model's own. `max_length`: of the collator, for all columns or each. `normalize`: InfoNCE's.
+
+    Raises:
+        UsageError: options that the loss does not take, a package that it needs.
+    """
+    if config.loss is None:
+        return None
+    if config.loss == "infonce":
+        return InfoNCELoss(**{name: getattr(config, name) for name in OF_INFONCE}, normalize=normalize)
+    lengths = max_length.values() if isinstance(max_length, Mapping) else [max_length]
+    longest = max(filter(None, lengths), default=getattr(tokenizer, "model_max_length", None))
+    options = config.loss_options or {}
+    return SentenceTransformersLoss(config.loss, embedding_dim, tokenizer=tokenizer, max_length=longest, **options)

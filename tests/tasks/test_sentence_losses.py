@@ -1,0 +1,296 @@
+"""Losses of sentence-transformers on cached embeddings, against sentence-transformers with a model of its own."""
+
+import json
+import re
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run import losses as by_name
+from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
+from hf_dist_ext.training import metrics
+from hf_dist_ext.training.step import split
+from tests.test_train_script import main, run_file  # noqa: F401, fixtures
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+COLUMNS = ("query", "positive", "negative")
+WIDTH = 32  # of the tiny model
+
+
+def saved(folder, seed: int, tokenizer=None, **changes) -> str:
+    torch.manual_seed(seed)
+    model = EmbeddingModel.from_config(model_config("bert", **NO_DROPOUT, **changes), normalize=False, max_length=24)
+    model.save_pretrained(folder, tokenizer=tokenizer or tiny_tokenizer())
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> SentenceTransformer:
+    return SentenceTransformer(saved(tmp_path_factory.mktemp("model"), 0), device="cpu").double()
+
+
+@pytest.fixture(scope="module")
+def guides(tmp_path_factory) -> dict[str, SentenceTransformer]:
+    """With the model's tokenizer, and one that cuts texts where the model does not, so that it reads them anew."""
+    folders = {"same": tiny_tokenizer(), "shorter": tiny_tokenizer(max_length=5)}
+    paths = {name: saved(tmp_path_factory.mktemp(name), 7, tokenizer) for name, tokenizer in folders.items()}
+    guides = {name: SentenceTransformer(path, device="cpu").double() for name, path in paths.items()}
+    guides["shorter"].max_seq_length = 5
+    return guides
+
+
+def texts(num_columns: int, rows: int = 7) -> dict[str, list[str]]:
+    draw = torch.Generator().manual_seed(3)
+    words = lambda: " ".join(WORDS[i] for i in torch.randint(len(WORDS), (2 + rows % 5,), generator=draw))  # noqa: E731
+    names = [*COLUMNS, "negative 2", "negative 3"][:num_columns]
+    return {name: [f"{words()} {words()}"[: 12 + 7 * (row % 3)] for row in range(rows)] for name in names}
+
+
+RATED = torch.tensor([0.1, 0.9, 0.5, 0.5, 1.0, 0.0, 0.3])
+BINARY = torch.tensor([0, 1, 1, 0, 1, 0, 1])
+SCORES = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+TEACHER = torch.randn(7, 3, WIDTH, generator=torch.Generator().manual_seed(2))
+
+# name, columns, label, options
+CASES = [
+    ("MultipleNegativesRankingLoss", 2, None, {}),
+    ("MultipleNegativesRankingLoss", 4, None, {
+        "scale": 5.0, "directions": ["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]}),
+    ("MultipleNegativesSymmetricRankingLoss", 2, None, {"similarity_fct": "dot_score", "scale": 0.1}),
+    ("CoSENTLoss", 2, RATED, {"scale": 3.0}),
+    ("AnglELoss", 2, RATED, {}),
+    ("AnglELoss", 3, None, {}),
+    ("CosineSimilarityLoss", 2, RATED, {}),
+    ("ContrastiveLoss", 2, BINARY, {"distance_metric": "EUCLIDEAN", "margin": 4.0}),
+    ("OnlineContrastiveLoss", 2, BINARY, {}),
+    ("TripletLoss", 3, None, {"distance_metric": "MANHATTAN"}),
+    ("MarginMSELoss", 3, RATED, {}),
+    ("MarginMSELoss", 5, SCORES, {"similarity_fct": "pairwise_cos_sim"}),
+    ("DistillKLDivLoss", 5, SCORES, {"student_temperature": 2.0}),
+    ("MSELoss", 2, TEACHER[:, 0], {}),
+    ("EmbedDistillLoss", 3, TEACHER, {}),
+    ("EmbedDistillLoss", 2, TEACHER[:, 0, :5].contiguous(), {"projection_dim": 5, "distance_metric": "l2"}),
+    ("SoftmaxLoss", 2, BINARY, {"embedding_dimension": WIDTH, "num_labels": 2}),
+    ("MegaBatchMarginLoss", 2, None, {}),
+    ("GlobalOrthogonalRegularizationLoss", 3, None, {}),
+    ("GISTEmbedLoss", 2, None, {"guide": "same", "temperature": 0.1}),
+    ("GISTEmbedLoss", 3, None, {"guide": "shorter", "temperature": 0.1, "margin": 0.02, "guide_batch_size": 2}),
+    ("MatryoshkaLoss", 2, RATED, {"loss": "CoSENTLoss", "loss_options": {"scale": 3.0}, "matryoshka_dims": [32, 8]}),
+    ("MatryoshkaLoss", 3, None, {
+        "loss": "MultipleNegativesRankingLoss", "matryoshka_dims": [8, 16], "matryoshka_weights": [2, 1]}),
+]  # fmt: skip
+
+
+def theirs(model, name: str, options: dict) -> torch.nn.Module:
+    """The loss as a sentence-transformers script writes it."""
+    kind, options = getattr(losses, name), dict(options)
+    options.pop("guide_batch_size", None)
+    if name == "MatryoshkaLoss":
+        options["loss"] = theirs(model, options["loss"], options.pop("loss_options", {}))
+    if isinstance(options.get("similarity_fct"), str):
+        import sentence_transformers.util as functions
+
+        options["similarity_fct"] = getattr(functions, options["similarity_fct"])
+    if name in ("TripletLoss", "ContrastiveLoss"):
+        distances = losses.TripletDistanceMetric if name == "TripletLoss" else losses.SiameseDistanceMetric
+        options["distance_metric"] = getattr(distances, options["distance_metric"])
+    if name == "MegaBatchMarginLoss":
+        options["use_mini_batched_version"] = False
+    return kind(model, **options)
+
+
+def copied(source: torch.nn.Module, to: torch.nn.Module) -> None:
+    """Parameters of the loss alone."""
+    own = {name: p for name, p in to.named_parameters() if name.startswith(("projection", "classifier"))}
+    for name, parameter in source.loss.named_parameters():
+        own[name].data.copy_(parameter.data)
+
+
+@pytest.mark.parametrize("name, num_columns, label, options", CASES, ids=lambda value: str(value)[:30])
+def test_cached_gradients_are_those_of_sentence_transformers(model, guides, name, num_columns, label, options):
+    """The same weights in both: chunks of 3 rows through the cache here, the full batch and autograd there."""
+    options = options | ({"guide": guides[options["guide"]]} if "guide" in options else {})
+    batch = {
+        column: model.tokenizer(rows, padding=True, return_tensors="pt") for column, rows in texts(num_columns).items()
+    }
+    batch = {column: dict(features) for column, features in batch.items()}
+    torch.manual_seed(5)
+    ours = SentenceTransformersLoss(name, WIDTH, tokenizer=model.tokenizer, max_length=24, **options).double()
+    reference = theirs(model, name, options).double()
+    copied(ours, reference)
+    encoder = EmbeddingModel(model[0].auto_model, normalize=False)
+    targets = ({} if label is None else {"label": label}) | (ours.targets_of(batch) if "guide" in options else {})
+
+    model.zero_grad()
+    step = cached_step(
+        lay_out(batch, ChunkLimits(max_rows=3)),
+        encode=lambda chunk: encoder(**chunk.features).embeddings,
+        score=lambda embeddings: ours(embeddings, targets=targets),
+        loss_parameters=ours.parameters(),
+    )
+    found = {n: p.grad.clone() for n, p in encoder.named_parameters() if p.grad is not None}
+    found |= {n: p.grad.clone() for n, p in ours.named_parameters()}
+    assert step.num_chunks > num_columns and len(found) > 20 and sum(g.abs().sum() for g in found.values()) > 0
+
+    model.zero_grad()
+    value = reference([dict(features) for features in batch.values()], label)
+    value = sum(value.values()) if isinstance(value, dict) else value
+    value.backward()
+    expected = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
+    expected |= {f"loss.{n}": p.grad for n, p in reference.named_parameters() if n.startswith(("proj", "class"))}
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(step.loss, value.detach(), rtol=1e-10, atol=0)
+    scale = torch.cat([g.flatten() for g in expected.values()]).norm()
+    for key, gradient in expected.items():
+        assert (found[key] - gradient).norm() <= 1e-10 * scale, key
+
+
+def test_every_loss_of_sentence_transformers_is_compared_or_refused():
+    known = {name for name in losses.__all__ if "Loss" in name and not name.endswith("Function")}
+    assert known == {name for name, *_ in CASES} | set(by_name.REFUSED)
+    assert known - set(by_name.REFUSED) == {*by_name.LABELS, *by_name.WITHOUT_LABEL, by_name.MATRYOSHKA}
+
+
+def test_a_guide_reads_every_row_once_and_is_no_part_of_the_loss(guides):
+    guide, seen = guides["same"], []
+    loss = SentenceTransformersLoss("GISTEmbedLoss", WIDTH, tokenizer=guide.tokenizer, max_length=24, guide=guide)
+    batch = {name: guide.tokenizer(rows, padding=True, return_tensors="pt") for name, rows in texts(3, 70).items()}
+    with_hook = guide.register_forward_hook(lambda module, given, output: seen.append(len(given[0]["input_ids"])))
+    of_guide = loss.targets_of(batch)
+    with_hook.remove()
+    assert sum(seen) == 3 * 70 and max(seen) == 32
+    assert {name: rows.shape for name, rows in of_guide.items()} == dict.fromkeys(batch, (70, WIDTH))
+    assert not list(loss.parameters()) and not loss.state_dict() and not of_guide["query"].requires_grad
+
+
+def test_negatives_in_lists_are_columns_of_their_own():
+    draw = torch.Generator().manual_seed(0)
+    query, positive, first, second = (torch.randn(5, WIDTH, generator=draw) for _ in range(4))
+    loss, targets = SentenceTransformersLoss("DistillKLDivLoss", WIDTH), {"label": SCORES[:5, :3]}
+    apart = loss({"query": query, "positive": positive, "n1": first, "n2": second}, targets=targets)
+    listed = {"query": query, "positive": positive, "negative": torch.stack([first, second], 1).flatten(0, 1)}
+    torch.testing.assert_close(loss(listed, targets=targets).loss, apart.loss)
+    with pytest.raises(UsageError, match="has 9 rows for 5 anchors"):
+        loss(listed | {"negative": listed["negative"][:9]}, targets=targets)
+    collator = ContrastiveCollator(tiny_tokenizer(), [*COLUMNS], same_number_of_negatives=True)
+    rows = [
+        {"query": "add", "positive": "a", "negative": ["b", "c"]},
+        {"query": "b", "positive": "c", "negative": ["a", ""]},
+    ]
+    with pytest.raises(UsageError, match="one row has 2 negatives and another one 1"):
+        collator(rows)
+
+
+@pytest.mark.parametrize("values, shape, dtype", [
+    ([1, 0, 1], (3,), torch.int64), ([True, False], (2,), torch.int64), ([0.5, 1], (2,), torch.float32),
+    ([[1.0, 2.0], [3.0, 4.0]], (2, 2), torch.float32), ([[[1.0], [2.0]]], (1, 2, 1), torch.float32),
+])  # fmt: skip
+def test_labels_travel_with_the_batch(values, shape, dtype):
+    collator = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], label_column="score")
+    batch = collator([{"query": "add", "positive": "a", "score": value} for value in values])
+    columns, facts = split(batch)
+    assert list(columns) == ["query", "positive"]
+    assert facts.targets["label"].shape == shape and facts.targets["label"].dtype == dtype
+    for bad in ([1.0, [2.0]], ["high", "low"], [None, 1.0]):
+        with pytest.raises(UsageError, match='label_column "score": a label must be a number'):
+            collator([{"query": "add", "positive": "a", "score": value} for value in bad])
+
+
+def test_rated_pairs_are_evaluated_as_by_sentence_transformers(model):
+    rows = texts(2, 20)
+    scores = [round(i * 0.37 % 1, 1) for i in range(20)]
+    expected = EmbeddingSimilarityEvaluator(*rows.values(), scores, main_similarity="cosine")(model)["spearman_cosine"]
+    embeddings = tuple(model.encode(column) for column in rows.values())
+
+    class Prediction:
+        predictions, label_ids = embeddings, torch.tensor(scores).numpy()
+
+    assert metrics.metrics_of_rated_pairs(Prediction)["spearman_cosine"] == pytest.approx(expected, abs=1e-6)
+    Prediction.label_ids = torch.ones(20).numpy()
+    assert metrics.metrics_of_rated_pairs(Prediction) == {"spearman_cosine": 0.0}
+
+
+@pytest.mark.parametrize("build, words", [
+    (lambda: SentenceTransformersLoss("CosentLoss", 4), "has no loss called CosentLoss. It has AnglELoss"),
+    (lambda: SentenceTransformersLoss("CachedGISTEmbedLoss", 4), "a gradient cache of its own"),
+    (lambda: SentenceTransformersLoss("CoSENTLoss", 4, scales=2), "has no option scales. It has scale, sim"),
+    (lambda: SentenceTransformersLoss("CoSENTLoss", 4, similarity_fct="cosine"), "is no name of such a function"),
+    (lambda: SentenceTransformersLoss("TripletLoss", 4, distance_metric="cosine"), "There are COSINE, EUCLIDEAN"),
+    (lambda: SentenceTransformersLoss("MultipleNegativesRankingLoss", 4, scale=-1), "Scale must be a positive value"),
+    (lambda: SentenceTransformersLoss("MultipleNegativesRankingLoss", 4, gather_across_devices=True), "Remove it"),
+    (lambda: SentenceTransformersLoss("GISTEmbedLoss", 4, guide="/nowhere"), "the guide '/nowhere' can not be loaded"),
+    (lambda: SentenceTransformersLoss("MatryoshkaLoss", 4, matryoshka_dims=[2]), "is around a loss: give loss"),
+    (lambda: SentenceTransformersLoss("MatryoshkaLoss", 4, loss="CoSENTLoss", matryoshka_dims=[2], n_dims_per_step=1),
+     "lets every process draw other dimensions"),
+    (lambda: SentenceTransformersLoss("CoSENTLoss", 4)({"a": torch.ones(2, 4), "b": torch.ones(2, 4)}),
+     "CoSENTLoss needs a label of every row"),
+    (lambda: SentenceTransformersLoss("TripletLoss", 4)({"a": torch.ones(2, 4), "b": torch.ones(2, 4)}),
+     "TripletLoss: not enough values to unpack"),
+    (lambda: SentenceTransformersLoss(losses.DenoisingAutoEncoderLoss, 4), "must see the model itself"),
+])  # fmt: skip
+def test_what_a_loss_can_not_be_is_refused(build, words):
+    with pytest.raises(UsageError, match=words):
+        build()
+
+
+def test_a_missing_package_is_said(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers.sentence_transformer.losses", None)
+    with pytest.raises(UsageError, match="needs the package"):
+        SentenceTransformersLoss("CoSENTLoss", 4)
+
+
+# ---- from a run file ----
+
+PAIRS = {"columns": {"query": "question", "positive": "answer"}, "learnable_temperature": ...}
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"loss": "CosentLos"}, "is no loss"),
+    ({"loss": "infonc"}, 'Closest: "infonce"'),
+    ({"loss": "AdaptiveLayerLoss"}, "can not be trained here: it runs the model's layers itself"),
+    ({"loss": "CoSENTLoss", "temperature": 0.1}, "temperature=0.1 is an option of infonce"),
+    ({"loss": "CoSENTLoss", "cross_device_negatives": False}, "cross_device_negatives=false is an option of infonce"),
+    ({"loss_options": {"scale": 2}}, "the options of infonce are fields of the run file"),
+    ({"label_column": "question"}, "infonce reads no label"),
+    ({"loss": "TripletLoss", "label_column": "question"}, "TripletLoss reads no label"),
+    ({"loss": "MatryoshkaLoss", "loss_options": {"matryoshka_dims": [8]}}, "loss_options.loss is null"),
+    ({"loss": "MatryoshkaLoss", "loss_options": {"loss": "Matryoshka2dLoss"}}, "loss_options.loss=.*layers itself"),
+    ({"loss": None, "label_column": "question"}, "needs a loss over embeddings"),
+    ({"loss": "CoSENTLoss"}, "CoSENTLoss needs a label of every row .* has no column called label or labels"),
+    ({"loss": "CoSENTLoss", "label_column": "quest"}, 'has no column "quest". .*Closest: "question"'),
+    ({"loss": "CoSENTLoss", "label_column": "wrong"}, "holds List; a label must be a number"),
+    ({"loss": "TripletLoss", "loss_options": {"margin": 2}}, "TripletLoss has no option margin"),
+])  # fmt: skip
+def test_a_run_file_that_names_a_wrong_loss_is_told_why(main, run_file, capsys, options, words):  # noqa: F811
+    with pytest.raises(SystemExit) as left:
+        main(["--config", run_file(**PAIRS | options)])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert re.search(words, " ".join(error.split())), error
+
+
+def rated(run_file, tmp_path, **more) -> str:  # noqa: F811
+    path = run_file(**PAIRS | {"max_steps": 2, "save_strategy": "no"} | more)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = [{"question": r["question"], "answer": r["answer"], "score": i % 5 / 4} for i, r in enumerate(rows)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_a_run_file_trains_a_loss_by_name_with_its_labels(main, run_file, tmp_path):  # noqa: F811
+    options = {"loss": "CoSENTLoss", "loss_options": {"scale": 20.0}, "matryoshka_dims": [16, 8]}
+    main(["--config", rated(run_file, tmp_path, loss="MatryoshkaLoss", loss_options=options)])
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert -1 <= report["before"]["spearman_cosine"] <= 1 and "mrr@10" not in report["after"]
+    folder = SentenceTransformer(str(tmp_path / "out"))
+    assert folder.get_embedding_dimension() == 16
