@@ -33,7 +33,7 @@ from hf_dist_ext.run.presets import find_preset, is_shipped, kind_of, load_prese
 
 HANDED_OVER = "HF_DIST_HANDED_OVER"  # set for the processes of (2), whose run was checked before they existed
 CPU_PROCESSES = 2  # where no device says how many
-PIPELINES = "multi_gpu_pp"  # the preset
+PIPELINES = {"multi_gpu_pp": "multi_gpu_ddp", "multi_gpu_3d": "multi_gpu_tp"}  # preset -> without pipelines
 
 
 def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | None = None) -> None:
@@ -111,7 +111,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
     asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     choice = None
     if asked == "auto" and _pipeline_size(run) > 1:
-        asked = PIPELINES
+        asked = next(iter(PIPELINES))
     if asked == "auto":
         choice = auto.choose(run, devices)
         asked = choice.preset
@@ -140,9 +140,10 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
         devices = len(gpu_ids.split(","))
     if wanted is None and not is_shipped(path):
         wanted = preset.get("num_processes")
-    mesh, group = mesh_size(preset), _group_size(preset)
+    mesh, group, size = mesh_size(preset), _group_size(preset), _pipeline_size(run)
     if mesh == group > 1:  # as many groups as there are processes for
-        wanted = int(wanted or devices or preset.get("num_processes") or group)
+        of_pipelines = devices // (size * group) * (size * group) or size * group
+        wanted = int(wanted or (devices or preset.get("num_processes") or group if size == 1 else of_pipelines))
         if wanted % group:
             raise UsageError(
                 f"{wanted} processes do not make groups of {group} for tensor parallelism ({path}). Set num_processes "
@@ -153,11 +154,10 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
             f"num_processes={wanted}, but the parallelism_config of {path} is a mesh of {mesh} processes. "
             "Make them equal, or leave num_processes out."
         )
-    size = _pipeline_size(run)
-    if path.stem == PIPELINES and size == 1:
+    if path.stem in PIPELINES and size == 1:
         raise UsageError(
-            f"{PIPELINES} starts processes for pipelines, and the run file does not say how many make one. Set "
-            "pipeline_parallel_size, or use multi_gpu_ddp."
+            f"{path.stem} starts processes for pipelines, and the run file does not say how many make one. Set "
+            f"pipeline_parallel_size, or use {PIPELINES[path.stem]}."
         )
     wanted = int(wanted or (mesh if mesh > 1 else devices // size * size) or max(CPU_PROCESSES, size))
     _refuse_too_many(wanted, devices, "Set num_processes to null")

@@ -227,16 +227,17 @@ def saved_ranks_per_rows(folder: Path) -> int:
 def draws_anew(args: Any, step: int, folder: str, strategy: Strategy) -> bool:
     """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
     rank (that of its group, where groups hold the same rows and draw the same numbers)."""
-    rows, share = strategy.rows, strategy.rows.shared_by
+    share, per_layer = strategy.rows.shared_by, strategy.ranks_per_layer
     before, share_before = saved_world_size(Path(folder)), saved_ranks_per_rows(Path(folder))
-    if (before, share_before) == (args.world_size, share):
+    per_layer_before = (manifest.read(Path(folder)) or {}).get("tensor_parallel_size", 1)
+    if (before, share_before, per_layer_before) == (args.world_size, share, per_layer):
         return False
     if collectives.rank() == 0:
         groups = "" if share == share_before else f" (in groups of {share_before} and of {share} with the same rows)"
         logger.warning(
             f"{folder} is of {before} processes, this run of {args.world_size}{groups}: random states start anew."
         )
-    drawn_by = collectives.rank() if strategy.is_cut else rows.index
+    drawn_by = collectives.rank() // per_layer
     set_seed(hash((args.seed, step, drawn_by)) % 2**32)
     return True
 

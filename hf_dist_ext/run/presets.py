@@ -67,6 +67,15 @@ NOTES = {
         "Layers do not fit one device, on links too slow for FSDP. The run file says how many processes make a "
         "pipeline (pipeline_parallel_size); these share rows, and some of their time they wait for each other.",
     ),
+    "multi_gpu_3d": Notes(
+        "layers over the groups of a pipeline, every layer over the GPUs of a group; pipelines are copies, or shard "
+        "their weights (sharding)",
+        "inside a group the activations of every layer, in every chunk; between neighbours what a layer gives and its "
+        "gradient; between pipelines gradients once, or what FSDP sends; embeddings between the pipelines' last "
+        "groups and their gradients back",
+        "A decoder of which not even one machine holds all layers: groups on fast links, stages over slow ones. The "
+        "run file says how many groups make a pipeline (pipeline_parallel_size); all its GPUs share rows.",
+    ),
     "deepspeed_zero1": Notes(
         "optimizer state",
         f"gradients once; updated weights once; {_LOSS}",

@@ -122,6 +122,7 @@ PRESET_SHORT_NAMES = {
     "fsdp_offload": "multi_gpu_fsdp_offload",
     "tp": "multi_gpu_tp",
     "pp": "multi_gpu_pp",
+    "3d": "multi_gpu_3d",
     "zero1": "deepspeed_zero1",
     "zero2": "deepspeed_zero2",
     "zero3": "deepspeed_zero3",

@@ -67,6 +67,11 @@ class Strategy:
         return "none"
 
     @property
+    def ranks_per_layer(self) -> int:
+        """So many consecutive ranks have parts of the same layers, and draw the same random numbers."""
+        return self.rows.shared_by
+
+    @property
     def frozen_forwards_are_collective(self) -> bool:
         """Whether those of modules of which nothing trains are."""
         return self.forwards_are_collective
@@ -97,6 +102,9 @@ class Strategy:
     def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
         """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
         some of its own; `has_budget`: memory is measured to find the size of chunks."""
+
+    def arrange(self, optimizer: torch.optim.Optimizer) -> None:
+        """When Trainer has made it: gives all ranks groups of parameters that mean the same."""
 
     def check_optimizer(self, field: str) -> None:
         """UsageError when `field` does not reach the optimizer."""
@@ -184,7 +192,7 @@ class Strategy:
     def clip(
         self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
     ) -> torch.Tensor | None:
-        """Scale gradients down to `max_norm`; their norm before. None: Trainer does it."""
+        """Scale gradients down to `max_norm` (inf: not at all); their norm before. None: Trainer does it."""
         if not loss_parameters:
             return None
         return self.accelerator.clip_grad_norm_(chain(parameters, loss_parameters), max_norm)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, ddp, fsdp_options, pipeline, splitting
+from hf_dist_ext.strategies import collectives, ddp, fsdp_options, pipeline, pipeline_own_loss, splitting
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.fsdp import FSDP
 from hf_dist_ext.strategies.pipeline import Pipeline
@@ -64,14 +64,17 @@ def of_own_loss(model: Any, args: Any) -> Strategy:
     return OwnLossPipeline(model, args) if pipeline.size(args) > 1 else Strategy()
 
 
-def launched_split() -> Any:
-    """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers."""
-    return splitting.launched_config()
+def launched_split(args: Any) -> Any:
+    """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers. None
+    in a pipeline, which splits the layers of its own stages (`in_stages`)."""
+    return None if pipeline.size(args) > 1 else splitting.launched_config()
 
 
 def in_stages(args: Any, has_own_loss: bool = False) -> Callable[[type], type] | None:
     """How a process reads its part of a pipeline's model: a class of backbones -> one that does. `has_own_loss`: a
     class of causal language models, which are trained with their own. None: there is no pipeline."""
+    if has_own_loss and pipeline.size(args) > 1:
+        pipeline_own_loss.check(args)
     return pipeline.in_stages(args, OwnLossPipeline.staged if has_own_loss else Pipeline.staged)
 
 
@@ -111,7 +114,9 @@ def building(args: Any, before: Strategy) -> Iterator[None]:
 
 def plugins(args: Any, fsdp_plugin: Any) -> dict[str, Any]:
     """Arguments for `Accelerator` that the fields of the strategies ask for."""
-    return fsdp_options.options(args, fsdp_plugin) | pipeline.options(args)
+    if pipeline.size(args) > 1:
+        return pipeline.options(args)
+    return fsdp_options.options(args, fsdp_plugin)
 
 
 def set_handlers(args: Any, handlers: list[Any], has_loss: bool) -> None:

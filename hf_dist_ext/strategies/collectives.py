@@ -8,8 +8,9 @@ ranks.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -110,6 +111,35 @@ def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
     """Every rank's tensors become those of rank 0, such as weights that ranks have drawn. Every rank must call it."""
     for tensor in tensors if world_size() > 1 else ():
         dist.broadcast(tensor, src=0)
+
+
+def random_state(device: torch.device) -> bytes:
+    """That of this process: what it will draw next, on the CPU and the device."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return b"".join(state.numpy().tobytes() for state in states)
+
+
+# ---- the norm of gradients of which ranks have parts and copies ----
+
+
+@torch.no_grad()
+def clip(of_copies: Mapping[int, Sequence[torch.Tensor]], max_norm: float, device: torch.device) -> torch.Tensor:
+    """Scale the gradients that this rank holds down to `max_norm` (inf: not at all); returns the norm of all ranks',
+    a float64 scalar. One all-reduce; every rank calls it.
+
+    of_copies: on how many ranks an element lies -> the parts that this rank holds of gradients that lie so.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, gradients in of_copies.items():
+        total += torch.nn.utils.get_total_norm(gradients).to(total) ** 2 / copies
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
+    for gradient in chain.from_iterable(of_copies.values()) if max_norm != float("inf") else ():
+        gradient.mul_(factor.to(gradient.dtype))
+    return norm
 
 
 # ---- memory ----

@@ -1,12 +1,14 @@
 """Pipeline parallelism under a loss over embeddings: consecutive ranks hold the same rows and some stages of a model.
 
-A pipeline is a group of P consecutive ranks; other groups are copies of it with rows of their own. `stages.py` cuts
-the model, `schedules.py` says who works when, and `pipeline_passes.py` takes the chunks of a step through the stages.
-Nothing wraps the model: gradients are added up locally and averaged over the copies once per update. accelerate and
-Trainer know no pipelines, but groups of ranks that hold the same rows: to them a pipeline is a tensor-parallel group.
+A pipeline is a group of consecutive ranks; other groups are copies of it with rows of their own. `mesh.py` says which
+ranks, `stages.py` cuts the model, `schedules.py` says who works when, and `pipeline_passes.py` takes the chunks of a
+step through the stages. Several ranks may split the layers of a stage between them (tensor parallelism, as
+`splitting.py` does it), and copies may shard their weights (FSDP2, `sharded_stages.py`); else gradients are added up
+locally and averaged over the copies once per update. accelerate and Trainer know no pipelines, but groups of ranks
+that hold the same rows: to them a pipeline is a tensor-parallel group.
 
 (1) what can run as a pipeline, said before anything is cut
-(2) the groups; what accelerate hears of them
+(2) this rank's part of the model; what accelerate hears of the ranks
 (3) once per update: gradients over the copies, one norm for the whole model
 (4) whole weights for a folder that loads anywhere
 """
@@ -14,9 +16,9 @@ Trainer know no pipelines, but groups of ranks that hold the same rows: to them 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,12 @@ from hf_dist_ext import launched, policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Door, Embeddings
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, schedules, stages
+from hf_dist_ext.strategies import collectives, mesh, schedules, sharded_stages, splitting, stages
 from hf_dist_ext.strategies.base import Strategy, meanwhile
+from hf_dist_ext.strategies.mesh import COPIES, PARTS, STAGES
 from hf_dist_ext.strategies.pipeline_passes import Line, PipelinePasses
 from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.tensors import held_here, num_parts, put, whole
 
 # What transformers calls the options of activation checkpointing, today and before 5.23.
 CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
@@ -70,11 +74,14 @@ def check(args: Any) -> None:
         raise UsageError(
             f"pipeline_stages_per_rank={per_rank}: {schedule_of(args)} has {fixed or 'at least 1'} per process."
         )
-    if launched.processes() % size(args):
+    shape = mesh.shape_of(args)
+    if launched.processes() % shape.of_a_model:
+        parts = "" if shape.parts == 1 else f" x {shape.parts} (parallelism_config_tp_size)"
         raise UsageError(
-            f"{launched.processes()} processes do not make pipelines of {size(args)} (pipeline_parallel_size). Start "
-            f"a multiple of {size(args)}."
+            f"{launched.processes()} processes do not make pipelines of {size(args)} (pipeline_parallel_size){parts}. "
+            f"Start a multiple of {shape.of_a_model}."
         )
+    sharded_stages.check(args, shape, schedule_of(args))
     _check_rest(args)
 
 
@@ -89,15 +96,27 @@ def per_rank_of(args: Any) -> int:
 def places_of(args: Any) -> tuple[list[int], list[int]]:
     """The rank of every stage, and this rank's stages."""
     places = policy.rank_of_stage(schedule_of(args), size(args), per_rank_of(args))
-    return places, [stage for stage, rank in enumerate(places) if rank == launched.rank() % size(args)]
+    own = mesh.shape_of(args).place(launched.rank()).stages
+    return places, [stage for stage, rank in enumerate(places) if rank == own]
 
 
 def in_stages(args: Any, staged: Callable[..., type] = stages.staged) -> Callable[[type], type] | None:
     """For `EmbeddingModel.from_pretrained`: this rank reads its stages only. None without a pipeline."""
     if size(args) == 1:
         return None
+    return _in_stages(args, mesh.make(args) if mesh.shape_of(args).parts > 1 else None, staged)
+
+
+def _in_stages(args: Any, of_parts: mesh.Mesh | None, staged: Callable[..., type]) -> Callable[[type], type]:
+    """With tensor parallelism the backbone keeps the mesh on which it is split."""
     places, own = places_of(args)
-    return functools.partial(staged, own=own, places=places, split=args.pipeline_split)
+
+    def finish(backbone: nn.Module) -> None:
+        backbone.mesh = of_parts
+        splitting.split_layers(backbone, of_parts.devices[PARTS])
+
+    more = {} if of_parts is None else {"finish": finish}
+    return functools.partial(staged, own=own, places=places, split=args.pipeline_split, **more)
 
 
 def _check_rest(args: Any) -> None:
@@ -124,10 +143,14 @@ def _check_rest(args: Any) -> None:
         "use_reentrant=true": any((getattr(args, name, None) or {}).get("use_reentrant") for name in CHECKPOINTING),
         "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),
         "FSDP": bool(args.fsdp) or launched.uses_fsdp(),
-        "a mesh of accelerate (parallelism_config)": launched.uses_mesh(),
+        "parallelism_config in the arguments": getattr(args, "parallelism_config", None) is not None,
     }
     refused |= {
-        f"{name}={getattr(args, name)!r}": getattr(args, name) is not None for name in ("ddp_comm_hook", "sharding")
+        f"{name}={getattr(args, name)!r}": getattr(args, name) is not None
+        for name in ("ddp_comm_hook", "reduce_dtype", "cpu_offload", "min_num_params")
+    } | {
+        f"{name}_size above 1 in the parallelism_config": launched.mesh_size(name) > 1
+        for name in ("dp_shard", "dp_replicate")
     }
     if found := [what for what, is_given in refused.items() if is_given]:
         remedy = {"fp16=true": "Use bf16."}.get(found[0], "Leave it out, or use multi_gpu_fsdp.")
@@ -151,8 +174,8 @@ def options(args: Any) -> dict[str, Any]:
         return {}
     from accelerate import ParallelismConfig
 
-    copies = launched.processes() // size(args)
-    return {"parallelism_config": ParallelismConfig(tp_size=size(args), dp_shard_size=copies)}
+    shape = mesh.shape_of(args)
+    return {"parallelism_config": ParallelismConfig(tp_size=shape.of_a_model, dp_shard_size=shape.copies)}
 
 
 class Pipeline(Strategy):
@@ -171,33 +194,56 @@ class Pipeline(Strategy):
         super().__init__()
         check_model(model, args)
         self.whole = model
-        self.size, self.schedule, self.per_rank = size(args), schedule_of(args), per_rank_of(args)
+        self.shape, self.schedule, self.per_rank = mesh.shape_of(args), schedule_of(args), per_rank_of(args)
+        if self.shape.parts > 1:
+            splitting.check_what_trains(model, args)
         self.cut: stages.Cut | None = None
         self.line: Line | None = None
-        self.group: Any = None
+        self.mesh: mesh.Mesh | None = None
+        self.sharded: sharded_stages.ShardedStages | None = None
+        self.partial: list[nn.Module] = []  # whose gradients are of this rank's heads only
         self._has_checked_rows = False
         self._elsewhere: frozenset[str] | None = None
 
     @property
+    def size(self) -> int:
+        """Ranks with stages of their own."""
+        return self.shape.stages
+
+    @property
+    def ranks_per_layer(self) -> int:
+        return self.shape.parts
+
+    @property
+    def forwards_are_collective(self) -> bool:
+        return self.sharded is not None and self.sharded.frees
+
+    @property
     def split(self) -> str:
-        return f"pp {self.size}"
+        return f"pp {self.size}" + (f" x tp {self.shape.parts}" if self.shape.parts > 1 else "")
 
     @property
     def name(self) -> str:
-        return self.split + (f" x dp {self.rows.size}" if self.rows.size > 1 else "")
+        copies = "dp" if self.sharded is None else "fsdp"
+        return self.split + (f" x {copies} {self.shape.copies}" if self.shape.copies > 1 else "")
 
     # ---- setting up ----
 
     @contextmanager
     def constructing(self, args: Any) -> Iterator[None]:
-        device = args.device  # with it come the processes' connections
-        self.group, peers = _groups(self.size, timedelta(seconds=args.ddp_timeout))
-        self.rows = Rows(self.size, peers)
         places, own = places_of(args)
         firsts = stages.firsts_of(self.whole, places, args.pipeline_split, self.cut_kind)
         self.cut = self.cut_kind(self.whole, own, firsts)
-        self._in_stages = in_stages(args, self.staged)
-        self.whole.to(device)
+        backbone = self.cut.backbone_of(self.cut.base)
+        self.mesh = getattr(backbone, "mesh", None) or mesh.make(args)
+        self.rows = Rows(self.shape.of_a_model, self.mesh.group(COPIES))
+        self._in_stages = _in_stages(args, self.mesh if self.shape.parts > 1 else None, self.staged)
+        self.whole.to(args.device)
+        if self.shape.parts > 1:
+            splitting.split_layers(backbone, self.mesh.devices[PARTS])
+            self.partial = splitting.without_own_reduction(backbone)
+        self.mesh.agree(self.whole.parameters())
+        self.sharded = sharded_stages.of(args.sharding, self.cut.modules(), self.mesh)
         # Trainer then leaves the model where it is, and accelerate puts no wrapper around it.
         self.cut.base._is_distributed_loading_by_transformers = True
         with meanwhile(args, "save_only_model", True):  # as under tensor parallelism
@@ -218,8 +264,12 @@ class Pipeline(Strategy):
 
     def place(self, model: nn.Module | None, *more: Any) -> None:
         device = self.accelerator.device
-        self.line = Line(self.cut, self.schedule, self.per_rank, self.group, device, self.accelerator.autocast)
-        self.accelerator.clip_grad_norm_ = self.clip_gradients
+        group = self.mesh.group(STAGES)
+        self.line = Line(self.cut, self.schedule, self.per_rank, group, device, self.accelerator.autocast)
+
+    def arrange(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.shape.parts > 1:
+            self.mesh.arrange(optimizer)
 
     def gather_for_metrics(self) -> Callable:
         return functools.partial(self.rows.gather_for_metrics, self.accelerator)
@@ -228,10 +278,18 @@ class Pipeline(Strategy):
 
     def check_batch(self, batch: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device) -> None:
         """In a run's first step. Raises UsageError on every rank."""
-        if not self._has_checked_rows and not self.rows.hold_the_same(batch, device):
+        if self._has_checked_rows:
+            return
+        ranks = self.shape.of_a_model
+        if not self.rows.hold_the_same(batch, device):
             raise UsageError(
-                f"ranks of a pipeline of {self.size} hold other rows than each other. Let the order of rows depend on "
-                "the pipeline, not on the rank: rank // pipeline_parallel_size."
+                f"ranks of a pipeline of {ranks} hold other rows than each other. Let the order of rows depend on "
+                f"the pipeline, not on the rank: rank // {ranks}."
+            )
+        if self.shape.parts > 1 and not Rows(self.shape.parts).say_the_same(collectives.random_state(device), device):
+            raise UsageError(
+                f"{self.shape.parts} ranks that split a stage's layers draw other random numbers than each other. "
+                f"Let what is drawn depend on the stage, not on the rank: rank // {self.shape.parts}."
             )
         self._has_checked_rows = True
 
@@ -241,41 +299,41 @@ class Pipeline(Strategy):
     def encoded(self, batch: ChunkedBatch, encode: Any, phase: Door) -> Embeddings:
         chunks = batch.chunks()
         outputs = self.line.forward(chunks, phase)
+        if self.sharded is not None:
+            self.sharded.free()
         return self.line.shared(batch.to_columns(outputs, chunks) if self.line.has_last else {})
 
     # ---- (3) ----
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
+        parameters = list(loss_parameters)
+        if self.sharded is None:
+            parameters += self.whole.parameters()
+        else:
+            self.sharded.finish_update()
         bucket: list[nn.Parameter] = []
-        for parameter in chain(loss_parameters, self.whole.parameters()):
+        for parameter in parameters:
             if bucket and sum(p.numel() for p in bucket) + parameter.numel() > policy.REDUCED_TOGETHER:
                 self.rows.average_gradients(bucket)
                 bucket = []
             bucket.append(parameter)
         self.rows.average_gradients(bucket)
+        if self.partial:
+            splitting.sum_partial(self.partial, self.mesh.group(PARTS))
 
-    @torch.no_grad()
-    def clip_gradients(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    def clip(
+        self, parameters: Iterable[nn.Parameter], loss_parameters: Sequence[nn.Parameter], max_norm: float
     ) -> torch.Tensor:
-        """In place of the accelerator's. The norm of all stages' gradients, and of those that every rank has (the
-        loss's own parameters) once; they are scaled down to `max_norm` (inf: not at all)."""
-        assert norm_type == 2.0
-        here, copies = ({id(p) for p in found} for found in (self.whole.parameters(), self.cut.copies))
-        gradients = [(p.grad, id(p) in here, id(p) in copies) for p in parameters if p.grad is not None]
-        # float64, whatever the gradients are: a stage that trains nothing has none to tell.
-        total = torch.zeros((), device=self.line.device, dtype=torch.float64)
-        for is_of_stage in (True, False):
-            found = [grad for grad, is_here, is_copy in gradients if is_here is is_of_stage and not is_copy]
-            if found:
-                total += nn.utils.get_total_norm(found).to(total) ** 2
-            if is_of_stage:
-                dist.all_reduce(total, group=self.group)
-        norm = total.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
-        for gradient, *_ in gradients if max_norm != float("inf") else ():
-            gradient.mul_(factor.to(gradient.dtype))
-        return norm
+        """The norm of all stages' gradients, and of those that every rank has (the loss's own parameters) once; they
+        are scaled down to `max_norm` (inf: not at all)."""
+        here, tied = ({id(p) for p in found} for found in (self.whole.parameters(), self.cut.copied))
+        of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
+        for parameter in chain(parameters, loss_parameters):
+            if parameter.grad is not None:
+                of_stages = 1 + (id(parameter) in tied) if id(parameter) in here else self.size
+                ranks = self.shape.copies * self.shape.parts * of_stages // num_parts(parameter.grad)
+                of_copies[ranks].append(held_here(parameter.grad))
+        return collectives.clip(of_copies, max_norm, self.line.device)
 
     def for_log(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """The share of the passes that a rank waits, the mean over the pipeline, and what the schedule would have it
@@ -284,7 +342,7 @@ class Pipeline(Strategy):
             return {}
         busy = sum(seconds[f"seconds_{part}"] for part in ("encode", "replay", "last_backward"))
         share = torch.tensor([1 - busy / seconds["seconds_passes"]], device=self.line.device)
-        dist.all_reduce(share, group=self.group)
+        dist.all_reduce(share, group=self.line.group)
         sizes = (self.size, self.per_rank, self.line.num_chunks)
         expected = policy.idle_share(self.schedule, *sizes, has_first_pass=self.has_first_pass)
         return {"bubble_share": round(share.item() / self.size, 4), "bubble_share_expected": round(expected, 4)}
@@ -296,26 +354,28 @@ class Pipeline(Strategy):
         if self._elsewhere is None:
             own = {name for name, _ in self.whole.named_parameters()}
             found: list[set[str]] = [set()] * self.size
-            dist.all_gather_object(found, own, group=self.group)
+            dist.all_gather_object(found, own, group=self.line.group)
             self._elsewhere = frozenset(set().union(*found) - own)
         return self._elsewhere
 
     def collected(self, tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-        """One tensor after another travels to the first rank of the first pipeline."""
-        found = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()} if keep else {}
-        if collectives.rank() >= self.size:
-            return found
+        """Stage by stage: its ranks make one tensor after another whole, and the first of them sends it to rank 0."""
+        found, line = {}, self.line
+        is_first = self.mesh.place._replace(stages=0) == (0, 0, 0)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        for rank in range(1, self.size):
-            for name, (shape, dtype) in self.line.told(shapes, rank).items():
-                if rank == self.line.rank:
-                    dist.send(
-                        tensors[name].detach().to(self.line.device).contiguous(), self.line.global_rank(0), self.group
-                    )
-                elif keep:
-                    tensor = torch.empty(shape, dtype=dtype, device=self.line.device)
-                    dist.recv(tensor, self.line.global_rank(rank), self.group)
-                    found[name] = tensor.cpu()
+        for stage in range(self.size):
+            for name, (shape, dtype) in line.told(shapes, stage).items():
+                if stage == line.rank:
+                    with whole(tensors[name]) as content:
+                        if keep:
+                            found[name] = content.cpu().clone()
+                        elif is_first and stage:
+                            dist.send(content.to(line.device).contiguous(), line.global_rank(0), line.group)
+                elif is_first and line.rank == 0:
+                    tensor = torch.empty(shape, dtype=dtype, device=line.device)
+                    dist.recv(tensor, line.global_rank(stage), line.group)
+                    if keep:
+                        found[name] = tensor.cpu()
         return found
 
     def said_by_parts(self, content: Any) -> list[Any]:
@@ -338,7 +398,8 @@ class Pipeline(Strategy):
         for name, tensor in model.state_dict().items():
             if name not in theirs or theirs[name].shape != tensor.shape:
                 raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
-            tensor.copy_(theirs[name])
+            with whole(theirs[name]) as content:
+                put(tensor, content)
         return True
 
     def read(self, folder: str | Path, dtype: torch.dtype) -> nn.Module:
@@ -347,20 +408,12 @@ class Pipeline(Strategy):
 
     def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
         if content.get("pipeline_parallel_size", 1) == 1:
-            raise UsageError(
-                f"{folder} was saved without a pipeline, this run is {self.name}: the optimizer's groups are others. "
-                "With resume_weights_only its weights are taken and everything else starts anew."
-            )
-
-
-def _groups(size: int, timeout: timedelta) -> tuple[Any, Any]:
-    """This rank's pipeline, and the ranks with its place in the others (None: there are none)."""
-    ranks = list(range(collectives.world_size()))
-    own = peers = None
-    for start in range(0, len(ranks), size):
-        group = dist.new_group(ranks[start : start + size], timeout)
-        own = group if collectives.rank() in ranks[start : start + size] else own
-    for place in range(size):
-        group = dist.new_group(ranks[place::size], timeout)
-        peers = group if collectives.rank() in ranks[place::size] else peers
-    return own, peers
+            saved = "without a pipeline"
+        elif (content.get("tensor_parallel_size", 1) > 1) != (self.ranks_per_layer > 1):
+            saved = f"as {content['sharding']}"
+        else:
+            return
+        raise UsageError(
+            f"{folder} was saved {saved}, this run is {self.name}: the optimizer's groups are others. "
+            "With resume_weights_only its weights are taken and everything else starts anew."
+        )

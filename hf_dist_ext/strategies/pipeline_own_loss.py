@@ -28,9 +28,21 @@ from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import Door, refuse_nothing_trains
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import own_loss_stages
+from hf_dist_ext.strategies.mesh import shape_of
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut, Score
 from hf_dist_ext.strategies.pipeline import Pipeline
 from hf_dist_ext.strategies.pipeline_passes import Flow, Line
+
+
+def check(args: Any) -> None:
+    """Before anything is loaded. Raises UsageError."""
+    is_split = shape_of(args).parts > 1
+    if is_split or args.sharding not in (None, "NO_SHARD"):
+        what = "tensor parallelism" if is_split else f'sharding="{args.sharding}"'
+        raise UsageError(
+            f"a pipeline of a model with its own loss does not go with {what}: it was not made exact there. Use "
+            "multi_gpu_pp without it, or multi_gpu_fsdp."
+        )
 
 
 class OwnLossPipeline(Pipeline):
@@ -39,6 +51,7 @@ class OwnLossPipeline(Pipeline):
 
     def __init__(self, model: nn.Module | None, args: Any):
         super().__init__(model, args)
+        check(args)
         self.rows_per_chunk: int = args.gradient_cache_chunk_size
 
     # ---- a batch ----
@@ -74,7 +87,7 @@ class OwnLossPipeline(Pipeline):
         loss = torch.zeros((), dtype=torch.float64, device=self.line.device)
         if self.line.has_last:
             loss += torch.stack(flow.losses).double().sum()
-        dist.broadcast(loss, src=self.line.global_rank(self.line.places[-1]), group=self.group)
+        dist.broadcast(loss, src=self.line.global_rank(self.line.places[-1]), group=self.line.group)
         return loss
 
     # ---- an update ----
@@ -91,7 +104,8 @@ class OwnLossPipeline(Pipeline):
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         theirs, peer = torch.empty_like(own), self.line.global_rank(self.line.places[stage])
         messages = [
-            dist.P2POp(kind, tensor, peer, self.group) for kind, tensor in ((dist.isend, own), (dist.irecv, theirs))
+            dist.P2POp(kind, tensor, peer, self.line.group)
+            for kind, tensor in ((dist.isend, own), (dist.irecv, theirs))
         ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()

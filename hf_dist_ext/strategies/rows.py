@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.tensors import held_here
 
 
 @dataclass(frozen=True)
@@ -106,16 +107,21 @@ class Rows:
 
         return recursively_apply(each_once, gather(data))
 
+    @torch.no_grad()
     def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Mean over ranks of each `.grad` (a missing one counts as 0), in one all-reduce, as DDP's own."""
         parameters = [p for p in parameters if p.requires_grad]
         if self.size == 1 or not parameters:
             return
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        parts = [held_here(gradient) for gradient in gradients]
+        flat = torch.cat([part.flatten() for part in parts])
         dist.all_reduce(flat, group=self.peers)
         flat /= self.size
-        for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(mean.view_as(part))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 class _GatherRows(torch.autograd.Function):

@@ -1,16 +1,22 @@
 """How transformers splits a model over a group of ranks (`DistributedConfig`), and what can be split.
 
-What can not be exact under a loss over embeddings is refused, where possible before anything is loaded.
+What can not be exact under a loss over embeddings is refused, where possible before anything is loaded. One style of
+splitting goes wrong with several backwards per update and is taken out of transformers' hands: `without_own_reduction`
+and `sum_partial`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.tensors import held_here, is_split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,6 +87,52 @@ def split(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedModel:
     return type(model).maybe_distribute_model(model.to(device or "cpu"), config, meshes)
 
 
+def split_layers(backbone: PreTrainedModel, mesh: Any) -> None:
+    """Split the layers that are there, whole and the same on every rank or without memory, over a mesh of one
+    dimension (torch's DeviceMesh). Raises UsageError."""
+    if any(map(is_split, backbone.parameters())):
+        return
+    check_can_be_split(backbone.config, mesh.size())
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(backbone.tp_plan)
+    here = {name for name, module in modules.items() if any(True for _ in module.parameters())}
+    here |= {name for name, _ in backbone.named_parameters()}
+    apply_tensor_parallelism(backbone, mesh, {name: style for name, style in plan.items() if name in here})
+
+
+def without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
+    """The modules of style PARTIAL, with the forward that sums their gradients by itself put back.
+
+    transformers 5.23 (distributed/tensor_parallel.py, ReplicatedWithGradAllReduce) sums `.grad` over the group after
+    every backward, and with it what earlier backwards of the step have left there: chunks and micro-batches are
+    counted again. Remove this and `sum_partial` when it sums the new gradient only; tests/distributed/test_upstream.py
+    tells.
+    """
+    modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(backbone.tp_plan)
+    partial = [modules[name] for name, style in plan.items() if style == PARTIAL and name in modules]
+    for module in partial:
+        vars(module).pop("forward", None)  # its class's own; the style's was set on the instance
+        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()):
+            raise UsageError(
+                f"{type(backbone).__name__} has run with gradients since it was split, which leaves hooks that "
+                "reduce them wrongly. Give it to DistTrainer before."
+            )
+    return partial
+
+
+def sum_partial(modules: Sequence[nn.Module], group: Any) -> None:
+    """Gradients of `modules`, of which each rank of a group has those of its heads, summed over the group."""
+    parameters = [p for module in modules for p in module.parameters() if p.grad is not None]
+    if not parameters:
+        return
+    gradients = [held_here(p.grad) for p in parameters]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
 def check_layout(model: nn.Module, part: nn.Module, asked: int) -> None:
     """Of `model`, of which transformers has split `part`. Raises UsageError."""
     check_is_supported()
@@ -106,32 +158,49 @@ def check_layout(model: nn.Module, part: nn.Module, asked: int) -> None:
 
 
 def check_rest(model: nn.Module, args: Any) -> None:
-    """UsageError for what was not made exact under it."""
-    is_partly_frozen = any(getattr(args, f"{kind}_modules", None) is not None for kind in ("trainable", "frozen"))
-    if args.bf16 and is_partly_frozen and any(p.dtype.itemsize < 4 for p in model.parameters()):
-        raise UsageError(
-            "tensor parallelism with frozen parts and bf16=true needs weights in float32: what trains can not be made "
-            "so once it is split. Load the model with dtype=float32."
-        )
-    optimizer = str(getattr(args.optim, "value", args.optim))
+    """UsageError for what was not made exact under tensor parallelism alone."""
+    check_what_trains(model, args)
     refused = {
-        "adapters (use_lora)": any(hasattr(module, "peft_config") for module in model.modules()),
         "fp16=true": args.fp16,
         "torch_compile=true": args.torch_compile,
         "frozen_feature_cache": getattr(args, "frozen_feature_cache", None) is not None,
         "save_async=true": args.save_async,
         "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),
         "FSDP of accelerate": bool(args.fsdp) or launched.uses_fsdp(),
-        f"optim={optimizer}": optimizer not in OPTIMIZERS,
     }
     refused |= {
         f"{name}={getattr(args, name)!r}": getattr(args, name, None) is not None
         for name in ("ddp_comm_hook", "sharding")
     }
     if given := [what for what, is_given in refused.items() if is_given]:
-        remedies = {"fp16=true": "Use bf16.", f"optim={optimizer}": f"Use one of {', '.join(sorted(OPTIMIZERS))}."}
-        remedy = remedies.get(given[0], "Leave it out, or use multi_gpu_fsdp.")
+        remedy = "Use bf16." if given[0] == "fp16=true" else "Leave it out, or use multi_gpu_fsdp."
         raise UsageError(f"tensor parallelism does not go with {given[0]}: it was not made exact there. {remedy}")
+
+
+def check_what_trains(model: nn.Module, args: Any) -> None:
+    """UsageError for what trains and can not be split, alone or inside the stages of a pipeline."""
+    is_partly_frozen = any(getattr(args, f"{kind}_modules", None) is not None for kind in ("trainable", "frozen"))
+    if args.bf16 and is_partly_frozen and any(p.dtype.itemsize < 4 for p in model.parameters()):
+        raise UsageError(
+            "tensor parallelism with frozen parts and bf16=true needs weights in float32: what trains can not be made "
+            "so once it is split. Load the model with dtype=float32."
+        )
+    if any(hasattr(module, "peft_config") for module in model.modules()):
+        raise UsageError(
+            "tensor parallelism does not go with adapters (use_lora): it was not made exact there. Leave it out, or "
+            "use multi_gpu_fsdp."
+        )
+    check_optimizer(args, "tensor parallelism")
+
+
+def check_optimizer(args: Any, what: str) -> None:
+    """UsageError for one whose state is not split as the parameter is. `what` splits parameters, in words."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(
+            f"{what} does not go with optim={optimizer}: it was not made exact there. Use one of "
+            f"{', '.join(sorted(OPTIMIZERS))}."
+        )
 
 
 def find_split(model: Any) -> Any:

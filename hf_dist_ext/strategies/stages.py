@@ -14,7 +14,7 @@ read from files as `staged` says never has more (one with random weights is buil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -191,8 +191,13 @@ class Cut:
         return False
 
     @property
+    def copied(self) -> list[nn.Parameter]:
+        """Parameters of this rank of which another rank has a copy."""
+        return []
+
+    @property
     def copies(self) -> list[nn.Parameter]:
-        """Parameters of this rank that an earlier stage, on another rank, holds as well."""
+        """Those that an earlier stage, on another rank, holds as well."""
         return []
 
     def stages_by_id(self) -> dict[int, set[int]]:
@@ -209,6 +214,10 @@ class Cut:
 
     def _all(self) -> list[tuple[int, Part]]:
         return [(stage, part) for stage, parts in enumerate(self.parts) for part in parts]
+
+    def modules(self) -> list[nn.Module]:
+        """This rank's, stage by stage: layers, and what stands before and after them."""
+        return [part.module for stage in self.own for part in self.parts[stage]]
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
         """Those of one of this rank's stages that train."""
@@ -277,9 +286,15 @@ def _part(owner: nn.Module, name: str) -> Part:
     return Part(owner, name, getattr(module, "stands_for", module))
 
 
-def staged(kind: type, own: Sequence[int], places: Sequence[int], split: Sequence[int] | None) -> type:
+def staged(
+    kind: type,
+    own: Sequence[int],
+    places: Sequence[int],
+    split: Sequence[int] | None,
+    finish: Callable[[nn.Module], None] = lambda backbone: None,
+) -> type:
     """A class of backbones which `from_pretrained` fills with the weights of the stages `own` alone; `put_back` makes
-    its model one that can be cut into these stages."""
+    its model one that can be cut into these stages. `finish`: what a backbone goes through before it is filled."""
 
     def __init__(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, config, *arguments, **options)
@@ -289,6 +304,7 @@ def staged(kind: type, own: Sequence[int], places: Sequence[int], split: Sequenc
             for part in parts if stage not in own else ():
                 part.module.to("meta")
                 part.put(Passed(part.module))
+        finish(self)
 
     body = {"__init__": __init__, "_keys_to_ignore_on_load_unexpected": [""]}  # other stages' weights are in the files
     return type(kind.__name__, (kind,), body | {"__module__": kind.__module__})

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies import collectives, splitting
 from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.sharded import Sharded
-from hf_dist_ext.strategies.splitting import PARTIAL
-from hf_dist_ext.strategies.tensors import gathered, held_here
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from hf_dist_ext.strategies.tensors import gathered, held_here, num_parts
 
 
 class TensorParallel(Sharded):
@@ -60,7 +56,7 @@ class TensorParallel(Sharded):
         self.whole, self.config = model, model.config.distributed_config
         self.group = backbone._mesh_manager.get_mesh("tp").get_group()
         self.rows = Rows(self.config.tp_size, peers=backbone._mesh_manager.get_mesh("fsdp").get_group())
-        self.partial = _without_own_reduction(backbone)
+        self.partial = splitting.without_own_reduction(backbone)
 
     @property
     def split(self) -> str:
@@ -93,14 +89,7 @@ class TensorParallel(Sharded):
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
         own = [p for p in self.whole.parameters() if not isinstance(p, DTensor)]
         self.rows.average_gradients(chain(loss_parameters, own))
-        parameters = [p for module in self.partial for p in module.parameters() if p.grad is not None]
-        if not parameters:
-            return
-        gradients = [held_here(p.grad) for p in parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=self.group)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        splitting.sum_partial(self.partial, self.group)
 
     @torch.no_grad()
     def clip(
@@ -113,18 +102,8 @@ class TensorParallel(Sharded):
         of_copies = defaultdict(list)  # on how many ranks an element lies -> gradients
         for parameter in chain(parameters, loss_parameters):
             if parameter.grad is not None:
-                of_copies[_copies(parameter.grad)].append(held_here(parameter.grad))
-        squares = [nn.utils.get_total_norm(gradients) ** 2 / copies for copies, gradients in of_copies.items()]
-        if not squares:
-            return torch.zeros(())
-        total = torch.stack([square.to(squares[0]) for square in squares]).sum()
-        dist.all_reduce(total)
-        norm = total.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grads_with_norm_
-        if max_norm != float("inf"):
-            for gradients in of_copies.values():
-                torch._foreach_mul_(gradients, factor)
-        return norm
+                of_copies[collectives.world_size() // num_parts(parameter.grad)].append(held_here(parameter.grad))
+        return collectives.clip(of_copies, max_norm, self.accelerator.device)
 
     # ---- (3) ----
 
@@ -138,11 +117,7 @@ class TensorParallel(Sharded):
             for tensor in features.values()
             if isinstance(tensor, torch.Tensor)
         )
-        states = [torch.get_rng_state()]
-        if device.type != "cpu":
-            states.append(torch.get_device_module(device).get_rng_state(device))
-        random = b"".join(state.numpy().tobytes() for state in states)
-        everyone = collectives.exchange([_number(rows), _number(random)], device)
+        everyone = collectives.exchange([_number(rows), _number(collectives.random_state(device))], device)
         size = self.rows.shared_by
         groups = [everyone[start : start + size] for start in range(0, len(everyone), size)]
         for i, what in enumerate(("hold other rows", "draw other random numbers")):
@@ -177,35 +152,6 @@ class TensorParallel(Sharded):
                 raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
             held_here(tensor).copy_(held_here(theirs[name]))
         return True
-
-
-def _without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
-    """(1) The modules of style PARTIAL, with the forward that sums their gradients by itself put back.
-
-    transformers 5.23 (distributed/tensor_parallel.py, ReplicatedWithGradAllReduce) sums `.grad` over the group after
-    every backward, and with it what earlier backwards of the step have left there: chunks and micro-batches are
-    counted again. Remove this and `partial` when it sums the new gradient only; tests/distributed/test_upstream.py
-    tells.
-    """
-    modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(backbone.tp_plan)
-    partial = [modules[name] for name, style in plan.items() if style == PARTIAL and name in modules]
-    for module in partial:
-        vars(module).pop("forward", None)  # its class's own; the style's was set on the instance
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()):
-            raise UsageError(
-                f"{type(backbone).__name__} has run with gradients since it was split, which leaves hooks that "
-                "reduce them wrongly. Give it to DistTrainer before."
-            )
-    return partial
-
-
-def _copies(gradient: torch.Tensor) -> int:
-    """On how many ranks an element of it lies."""
-    parts = 1
-    if isinstance(gradient, DTensor):
-        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
-            parts *= 1 if placement.is_replicate() else size
-    return collectives.world_size() // parts
 
 
 def _number(content: bytes) -> int:

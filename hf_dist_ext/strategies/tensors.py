@@ -30,6 +30,15 @@ def held_here(tensor: torch.Tensor) -> torch.Tensor:
     return held.to_local() if isinstance(held, DTensor) else held
 
 
+def num_parts(tensor: torch.Tensor) -> int:
+    """Over how many ranks its elements are dealt out."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            parts *= 1 if placement.is_replicate() else size
+    return parts
+
+
 @contextlib.contextmanager
 def whole_under_zero(tensor: torch.Tensor) -> Iterator[None]:
     """While inside, a weight that ZeRO-3 holds in parts is whole on every rank."""

@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.options
-    distributed_config = _distributed_config(run)
+    distributed_config = _distributed_config(run, args)
     evaluations = read_evaluations(config.evaluations)
     train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
     columns = column_names(config, train_dataset)
@@ -189,9 +189,9 @@ def _is_for_dots(config: RunConfig) -> bool:
     return str(content.get("similarity_fn_name")).startswith("dot")
 
 
-def _distributed_config(run: Run) -> Any:
+def _distributed_config(run: Run, args: Any) -> Any:
     """How the launcher's tensor parallelism splits the model; None without."""
-    config, split = run.options, choose.launched_split()
+    config, split = run.options, choose.launched_split(args)
     if split is None:
         return None
     given = {"use_lora": config.use_lora, "loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}

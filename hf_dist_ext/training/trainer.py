@@ -318,6 +318,8 @@ class DistTrainer(Trainer):
                 self.freeze_watch.check_before_optimizer(self.args)
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
+        if is_new:
+            self.strategy.arrange(optimizer)
         if is_new and getattr(self.args, "learning_rates", None):
             rates, is_cut = self.args.learning_rates, self.strategy.is_cut
             with self.strategy.saving_whole(self.model):
@@ -538,6 +540,8 @@ class DistTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         activity.enter("clipping gradients, update")
+        if grad_norm is None:
+            grad_norm = self.strategy.clip(model.parameters(), (), float("inf"))
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.health.guard is not None:
             grad_norm = self.strategy.update_norm(grad_norm)

@@ -188,10 +188,12 @@ def train_hf() -> None:
     script.main()
 
 
-def train_under_preset(preset: str, folder: Path, fields: dict, is_launched: bool = False) -> dict:
-    """metrics.json of a run of scripts/train_hf.py, of one group of two processes that hold the same rows.
+def train_under_preset(
+    preset: str, folder: Path, fields: dict, is_launched: bool = False, processes: int = 2, groups: int = 1
+) -> dict:
+    """metrics.json of a run of scripts/train_hf.py, of groups of processes that hold the same rows.
 
-    `is_launched`: the script itself starts the launcher, as the run file says.
+    `is_launched`: the script itself starts the launcher, as the run file says; several groups accelerate's.
     """
     run = fields | {
         "eval_holdout": 20, "max_length": 16, "pooling": "last", "max_steps": 2, "per_device_train_batch_size": 32,
@@ -200,11 +202,12 @@ def train_under_preset(preset: str, folder: Path, fields: dict, is_launched: boo
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
     if is_launched:
-        launching.launch("python", 1, ROOT / "scripts" / "train_hf.py", "--config", folder / "run.json")
+        starter = "python" if groups == 1 else preset
+        launching.launch(starter, processes, ROOT / "scripts" / "train_hf.py", "--config", folder / "run.json")
     else:
-        launch(preset, 2, train_hf, "--config", folder / "run.json")
+        launch(preset, processes, train_hf, "--config", folder / "run.json")
     report = json.loads((folder / "run" / "metrics.json").read_text())
-    assert (report["world_size"], report["contrastive_batch_size"]) == (2, 32)
+    assert (report["world_size"], report["contrastive_batch_size"]) == (processes, 32 * groups)
     assert report["before"]["mrr@10"] != report["after"]["mrr@10"]
     return report
 

@@ -29,7 +29,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import pipeline, pipeline_passes, schedules
 from hf_dist_ext.strategies.collectives import rank
-from hf_dist_ext.strategies.tensors import bare_optimizer
+from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.tensor_parallel_worker import collate, collate_repeated, largest_difference
@@ -42,9 +42,9 @@ CONFIG = model_config("qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
 
 
-def save_base(folder: Path) -> None:
+def save_base(folder: Path, **more) -> None:
     torch.manual_seed(0)
-    EmbeddingModel.from_config(CONFIG, pooling="last").save_pretrained(folder)
+    EmbeddingModel.from_config(CONFIG | more, pooling="last").save_pretrained(folder)
 
 
 def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone: bool = False, **more) -> DistTrainer:
@@ -68,9 +68,9 @@ def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone:
 
 
 def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
-    """Of this rank's stages, and of the loss."""
+    """What this rank holds of its stages, and those of the loss."""
     tensors = trainer.model.state_dict() | {f"loss.{k}": v for k, v in trainer.loss.state_dict().items()}
-    return {name: value.detach().clone() for name, value in tensors.items()}
+    return {name: held_here(value.detach()).clone() for name, value in tensors.items()}
 
 
 def evaluated(base: Path, folder: Path, **more) -> dict[str, float]:
@@ -79,16 +79,17 @@ def evaluated(base: Path, folder: Path, **more) -> dict[str, float]:
     return trainer.evaluate()
 
 
-def goes_on_elsewhere(base: Path, folder: Path) -> dict[str, bool]:
+def goes_on_elsewhere(base: Path, folder: Path, pipeline_schedule: str = "zero_bubble_v", **more) -> dict[str, bool]:
     """The end of a finished run, read by processes that have other stages."""
-    trainer, found = make_trainer(base, folder, pipeline_schedule="zero_bubble_v"), {}
+    trainer, found = make_trainer(base, folder, pipeline_schedule=pipeline_schedule, **more), {}
 
     class Read(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **others):
             saved = torch.load(folder / "checkpoint-4" / trainable.OPTIMIZER, weights_only=True)["state"]
             whole = EmbeddingModel.from_pretrained(folder / "checkpoint-4").state_dict()
-            own = dict(model.named_parameters())
-            moments = {name: bare_optimizer(trainer.optimizer).state[p]["exp_avg_sq"] for name, p in own.items()}
+            own, state = dict(model.named_parameters()), bare_optimizer(trainer.optimizer).state
+            moments = dict(gathered({name: state[p]["exp_avg_sq"] for name, p in own.items()}, keep=True))
+            own = dict(gathered(own, keep=True))
             found["weights"] = all_ranks(all(torch.equal(p, whole[name]) for name, p in own.items()))
             found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
             found["moved"] = all_ranks(len(moments) > 20 and all(moment.norm() > 0 for moment in moments.values()))
@@ -98,9 +99,9 @@ def goes_on_elsewhere(base: Path, folder: Path) -> dict[str, bool]:
     return found
 
 
-def not_finite(base: Path, folder: Path) -> dict[str, bool]:
+def not_finite(base: Path, folder: Path, **more) -> dict[str, bool]:
     """The last stage gives NaN in one update."""
-    trainer = make_trainer(base, folder, max_nonfinite_steps=3, save_strategy="no")
+    trainer = make_trainer(base, folder, max_nonfinite_steps=3, save_strategy="no", **more)
     run = trainer.strategy.cut.run
 
     def broken(stage, features, hidden):
@@ -110,7 +111,7 @@ def not_finite(base: Path, folder: Path) -> dict[str, bool]:
     trainer.strategy.cut.run = broken
     trainer.train()
     skipped = [line.get("nonfinite_steps") for line in trainer.state.log_history][:4]
-    is_finite = all(p.isfinite().all() for p in trainer.model.parameters())
+    is_finite = all(held_here(p).isfinite().all() for p in trainer.model.parameters())
     return {"skipped_once": all_ranks(skipped == [None, 1, 1, 1]), "is_finite": all_ranks(is_finite)}
 
 
@@ -157,7 +158,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
     whole = EmbeddingModel.from_pretrained(folder / ("end" if trainer.saves_complete_model else "whole")).eval()
     theirs = whole.state_dict()
     if not hasattr(trainer.model, "peft_config"):
-        own = trainer.model.state_dict()
+        own = dict(gathered(trainer.model.state_dict(), keep=True))
         found["weights_equal"] = all_ranks(all(torch.equal(value, theirs[name]) for name, value in own.items()))
     trainer.model.eval()
     rows = collate(list(range(7)))
@@ -306,7 +307,7 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         "per_rank": pipeline.per_rank_of(args),
         "replayed": sorted(first) == sorted(second) == cut.own
         and all(torch.equal(a, b) for s in first for a, b in zip(first[s], second[s], strict=True)),
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "parameters": sum(held_here(p).numel() for p in trainer.model.parameters()),
     }
     everyone: list = [None] * launched.processes()
     dist.all_gather_object(everyone, found)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hf_dist_ext.policy import stages_per_rank  # noqa: E402
+from hf_dist_ext.policy import CUT_BACKWARDS, stages_per_rank  # noqa: E402
 from hf_dist_ext.strategies.schedules import SCHEDULES  # noqa: E402
 from tests.distributed.forked import launch  # noqa: E402
 from tests.parity import causal_worker, exactness_worker  # noqa: E402
@@ -37,6 +37,42 @@ PIPELINE_CASES = [
     "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing", "LoRA", "max_grad_norm",
     "symmetric", "accumulation 2, short last window", "bf16 autocast",
 ]  # fmt: skip
+DECODERS = [
+    "decoder, last token, left padding", "decoder without norms in attention", "decoder, accumulation, temperature",
+    "decoder, first half frozen", "decoder, frozen layers", "decoder, frozen, trained projection",
+    "decoder, three columns, gradient checkpointing", "bf16 against float32, decoder, chunks: 8",
+]  # fmt: skip
+# name -> preset, processes, arguments beside a schedule, cases
+LAYOUTS = {
+    "PP 2 x TP 2": ("multi_gpu_3d", 4, {}, DECODERS),
+    "PP 2 x FSDP2 2": ("multi_gpu_pp", 4, {"sharding": "FULL_SHARD"}, PIPELINE_CASES),
+    "PP 2 x FSDP2 2 per update": ("multi_gpu_pp", 4, {"sharding": "SHARD_GRAD_OP"}, PIPELINE_CASES),
+    "PP 2 x TP 2 x DP 2": ("multi_gpu_3d", 8, {}, DECODERS),
+    "PP 2 x TP 2 x FSDP2 2": ("multi_gpu_3d", 8, {"sharding": "FULL_SHARD"}, DECODERS),
+}
+# name -> layout, schedule
+MESHES = {
+    f"{layout}, {name}": (layout, name)
+    for layout, (_, processes, arguments, _) in LAYOUTS.items()
+    for name in SCHEDULES
+    if not (arguments.get("sharding") == "FULL_SHARD" and name in CUT_BACKWARDS)
+    and (processes == 4 or name in ("1f1b", "interleaved_1f1b", "zero_bubble_v"))
+}
+
+
+def measure_mesh(run: str, *names: str) -> dict[str, dict[str, float]]:
+    """Likewise, of pipelines whose layers are split or sharded: of all cases, or of these."""
+    layout, schedule = MESHES[run]
+    preset, processes, arguments, cases = LAYOUTS[layout]
+    more = {"pipeline_parallel_size": 2, "pipeline_schedule": schedule}
+    rows = ["ranks with different row counts"] * (cases is PIPELINE_CASES)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "errors.json"
+        launch(
+            preset, processes, exactness_worker.main, "--output", output, "--layers", 6, "--arguments",
+            json.dumps(arguments | more), "--names", *(names or [*cases, *rows]),
+        )  # fmt: skip
+        return json.loads(output.read_text())
 
 
 def measure_pipeline(run: str) -> dict[str, dict[str, float]]:
@@ -84,6 +120,7 @@ def main() -> None:
     table = {run: measure(run) for run in RUNS} | {
         run: measure_pipeline(run) | measure_causal(run) for run in PIPELINES
     }
+    table |= {run: measure_mesh(run) for run in MESHES}
     names = list(dict.fromkeys(name for errors in table.values() for name in errors))
     print("| configuration | bound | " + " | ".join(table) + " |")
     print("|---|---|" + "---|" * len(table))

@@ -145,6 +145,8 @@ CASES = [
          worlds=(1, 2)),
     Case("decoder, later layers frozen", model="qwen3:16", arguments={"frozen_modules": r".*layers\.[1-9].*"},
          worlds=(1, 2)),
+    Case("decoder, three columns, gradient checkpointing", model="qwen3", columns=THREE, worlds=(1,),
+         arguments={CHECKPOINTING: True}),
     Case("decoder, every chunk reduced, accumulation", model="qwen3", steps=2, rows=4, worlds=(),
          arguments={"gradient_cache_fsdp": "memory", "gradient_accumulation_steps": 2}),
     Case("gradient checkpointing", arguments={CHECKPOINTING: True}),
@@ -423,7 +425,7 @@ def measure(case: Case) -> float:
     dtype = getattr(torch, case.dtype)
 
     def build(is_split: bool = False) -> tuple[nn.Module, nn.Module]:
-        config = launched_config() if is_split else None
+        config = launched_config() if is_split and pipeline_size == 1 else None  # a pipeline splits its stages
         model = build_model(case.model, config, dtype)
         model = model.to(dtype) if config is None else model
         if case.named:

@@ -89,15 +89,16 @@ def test_an_update_that_is_left_out_forgets_what_its_gradients_left_out():
     assert strategy.left_out.errors == {}
 
 
-@pytest.mark.parametrize("is_cut, others", [(False, [0, 0, 1, 1]), (True, [0, 1, 2, 3])])
-def test_ranks_with_the_same_rows_draw_alike_unless_they_have_other_layers(tmp_path, monkeypatch, is_cut, others):
+@pytest.mark.parametrize("per_layer, others", [(2, [0, 0, 1, 1]), (1, [0, 1, 2, 3])])
+def test_ranks_with_the_same_rows_draw_alike_unless_they_have_other_layers(tmp_path, monkeypatch, per_layer, others):
     """After a resume with another number of processes."""
+    monkeypatch.setattr(Strategy, "ranks_per_layer", per_layer)
     drawn = []
     for rank in range(4):
         monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(collectives, "world_size", lambda: 4)
         strategy = Strategy()
-        strategy.rows, strategy.is_cut = Rows(shared_by=2), is_cut
+        strategy.rows = Rows(shared_by=2)
         assert resume.draws_anew(SimpleNamespace(world_size=4, seed=1), 7, str(tmp_path), strategy)
         drawn.append(torch.rand(()).item())
     assert [drawn.index(number) for number in drawn] == [others.index(other) for other in others]

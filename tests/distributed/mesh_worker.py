@@ -1,0 +1,154 @@
+r"""Runs of DistTrainer as pipelines whose layers are split (tensor parallelism) or whose copies shard them (FSDP2).
+
+    accelerate launch --config_file configs/accelerate/multi_gpu_3d.yaml --num_processes 4 \
+        tests/distributed/mesh_worker.py FOLDER --fields '{"pipeline_parallel_size": 2}'
+
+(1) a folder with a small model, by the first process
+(2) what a process holds: of the loaded model, and of weights and optimizer state after an update
+(3) runs as in pipeline_worker.py: resumed, with frozen parts, not finite, evaluated, read by other processes
+(4) what is refused, in the layout of four processes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_dist_ext import launched
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import choose
+from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.tensors import bare_optimizer, held_here
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from tests.distributed import pipeline_worker as worker
+from tests.distributed.tensor_parallel_worker import DrawsByRank
+from tests.launching import leave_together
+
+
+def save_base(folder: Path) -> None:
+    worker.save_base(folder, num_attention_heads=4, num_key_value_heads=2)
+
+
+def everyone(of_rank) -> list:
+    found: list = [None] * launched.processes()
+    dist.all_gather_object(found, of_rank)
+    return found
+
+
+# ---- (2) ----
+
+
+def loaded(base: Path, folder: Path, **fields) -> list[int]:
+    """Elements that each process holds of a model that was just read."""
+    args = DistTrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], gradient_cache_chunk_size=2, **fields
+    )
+    model = EmbeddingModel.from_pretrained(base, in_stages=choose.in_stages(args))
+    return everyone(sum(held_here(p).numel() for p in model.parameters() if p.device.type != "meta"))
+
+
+def held(base: Path, folder: Path, **fields) -> list[dict[str, int]]:
+    """Elements of weights and of optimizer state of each process, after an update."""
+    trainer = worker.make_trainer(base, folder, max_steps=1, save_strategy="no", **fields)
+    trainer.train()
+    of_optimizer = [v for values in bare_optimizer(trainer.optimizer).state.values() for v in values.values()]
+    return everyone(
+        {
+            "weights": sum(held_here(p).numel() for p in trainer.model.parameters()),
+            "gradients": sum(held_here(p.grad).numel() for p in trainer.model.parameters() if p.grad is not None),
+            "optimizer": sum(held_here(v).numel() for v in of_optimizer if v.dim()),
+        }
+    )
+
+
+def draws(base: Path, folder: Path, **fields) -> list[list[int]]:
+    """A number that each process draws in the midst of a run, and in the midst of one that goes on from it."""
+    drawn = []
+
+    class Draws(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            if state.global_step == 3:
+                drawn.append(int(torch.randint(2**40, ())))
+
+    for checkpoint in (None, str(folder / "checkpoint-2")):
+        trainer = worker.make_trainer(base, folder, **fields)
+        trainer.add_callback(Draws())
+        trainer.train(resume_from_checkpoint=checkpoint)
+    return everyone(drawn)
+
+
+# ---- (4) ----
+
+
+def refusals(base: Path, folder: Path) -> dict[str, str]:
+    has_groups = launched.mesh_size("tp") > 1
+    options = {"base": base, "folder": folder / "no", "save_strategy": "no"}
+
+    def train_with_numbers_of_its_own() -> None:
+        trainer = worker.make_trainer(**options)
+        trainer.add_callback(DrawsByRank())
+        trainer.train()
+
+    if has_groups:
+        attempts = {
+            "adapters": lambda: worker.make_trainer(has_adapters=True, **options),
+            "optimizer": lambda: worker.make_trainer(optim="adafactor", **options),
+            "one pipeline": lambda: worker.make_trainer(sharding="FULL_SHARD", **options),
+            "processes": lambda: worker.make_trainer(pipeline_parallel_size=4, **options),
+            "other numbers": train_with_numbers_of_its_own,
+        }
+    else:
+        attempts = {
+            "zero bubble": lambda: worker.make_trainer(
+                sharding="FULL_SHARD", pipeline_schedule="zero_bubble", **options
+            ),
+            "hybrid": lambda: worker.make_trainer(sharding="HYBRID_SHARD", **options),
+            "sharded optimizer": lambda: worker.make_trainer(sharding="SHARD_GRAD_OP", optim="adafactor", **options),
+            "offload": lambda: worker.make_trainer(sharding="FULL_SHARD", cpu_offload=True, **options),
+        }
+    return {name: worker.said_by(attempt) for name, attempt in attempts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--fields", type=json.loads, default={}, help="JSON: of every run")
+    parser.add_argument("--only", nargs="+")
+    options = parser.parse_args()
+    folder, fields = options.folder, options.fields
+    DistTrainingArguments(output_dir=str(folder / "none"), use_cpu=True, report_to=[])  # makes the process group
+    base = folder / "base"
+    if rank() == 0:  # (1)
+        save_base(base)
+    dist.barrier()
+    frozen = {"frozen_modules": ["embed_tokens", "layers.0", "layers.5"]}
+    frozen["learning_rates"] = {"projection": 5e-3, "layers.1": 2e-3}
+    parts = {
+        "loaded": lambda: loaded(base, folder / "loaded", **fields),
+        "held": lambda: held(base, folder / "held", **fields),
+        "draws": lambda: draws(base, folder / "draws", **fields),
+        "counted": lambda: worker.counted(base, folder / "counted", **fields),
+        "resumed": lambda: worker.resumed(base, folder / "run", **fields),
+        "elsewhere": lambda: worker.goes_on_elsewhere(
+            base, folder / "run", **({"pipeline_schedule": "interleaved_1f1b"} | fields)
+        ),
+        "frozen": lambda: worker.resumed(base, folder / "frozen", **fields, **frozen),
+        "head": lambda: worker.resumed(base, folder / "head", **fields, trainable_modules=["projection"]),
+        "adapters": lambda: worker.resumed(base, folder / "adapters", has_adapters=True, **fields),
+        "not_finite": lambda: worker.not_finite(base, folder / "not_finite", **fields),
+        "evaluation": lambda: worker.evaluated(base, folder / "eval", **fields),
+        "said": lambda: refusals(base, folder),
+    }
+    found = {name: parts[name]() for name in options.only or parts}
+    if rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
+    leave_together()
