@@ -15,6 +15,7 @@ _HOMES = {
     "InfoNCELoss": "engine.losses",
     "RunError": "errors",
     "SentenceTransformersLoss": "tasks.sentence_losses",
+    "SigmoidLoss": "engine.sigmoid_loss",
     "TowerModel": "models.towers",
     "UsageError": "errors",
     "load_causal_lm": "models.causal_lm",

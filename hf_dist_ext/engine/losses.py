@@ -121,7 +121,7 @@ class InfoNCELoss(nn.Module):
         accumulated in float32, under autocast too.
         """
         everyone = own if everyone is None else everyone
-        columns = _checked_columns(own, everyone, row_offset, self.symmetric or everyone is own)  # (1)
+        columns = checked_columns(own, everyone, row_offset, self.symmetric or everyone is own)  # (1)
         anchor, positive, *negatives = columns
         rows = own[anchor]
         if self.matryoshka is not None and self.matryoshka[0][0] > rows.shape[1]:
@@ -145,7 +145,7 @@ class InfoNCELoss(nn.Module):
         plan = Plan(
             directions=directions,
             prefixes=self.matryoshka or [(rows.shape[1], 1.0)],
-            keys=_keys(columns, everyone, ids, dtype) if ids and self.mask_false_negatives else [],  # (2)
+            keys=keys_of(columns, everyone, ids, dtype) if ids and self.mask_false_negatives else [],  # (2)
             row_offset=row_offset,
             margin=self.false_negative_margin,
             normalize=self.normalize,
@@ -181,7 +181,7 @@ def _index_of(embedding: Tensor, embeddings: list[Tensor]) -> int:
     return len(embeddings) - 1
 
 
-def _keys(
+def keys_of(
     columns: list[str], everyone: Mapping[str, Tensor], ids: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """Per column of candidates the pairs (key of each of the N rows, key of each candidate); any in common masks."""
@@ -211,7 +211,7 @@ def _ranks(ids: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch.empty_like(rank).scatter_(0, order, rank).to(dtype).split([len(part) for part in ids]))
 
 
-def _checked_columns(
+def checked_columns(
     own: Mapping[str, Tensor], everyone: Mapping[str, Tensor], row_offset: int, reads_anchors: bool
 ) -> list[str]:
     columns = list(own)

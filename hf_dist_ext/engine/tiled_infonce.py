@@ -105,7 +105,7 @@ def _loss_and_gradients(
     temperature_gradient = torch.zeros_like(inverse_temperature)
 
     # (1) per prefix and embedding: unit vectors with their inverse norms, and the gradient of the unit vectors
-    units = [[_normalized(e[:, :dim], plan.normalize, loss.dtype) for e in embeddings] for dim, _ in plan.prefixes]
+    units = [[normalized(e[:, :dim], plan.normalize, loss.dtype) for e in embeddings] for dim, _ in plan.prefixes]
     buffers = [
         [torch.zeros_like(unit) if needed else None for (unit, _), needed in zip(row, needs_embedding, strict=True)]
         for row in units
@@ -116,7 +116,7 @@ def _loss_and_gradients(
         first = plan.row_offset + start  # the candidate that is the positive of the tile's first row
         masks = _blocks(mask_buffer, rows, heights[0], plan.candidates_per_tile) if plan.keys else []
         for mask in masks:
-            _compare_keys(mask, plan.keys[mask.column], first)  # (2)
+            compare_keys(mask, plan.keys[mask.column], first)  # (2)
 
         for prefix, (_, weight) in enumerate(plan.prefixes):
             for which, direction in enumerate(plan.directions):
@@ -151,13 +151,13 @@ def _loss_and_gradients(
 
     # (6)
     gradients = [
-        _gradient_of_raw([row[i] for row in units], [row[i] for row in buffers], embedding) if needed else None
+        gradient_of_raw([row[i] for row in units], [row[i] for row in buffers], embedding) if needed else None
         for i, (embedding, needed) in enumerate(zip(embeddings, needs_embedding, strict=True))
     ]
     return loss, metrics / max(num_rows, 1), [temperature_gradient if needs_temperature else None, *gradients]
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """A tile's values for candidates low to high of one of the columns."""
 
     column: int
@@ -174,7 +174,7 @@ class _Block(NamedTuple):
         return slice(start, stop), self.values[start:stop, left : left + stop - start].diagonal()
 
 
-def _blocks(buffer: Tensor, rows: slice, heights: list[int], candidates_per_tile: int | None) -> list[_Block]:
+def _blocks(buffer: Tensor, rows: slice, heights: list[int], candidates_per_tile: int | None) -> list[Block]:
     """The columns cut at candidates_per_tile, each block a view of its own stretch of the buffer."""
     num_rows = rows.stop - rows.start
     blocks, used = [], 0
@@ -182,12 +182,12 @@ def _blocks(buffer: Tensor, rows: slice, heights: list[int], candidates_per_tile
         for low in range(0, height, candidates_per_tile or max(height, 1)):
             high = min(low + (candidates_per_tile or height), height)
             size = num_rows * (high - low)
-            blocks.append(_Block(column, low, high, buffer[used : used + size].view(num_rows, high - low)))
+            blocks.append(Block(column, low, high, buffer[used : used + size].view(num_rows, high - low)))
             used += size
     return blocks
 
 
-def _compare_keys(mask: _Block, keys: list[tuple[Tensor, Tensor]], first: int) -> None:
+def compare_keys(mask: Block, keys: list[tuple[Tensor, Tensor]], first: int) -> None:
     """Write 1 where a row and a candidate have any key in common, 0 elsewhere and at the row's own positive."""
     mask.values.zero_()
     same = torch.empty_like(mask.values)
@@ -199,7 +199,7 @@ def _compare_keys(mask: _Block, keys: list[tuple[Tensor, Tensor]], first: int) -
     mask.positives(first)[1].zero_()
 
 
-def _score(blocks: list[_Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
+def _score(blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
     """Write the logits; return those of the positives (T,), which are masked in the blocks."""
     positives = scaled_rows.new_empty(scaled_rows.shape[0])
     for block in blocks:
@@ -210,7 +210,7 @@ def _score(blocks: list[_Block], scaled_rows: Tensor, columns: list[Tensor], fir
     return positives
 
 
-def _mask(blocks: list[_Block], masks: list[_Block], threshold: Tensor | None) -> tuple[Tensor, Tensor]:
+def _mask(blocks: list[Block], masks: list[Block], threshold: Tensor | None) -> tuple[Tensor, Tensor]:
     """Mask the false negatives by key and by similarity; return per row their number and the highest logit left."""
     num_masked = blocks[0].values.new_zeros(blocks[0].values.shape[0])
     highest = torch.full_like(num_masked, _MASKED)
@@ -228,7 +228,7 @@ def _mask(blocks: list[_Block], masks: list[_Block], threshold: Tensor | None) -
 
 
 def _add_gradients(
-    blocks: list[_Block],
+    blocks: list[Block],
     weighted_rows: Tensor,
     columns: list[Tensor],
     column_buffers: list[Tensor | None],
@@ -247,7 +247,7 @@ def _add_gradients(
     return row_gradient
 
 
-def _normalized(raw: Tensor, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def normalized(raw: Tensor, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Unit vectors (rows, d) and inverse norms (rows, 1), which are 0 for vectors of zeros; or raw and None."""
     raw = raw.to(dtype)
     if not normalize:
@@ -257,7 +257,7 @@ def _normalized(raw: Tensor, normalize: bool, dtype: torch.dtype) -> tuple[Tenso
     return raw * inverse_norm, inverse_norm
 
 
-def _gradient_of_raw(units: list[tuple[Tensor, Tensor | None]], buffers: list[Tensor], embedding: Tensor) -> Tensor:
+def gradient_of_raw(units: list[tuple[Tensor, Tensor | None]], buffers: list[Tensor], embedding: Tensor) -> Tensor:
     """The embedding's gradient (rows, D) from those of its unit prefixes, which it overwrites."""
     for (unit, inverse_norm), buffer in zip(units, buffers, strict=True):
         if inverse_norm is not None:  # d(x / |x|) keeps what is at right angles to x, over its length

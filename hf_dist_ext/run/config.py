@@ -118,8 +118,8 @@ class RunConfig:
     # --- Loss ---
     loss: str | None = option(
         None,
-        'The loss over embeddings: "infonce", or a class of sentence-transformers such as "CoSENTLoss". Not given: '
-        '"infonce" for task "embedding". Null or "none": the model\'s own.',
+        'The loss over embeddings: "infonce", "siglip", or a class of sentence-transformers such as "CoSENTLoss". Not '
+        'given: "infonce" for task "embedding". Null or "none": the model\'s own.',
     )
     loss_options: dict[str, Any] | None = option(
         None, 'Options of a loss other than infonce: {"scale": 20.0}, as its class takes them; see docs/losses.md.'

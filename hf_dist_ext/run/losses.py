@@ -1,7 +1,7 @@
 """The losses that a run file may name: what each reads of a row beside its texts, and which are refused and why.
 
-`infonce` and the names in OWN are this project's. Every other name ends with "Loss" and is a class of
-sentence-transformers, which tasks/sentence_losses.py runs on embeddings.
+The names in OWN are this project's (engine/losses.py, engine/sigmoid_loss.py). Every other name ends with "Loss" and
+is a class of sentence-transformers, which tasks/sentence_losses.py runs on embeddings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_dist_ext.run.fields import show
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
-OWN = ("infonce",)
+OWN = ("infonce", "siglip")
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 
 # What a label is, by the loss that cannot do without.

@@ -20,7 +20,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.run.config import Run, RunConfig
-from hf_dist_ext.run.losses import MATRYOSHKA, label_column
+from hf_dist_ext.run.losses import MATRYOSHKA, OWN, label_column
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs
 from hf_dist_ext.tasks.adapters import add_adapters
@@ -58,7 +58,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         max_length = _lengths_of(model, config.max_length, columns)
         model.max_length, model.lengths = max_length, lengths_by_role(max_length)
         collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
-    normalize = _scores_cosines(run, model) if config.loss in (None, "infonce") else None
+    normalize = _scores_cosines(run, model) if config.loss in (None, *OWN) else None
     embedding_dim, adapted = model.embedding_dim, add_adapters(model, config)
     loss = build_loss(config, embedding_dim, tokenizer, collator.max_length, normalize)
     if normalize is None:
@@ -163,10 +163,11 @@ def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
     """
     if _normalizes(run, model):
         return True
-    logger.warning(
-        f"embeddings are not normalised: scores are dot products, divided by temperature={run.options.temperature}. "
-        "Its default is meant for cosines."
-    )
+    scaling = {
+        "infonce": f", divided by temperature={run.options.temperature}. Its default is meant for cosines.",
+        "siglip": ", times the scale of loss_options. Its default is meant for cosines.",
+    }
+    logger.warning(f"embeddings are not normalised: scores are dot products{scaling.get(run.options.loss, '.')}")
     return False
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 
@@ -15,6 +17,7 @@ OF_INFONCE = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
     "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
 )  # fmt: skip
+OF_SIGLIP = ("scale", "bias", "learnable", "mask_false_negatives")
 
 
 def build_loss(
@@ -24,7 +27,8 @@ def build_loss(
     max_length: int | Mapping[str, int] | None,
     normalize: bool | None,
 ) -> nn.Module | None:
-    """None: the model's own. `max_length`: of the collator, for all columns or each. `normalize`: InfoNCE's.
+    """None: the model's own. `max_length`: of the collator, for all columns or each. `normalize`: of a loss
+    of this project.
 
     Raises:
         UsageError: options that the loss does not take, a package that it needs.
@@ -33,7 +37,11 @@ def build_loss(
         return None
     if config.loss == "infonce":
         return InfoNCELoss(**{name: getattr(config, name) for name in OF_INFONCE}, normalize=normalize)
+    options = config.loss_options or {}
+    if config.loss == "siglip":
+        if useless := sorted({*options} - {*OF_SIGLIP}):
+            raise UsageError(f"loss_options: siglip has no option {useless[0]}. It has {', '.join(OF_SIGLIP)}.")
+        return SigmoidLoss(**options, normalize=normalize)
     lengths = max_length.values() if isinstance(max_length, Mapping) else [max_length]
     longest = max(filter(None, lengths), default=getattr(tokenizer, "model_max_length", None))
-    options = config.loss_options or {}
     return SentenceTransformersLoss(config.loss, embedding_dim, tokenizer=tokenizer, max_length=longest, **options)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -51,6 +52,7 @@ BY_NAME = {
     "DistillKLDivLoss": (4, "scores", {}),
     "EmbedDistillLoss": (2, "vector", {"projection_dim": 3}),
     "GISTEmbedLoss": (3, None, {"temperature": 0.1}),
+    "siglip": (3, None, {}),
     "MatryoshkaLoss": (2, "score", {"loss": "CoSENTLoss", "matryoshka_dims": [8, 3]}),
 }
 
@@ -73,6 +75,8 @@ def made(name: str) -> nn.Module:
     options = BY_NAME[name][2]
     if name == "GISTEmbedLoss":
         options = options | {"guide": Guide(), "tokenizer": Guide.tokenizer, "max_length": 24}
+    if name == "siglip":
+        return SigmoidLoss(bias=-2.0).double()
     return SentenceTransformersLoss(name, WIDTH, **options).double()
 
 
@@ -120,7 +124,7 @@ def run(folder, processes: int, names: list[str], chunk: int | None) -> str:
 
 
 def test_losses_by_name_are_of_the_global_batch(tmp_path):
-    compare(tmp_path, ["CoSENTLoss", "EmbedDistillLoss", "GISTEmbedLoss"], "ddp", 2)
+    compare(tmp_path, ["CoSENTLoss", "EmbedDistillLoss", "GISTEmbedLoss", "siglip"], "ddp", 2)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
@@ -262,6 +263,9 @@ PAIRS = {"columns": {"query": "question", "positive": "answer"}, "learnable_temp
     ({"loss": "CoSENTLoss", "cross_device_negatives": False}, "cross_device_negatives=false is an option of infonce"),
     ({"loss_options": {"scale": 2}}, "the options of infonce are fields of the run file"),
     ({"label_column": "question"}, "infonce reads no label"),
+    ({"loss": "siglip", "label_column": "question"}, "siglip reads no label"),
+    ({"loss": "siglip", "symmetric": True}, "symmetric=true is an option of infonce"),
+    ({"loss": "siglip", "loss_options": {"temperature": 2}}, "siglip has no option temperature. It has scale, bias"),
     ({"loss": "TripletLoss", "label_column": "question"}, "TripletLoss reads no label"),
     ({"loss": "MatryoshkaLoss", "loss_options": {"matryoshka_dims": [8]}}, "loss_options.loss is null"),
     ({"loss": "MatryoshkaLoss", "loss_options": {"loss": "Matryoshka2dLoss"}}, "loss_options.loss=.*layers itself"),
@@ -294,3 +298,13 @@ def test_a_run_file_trains_a_loss_by_name_with_its_labels(main, run_file, tmp_pa
     assert -1 <= report["before"]["spearman_cosine"] <= 1 and "mrr@10" not in report["after"]
     folder = SentenceTransformer(str(tmp_path / "out"))
     assert folder.get_embedding_dimension() == 16
+
+
+def test_a_run_file_trains_the_sigmoid_loss_and_keeps_its_scale_and_bias(main, run_file, tmp_path):  # noqa: F811
+    options = {"loss": "siglip", "loss_options": {"scale": 5.0, "bias": -3.0}, "learnable_temperature": ...}
+    main(["--config", run_file(**options, learning_rate=0.1, max_steps=4)])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["scale"], line["bias"]) for line in lines if "scale" in line]
+    assert found[0] == pytest.approx((5.0, -3.0)) and len(set(found)) == 4
+    saved = load_file(tmp_path / "out" / "checkpoint-4" / "loss.safetensors")
+    assert saved.keys() == {"log_scale", "bias"} and abs(saved["bias"] - found[-1][1]) > 1e-3
