@@ -2,8 +2,11 @@
 
 The rank of a right document is the number of documents that stand before it, so no list of hits is kept or merged:
 (1) the scores of the right documents themselves, each from the process that has encoded it, are told to all
-(2) every process counts, part by part of its own documents, how many score higher
+(2) every process counts, part by part of its own documents, how many stand before each
 (3) the counts of all processes are added up
+
+A figure at k asks whether a rank is below k, so (2) looks at the k + 1 highest scores of a query in a part. Where
+these leave open how many are before a right document, as many scores are equal to its own, it looks at all of them.
 
 Of two documents with the same score the one whose id sorts first comes first, as in sentence-transformers'
 InformationRetrievalEvaluator; what is no number comes before every right document. Scores are the same within
@@ -29,10 +32,13 @@ class CorpusRanks:
         links: (L, 2) numbers of query and document.
         identical: (S, 2) the same, of documents that do not count for a query; sorted by query.
         order: (M,) places of the documents' ids among the sorted ids.
+        most: ranks are exact below it, and at least as large where they are not below it.
     """
 
-    def __init__(self, queries: torch.Tensor, links: torch.Tensor, identical: torch.Tensor, order: torch.Tensor):
-        self.queries, self.order = queries, order
+    def __init__(
+        self, queries: torch.Tensor, links: torch.Tensor, identical: torch.Tensor, order: torch.Tensor, most: int
+    ):
+        self.queries, self.order, self.most = queries, order, most
         self.query, self.document = links.T.contiguous()
         self.skipping, self.skipped = identical.T.contiguous()
         self.right = queries.new_zeros(len(links))  # (L,) scores
@@ -49,21 +55,38 @@ class CorpusRanks:
         """(2), with the right scores of all ranks."""
         if not len(numbers):
             return
-        order, place = self.order[numbers], self._places(numbers)
-        for links in torch.arange(len(self.query), device=numbers.device).split(max(1, TILE // len(numbers))):
-            query = self.query[links]
-            first, last = int(query[0]), int(query[-1])
-            scores = (self.queries[first : last + 1] @ documents.T).nan_to_num(nan=torch.inf)
-            start, stop = torch.searchsorted(self.skipping, self.skipping.new_tensor([first, last + 1])).tolist()
-            skipped = place[self.skipped[start:stop]]
+        place, size = self._places(numbers), max(1, TILE // len(numbers))
+        for first in range(0, len(self.queries), size):
+            scores = (self.queries[first : first + size] @ documents.T).nan_to_num(nan=torch.inf)
+            skips = _between(self.skipping, first, first + size)
+            skipped = place[self.skipped[skips]]
             is_here = skipped >= 0
-            scores[self.skipping[start:stop][is_here] - first, skipped[is_here]] = -torch.inf
-            scores = scores[query - first]  # (links, m)
-            right = self.right[links, None]
-            tolerance = TIE_TOLERANCE * right.abs().clamp(min=1.0)
-            is_before = order < self.order[self.document[links], None]
-            is_ahead = (scores > right + tolerance) | ((scores >= right - tolerance) & is_before)
-            self.ahead[links] += is_ahead.sum(dim=1)
+            scores[self.skipping[skips][is_here] - first, skipped[is_here]] = -torch.inf
+            links = _between(self.query, first, first + size)
+            self._count_best(links, self.query[links] - first, scores, self.order[numbers])
+
+    def _count_best(self, links: slice, row: torch.Tensor, scores: torch.Tensor, order: torch.Tensor) -> None:
+        """`scores` (t, m) of some queries, `links` those of them, `row` where the query of each stands."""
+        best, columns = scores.topk(min(self.most + 1, scores.shape[1]))
+        found, num_above = self._ahead(links, best[row], order[columns][row])
+        right = self.right[links]
+        is_open = (num_above < self.most) & (best[row, -1] >= right - _tolerance(right))
+        if best.shape[1] < scores.shape[1] and is_open.any():
+            for rest in is_open.nonzero().squeeze(1).split(max(1, TILE // scores.shape[1])):
+                found[rest] = self._ahead(rest + links.start, scores[row[rest]], order)[0]
+        self.ahead[links] += found
+
+    def _ahead(
+        self, links: slice | torch.Tensor, scores: torch.Tensor, order: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per link, of the documents with `scores` (links, n) and `order`: how many stand before its own, and how many
+        of them by their score."""
+        right = self.right[links, None]
+        is_above = scores > right + _tolerance(right)
+        is_tied = ~is_above & (scores >= right - _tolerance(right))
+        is_before = is_tied & (order < self.order[self.document[links], None])
+        num_above = is_above.sum(dim=1)
+        return num_above + is_before.sum(dim=1), num_above
 
     def _places(self, numbers: torch.Tensor) -> torch.Tensor:
         """(M,) where a document stands in a part; -1: it does not."""
@@ -75,3 +98,12 @@ class CorpusRanks:
         """(3): per query the ranks of its right documents in the order of the links, once `ahead` is added up."""
         counts = torch.bincount(self.query, minlength=len(self.queries)).cumsum(0)[:-1]
         return np.split(self.ahead.cpu().numpy(), counts.cpu().numpy())
+
+
+def _tolerance(scores: torch.Tensor) -> torch.Tensor:
+    return TIE_TOLERANCE * scores.abs().clamp(min=1.0)
+
+
+def _between(queries: torch.Tensor, first: int, stop: int) -> slice:
+    """Which of the sorted numbers of queries are from `first` on and below `stop`."""
+    return slice(*torch.searchsorted(queries, queries.new_tensor([first, stop])).tolist())

@@ -65,7 +65,9 @@ def _begun(
     """With the scores of the right documents, which are all in this part on one rank or another."""
     view.calibrate(documents, embedder.lowest)
     given = (torch.from_numpy(array).to(queries.device) for array in (data.links, data.identical, data.order))
-    state = CorpusRanks(view.of(queries), *given)
+    options = data.options
+    ks = (options.accuracy_at_k, options.precision_recall_at_k, options.mrr_at_k, options.ndcg_at_k, options.map_at_k)
+    state = CorpusRanks(view.of(queries), *given, most=max(map(max, ks)))
     state.score(numbers, view.of(documents))
     embedder.added(state.right)
     return state

@@ -46,6 +46,7 @@ def test_a_run_without_held_out_rows_is_judged_by_its_evaluations(main, run_file
     assert "after training" in printed and "dim8 int8" in printed
 
 
+@pytest.mark.slow
 def test_evaluations_go_beside_held_out_rows(main, run_file, tmp_path):  # noqa: F811
     write_beir(tmp_path / "docs", *corpus(9, 30))
     main(["--config", run_file(evaluations=[{"type": "retrieval", "path": str(tmp_path / "docs")}], max_steps=1)])

@@ -27,6 +27,8 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import choose, collectives, pipeline
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.corpus_ranks import CorpusRanks
+from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.health import LeaveEvaluation
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir, write_rows
@@ -88,11 +90,22 @@ def entry(made: Path, kind: str, **more) -> dict:
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_retrieval_equals_that_of_sentence_transformers(similarity, made, tmp_path):
+def test_retrieval_equals_that_of_sentence_transformers(similarity, made, tmp_path, monkeypatch):
+    """No more embeddings of documents are held than asked for; workers of a loader may read the texts."""
     queries, documents, right = corpus()
+    held, own = [], Embedder.own
+
+    def watched(*arguments):
+        numbers, embeddings = own(*arguments)
+        held.append(len(embeddings))
+        return numbers, embeddings
+
+    monkeypatch.setattr(Embedder, "own", watched)
     options = KS | {"name": "c", "path": str(made / "corpus"), "corpus_chunk_size": 64}
-    of = trainer(tmp_path, [{"type": "retrieval", **options}], made / similarity)
+    workers = {"dataloader_num_workers": 1} if similarity == "dot" else {}
+    of = trainer(tmp_path, [{"type": "retrieval", **options}], made / similarity, **workers)
     found = figures(of.evaluate(), "c")
+    assert held == [len(right), 64, 101 - 64]
     evaluator = InformationRetrievalEvaluator(
         queries, documents, {query: set(of_query) for query, of_query in right.items()}, write_csv=False, **KS
     )
@@ -146,7 +159,7 @@ def test_figures_are_those_of_one_process(mode, model, more, made, tmp_path):
 def test_of_tied_documents_the_one_whose_id_sorts_first_is_first(made):
     """Whole numbers, so that scores tie and are exact; parts and their order change nothing."""
     draw = torch.Generator().manual_seed(0)
-    queries, documents = (torch.randint(-1, 2, (n, 4), generator=draw).float() for n in (11, 60))
+    queries, documents = (torch.randint(-1, 2, (n, 2), generator=draw).float() for n in (11, 60))
     names = [f"d{i}" for i in range(60)]
     right = {f"q{i}": {names[j] for j in torch.randint(60, (3,), generator=draw).tolist()} for i in range(11)}
     links = torch.tensor(sorted((int(q[1:]), names.index(d)) for q, of_query in right.items() for d in of_query))
@@ -163,12 +176,17 @@ def test_of_tied_documents_the_one_whose_id_sorts_first_is_first(made):
         write_csv=False, **ks,
     )  # fmt: skip
     theirs = evaluator.compute_all_metrics(Encoder())["dot"]
-    for parts in ([range(60)], [range(59, 30, -1), range(31)]):
-        ranks = CorpusRanks(queries, links, torch.empty(0, 2, dtype=torch.long), order)
+    whole = None
+    for parts, most in (([range(60)], 60), ([range(59, 30, -1), range(31)], 60), ([range(20), range(20, 60)], 12)):
+        ranks = CorpusRanks(queries, links, torch.empty(0, 2, dtype=torch.long), order, most)
         for part in parts:
             ranks.score(numbers := torch.tensor(part), documents[numbers])
         for part in parts:
             ranks.count(numbers := torch.tensor(part), documents[numbers])
+        whole = ranks.ahead if whole is None else whole
+        assert torch.equal(ranks.ahead.clamp(max=most), whole.clamp(max=most)) and (whole < most).sum() > 3
+        if most < 60:
+            continue
         best = [of_query.min() for of_query in ranks.of_queries()]
         assert sum(1 / (rank + 1) for rank in best) / 11 == pytest.approx(theirs["mrr@k"][60], abs=1e-12)
         hits = [(of_query < 5).mean() for of_query in ranks.of_queries()]
@@ -181,7 +199,7 @@ def test_what_is_no_number_is_never_found():
     for broken in (2, 0):
         rows = documents.clone()
         rows[broken] = torch.nan
-        ranks = CorpusRanks(documents[2:], links, torch.empty(0, 2, dtype=torch.long), order)
+        ranks = CorpusRanks(documents[2:], links, torch.empty(0, 2, dtype=torch.long), order, most=4)
         ranks.score(order, rows), ranks.count(order, rows)
         assert ranks.of_queries()[0].item() >= (3 if broken == 2 else 1) and ranks.of_queries()[1].item() == 1
 
@@ -257,7 +275,7 @@ def by_column(rows: list[dict]) -> dict[str, list]:
 ALL = ["cosine", "dot", "euclidean", "manhattan"]
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("similarity", ["cosine", pytest.param("dot", marks=pytest.mark.slow)])
 def test_correlations_equal_those_of_sentence_transformers(similarity, made, tmp_path):
     """Also of leading dimensions and of quantised values, with all similarities and the prompt of queries."""
     data = by_column(write_rows(tmp_path)["sts"])
@@ -299,7 +317,7 @@ def of_bits(model: SentenceTransformer, data: dict[str, list], **options) -> flo
     return spearmanr(data["score"], cosines.round(12)).statistic
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("similarity", ["cosine", pytest.param("dot", marks=pytest.mark.slow)])
 def test_triplets_equal_those_of_sentence_transformers(similarity, made, tmp_path):
     data = by_column(write_rows(tmp_path)["triplet"])
     of = trainer(tmp_path, [
@@ -402,6 +420,20 @@ def test_the_best_weights_by_a_figure_are_those_of_the_end(mode, made, tmp_path)
     assert found["best"] == 2 and found["stopped"] == 4 and len(found["figures"]) == 4
     assert found["figures"][1] > 0.2 > found["figures"][2] == found["figures"][3]
     assert found["is_loaded"] and found["after"] == pytest.approx(found["figures"][1], abs=1e-9)
+
+
+def test_a_run_that_is_asked_to_stop_leaves_an_evaluation(made, tmp_path):
+    evaluations, asked = [{"type": "retrieval", "path": str(made / "corpus")}], []
+    of = trainer(tmp_path, evaluations, made / "cosine", max_steps=3, eval_on_start=True, preemptible=True)
+
+    def stop(*arguments):
+        asked.append(arguments)
+        if len(asked) == 3:
+            raise LeaveEvaluation
+
+    of.health.on_prediction_step = stop
+    of.train()
+    assert len(asked) == 3 and of.state.global_step == 0
 
 
 @pytest.mark.parametrize("options, words", [
