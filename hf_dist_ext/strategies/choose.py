@@ -13,7 +13,15 @@ from typing import Any
 
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, ddp, fsdp_options, pipeline, pipeline_own_loss, splitting
+from hf_dist_ext.strategies import (
+    collectives,
+    ddp,
+    fsdp_options,
+    pipeline,
+    pipeline_options,
+    pipeline_own_loss,
+    splitting,
+)
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.fsdp import FSDP
 from hf_dist_ext.strategies.pipeline import Pipeline
@@ -39,7 +47,7 @@ def of_model(model: Any, args: Any) -> Strategy:
             f"{name}_size={size} in the parallelism_config: with {SHARE_ROWS[name]} parallelism {size} processes hold "
             "the same rows, and a loss over embeddings counts the rows of each. Use multi_gpu_fsdp or multi_gpu_hsdp."
         )
-    if pipeline.size(args) > 1:
+    if pipeline_options.size(args) > 1:
         return Pipeline(model, args)
     size = _sizes(args, ("tp",)).get("tp", 1)
     if model is None:
@@ -61,19 +69,19 @@ def of_model(model: Any, args: Any) -> Strategy:
 def of_own_loss(model: Any, args: Any) -> Strategy:
     """Likewise, of a model that is trained with its own loss: how it is spread is Trainer's affair, but for a
     pipeline."""
-    return OwnLossPipeline(model, args) if pipeline.size(args) > 1 else Strategy()
+    return OwnLossPipeline(model, args) if pipeline_options.size(args) > 1 else Strategy()
 
 
 def launched_split(args: Any) -> Any:
     """How a model shall be split while it is loaded, as the launcher says: a DistributedConfig of transformers. None
     in a pipeline, which splits the layers of its own stages (`in_stages`)."""
-    return None if pipeline.size(args) > 1 else splitting.launched_config()
+    return None if pipeline_options.size(args) > 1 else splitting.launched_config()
 
 
 def in_stages(args: Any, has_own_loss: bool = False) -> Callable[[type], type] | None:
     """How a process reads its part of a pipeline's model: a class of backbones -> one that does. `has_own_loss`: a
     class of causal language models, which are trained with their own. None: there is no pipeline."""
-    if has_own_loss and pipeline.size(args) > 1:
+    if has_own_loss and pipeline_options.size(args) > 1:
         pipeline_own_loss.check(args)
     return pipeline.in_stages(args, OwnLossPipeline.staged if has_own_loss else Pipeline.staged)
 
@@ -102,7 +110,7 @@ def check_arguments(args: Any) -> None:
     """Rules between the fields of the strategies. Raises UsageError."""
     fsdp_options.check(args)
     ddp.check(args)
-    pipeline.check(args)
+    pipeline_options.check(args)
 
 
 @contextlib.contextmanager
@@ -114,8 +122,8 @@ def building(args: Any, before: Strategy) -> Iterator[None]:
 
 def plugins(args: Any, fsdp_plugin: Any) -> dict[str, Any]:
     """Arguments for `Accelerator` that the fields of the strategies ask for."""
-    if pipeline.size(args) > 1:
-        return pipeline.options(args)
+    if pipeline_options.size(args) > 1:
+        return pipeline_options.options(args)
     return fsdp_options.options(args, fsdp_plugin)
 
 

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import TrainerCallback
 
 from hf_dist_ext import launched
@@ -28,6 +31,8 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.tensor_parallel_worker import DrawsByRank
 from tests.launching import leave_together
+
+FSDP_COLLECTIVES = ("foreach_all_gather", "foreach_reduce")
 
 
 def save_base(folder: Path) -> None:
@@ -53,14 +58,28 @@ def loaded(base: Path, folder: Path, **fields) -> list[int]:
 
 
 def held(base: Path, folder: Path, **fields) -> list[dict[str, int]]:
-    """Elements of weights and of optimizer state of each process, after an update."""
+    """Of each process, after an update of two batches: elements of weights and of optimizer state, layers and other
+    units, and how often FSDP2 gathered and reduced one."""
     trainer = worker.make_trainer(base, folder, max_steps=1, save_strategy="no", **fields)
+    counts, before = Counter(), {name: getattr(_fsdp_param_group, name) for name in FSDP_COLLECTIVES}
+
+    def counted(name: str, *arguments, **options):
+        counts[name] += 1
+        return before[name](*arguments, **options)
+
+    for name in FSDP_COLLECTIVES:
+        setattr(_fsdp_param_group, name, partial(counted, name))
     trainer.train()
+    for name in FSDP_COLLECTIVES:
+        setattr(_fsdp_param_group, name, before[name])
+    units = [module for module in trainer.strategy.cut.modules() if any(True for _ in module.parameters())]
     of_optimizer = [v for values in bare_optimizer(trainer.optimizer).state.values() for v in values.values()]
     return everyone(
         {
             "weights": sum(held_here(p).numel() for p in trainer.model.parameters()),
-            "gradients": sum(held_here(p.grad).numel() for p in trainer.model.parameters() if p.grad is not None),
+            "units": len(units),
+            "gathered": counts["foreach_all_gather"],
+            "reduced": counts["foreach_reduce"],
             "optimizer": sum(held_here(v).numel() for v in of_optimizer if v.dim()),
         }
     )
@@ -80,6 +99,15 @@ def draws(base: Path, folder: Path, **fields) -> list[list[int]]:
         trainer.add_callback(Draws())
         trainer.train(resume_from_checkpoint=checkpoint)
     return everyone(drawn)
+
+
+def replayed(base: Path, folder: Path, **fields) -> list[bool]:
+    """Of each process, whether its stages dropped the same in both passes."""
+    options = {"max_steps": 1, "save_strategy": "no", "gradient_accumulation_steps": 1}
+    trainer = worker.make_trainer(base, folder, **options, **fields)
+    outputs = worker.watched_outputs(trainer.strategy.cut)
+    trainer.train()
+    return everyone(worker.are_replayed(outputs, trainer.strategy.cut.own))
 
 
 # ---- (4) ----
@@ -132,7 +160,7 @@ def main() -> None:
         "loaded": lambda: loaded(base, folder / "loaded", **fields),
         "held": lambda: held(base, folder / "held", **fields),
         "draws": lambda: draws(base, folder / "draws", **fields),
-        "counted": lambda: worker.counted(base, folder / "counted", **fields),
+        "replayed": lambda: replayed(base, folder / "replayed", **fields),
         "resumed": lambda: worker.resumed(base, folder / "run", **fields),
         "elsewhere": lambda: worker.goes_on_elsewhere(
             base, folder / "run", **({"pipeline_schedule": "interleaved_1f1b"} | fields)

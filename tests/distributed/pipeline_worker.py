@@ -27,7 +27,7 @@ from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import pipeline, pipeline_passes, schedules
+from hf_dist_ext.strategies import pipeline, pipeline_options, pipeline_passes, schedules
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -244,21 +244,39 @@ def collate_equal(rows: list[int]) -> dict:
     return {name: {"input_ids": of, "attention_mask": torch.ones_like(of)} for name, of in ids.items()}
 
 
+def watched_outputs(cut) -> dict[bool, dict[int, list[torch.Tensor]]]:
+    """What stages give from now on: whether there is a graph -> stage -> chunk by chunk."""
+    run, outputs = cut.run, {False: {}, True: {}}
+
+    def watched(stage, features, hidden):
+        output = run(stage, features, hidden)
+        outputs[torch.is_grad_enabled()].setdefault(stage, []).append(output.detach().clone())
+        return output
+
+    cut.run = watched
+    return outputs
+
+
+def are_replayed(outputs: dict[bool, dict[int, list[torch.Tensor]]], own: list[int]) -> bool:
+    """Whether pass 3 gave what pass 1 did, to the bit."""
+    first, second = outputs[False], outputs[True]
+    for stage in first:
+        first[stage] = first[stage][-len(second[stage]) :]  # behind the one row of which shapes are looked at
+    return sorted(first) == sorted(second) == own and all(
+        torch.equal(a, b) for s in first for a, b in zip(first[s], second[s], strict=True)
+    )
+
+
 def counted(base: Path, folder: Path, **more) -> list[dict]:
     """One update of one batch; what each rank says of it."""
     options = {"max_steps": 1, "save_strategy": "no", "gradient_accumulation_steps": 1, "max_grad_norm": 0.5}
     trainer = make_trainer(base, folder, **(options | more))
     trainer.data_collator = collate_equal
     cut, args = trainer.strategy.cut, trainer.args
-    run, flow, all_reduce = cut.run, pipeline_passes.Flow, dist.all_reduce
-    counts, outputs = Counter(), {False: {}, True: {}}
+    flow, all_reduce = pipeline_passes.Flow, dist.all_reduce
+    counts, outputs = Counter(), watched_outputs(cut)
     cases, kept = set(), {}  # chunks held per stage; their bytes
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
-
-    def watched_run(stage, features, hidden):
-        output = run(stage, features, hidden)
-        outputs[torch.is_grad_enabled()].setdefault(stage, []).append(output.detach().clone())
-        return output
 
     class Watched(flow):
         def forward(self, stage, number):
@@ -291,22 +309,18 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
         counts["reductions"] += options.get("group") is trainer.strategy.rows.peers
         return all_reduce(tensor, *arguments, **options)
 
-    cut.run, pipeline_passes.Flow, dist.all_reduce = watched_run, Watched, watched_reduce
+    pipeline_passes.Flow, dist.all_reduce = Watched, watched_reduce
     try:
         trainer.train()
     finally:
         pipeline_passes.Flow, dist.all_reduce = flow, all_reduce
-    first, second = outputs[False], outputs[True]
-    for stage in first:
-        first[stage] = first[stage][-len(second[stage]) :]  # behind the one row of which shapes are looked at
     found = {
         **counts,
         "cases": sorted(cases),
-        "chunks": len(next(iter(second.values()))),
-        "rank": rank() % pipeline.size(args),
-        "per_rank": pipeline.per_rank_of(args),
-        "replayed": sorted(first) == sorted(second) == cut.own
-        and all(torch.equal(a, b) for s in first for a, b in zip(first[s], second[s], strict=True)),
+        "chunks": len(next(iter(outputs[True].values()))),
+        "rank": rank() % pipeline_options.size(args),
+        "per_rank": pipeline_options.per_rank_of(args),
+        "replayed": are_replayed(outputs, cut.own),
         "parameters": sum(held_here(p).numel() for p in trainer.model.parameters()),
     }
     everyone: list = [None] * launched.processes()

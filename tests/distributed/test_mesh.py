@@ -14,6 +14,7 @@ import pytest
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import mesh_worker, pipeline_worker
@@ -57,7 +58,7 @@ def folder(layout: str) -> TemporaryDirectory:
         fields["pipeline_schedule"] = "zero_bubble_v"
     only = ["resumed", "held", "not_finite", "draws", "frozen"] if processes == 8 else []
     if processes == 4:
-        only = ["loaded", "held", "draws", "counted", "resumed", "elsewhere", "frozen", "head", "not_finite"]
+        only = ["loaded", "held", "draws", "replayed", "resumed", "elsewhere", "frozen", "head", "not_finite"]
         only += ["evaluation", "said"] + ["adapters"] * ("TP" not in layout)
     launch(preset, processes, mesh_worker.main, made.name, "--fields", json.dumps(fields), "--only", *only)
     return made
@@ -119,6 +120,29 @@ def test_each_process_holds_its_share(layout):
 
 
 @slow
+@pytest.mark.parametrize("layout", [layout for layout in RUNS if "FSDP" in layout])
+def test_fsdp_communicates_once_per_update_or_for_every_chunk(layout):
+    chunks = 2 * pipeline_worker.BATCH  # of two batches, two columns, two rows each
+    for of_rank in found(layout)["held"]:
+        if "per update" in layout:
+            assert of_rank["gathered"] == of_rank["reduced"] == of_rank["units"] > 3
+        else:
+            assert of_rank["reduced"] == chunks * of_rank["units"]
+            assert of_rank["gathered"] >= 3 * chunks * of_rank["units"]  # two forwards and a backward
+
+
+def test_a_model_with_its_own_loss_is_not_split_or_sharded_in_a_pipeline(monkeypatch):
+    args = SimpleNamespace(pipeline_parallel_size=2, sharding="SHARD_GRAD_OP")
+    with pytest.raises(UsageError, match='its own loss does not go with sharding="SHARD_GRAD_OP"'):
+        choose.in_stages(args, has_own_loss=True)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    args.sharding = None
+    with pytest.raises(UsageError, match="its own loss does not go with tensor parallelism"):
+        choose.in_stages(args, has_own_loss=True)
+
+
+@slow
 def test_weights_are_read_in_parts():
     """No process has more of a loaded model than its part of its stage."""
     ranks = found("PP 2 x TP 2")["loaded"]
@@ -139,7 +163,7 @@ def test_ranks_that_split_a_layer_draw_alike_and_stages_do_not(layout):
 @slow
 @pytest.mark.parametrize("layout", FOUR)
 def test_dropout_is_replayed_on_every_stage(layout):
-    assert all(of_rank["replayed"] for of_rank in found(layout)["counted"])
+    assert found(layout)["replayed"] == [True] * 4
 
 
 @slow

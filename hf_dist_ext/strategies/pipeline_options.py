@@ -1,0 +1,129 @@
+"""The fields of a run file that say how a model is cut into a pipeline, and what can not go together with one.
+
+What is wrong is said before anything is cut. `options` is what accelerate hears of pipelines: groups of ranks that
+hold the same rows, as under tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_dist_ext import launched, policy
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import mesh, schedules, sharded_stages
+
+# What transformers calls the options of activation checkpointing, today and before 5.23.
+CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+
+
+def size(args: Any) -> int:
+    """Ranks of a pipeline; 1: there is none."""
+    return getattr(args, "pipeline_parallel_size", None) or 1
+
+
+def check(args: Any) -> None:
+    """Rules between the fields. Raises UsageError."""
+    given = {
+        name: value
+        for name in ("pipeline_schedule", "pipeline_stages_per_rank", "pipeline_split")
+        if (value := getattr(args, name)) is not None
+    }
+    if args.pipeline_parallel_size is not None and args.pipeline_parallel_size < 1:
+        raise UsageError(f"pipeline_parallel_size={args.pipeline_parallel_size} must be at least 1.")
+    if size(args) == 1:
+        if given:
+            name, value = next(iter(given.items()))
+            raise UsageError(f"{name}={value!r} is of a pipeline. Set pipeline_parallel_size, or remove {name}.")
+        return
+    if schedule_of(args) not in schedules.SCHEDULES:
+        raise UsageError(
+            f"pipeline_schedule={args.pipeline_schedule!r} does not exist. Choose one of "
+            f"{', '.join(schedules.SCHEDULES)}."
+        )
+    fixed, per_rank = policy.FIXED_STAGES_PER_RANK.get(schedule_of(args)), args.pipeline_stages_per_rank
+    if per_rank is not None and (per_rank < 1 or per_rank != (fixed or per_rank)):
+        raise UsageError(
+            f"pipeline_stages_per_rank={per_rank}: {schedule_of(args)} has {fixed or 'at least 1'} per process."
+        )
+    shape = mesh.shape_of(args)
+    if launched.processes() % shape.of_a_model:
+        parts = "" if shape.parts == 1 else f" x {shape.parts} (parallelism_config_tp_size)"
+        raise UsageError(
+            f"{launched.processes()} processes do not make pipelines of {size(args)} (pipeline_parallel_size){parts}. "
+            f"Start a multiple of {shape.of_a_model}."
+        )
+    sharded_stages.check(args, shape, schedule_of(args))
+    _check_rest(args)
+
+
+def schedule_of(args: Any) -> str:
+    return args.pipeline_schedule or policy.PIPELINE_SCHEDULE
+
+
+def per_rank_of(args: Any) -> int:
+    return policy.stages_per_rank(schedule_of(args), args.pipeline_stages_per_rank)
+
+
+def places_of(args: Any) -> tuple[list[int], list[int]]:
+    """The rank of every stage, and this rank's stages."""
+    places = policy.rank_of_stage(schedule_of(args), size(args), per_rank_of(args))
+    own = mesh.shape_of(args).place(launched.rank()).stages
+    return places, [stage for stage, rank in enumerate(places) if rank == own]
+
+
+def _check_rest(args: Any) -> None:
+    """UsageError for what was not made exact, or has no meaning, with a pipeline."""
+    chunk_size = args.gradient_cache_chunk_size
+    if not args.uses_gradient_cache or chunk_size == "auto":
+        raise UsageError(
+            "a pipeline works on chunks: give gradient_cache_chunk_size a number of rows, or "
+            "gradient_cache_chunk_tokens one of tokens. None is found by measuring, as several chunks are under way."
+        )
+    refused = {
+        f"gradient_cache_keep_graph={args.gradient_cache_keep_graph!r}": args.gradient_cache_keep_graph
+        not in (0, "0"),
+        "fp16=true": args.fp16,
+        "torch_compile=true": args.torch_compile,
+        "frozen_feature_cache": args.frozen_feature_cache is not None,
+        "save_async=true": args.save_async,
+        "save_on_each_node=true": args.save_on_each_node
+        and launched.processes_here(launched.processes()) < launched.processes(),
+        "bf16_full_eval=true": args.bf16_full_eval,
+        f"neftune_noise_alpha={args.neftune_noise_alpha}": args.neftune_noise_alpha is not None,
+        "use_liger_kernel=true": args.use_liger_kernel,
+        "fp16_full_eval=true": args.fp16_full_eval,
+        "use_reentrant=true": any((getattr(args, name, None) or {}).get("use_reentrant") for name in CHECKPOINTING),
+        "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),
+        "FSDP": bool(args.fsdp) or launched.uses_fsdp(),
+        "parallelism_config in the arguments": getattr(args, "parallelism_config", None) is not None,
+    }
+    refused |= {
+        f"{name}={getattr(args, name)!r}": getattr(args, name) is not None
+        for name in ("ddp_comm_hook", "reduce_dtype", "cpu_offload", "min_num_params")
+    } | {
+        f"{name}_size above 1 in the parallelism_config": launched.mesh_size(name) > 1
+        for name in ("dp_shard", "dp_replicate")
+    }
+    if found := [what for what, is_given in refused.items() if is_given]:
+        remedy = {"fp16=true": "Use bf16."}.get(found[0], "Leave it out, or use multi_gpu_fsdp.")
+        raise UsageError(f"a pipeline does not go with {found[0]}. {remedy}")
+
+
+def check_model(model: nn.Module | None, args: Any) -> None:
+    """Before anything is cut. Raises UsageError."""
+    if model is None:
+        raise UsageError("a pipeline needs the model itself, not model_init: it is cut into stages before training.")
+    if any(vars(module).get("_is_distributed_loading_by_transformers") for module in model.modules()):
+        raise UsageError(f"{type(model).__name__} is split over processes already. Give a pipeline the whole model.")
+
+
+def options(args: Any) -> dict[str, Any]:
+    """What an `Accelerator` takes: loaders then deal the same rows to the ranks of a pipeline."""
+    if size(args) == 1:
+        return {}
+    from accelerate import ParallelismConfig
+
+    shape = mesh.shape_of(args)
+    return {"parallelism_config": ParallelismConfig(tp_size=shape.of_a_model, dp_shard_size=shape.copies)}
