@@ -38,6 +38,8 @@ def refuse_without_loss(args: Any, evaluations: Sequence[Any]) -> None:
             "a pipeline of a model with its own loss cuts a batch into chunks of equal rows. Set "
             "gradient_cache_chunk_size to a number of rows."
         )
+    if has_pipeline and args.accelerator_config.dispatch_batches is None:
+        args.accelerator_config.dispatch_batches = False  # accelerate would turn it on for a stream
     fields = LOSS_FIELDS[1:] if has_pipeline else LOSS_FIELDS
     given = [name for name in fields if getattr(args, name, None)]
     if given:
@@ -134,6 +136,11 @@ def check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer
             "split_batches=true makes per_device_train_batch_size the batch of all processes together, and the place "
             "in the data, the effective batch and the rows of a global batch are counted by device. Remove it, and "
             f"divide the batch by {args.world_size}."
+        )
+    if loader.dispatch_batches and strategy.is_cut and not has_loss:
+        raise UsageError(
+            "dispatch_batches=true has the first process read for all, and the ranks of a pipeline read the same rows "
+            "each for itself. Remove it."
         )
     if loader.dispatch_batches and has_loss:
         raise UsageError(

@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -149,6 +151,8 @@ def resumed(base: Path, folder: Path, has_adapters: bool = False, **more) -> dic
     trainer.model.eval()
     with torch.no_grad():
         _, logits, _ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
+        del batch["labels"]
+        unlabelled = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
         expected = whole(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     line = trainer.state.log_history[0]
     return {
@@ -159,9 +163,10 @@ def resumed(base: Path, folder: Path, has_adapters: bool = False, **more) -> dic
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
         "weights_equal": all_ranks(all(torch.equal(value, theirs[name]) for name, value in end.items())),
         "logits_differ": (logits - expected).abs().max().item(),
+        "unlabelled": unlabelled[0] is None and torch.equal(unlabelled[1], logits) and unlabelled[2] is None,
         "sizes": [facts[f"{kind}_parallel_size"] for kind in ("data", "tensor", "pipeline")],
         "tied": whole.get_input_embeddings().weight is whole.get_output_embeddings().weight,
-        "saved": sorted(path.name for path in (folder / "end").glob("*.safetensors")),
+        "keys": [] if has_adapters else sorted(load_file(folder / "end" / "model.safetensors")),
         "bubble": [line.get("bubble_share"), line.get("bubble_share_expected")],
         "passes": line.get("seconds_passes", 0),
     }
@@ -184,6 +189,40 @@ def goes_on_elsewhere(base: Path, folder: Path) -> dict[str, bool]:
 
     trainer.add_callback(Read())
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return found
+
+
+def frozen(base: Path, folder: Path, **more) -> dict:
+    """A run whose checkpoints hold what trains, and the same again from the middle; the weights of its end, taken by a
+    run of its own."""
+    runs = [make_trainer(folder, lambda args: load_causal_lm(base, args), **more) for _ in range(2)]
+    runs[0].train()
+    runs[1].train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    ends = [weights_of(trainer) for trainer in runs]
+    options = {"save_strategy": "no", "learning_rate": 0.0, "resume_weights_only": True, "max_steps": 1}
+    taken = make_trainer(folder.with_name("taken"), lambda args: load_causal_lm(base, args), **(more | options))
+    before = weights_of(taken)
+    taken.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    now = weights_of(taken)
+    return {
+        "equal": all_ranks(all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])),
+        "taken": all_ranks(all(torch.equal(ends[0][name], now[name]) for name in now)),
+        "moved": not all_ranks(all(torch.equal(before[name], now[name]) for name in now)),
+        "saved": sorted(load_file(folder / "checkpoint-4" / trainable.WEIGHTS)),
+    }
+
+
+def streamed(folder: Path) -> list[list[float]]:
+    """Losses of rows that are read one after another, and of the same rows from a stream."""
+    found = []
+    for is_stream in (False, True):
+        trainer = make_trainer(
+            folder, build(Case("tied", config=TIED)), save_strategy="no", train_sampling_strategy="sequential"
+        )
+        if is_stream:
+            trainer.train_dataset = Dataset.from_list(rows_of(range(ROWS))).to_iterable_dataset()
+        trainer.train()
+        found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
     return found
 
 
@@ -283,6 +322,7 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
         "other rows": attempt(data_collator=with_lengths, trains=True),
         "no rows": attempt(data_collator=lambda rows: {"labels": torch.zeros(6, 3)}, trains=True),
         "batch size": attempt(auto_find_batch_size=True),
+        "dispatch": attempt(accelerator_config={"dispatch_batches": True}),
         "optimizer": attempt(optim="galore_adamw_layerwise", optim_target_modules=["q_proj"]),
         "noise": attempt(neftune_noise_alpha=5.0),
         "classifier": attempt(classifier),
@@ -324,6 +364,9 @@ def main() -> None:
         "resumed": lambda: resumed(base, folder / "run"),
         "elsewhere": lambda: goes_on_elsewhere(base, folder / "run"),
         "adapters": lambda: resumed(base, folder / "adapters", True, pipeline_schedule="zero_bubble"),
+        "frozen": lambda: frozen(base, folder / "frozen", frozen_modules=["layers.0", "layers.3", "norm"]),
+        "head": lambda: frozen(base, folder / "head", trainable_modules=["lm_head"]),
+        "streamed": lambda: streamed(folder / "streamed"),
         "compared": lambda: compared(folder / "compared"),
         "not_finite": lambda: not_finite(folder / "not_finite"),
         "said": lambda: refusals(base, folder),

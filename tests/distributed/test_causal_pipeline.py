@@ -113,8 +113,23 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
 @pytest.mark.parametrize("kind", ["resumed", pytest.param("adapters", marks=pytest.mark.slow)])
 def test_the_folder_of_the_end_is_whole(kind):
     run = found(kind)[kind]
-    assert run["weights_equal"] and run["tied"]
-    assert run["logits_differ"] < 1e-6
+    assert run["weights_equal"] and run["tied"] and "lm_head.weight" not in run["keys"]
+    assert run["logits_differ"] < 1e-6 and run["unlabelled"]
+
+
+@pytest.mark.slow
+def test_checkpoints_of_frozen_parts_are_resumed_and_taken():
+    for kind in ("frozen", "head"):
+        run = found()[kind]
+        assert run["equal"] and run["taken"] and run["moved"]
+    assert found()["head"]["saved"] == ["model.embed_tokens.weight"]
+    assert not any("layers.0." in name or "layers.3." in name for name in found()["frozen"]["saved"])
+
+
+@pytest.mark.slow
+def test_a_stream_trains_on_the_rows_in_its_order():
+    of_rows, of_stream = found()["streamed"]
+    assert len(of_rows) == 4 and of_rows[0] != of_rows[1] and of_stream == of_rows
 
 
 @pytest.mark.slow
@@ -147,6 +162,7 @@ def test_a_logged_line_says_how_long_processes_wait():
         ("other rows", "'lengths' has 3 entries, input_ids 6 rows"),
         ("no rows", r"needs batches with input_ids \(rows, tokens\), got labels"),
         ("batch size", "auto_find_batch_size=true"),
+        ("dispatch", "dispatch_batches=true has the first process read"),
         ("optimizer", "updates weights inside of backward"),
         ("noise", "neftune_noise_alpha=5.0"),
         ("classifier", "LlamaForSequenceClassification with its own loss"),

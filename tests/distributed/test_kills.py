@@ -61,10 +61,11 @@ def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, suffix):
 
 
 @pytest.mark.slow
-def test_all_kills_of_a_pipeline_are_resumed_bit_for_bit(tmp_path):
-    found = kills(tmp_path, ["ddp+pipeline"], 12)
+@pytest.mark.parametrize("mode", ["ddp+pipeline", "ddp+causal"])
+def test_all_kills_of_a_pipeline_are_resumed_bit_for_bit(tmp_path, mode):
+    found = kills(tmp_path, [mode], 12)
     check(found)
-    assert any(kill["not_committed"] for kill in found["ddp+pipeline"]["kills"]), "no kill tore a save"
+    assert any(kill["not_committed"] for kill in found[mode]["kills"]), "no kill tore a save"
 
 
 @pytest.mark.slow

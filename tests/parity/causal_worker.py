@@ -49,7 +49,7 @@ class Case:
     last_batch: int = BATCH  # rows of the last batch of all
     pads_left: bool = False
     has_lora: bool = False
-    loss: str = "model"  # model | smoothed | function
+    loss: str = "model"  # model | smoothed | function | subclass
     dtype: str = "float64"
     is_exact_loss: bool = True  # a loss in float64 in place of the model's own, which computes in float32
     is_like: dict | None = None  # the reference is the same run with these arguments
@@ -80,6 +80,7 @@ CASES = [
     Case("causal LM, label smoothing", loss="smoothed", arguments={"label_smoothing_factor": SMOOTHING},
          tolerance=1e-6),  # the smoother adds up in float32
     Case("causal LM, compute_loss_func", loss="function"),
+    Case("causal LM, compute_loss of a subclass", loss="subclass"),
     Case("causal LM, its own float32 loss", is_exact_loss=False, tolerance=1e-6),
     Case("causal LM, bf16 autocast", dtype="float32", arguments={"bf16": True}, tolerance=3e-2),
 ]  # fmt: skip
@@ -141,7 +142,7 @@ def naive_sum(case: Case, model: nn.Module, batch: dict[str, torch.Tensor]) -> t
     with torch.autocast("cpu", torch.bfloat16, enabled=case.arguments.get("bf16", False)):
         outputs = model(batch["input_ids"], attention_mask=batch["attention_mask"])
     logits = outputs.logits.to(getattr(torch, case.dtype))
-    if case.loss == "function":
+    if case.loss in ("function", "subclass"):
         return loss_of_outputs({"logits": logits}, batch["labels"], 1)
     smoothing = SMOOTHING if case.loss == "smoothed" else 0.0
     labels = batch["labels"][:, 1:].flatten()
@@ -189,6 +190,21 @@ class GradientRecorder(TrainerCallback):
         self.steps.append({name: gradient.clone() for name, gradient in found.items()})
 
 
+class Overriding(DistTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """`inputs` are those of a batch, whichever stage runs."""
+        assert inputs["input_ids"].shape == inputs["labels"].shape
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = loss_of_outputs(outputs, labels, num_items_in_batch) * self.loss_factor
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def loss_factor(self) -> int:
+        """As Trainer: gradients are averaged over pipelines."""
+        return num_groups()
+
+
 def trained(case: Case, num_rows: int, **more) -> tuple[list[dict], list[float]]:
     """The same of a run."""
     recorder = GradientRecorder()
@@ -199,7 +215,7 @@ def trained(case: Case, num_rows: int, **more) -> tuple[list[dict], list[float]]
             lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=1,
             train_sampling_strategy="sequential", use_cpu=True, seed=7, save_on_each_node=False, **arguments,
         )  # fmt: skip
-        trainer = DistTrainer(
+        trainer = (Overriding if case.loss == "subclass" else DistTrainer)(
             build(case), args, train_dataset=[{"row": row} for row in range(num_rows)], callbacks=[recorder],
             data_collator=lambda rows: collate([row["row"] for row in rows], case.pads_left),
             compute_loss_func=loss_of_outputs if case.loss == "function" else None,
