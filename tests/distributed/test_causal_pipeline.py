@@ -17,16 +17,20 @@ from tests.distributed.forked import launch
 from tests.parity import causal_worker
 from tests.parity.exactness_table import PIPELINES, measure_causal
 
-SENTINELS = ["causal LM, tied word embeddings", "causal LM, accumulation 2, short last window, clipped"]
+SENTINELS = {
+    "PP 2, 1f1b": ["causal LM, tied word embeddings", "causal LM, accumulation 2, short last window, clipped"],
+    "PP 2, interleaved_1f1b": ["causal LM, 7 chunks, a schedule in rounds takes 8", "causal LM, later layers frozen"],
+}
 
 
 def not_exact(errors: dict) -> dict:
     return {name: found for name, found in errors.items() if not found["error"] <= found["tolerance"]}
 
 
-def test_gradients_of_a_causal_language_model_are_those_of_one_process():
-    errors = measure_causal("PP 2, 1f1b", *SENTINELS)
-    assert len(errors) == len(SENTINELS) and not not_exact(errors)
+@pytest.mark.parametrize(("run", "names"), SENTINELS.items())
+def test_gradients_of_a_causal_language_model_are_those_of_one_process(run, names):
+    errors = measure_causal(run, *names)
+    assert len(errors) == len(names) and not not_exact(errors)
 
 
 @pytest.mark.slow

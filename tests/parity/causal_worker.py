@@ -46,7 +46,8 @@ class Case:
     config: dict = field(default_factory=dict)
     arguments: dict = field(default_factory=dict)
     steps: int = 1
-    last_batch: int = BATCH  # rows of the last batch of all
+    batch: int = BATCH  # rows per pipeline and micro-batch
+    last_batch_is_alone: bool = False  # in its window
     pads_left: bool = False
     has_lora: bool = False
     loss: str = "model"  # model | smoothed | function | subclass
@@ -64,10 +65,11 @@ CASES = [
     Case("causal LM, Qwen3, tied, left padding", model="qwen3", config=TIED, pads_left=True),
     Case("causal LM, Qwen2", model="qwen2"),
     Case("causal LM, Mistral", model="mistral"),
-    Case("causal LM, accumulation 2, short last window, clipped", steps=2, last_batch=5,
+    Case("causal LM, accumulation 2, short last window, clipped", steps=2, last_batch_is_alone=True,
          arguments={"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}),
     Case("causal LM, tokens per device", arguments={"average_tokens_across_devices": False}),
     Case("causal LM, chunk 4, does not divide", arguments={"gradient_cache_chunk_size": 4}),
+    Case("causal LM, 7 chunks, a schedule in rounds takes 8", batch=7, arguments={"gradient_cache_chunk_size": 1}),
     Case("causal LM, one chunk", arguments={"gradient_cache_chunk_size": 9}),
     Case("causal LM, first layers frozen",
          arguments={"frozen_modules": ["embed_tokens", "layers.0", "layers.1", "layers.2"]}),
@@ -157,7 +159,7 @@ def reference(case: Case, model: nn.Module, num_rows: int) -> tuple[list[dict], 
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=LEARNING_RATE)
     order, of_steps, losses = list(range(num_rows)), [], []
-    batches = [order[i : i + BATCH] for i in range(0, num_rows, BATCH)]
+    batches = [order[i : i + case.batch] for i in range(0, num_rows, case.batch)]
     per_update = case.arguments.get("gradient_accumulation_steps", 1) * num_groups()
     is_per_device = not case.arguments.get("average_tokens_across_devices", True)
     for start in range(0, len(batches), per_update):
@@ -211,7 +213,7 @@ def trained(case: Case, num_rows: int, **more) -> tuple[list[dict], list[float]]
     arguments = dict(gradient_cache_chunk_size=2, max_grad_norm=0, max_steps=case.steps) | case.arguments | more
     with tempfile.TemporaryDirectory() as folder:
         args = DistTrainingArguments(
-            output_dir=folder, per_device_train_batch_size=BATCH, optim="sgd", learning_rate=LEARNING_RATE,
+            output_dir=folder, per_device_train_batch_size=case.batch, optim="sgd", learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=1,
             train_sampling_strategy="sequential", use_cpu=True, seed=7, save_on_each_node=False, **arguments,
         )  # fmt: skip
@@ -230,9 +232,9 @@ def trained(case: Case, num_rows: int, **more) -> tuple[list[dict], list[float]]
 
 def measure(case: Case) -> float:
     num_batches = case.steps * case.arguments.get("gradient_accumulation_steps", 1) * num_groups()
-    if case.last_batch < BATCH:
-        num_batches -= num_groups()  # the last window has one batch per pipeline
-    num_rows = num_batches * BATCH
+    if case.last_batch_is_alone:
+        num_batches -= num_groups()
+    num_rows = num_batches * case.batch
     if case.is_like is None:
         expected, losses = reference(case, build(case), num_rows)
     else:
