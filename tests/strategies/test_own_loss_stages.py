@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import causal_lm
-from hf_dist_ext.strategies import choose, own_loss_stages, stages
+from hf_dist_ext.strategies import choose, own_loss_stages, pipeline_own_loss, stages
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
 from hf_dist_ext.strategies.pipeline_own_loss import cut_rows
 from tests.parity.causal_worker import TIED, Case, build, collate
@@ -115,3 +116,15 @@ def test_a_batch_is_cut_into_rows():
     for name in ("input_ids", "attention_mask", "labels"):
         assert torch.equal(torch.cat([chunk.features[name] for chunk in chunks]), batch[name])
     assert all(chunk.features["scale"] == 2 and chunk.features["name"] == "all" for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("parts", "sharding", "words"),
+    [(1, "FULL_SHARD", 'sharding="FULL_SHARD"'), (2, None, "tensor parallelism")],
+)
+def test_stages_that_are_split_or_sharded_are_refused(parts, sharding, words, monkeypatch):
+    monkeypatch.setattr(pipeline_own_loss, "shape_of", lambda args: SimpleNamespace(parts=parts))
+    with pytest.raises(UsageError, match=f"own loss does not go with {words}"):
+        pipeline_own_loss.check(SimpleNamespace(sharding=sharding))
+    monkeypatch.setattr(pipeline_own_loss, "shape_of", lambda args: SimpleNamespace(parts=1))
+    pipeline_own_loss.check(SimpleNamespace(sharding="NO_SHARD"))
