@@ -49,12 +49,14 @@ def test_models_that_can_be_cut_are_those_of_a_run():
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "llama", "qwen3"])
-@pytest.mark.parametrize(("half", "checkpointed"), [(False, False), (True, False), (False, True)])
-def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, half, checkpointed):  # noqa: F811
+@pytest.mark.parametrize("how", ["float32", "autocast", "bfloat16", "checkpointed"])
+def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # noqa: F811
+    half, checkpointed = how == "autocast", how == "checkpointed"
     config = model_config(kind, num_hidden_layers=3, **NO_DROPOUT.get(kind, {}))
-    run = make_run(config, max_length=16, projection_dim=8, bf16=half)
+    dtype = "bfloat16" if how == "bfloat16" else "float32"
+    run = make_run(config, max_length=16, projection_dim=8, bf16=half, dtype=dtype)
     work = dataclasses.replace(workload(run), mask_bytes=0, has_padding=False)
-    model = EmbeddingModel.from_config(config, pooling="mean", projection_dim=8).train()
+    model = EmbeddingModel.from_config(config, pooling="mean", projection_dim=8).train().to(getattr(torch, dtype))
     if checkpointed:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     whole = stages.Cut(model, [0, 1], [0, 1])
@@ -150,12 +152,12 @@ def test_messages_are_those_of_the_schedule(make_run, schedule):  # noqa: F811
 def test_no_gradient_is_sent_to_stages_before_which_nothing_trains(make_run):  # noqa: F811
     fields = {"max_length": 64, "per_device_train_batch_size": 24, "gradient_cache_chunk_size": 4, "projection_dim": 8}
     whole, head = (
-        pipeline_option(make_plan(make_run(**fields, pipeline_parallel_size=2, later=later), Hardware(2, 80 * GIB)))
+        pipeline_option(make_plan(make_run(**fields, pipeline_parallel_size=4, later=later), Hardware(4, 80 * GIB)))
         for later in ({}, {"trainable_modules": ["projection"]})
     )
-    assert head.pipeline.sent_between_stages == whole.pipeline.sent_between_stages > 0  # the first rank sends most
-    assert head.traffic.collectives["send"] == whole.traffic.collectives["send"] == 24
-    assert [rank.needed.gradients for rank in head.pipeline.of_ranks] == [0, 4 * 8 * 768]
+    assert 3 * head.pipeline.sent_between_stages == 2 * whole.pipeline.sent_between_stages > 0
+    assert (head.traffic.collectives["send"], whole.traffic.collectives["send"]) == (2 * 12, 3 * 12)
+    assert [rank.needed.gradients for rank in head.pipeline.of_ranks] == [0, 0, 0, 4 * 8 * 768]
     assert whole.given.gradients > 4 * 8 * 768
 
 
@@ -201,9 +203,11 @@ def test_a_pipeline_is_recommended_where_nothing_else_fits(make_run):  # noqa: F
     model = DECODER | {"vocab_size": 2_000_000, "num_hidden_layers": 48, "hidden_size": 1920}
     fields = LARGE | {"optim": "sgd", "frozen_parts_fsdp": "shard"}
     run = make_run(model, later={"trainable_modules": ["layers"]}, **fields)
-    plan = make_plan(run, Hardware(8, 20 * GIB, 1, "nvlink"), WAYS)
-    assert all(o.settings is None or o.why_not for o in plan.options if o.pipeline is None)
-    assert plan.best.strategy.name.startswith(("PP", "TP")) and plan.best.fitted.total < 20 * GIB
+    for gibs, others in ((20, set()), (32, {"FSDP offload"})):  # the CPU's memory comes last too, and is slower
+        plan = make_plan(run, Hardware(8, gibs * GIB, 1, "nvlink"), WAYS)
+        fitting = {o.strategy.name for o in plan.options if o.pipeline is None and o.settings and not o.why_not}
+        assert fitting == others
+        assert plan.best.pipeline is not None and plan.best.fitted.total < gibs * GIB
 
 
 def test_a_run_that_asks_for_a_pipeline_gets_it_judged(make_run):  # noqa: F811
