@@ -268,8 +268,10 @@ def _best(options: list[Option]) -> Option | None:
     """(3) Of steps about as short, the simplest strategy: the table goes from simple to involved."""
     possible = [option for option in options if not option.why_not and option.settings is not None]
     others = [option for option in possible if not option.strategy.pipeline]
-    if any(not option.is_last_resort for option in others) and not waits_for_links(others):
+    wants_pipelines = waits_for_links(others)
+    if any(not option.is_last_resort for option in others) and not wants_pipelines:
         possible = others
-    possible = [option for option in possible if option.fits and not option.is_last_resort] or possible
+    last = [o for o in possible if o.is_last_resort or (o.strategy.pipeline and not wants_pipelines)]
+    possible = [option for option in possible if option.fits and option not in last] or possible
     shortest = min((option.seconds for option in possible), default=0.0)
     return next((option for option in possible if option.seconds <= NEARLY * shortest), None)

@@ -82,9 +82,8 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # n
                 see(tensor)
         measured = sum(size for at, size in kept.items() if at not in weights)
         assert (left.casts > 0) == half
-        assert 4 * left.saved + left.casts == pytest.approx(
-            measured, rel=0.06
-        )  # a CPU's autocast leaves norms in bf16
+        within = 0.06 if half else 0.03  # a CPU's autocast leaves norms in half precision
+        assert 4 * left.saved + left.casts == pytest.approx(measured, rel=within)
         if stage == 0:
             assert 4 * left.message == given.untyped_storage().nbytes()
         hidden = given
@@ -208,6 +207,15 @@ def test_a_pipeline_is_recommended_where_nothing_else_fits(make_run):  # noqa: F
         fitting = {o.strategy.name for o in plan.options if o.pipeline is None and o.settings and not o.why_not}
         assert fitting == others
         assert plan.best.pipeline is not None and plan.best.fitted.total < gibs * GIB
+
+
+@pytest.mark.parametrize(("chunk", "best"), [(32, "PP 2 x DP 4"), (64, "TP")])
+def test_of_ways_that_share_rows_the_quicker_one_is_recommended(make_run, chunk, best):  # noqa: F811
+    run = make_run(DECODER, **(LARGE | {"gradient_cache_chunk_size": chunk}))
+    plan = make_plan(run, Hardware(8, 40 * GIB, 1, "nvlink"), {"multi_gpu_tp", "multi_gpu_pp"})
+    rows = [option for option in plan.options if not option.why_not]
+    assert len(rows) == 2 and all(option.fits for option in rows)
+    assert plan.best.strategy.name == best and plan.best.seconds == min(option.seconds for option in rows)
 
 
 def test_a_run_that_asks_for_a_pipeline_gets_it_judged(make_run):  # noqa: F811
