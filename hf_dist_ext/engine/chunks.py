@@ -336,7 +336,7 @@ class ChunkedBatch:
             for table, order in zip(self.tables, self.orders, strict=True)
         ]
         return [
-            sorted_rows[c.table].new_zeros(1, sorted_rows[c.table].shape[1])
+            sorted_rows[c.table].new_zeros(1, *sorted_rows[c.table].shape[1:])
             if c.is_idle
             else sorted_rows[c.table][c.start : c.stop]
             for c in chunks

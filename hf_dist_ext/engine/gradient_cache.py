@@ -36,10 +36,11 @@ from typing import NoReturn
 import torch
 
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
+from hf_dist_ext.engine.outputs import Output, detached, gradients_of, inner_product, leaves_of, to_chunks, to_columns
 from hf_dist_ext.errors import UsageError
 
-Embeddings = dict[str, torch.Tensor]
-Encode = Callable[[Chunk], torch.Tensor]
+Embeddings = dict[str, Output]
+Encode = Callable[[Chunk], Output]
 Score = Callable[[Embeddings], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 # What a phase of a step does.
@@ -99,8 +100,10 @@ def cached_step(
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
     Args:
-        encode: chunk -> embeddings (b, D); called once per chunk without a graph and once with one.
-        score: column -> (rows, D) leaves, to (scalar loss, metrics). Collectives belong in here.
+        encode: chunk -> embeddings (b, D), or several outputs, key -> (b, ...); called once per chunk without a graph
+            and once with one.
+        score: column -> (rows, D) leaves (of several outputs: column -> key -> (rows, ...)), to (scalar loss,
+            metrics). Collectives belong in here.
         backward: runs a scalar's backward; the place for gradient accumulation's division and the fp16 scale, which
             so enter exactly once.
         phase: context around every part of the step: each forward, each backward and the score. Its `Phase` says what
@@ -137,7 +140,7 @@ def encode_without_graph(batch: ChunkedBatch, encode: Encode, phase: Door) -> Em
     for chunk in chunks:
         with phase(Phase(ENCODE, chunk)), torch.no_grad():
             outputs.append(encode(chunk))
-    return batch.to_columns(outputs, chunks)
+    return to_columns(batch, outputs, chunks)
 
 
 @dataclass
@@ -163,16 +166,10 @@ class Scored:
 
 def score_embeddings(embeddings: Embeddings, score: Score, parameters: list[torch.nn.Parameter]) -> Scored:
     """The loss and its gradients; `parameters`: those of the loss that train."""
-    leaves = {}
-    for name, rows in embeddings.items():
-        # Half precision leaves would round the cache before the fp16 scale is applied; the plain step scales first.
-        leaves[name] = (rows.float() if rows.dtype.itemsize < 4 else rows.detach()).requires_grad_()
-    loss, metrics = score(leaves)
-    gradients = torch.autograd.grad(loss, [*leaves.values(), *parameters], allow_unused=True)
-    of_embeddings = {
-        name: torch.zeros_like(leaf) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False)
-    }
+    embeddings, leaves = leaves_of(embeddings)
+    loss, metrics = score(embeddings)
+    gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+    of_embeddings = gradients_of(embeddings, gradients[: len(leaves)])
     return Scored(loss.detach(), metrics, of_embeddings, parameters, list(gradients[len(leaves) :]))
 
 
@@ -194,9 +191,9 @@ class Passes:
         self.encode, self.backward, self.phase = encode, backward, phase
         self.num_forwards = 0
         self.drew_randomness = False
-        self._outputs: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, Output] = {}
         self._states: dict[int, RandomState] = {}
-        self._cache: Sequence[torch.Tensor] = ()
+        self._cache: Sequence[Output] = ()
         self._has_trained = False
 
     def embed(self, wide: ChunkedBatch | None) -> Embeddings:
@@ -216,11 +213,11 @@ class Passes:
                 self._outputs[i] = self.encode(chunks[i])
         self.num_forwards += len(chunks)
         self.drew_randomness = not start.is_now()
-        return self.batch.to_columns([self._outputs[i].detach() for i in range(len(chunks))], chunks)
+        return to_columns(self.batch, [detached(self._outputs[i]) for i in range(len(chunks))], chunks)
 
     def replay(self, scored: Scored) -> None:
         """Backward of <embedding, its cached gradient> for every chunk; the loss's terms are added to the last one."""
-        self._cache = self.batch.to_chunks(scored.gradients, self.chunks)
+        self._cache = to_chunks(self.batch, scored.gradients, self.chunks)
         *groups, final = self.order.groups
         for group in groups:
             self._train(group)
@@ -244,13 +241,13 @@ class Passes:
             terms.append(self._term(last, self._encode_again(last)))
             self._run_backward([*terms, *loss_terms])
 
-    def _encode_again(self, i: int) -> torch.Tensor:
+    def _encode_again(self, i: int) -> Output:
         self.num_forwards += 1
         with replayed(self._states[i]) if self.drew_randomness else nullcontext():
             return self.encode(self.chunks[i])
 
-    def _term(self, i: int, output: torch.Tensor) -> torch.Tensor | None:
-        return (output * self._cache[i]).sum() if output.requires_grad else None
+    def _term(self, i: int, output: Output) -> torch.Tensor | None:
+        return inner_product(output, self._cache[i])
 
     def _run_backward(self, terms: Sequence[torch.Tensor | None]) -> None:
         terms = [term for term in terms if term is not None]

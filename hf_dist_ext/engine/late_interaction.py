@@ -1,0 +1,231 @@
+"""Late interaction (ColBERT, ColPali) in tiles, gradient included: rows are many vectors, scores sums of best matches.
+
+With token vectors q_t of a query and d_u of a document (https://huggingface.co/papers/2004.12832, section 3.3)
+
+    score(q, d) = sum over real t of  max over real u of  <q_t, d_u>
+    loss = InfoNCE over scores / temperature: a query against everyone's positives and hard negatives
+
+(1) vectors of length 1 where asked, and zeros in place of padding
+(2) for a tile of queries and one of documents: all token products, their maxima and where these are, the scores
+(3) the softmax of the queries' scores: loss, metrics, and one weight per pair of query and document
+(4) for each tile of documents: a matrix that has a pair's weight where a query's token has its best match, and zeros
+    elsewhere. One product with the documents is the queries' gradient, one with the queries the documents'
+
+A tile of token products is all that has tokens of both sides; scores and places of maxima of a tile of queries against
+all documents are kept from (2) to (4). So memory is linear in documents.
+
+Letters: B own queries, N documents of a column, T tokens, D dimensions, b and n the rows of a tile, M all documents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from hf_dist_ext.engine.losses import LossOutput, keys_of
+from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
+from hf_dist_ext.errors import UsageError
+
+Vectors = Mapping[str, Tensor]  # "vectors": (rows, T, D), "mask": (rows, T), true where a token is real
+
+
+class LateInteractionLoss(nn.Module):
+    """The first column holds the queries, the second their positives, further ones hard negatives.
+
+    temperature: divides the scores, which are sums over a query's tokens; ColBERT's is 1.
+    normalize: every token vector is L2-normalised here.
+    mask_false_negatives: with `ids`, leaves out the pairs that `InfoNCELoss` leaves out.
+    queries_per_tile, documents_per_tile: so many rows meet with all their tokens at once.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        normalize: bool = True,
+        mask_false_negatives: bool = True,
+        queries_per_tile: int = 16,
+        documents_per_tile: int = 32,
+    ) -> None:
+        super().__init__()
+        if not 0 < temperature < math.inf:
+            raise UsageError(f"temperature={temperature} must be a positive number, for example 1.")
+        if min(queries_per_tile, documents_per_tile) < 1:
+            raise UsageError(
+                f"queries_per_tile={queries_per_tile}, documents_per_tile={documents_per_tile}: at least 1."
+            )
+        self.temperature, self.normalize, self.mask_false_negatives = temperature, normalize, mask_false_negatives
+        self.queries_per_tile, self.documents_per_tile = queries_per_tile, documents_per_tile
+
+    def forward(
+        self,
+        own: Mapping[str, Vectors],
+        everyone: Mapping[str, Vectors] | None = None,
+        row_offset: int = 0,
+        ids: Mapping[str, Tensor] | None = None,
+    ) -> LossOutput:
+        """The mean over own queries, and as metrics accuracy and masked_share.
+
+        own: column -> {"vectors": (rows, T, D), "mask": (rows, T)}, T as long as the column's longest row; everyone:
+        the same of all ranks, None = own. Own row i is everyone's row row_offset + i. ids: as of `InfoNCELoss`. Every
+        row has a real token. What stands in padding changes nothing.
+        """
+        everyone = own if everyone is None else everyone
+        anchor, positive, *negatives = names = _checked(own, everyone)
+        queries, documents = own[anchor], [everyone[name] for name in (positive, *negatives)]
+        dtype = torch.promote_types(queries["vectors"].dtype, torch.float32)
+        heights = {name: everyone[name]["mask"] for name in names}  # keys_of reads their numbers of rows
+        plan = _Plan(
+            keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
+            row_offset=row_offset,
+            inverse_temperature=1 / self.temperature,
+            normalize=self.normalize,
+            tile=(self.queries_per_tile, self.documents_per_tile),
+            masks=[one["mask"].bool() for one in (queries, *documents)],
+        )
+        vectors = [one["vectors"] for one in (queries, *documents)]
+        loss, metrics = _LateInteraction.apply(plan, torch.is_grad_enabled(), *vectors)
+        return LossOutput(loss, dict(zip(("accuracy", "masked_share"), metrics.unbind(), strict=True)))
+
+    def extra_repr(self) -> str:
+        return f"temperature={self.temperature}, normalize={self.normalize}"
+
+
+class _Plan(NamedTuple):
+    keys: list[list[tuple[Tensor, Tensor]]]  # per column of documents: (key of each of N rows, key of each document)
+    row_offset: int
+    inverse_temperature: float
+    normalize: bool
+    tile: tuple[int, int]  # queries, documents
+    masks: list[Tensor]  # of the queries, then of every column of documents
+
+
+class _LateInteraction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: _Plan, is_grad_enabled: bool, *vectors: Tensor):
+        needs = [is_grad_enabled and needed for needed in ctx.needs_input_grad[2:]]
+        with torch.autocast(vectors[0].device.type, enabled=False):
+            loss, metrics, gradients = _loss_and_gradients(plan, vectors, any(needs))
+        ctx.save_for_backward(*(one if needed else None for one, needed in zip(gradients, needs, strict=True)))
+        ctx.dtypes = [tensor.dtype for tensor in vectors]
+        ctx.mark_non_differentiable(metrics)
+        return loss, metrics
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor, _: Tensor):
+        if torch.is_grad_enabled():  # not once_differentiable: it lets a second derivative be zero in silence
+            raise RuntimeError(
+                "LateInteractionLoss computes its gradient by hand and cannot differentiate it again. "
+                "Call backward without create_graph=True."
+            )
+        scaled = (
+            None if gradient is None else (gradient * grad_loss).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (None, None, *scaled)
+
+
+def _loss_and_gradients(
+    plan: _Plan, vectors: tuple[Tensor, ...], needs_gradients: bool
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Loss, metrics (2,), and the gradients of the queries and of every column of documents."""
+    dtype = torch.promote_types(vectors[0].dtype, torch.float32)
+    flat = [v.masked_fill(~mask[..., None], 0.0).flatten(0, 1) for v, mask in zip(vectors, plan.masks, strict=True)]
+    units = [normalized(rows, plan.normalize, dtype) for rows in flat]  # (1): (rows * T, D)
+    queries, *documents = [unit.view(v.shape) for (unit, _), v in zip(units, vectors, strict=True)]
+    buffers = [torch.zeros_like(unit) for unit in (queries, *documents)] if needs_gradients else []
+    num_queries, num_documents = len(queries), sum(map(len, documents))
+    loss, metrics = queries.new_zeros(()), queries.new_zeros(2)
+    for start in range(0, num_queries, plan.tile[0]):
+        rows = slice(start, min(start + plan.tile[0], num_queries))
+        first, of_tile, real = plan.row_offset + start, queries[rows], plan.masks[0][rows]
+        scores, places = [], []
+        for unit, mask in zip(documents, plan.masks[1:], strict=True):
+            parts = [
+                _best_matches(of_tile, real, unit[low : low + plan.tile[1]], mask[low : low + plan.tile[1]])  # (2)
+                for low in range(0, len(unit), plan.tile[1])
+            ]
+            column = (
+                torch.cat([of_part for of_part, _ in parts], dim=1) if parts else of_tile.new_zeros(len(of_tile), 0)
+            )
+            scores.append(column * plan.inverse_temperature)  # (b, N)
+            places.append([place for _, place in parts])
+        weights = _softmax(plan, scores, first, loss, metrics)  # (3)
+        if not needs_gradients:
+            continue
+        for column, unit in enumerate(documents):  # (4)
+            of_column = weights[column] * (plan.inverse_temperature / num_queries)
+            for part, low in zip(places[column], range(0, len(unit), plan.tile[1]), strict=True):
+                some = slice(low, min(low + plan.tile[1], len(unit)))
+                matched = _at_matches(of_column[:, some], part, real, unit.shape[1])  # (b * T, n * T')
+                buffers[0][rows].view(-1, unit.shape[2]).addmm_(matched, unit[some].flatten(0, 1))
+                buffers[1 + column][some].view(-1, unit.shape[2]).addmm_(matched.T, of_tile.flatten(0, 1))
+    if num_queries:
+        loss /= num_queries
+        metrics /= num_queries
+    metrics[1] /= max(num_documents - 1, 1)
+    gradients: list[Tensor | None] = [None] * len(vectors)
+    for index, buffer in enumerate(buffers):
+        raw = gradient_of_raw([units[index]], [buffer.flatten(0, 1)], flat[index])
+        gradients[index] = raw.view(vectors[index].shape)
+    return loss, metrics, gradients
+
+
+def _best_matches(queries: Tensor, real: Tensor, documents: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(b, T, D) and (n, T', D) -> scores (b, n), and for each of a query's tokens its best place (b, T, n)."""
+    products = queries.flatten(0, 1) @ documents.flatten(0, 1).T  # (b * T, n * T')
+    products = products.view(*queries.shape[:2], *documents.shape[:2]).masked_fill_(~mask, -math.inf)
+    best, place = products.max(dim=3)  # (b, T, n)
+    return best.masked_fill(~real[..., None], 0.0).sum(dim=1), place
+
+
+def _at_matches(weights: Tensor, place: Tensor, real: Tensor, width: int) -> Tensor:
+    """Weights (b, n) of pairs -> (b * T, n * T'), zeros but where a real token has its best match."""
+    b, tokens, n = place.shape
+    of_tokens = (weights[:, None] * real[..., None])[..., None]  # (b, T, n, 1)
+    matched = weights.new_zeros(b, tokens, n, width).scatter_(3, place[..., None], of_tokens)
+    return matched.view(b * tokens, n * width)
+
+
+def _softmax(plan: _Plan, scores: list[Tensor], first: int, loss: Tensor, metrics: Tensor) -> list[Tensor]:
+    """Adds the tile's loss and metrics up; of every column d(loss of a row)/d(score / temperature), (b, N)."""
+    blocks = [Block(column, 0, values.shape[1], values) for column, values in enumerate(scores)]
+    if plan.keys:
+        for block in blocks:
+            mask = Block(block.column, 0, block.high, torch.empty_like(block.values))
+            compare_keys(mask, plan.keys[block.column], first)
+            block.values.masked_fill_(mask.values > 0, -math.inf)
+            metrics[1] += mask.values.sum()
+    positives = blocks[0].positives(first)[1].clone()  # (b,)
+    blocks[0].positives(first)[1].fill_(-math.inf)
+    others = torch.cat(scores, dim=1)
+    lead = positives - others.logsumexp(dim=1)
+    loss -= logsigmoid(lead).sum()
+    metrics[0] += (positives > others.amax(dim=1)).sum()
+    wrong = torch.sigmoid(-lead)[:, None]
+    weights = [torch.softmax(others, dim=1).nan_to_num(0.0) * wrong][0].split([v.shape[1] for v in scores], dim=1)
+    weights = [weight.clone() for weight in weights]
+    Block(0, 0, scores[0].shape[1], weights[0]).positives(first)[1].copy_(-wrong[:, 0])
+    return weights
+
+
+def _checked(own: Mapping[str, Vectors], everyone: Mapping[str, Vectors]) -> list[str]:
+    names = list(own)
+    if len(names) < 2 or set(everyone) != set(names):
+        raise UsageError(
+            f"late interaction needs a query and a positive column, the same in own and everyone; got {names} and "
+            f"{list(everyone)}."
+        )
+    for name in names:
+        for one in (own[name], everyone[name]):
+            shapes = {key: tuple(one[key].shape) for key in ("vectors", "mask") if key in one}
+            if len(shapes) < 2 or len(shapes["vectors"]) != 3 or shapes["mask"] != shapes["vectors"][:2]:
+                raise UsageError(
+                    f'column "{name}" needs "vectors" (rows, tokens, dimensions) and "mask" (rows, tokens); it has '
+                    f"{shapes}."
+                )
+    return names
