@@ -270,9 +270,9 @@ class Pipeline(Strategy):
 
     @torch.no_grad()
     def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
-        """Every rank reads its own stages. Adapters are peft's to read."""
+        """Every rank reads its own stages. Adapters are peft's to read, unless they are sharded."""
         if self.cut.base is not self.whole:
-            return False
+            return self.sharded is not None and sharded_stages.load_adapters(self.whole, Path(folder))
         # float32 holds what either half precision holds; copying casts back to each parameter's own.
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
         theirs = self.read(folder, dtype).state_dict()

@@ -12,8 +12,10 @@ no hook has anything to do in between.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -21,6 +23,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.mesh import COPIES, Mesh, Shape
+from hf_dist_ext.strategies.tensors import put
 
 # "sharding" of a run file -> whether a layer's weights are freed behind every chunk.
 FREES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
@@ -52,6 +55,24 @@ def check(args: Any, shape: Shape, schedule: str) -> None:
 def of(sharding: str | None, modules: Iterable[nn.Module], mesh: Mesh) -> ShardedStages | None:
     """As the field `sharding` says; None: copies are whole."""
     return ShardedStages(modules, mesh.devices[COPIES], FREES[sharding]) if sharding in FREES else None
+
+
+def load_adapters(model: nn.Module, folder: Path) -> bool:
+    """Every rank takes its part of its stages' adapters from a folder, in which they have peft's names or the
+    backbone's own. peft 0.21 would copy whole tensors over parts. False: the folder holds none."""
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
+        return False
+    with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
+        names = set(file.keys())
+        for name, tensor in get_peft_model_state_dict(model).items():
+            stored = name if name in names else name.replace(".backbone.", ".", 1)
+            if stored not in names:
+                raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
+            put(tensor, file.get_tensor(stored))
+    return True
 
 
 class ShardedStages:
