@@ -50,6 +50,7 @@ setup(
     extras_require={
         "test": TEST,
         "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
+        "images": ["matplotlib>=3.8", "pillow>=10"],  # those of configs/glyph_search.json
         "dev": [*TEST, "ruff>=0.12"],
         "deepspeed": ["deepspeed>=0.19.8"],  # older ones apply updates that are not finite
         "losses": ["sentence-transformers>=6.2"],

@@ -38,10 +38,16 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--trace", action="store_true", help="also let torch trace the model without its memory")
     plan.set_defaults(act=_plan)
 
-    search = commands.add_parser("search", help="ask a trained code-search model for functions")
+    summary = "ask a trained model for functions of Python, or for texts or pictures of yours"
+    search = commands.add_parser("search", help=summary)
     search.add_argument("--model", required=True, metavar="DIR", help="the output_dir of a run, or a hub id")
-    search.add_argument("--top_k", type=int, default=5, help="how many functions to print (default: %(default)s)")
-    search.add_argument("query", nargs="+", metavar="QUERY", help="what the function should do, in words")
+    search.add_argument("--top_k", type=int, default=5, help="how many results to print (default: %(default)s)")
+    search.add_argument("--data", metavar="PATH", help="what is searched: a folder of pictures, a text or data file")
+    search.add_argument("--column", help="of a data file: the column with the texts (default: the only one)")
+    search.add_argument("--image", metavar="FILE", help="ask with this picture instead of words")
+    search.add_argument(
+        "query", nargs="*", metavar="QUERY", help="what to look for; without --data, what a function does"
+    )
     search.set_defaults(act=_search)
 
     merge = commands.add_parser("merge", help="the complete model of a checkpoint, as from_pretrained loads it")
@@ -154,10 +160,18 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:
     if arguments.top_k < 1:
-        raise UsageError(f"--top_k {arguments.top_k} is not a positive number of functions.")
+        raise UsageError(f"--top_k {arguments.top_k} is not a positive number of results.")
+    query = " ".join(arguments.query)
+    if arguments.data is not None:
+        from hf_dist_ext.tasks.search_files import main as search_files
+
+        search_files(arguments.model, query, arguments.image, arguments.data, arguments.column, arguments.top_k)
+        return
+    if wrong := [name for name in ("image", "column") if getattr(arguments, name) is not None]:
+        raise UsageError(f"--{wrong[0]} goes with --data, which says what is searched. Give --data PATH.")
     from hf_dist_ext.tasks.search import main as search
 
-    search(arguments.model, " ".join(arguments.query), arguments.top_k)
+    search(arguments.model, query, arguments.top_k)
 
 
 def _merge(arguments: argparse.Namespace, overrides: list[str]) -> None:

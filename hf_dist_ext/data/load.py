@@ -20,7 +20,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 
-from hf_dist_ext.data import digits
+from hf_dist_ext.data import digits, glyphs
 from hf_dist_ext.data.code_search import load_code_search
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.columns import AnyDataset, columns_of, rename, require_column, resolve_columns
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
 CODE_SEARCH = "code-search"
+BUILT_IN_PAIRS = {CODE_SEARCH: load_code_search, glyphs.NAME: glyphs.load_glyphs}  # in memory, with a test split
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHUFFLE_BUFFER_ROWS = 10_000
 
@@ -52,7 +53,7 @@ def load_datasets(
     opener, preparer = opener or open_splits, preparer or prepare
     if not run.dataset_name:
         raise UsageError('dataset_name is missing. Give "code-search", a hub id, or a json/csv/parquet/arrow file.')
-    if run.eval_holdout and run.dataset_name != CODE_SEARCH and (run.eval_split or run.eval_dataset_name):
+    if run.eval_holdout and run.dataset_name not in BUILT_IN_PAIRS and (run.eval_split or run.eval_dataset_name):
         raise UsageError(
             "eval_holdout takes evaluation rows from the training split, but eval_split or eval_dataset_name is given "
             "too. Keep one."
@@ -67,7 +68,7 @@ def load_datasets(
         if run.eval_dataset_name:
             splits = opened(opener, eval_name, run)
             eval_split = eval_split or only_split(splits, eval_name)
-        elif run.dataset_name == CODE_SEARCH or (run.dataset_name == digits.NAME and not run.eval_holdout):
+        elif run.dataset_name in BUILT_IN_PAIRS or (run.dataset_name == digits.NAME and not run.eval_holdout):
             eval_split = eval_split or "test"  # they bring one
         if eval_split:
             evaluation = pick_split(splits, eval_split, eval_name, "eval_split")
@@ -94,14 +95,13 @@ def opened(opener: Callable, name: str, run: RunConfig) -> Mapping[str, AnyDatas
 
 
 def open_splits(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
-    if name == CODE_SEARCH:
+    if name in BUILT_IN_PAIRS:
         if run.streaming:
-            raise UsageError(
-                'streaming=true with dataset_name "code-search", which is read in memory. Drop streaming.'
-            )
+            raise UsageError(f'streaming=true with dataset_name "{name}", which is read in memory. Drop streaming.')
         if run.dataset_config_name is not None:
-            raise UsageError('dataset_config_name is given, but "code-search" has no configurations. Remove it.')
-        return load_code_search(held_out=run.eval_holdout) if run.eval_holdout else load_code_search()
+            raise UsageError(f'dataset_config_name is given, but "{name}" has no configurations. Remove it.')
+        load = BUILT_IN_PAIRS[name]
+        return load(held_out=run.eval_holdout) if run.eval_holdout else load()
     path = Path(name).expanduser()
     config_name = run.dataset_config_name if name == run.dataset_name else None
     if config_name is not None and path.is_file():

@@ -74,7 +74,9 @@ class RunConfig:
 
     # --- Data ---
     dataset_name: str | None = option(
-        None, 'Training data: "code-search" (built in), a hub id, or a json/csv/parquet/arrow file or folder.'
+        None,
+        'Training data: "code-search" or "glyph-search" (built in), a hub id, or a json/csv/parquet/arrow file or '
+        "folder.",
     )
     dataset_config_name: str | None = option(None, "Configuration of the hub dataset.")
     train_split: str = option("train", "Split to train on.")

@@ -2,6 +2,7 @@
 
 `parts.py` names the tasks and makes the trainer. `embedding.py` builds text and image-text pairs (`image_pairs.py`),
 `image_text.py` conversations about pictures. `losses.py` makes the loss, `sentence_losses.py` those of
-sentence-transformers. `adapters.py` adds LoRA, `stages.py` runs one trainer after another, `search.py` is `hf-dist
-search`, `mine.py` is `hf-dist mine`, and `trace.py` measures a model for the planner.
+sentence-transformers. `adapters.py` adds LoRA, `stages.py` runs one trainer after another. `search.py` and
+`search_files.py` are `hf-dist search`, for which `tower_pair.py` asks a pair of towers. `mine.py` is `hf-dist mine`,
+and `trace.py` measures a model for the planner.
 """

@@ -40,9 +40,12 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     columns = column_names(config, train_dataset)
     pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
     if image_pairs.has_towers(config):
-        tokenizer = image_pairs.load_pair_processor(config)
-        model = image_pairs.build_towers(run, columns, pictures)
-        collator = image_pairs.build_collator(run, model, tokenizer, columns)
+        texts = [column for column in columns if column not in pictures]
+        tokenizer = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
+        model = image_pairs.build_towers(run, tokenizer, columns, pictures)
+        collator = image_pairs.pair_collator(
+            model, tokenizer, columns, config.prompts, config.max_length, config.id_column
+        )
         args.save_full_model |= config.use_lora and not run.name
     elif pictures:
         raise UsageError(
@@ -82,7 +85,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 def hints(run: Run) -> list[str]:
     if image_pairs.has_towers(run.options):
-        return [_to_load("TowerModel")]
+        return [_to_load("TowerModel"), 'try it:   hf-dist search --model {folder} --data PICTURES "words"']
     lines = [_to_load("EmbeddingModel")]
     lengths = run.options.max_length
     if isinstance(lengths, Mapping) and (len(lengths) < NUM_PAIR_COLUMNS or len(set(lengths.values())) > 1):

@@ -1,25 +1,28 @@
 """Task "embedding" with pictures: pairs of a text and an image -> `TowerModel`, one tower or both trained.
 
-(1) the towers: a dual encoder (CLIP, SigLIP) as its text and its image model, from a folder, the hub or a config; or a
-    folder that an earlier run wrote
+(1) the towers: a dual encoder (CLIP, SigLIP) as its text and its image model, from a folder, the hub or a config
+    (whose vocabulary is then the tokenizer's), or a folder that an earlier run wrote
 (2) a column of pictures goes to the image tower, every other to the text tower
 (3) SigLIP's text model reads a fixed position, so its texts always have the full width
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from hf_dist_ext.data import glyphs
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.families import reads_fixed_width
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import load_complete, parse_config, parse_dtype
 from hf_dist_ext.models.towers import TowerModel, load_tower
 from hf_dist_ext.run.config import Run, RunConfig
+from hf_dist_ext.tasks.image_text import load_processor, with_vocabulary
 
 TEXT, IMAGE = "text", "image"
 # model_type: the transformers classes that end in one vector per row, and where the dual encoder's config has theirs
@@ -42,7 +45,7 @@ def has_towers(config: RunConfig) -> bool:
         return False
 
 
-def build_towers(run: Run, columns: list[str], image_columns: list[str]) -> TowerModel:
+def build_towers(run: Run, processor: Any, columns: list[str], image_columns: list[str]) -> TowerModel:
     """A `TowerModel` for the run's columns."""
     config = run.options
     for name in ("pooling", "projection_dim"):
@@ -56,7 +59,10 @@ def build_towers(run: Run, columns: list[str], image_columns: list[str]) -> Towe
         if "normalize" in run.given:  # else as the folder says
             model.normalize = config.normalize
         return model.train()
-    dual = parse_config(config.model_config) if config.model_config is not None else _config_of(config)
+    if config.model_config is not None:
+        dual = parse_config(with_vocabulary(config.model_config, processor))
+    else:
+        dual = _config_of(config)
     kinds = dict(zip((TEXT, IMAGE), DUAL_ENCODERS[dual.model_type], strict=True))
     towers = {name: _tower(config, getattr(transformers, kind), dual, name) for name, kind in kinds.items()}
     return TowerModel(towers, column_to_tower, config.normalize)
@@ -83,11 +89,17 @@ def _config_of(config: RunConfig) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(config.model_name_or_path, **options)
 
 
-def build_collator(run: Run, model: TowerModel, processor: Any, columns: list[str]) -> ContrastiveCollator:
+def pair_collator(
+    model: TowerModel,
+    processor: Any,
+    columns: list[str],
+    prompts: Mapping[str, str] | None = None,
+    max_length: int | Mapping[str, int] | None = None,
+    id_column: str | None = None,
+) -> ContrastiveCollator:
     """Texts through the processor's tokenizer, pictures through its image processor."""
-    config, text = run.options, getattr(model.towers[TEXT], "config", None)
+    text, multiple = getattr(model.towers[TEXT], "config", None), None
     tokenizer = getattr(processor, "tokenizer", processor)
-    max_length, multiple = config.max_length, None
     if reads_fixed_width(text):  # (3)
         width = text.max_position_embeddings
         if max_length not in (None, width):
@@ -95,15 +107,14 @@ def build_collator(run: Run, model: TowerModel, processor: Any, columns: list[st
         max_length = multiple = width
     elif max_length is None and hasattr(text, "max_position_embeddings"):
         max_length = min(text.max_position_embeddings, tokenizer.model_max_length)
-    return ContrastiveCollator(
-        tokenizer, columns, config.prompts, max_length, config.id_column, multiple, processor=processor
-    )
+    return ContrastiveCollator(tokenizer, columns, prompts, max_length, id_column, multiple, processor=processor)
 
 
-def load_pair_processor(config: RunConfig) -> Any:
-    """The processor that is named or the model's own: a tokenizer and an image processor."""
-    from hf_dist_ext.tasks.image_text import load_processor
-
+def load_pair_processor(config: RunConfig, names: Iterable[str] = ()) -> Any:
+    """A tokenizer and an image processor: those that are named, the model's own, or for the built-in dataset one
+    trained on `names` and one for its pictures."""
+    if config.dataset_name == glyphs.NAME and not (config.tokenizer_name or config.model_name_or_path):
+        return glyphs.build_processor(names, config.model_config.get("vision_config", {}).get("image_size"))
     processor = load_processor(config)
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise UsageError(

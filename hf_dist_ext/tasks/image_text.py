@@ -88,14 +88,14 @@ def load_processor(config: RunConfig) -> Any:
 def build_model(config: RunConfig, processor: Any) -> PreTrainedModel:
     options = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
     if config.model_config is not None:
-        built = parse_config(_with_vocabulary(config.model_config, processor))
+        built = parse_config(with_vocabulary(config.model_config, processor))
         return build_from_config(AutoModelForImageTextToText, built, config.dtype, **options)
     options |= {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision or "main"}
     options["dtype"] = config.dtype or torch.float32
     return load_complete(AutoModelForImageTextToText, config.model_name_or_path, **options)
 
 
-def _with_vocabulary(config: dict[str, Any], processor: Any) -> dict[str, Any]:
+def with_vocabulary(config: dict[str, Any], processor: Any) -> dict[str, Any]:
     """The config with the numbers that only the processor knows, where it does not give them itself."""
     tokenizer = processor.tokenizer
     text = {

@@ -175,10 +175,9 @@ def test_siglips_texts_have_the_full_width(run_file, tmp_path):
     from hf_dist_ext.tasks import image_pairs
 
     run = load_run(["--config", str(run_file("siglip"))])
-    model = image_pairs.build_towers(run, ["query", "positive"], ["positive"])
-    collate = image_pairs.build_collator(
-        run, model, image_pairs.load_pair_processor(run.options), ["query", "positive"]
-    )
+    processor = image_pairs.load_pair_processor(run.options)
+    model = image_pairs.build_towers(run, processor, ["query", "positive"], ["positive"])
+    collate = image_pairs.pair_collator(model, processor, ["query", "positive"])
     picture = Image.new("RGB", (16, 16))
     batch = collate([{"query": "parse", "positive": picture}, {"query": "parse a date " * 9, "positive": picture}])
     assert batch["query"]["input_ids"].shape == (2, 16) and batch["positive"]["pixel_values"].shape == (2, 3, 16, 16)

@@ -1,0 +1,175 @@
+"""Search pictures of a folder or texts of a file: `hf-dist search --model DIR --data PATH "greek small letter alpha"`.
+
+(1) what is searched: every picture below a folder, or the texts of a file, a line or a row each
+(2) the model: a pair of towers for pictures, which a picture may ask too (`--image`); for texts any embedding model
+(3) the vectors of what is searched are kept in the model's folder, in a file of `index/`. They are computed again when
+    the model's files or what is searched have changed; names, sizes and times of change tell, of texts the texts
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from hf_dist_ext.data.columns import columns_of
+from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
+from hf_dist_ext.data.row_check import column_kind
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.tasks import search
+from hf_dist_ext.tasks.tower_pair import ROWS_PER_BATCH, TowerPair
+
+logger = logging.get_logger(__name__)
+
+INDEX = "index"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What is searched. `values` are texts or paths of pictures; `facts` is other where anything has changed."""
+
+    values: list[str]
+    are_pictures: bool
+    facts: str
+
+
+def main(
+    model_dir: str, question: str, image: str | None, data: str, column: str | None = None, top_k: int = 5
+) -> None:
+    """Print the `top_k` documents that fit the question best, or the picture `image` when one is given."""
+    from rich.console import Console
+
+    logging.disable_progress_bar()
+    results = find(model_dir, question, image, data, column, top_k)
+    console = Console(highlight=False, markup=False, soft_wrap=True)  # a path that is cut in two can not be clicked
+    asked = image or f'"{question}"'
+    console.print(f"{asked}, in {data}:", style="dim")
+    for score, document in results:
+        console.print(f"{score:.3f}  {document}")
+
+
+def find(
+    model_dir: str, question: str, image: str | None, data: str, column: str | None = None, top_k: int = 5
+) -> list[tuple[float, str]]:
+    """(score, text or path of a picture), the best first. `model_dir`: a saved folder; for texts also a hub id."""
+    if top_k < 1:
+        raise UsageError(f"top_k={top_k} asks for no result. Give 1 or more.")
+    if (image is None) == (not question.strip()):
+        raise UsageError("Ask with words or with --image, one of the two.")
+    documents = pictures_below(Path(data)) if Path(data).is_dir() else texts_of(Path(data), column)  # (1)
+    if Path(model_dir, "towers.json").is_file():  # (2)
+        pair = TowerPair.load(model_dir)
+        embed, ask = pair.embed, pair.embed
+    elif documents.are_pictures or image is not None:
+        raise UsageError(
+            f"{model_dir} has no towers.json: pictures need the folder of a run that trained a text and an image "
+            "tower."
+        )
+    else:
+        loaded = search.load(model_dir)
+        embed, ask = (partial(search.embed, *loaded, role=role) for role in ("document", "query"))
+    vectors = kept_vectors(Path(model_dir), data, documents, embed)  # (3): (M, D)
+    query = ask([open_picture(Path(image)) if image else question])[0]  # (D,)
+    scores, indices = (vectors @ query).topk(min(top_k, len(vectors)))
+    return [(score, documents.values[index]) for score, index in zip(scores.tolist(), indices.tolist(), strict=True)]
+
+
+# ---- (1) ----
+
+
+def pictures_below(folder: Path) -> Documents:
+    from PIL import Image
+
+    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file())
+    if not paths:
+        raise UsageError(f"there is no picture below {folder}. Give a folder with image files.")
+    return Documents([str(path) for path in paths], True, _facts(paths, folder))
+
+
+def texts_of(file: Path, column: str | None = None) -> Documents:
+    """Lines of a text file, or a column of a data file; those that are empty are left out."""
+    if not file.is_file():
+        raise UsageError(f"--data {file}: there is no such file or folder. Paths start at {Path.cwd()}.")
+    suffixes = [suffix for suffix in file.suffixes if suffix != ".gz"]
+    if not suffixes or suffixes[-1] not in FILE_FORMATS:
+        if column is not None:
+            raise UsageError(f"--column {column}: {file} is read as lines of text and has no columns. Remove it.")
+        try:
+            texts = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--data {file} is not text in UTF-8 ({error}). Give texts or a folder.") from error
+    else:
+        with loading_errors(str(file)):
+            rows = open_file(file, streaming=False)["train"]
+        named = [name for name in columns_of(rows) if column_kind(rows.features[name]) == "text"]
+        if column is None and len(named) != 1 or column is not None and column not in named:
+            raise UsageError(f"--data {file} has the text columns {', '.join(named) or 'none'}. Name one as --column.")
+        texts = rows[column or named[0]]
+    texts = [text for text in texts if text and text.strip()]
+    if not texts:
+        raise UsageError(f"--data {file} holds no text.")
+    return Documents(texts, False, _digest(texts))
+
+
+def open_picture(path: Path) -> Any:
+    from PIL import Image
+
+    try:
+        return Image.open(path).convert("RGB")
+    except OSError as error:  # Pillow's "cannot identify image file" is one
+        raise UsageError(f"the picture {path} cannot be read: {error}. Remove it or give another.") from error
+
+
+# ---- (3) ----
+
+
+def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[list], torch.Tensor]) -> torch.Tensor:
+    """(documents, D). The index of a model folder has one file for each place that was searched."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    if not model.is_dir():  # a hub id
+        return torch.cat(list(_in_batches(documents, embed)))
+    files = sorted(path for path in model.rglob("*") if path.suffix in (".safetensors", ".json"))
+    facts = _digest([_facts([path for path in files if INDEX not in path.parts], model), documents.facts])
+    index = model / INDEX / f"{_digest([str(Path(data).resolve())])}.safetensors"
+    if index.is_file():
+        with safe_open(index, "pt") as file:
+            if (file.metadata() or {}).get("facts") == facts:
+                return file.get_tensor("vectors")
+    vectors = torch.cat(list(_in_batches(documents, embed)))
+    try:
+        index.parent.mkdir(exist_ok=True)
+        unfinished = index.with_suffix(".unfinished")
+        save_file({"vectors": vectors.contiguous()}, unfinished, {"facts": facts})
+        unfinished.replace(index)
+    except OSError as error:
+        logger.warning(f"the index {index} cannot be written ({error}): the next search computes the vectors again.")
+    return vectors
+
+
+def _in_batches(documents: Documents, embed: Callable[[list], torch.Tensor]) -> Iterator[torch.Tensor]:
+    if not documents.are_pictures:
+        yield embed(documents.values)
+        return
+    for first in range(0, len(documents.values), ROWS_PER_BATCH):
+        yield embed([open_picture(Path(path)) for path in documents.values[first : first + ROWS_PER_BATCH]])
+
+
+def _facts(paths: Sequence[Path], root: Path) -> str:
+    found = [(path.relative_to(root), path.stat()) for path in paths]
+    return _digest([f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found])
+
+
+def _digest(texts: Sequence[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(f"{len(text)} {text}".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

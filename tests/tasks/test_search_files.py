@@ -1,0 +1,162 @@
+"""Search over files: words find pictures, pictures find texts and pictures; the index knows when it is out of date."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoProcessor,
+    CLIPImageProcessorPil,
+    CLIPProcessor,
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
+
+from hf_dist_ext import cli
+from hf_dist_ext.data.code_search import train_tokenizer
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.tasks import search_files
+from hf_dist_ext.tasks.search import embed, load
+from hf_dist_ext.tasks.tower_pair import TowerPair
+from tests.tasks.test_image_pairs import TEXT, VISION
+from tests.tiny_models import tiny_tokenizer
+
+CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
+
+
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    """The folder of a run of towers, with random weights."""
+    folder, size = tmp_path / "model", {"height": 16, "width": 16}
+    torch.manual_seed(0)
+    text = CLIPTextModelWithProjection(CLIPTextConfig(**TEXT, projection_dim=16))
+    image = CLIPVisionModelWithProjection(CLIPVisionConfig(**VISION, projection_dim=16))
+    TowerModel({"text": text, "image": image}, {"query": "text", "positive": "image"}).save_pretrained(folder)
+    CLIPProcessor(CLIPImageProcessorPil(size=size, crop_size=size), tiny_tokenizer(max_length=16)).save_pretrained(
+        folder
+    )
+    (folder / "run.json").write_text(json.dumps({"prompts": {"query": "search : "}, "max_length": 8}))
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Path:
+    folder = tmp_path / "pictures"
+    (folder / "more").mkdir(parents=True)
+    for number, name in enumerate(["a.png", "b.jpg", "more/c.PNG"]):
+        Image.new("RGB", (20, 20), (number * 90, 255 - number * 90, 80)).save(folder / name)
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+def naive(pairs: Path, words: str | None, files: list[Path], asked: Path | None = None) -> list[float]:
+    """Scores of pictures, by the towers and the processor alone."""
+    model, processor = TowerModel.from_pretrained(pairs), AutoProcessor.from_pretrained(pairs)
+
+    def of_pictures(paths):
+        images = [Image.open(path).convert("RGB") for path in paths]
+        return model(column="positive", **processor.image_processor(images=images, return_tensors="pt")).embeddings
+
+    if asked is None:
+        tokens = processor.tokenizer([f"search : {words}"], truncation=True, max_length=8, return_tensors="pt")
+        question = model(column="query", input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).embeddings
+    else:
+        question = of_pictures([asked])
+    return (of_pictures(files) @ question[0]).tolist()
+
+
+def test_words_and_pictures_find_pictures(pairs, pictures):
+    files = [pictures / name for name in ("a.png", "b.jpg", "more/c.PNG")]
+    words = "read a date into list of lines by key"
+    for question, asked in ((words, None), ("", files[1])):
+        expected = sorted(zip(naive(pairs, words, files, asked), map(str, files), strict=True), reverse=True)
+        found = search_files.find(str(pairs), question, asked and str(asked), str(pictures))
+        assert [path for _, path in found] == [path for _, path in expected]
+        assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-5)
+    assert found[0] == (pytest.approx(1.0, abs=1e-5), str(files[1])), "a picture finds itself"
+    assert len({round(score, 4) for score, _ in found}) == 3
+
+
+def test_a_picture_finds_texts(pairs, pictures, tmp_path, capsys):
+    lines = tmp_path / "names.txt"
+    lines.write_text("\n\n".join(CAPTIONS))
+    expected = [naive(pairs, text, [pictures / "a.png"])[0] for text in CAPTIONS]
+    best = CAPTIONS[expected.index(max(expected))]
+    found = search_files.find(str(pairs), "", str(pictures / "a.png"), str(lines))
+    assert found[0] == (pytest.approx(max(expected), abs=1e-5), best) and len(found) == 3
+    command = ["search", "--model", str(pairs), "--data", str(lines), "--image", str(pictures / "a.png")]
+    cli.main([*command, "--top_k", "1"])
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 and str(pictures / "a.png") in printed[0] and best in printed[1]
+
+
+def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, monkeypatch):
+    embedded = []
+    plain = TowerPair.embed
+    monkeypatch.setattr(
+        TowerPair, "embed", lambda self, values: (embedded.append(len(values)), plain(self, values))[1]
+    )
+
+    def scores() -> list[float]:
+        embedded.clear()
+        return sorted(score for score, _ in search_files.find(str(pairs), "parse", None, str(pictures)))
+
+    first = scores()
+    assert embedded == [3, 1]
+    assert scores() == first and embedded == [1], "the question alone"
+    Image.new("RGB", (20, 20), (7, 8, 99)).save(pictures / "a.png")
+    os.utime(pictures / "a.png", ns=(1, 1))
+    assert scores() != first and embedded == [3, 1], "a picture has changed"
+    model = TowerModel.from_pretrained(pairs)
+    with torch.no_grad():
+        model.towers["image"].visual_projection.weight.neg_()
+    model.save_pretrained(pairs)
+    assert scores() != first and embedded == [3, 1], "the model has changed"
+    assert scores() and embedded == [1] and len(list((pairs / "index").iterdir())) == 1
+
+
+def test_a_text_model_searches_the_rows_of_a_file(tmp_path):
+    tokenizer = train_tokenizer(CAPTIONS * 5, vocab_size=400)
+    config = {"model_type": "bert", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+    model = EmbeddingModel.from_config(config, max_length=60, prompts={"query": "search ", "document": "text "})
+    model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
+    rows = [{"text": text, "number": number} for number, text in enumerate(CAPTIONS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    loaded = load(str(tmp_path / "model"))
+    expected = (embed(*loaded, CAPTIONS, "document") @ embed(*loaded, ["by key"], "query")[0]).tolist()
+    for _ in range(2):  # the second time from the index
+        found = search_files.find(str(tmp_path / "model"), "by key", None, str(tmp_path / "rows.jsonl"))
+        assert found == sorted(zip(expected, CAPTIONS, strict=True), reverse=True)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"question": " "}, "words or with --image"),
+    ({"image": "a.png"}, "words or with --image"),
+    ({"data": "nowhere"}, "no such file or folder"),
+    ({"data": "empty"}, "there is no picture below"),
+    ({"data": "empty.txt"}, "holds no text"),
+    ({"data": "two.jsonl"}, "text columns a, b. Name one as --column"),
+    ({"data": "two.jsonl", "column": "c"}, "text columns a, b. Name one as --column"),
+    ({"data": "text.txt", "column": "a"}, "has no columns"),
+    ({"data": "broken"}, "broken/a.png cannot be read"),
+    ({"model": "text_model"}, "has no towers.json"),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "broken", "text_model"):
+        Path(folder).mkdir()
+    Path("broken", "a.png").write_text("no picture")
+    Path("empty.txt").write_text("\n \n")
+    Path("text.txt").write_text("parse")
+    Path("two.jsonl").write_text('{"a": "x", "b": "y", "number": 1}\n')
+    given = {"model": str(pairs), "question": "parse", "image": None, "data": str(pictures)} | change
+    with pytest.raises(UsageError, match=words):
+        search_files.find(*(given[name] for name in ("model", "question", "image", "data")), given.get("column"))
