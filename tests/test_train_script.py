@@ -1,12 +1,14 @@
 """scripts/train_hf.py as a user runs it, in this process: a small run on local files, and its one-line errors."""
 
+import ctypes
 import importlib.util
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,7 @@ from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.tasks.search import embed, load
-from tests.distributed.forked import Run
-from tests.launching import environment
+from tests.distributed.forked import Run, run_python
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_hf.py"
@@ -223,18 +224,36 @@ def test_what_can_not_work_is_found_before_anything_is_loaded(main, run_file, mo
         assert exit_.value.code == 2
 
 
-MOUNTED = "mount -t tmpfs -o size=$SIZE none $OUT && mount -t tmpfs -o ro none $RO && cd $CD && "
-MOUNTED += "($0 $@; code=$?; cp -r $OUT $BACK; exit $code)"
+MOUNTED = "mount -t tmpfs -o size=$SIZE none $OUT && mount -t tmpfs -o ro none $RO"
+CLONE_NEWNS = 0x20000  # linux/sched.h
 
 
-def on_small_disk(tmp_path: Path, run_file: str, size: str, **more: str) -> subprocess.CompletedProcess:
-    """The script with an output_dir on a disk of its own, in a namespace of mounts; what lies there comes to back/."""
-    places = {"OUT": str(tmp_path / "out"), "RO": str(tmp_path / "read_only"), "BACK": str(tmp_path / "back")}
+def on_small_disk(tmp_path: Path, run_file: str, size: str, code: int, **more: str) -> str:
+    """What the script says that ends with this exit code, with an output_dir on a disk of its own; what lies there
+    comes to back/."""
+    places = {"OUT": str(tmp_path / "out"), "RO": str(tmp_path / "read_only"), "SIZE": size} | more
     for name in ("OUT", "RO"):
         Path(places[name]).mkdir(exist_ok=True)
-    command = ["unshare", "--mount", "sh", "-c", MOUNTED, sys.executable, str(SCRIPT), "--config", run_file]
-    places |= {"SIZE": size, "CD": str(tmp_path)} | more
-    return subprocess.run(command, capture_output=True, text=True, env=environment(**places), timeout=240)
+
+    def in_a_namespace_of_mounts() -> None:
+        assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["sh", "-c", MOUNTED], check=True, env=os.environ | places)
+        os.environ.update(more)
+        tempfile.tempdir = None  # Python remembers TMPDIR's
+        os.chdir(more.get("CD", tmp_path))
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        finally:
+            shutil.copytree(places["OUT"], tmp_path / "back")
+
+    return run_python(in_a_namespace_of_mounts, "--config", run_file, code=code)
+
+
+def the_error(said: str) -> str:
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in said, said
+    return line
 
 
 may_mount = pytest.mark.skipif(
@@ -249,10 +268,8 @@ LARGE = model_config("bert") | {"vocab_size": 20_000}
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_model_that_does_not_fit_on_its_disk_goes_where_there_is_room(run_file, tmp_path, processes):
     fields = {"save_strategy": "no", "model_config": LARGE, "eval_holdout": ..., "learnable_temperature": False}
-    done = on_small_disk(tmp_path, run_file(num_processes=processes, **fields), "800k")
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and "Traceback" not in done.stderr and len(lines) == 1, done.stderr
-    assert f"the disk of {tmp_path / 'out'} is full, so the trained model was written to {tmp_path}/out-" in lines[0]
+    line = the_error(on_small_disk(tmp_path, run_file(num_processes=processes, **fields), "800k", code=1))
+    assert f"the disk of {tmp_path / 'out'} is full, so the trained model was written to {tmp_path}/out-" in line
     (folder,) = tmp_path.glob("out-*")
     model = EmbeddingModel.from_pretrained(folder)
     assert model(torch.ones(1, 3, dtype=torch.long)).embeddings.isfinite().all()
@@ -264,18 +281,15 @@ def test_where_no_disk_has_room_for_the_model_the_checkpoint_stays_and_is_named(
     weights = sum(p.numel() for p in EmbeddingModel.from_config(LARGE).parameters()) * 4
     full = {name: str(tmp_path / "out") for name in ("HOME", "TMPDIR", "CD")}
     run_file = run_file(model_config=LARGE, max_steps=2, eval_holdout=...)
-    done = on_small_disk(tmp_path, run_file, f"{int(3.6 * weights) >> 10}k", **full)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and "Traceback" not in done.stderr and len(lines) == 1, done.stderr
-    assert "no other one has room" in lines[0] and "checkpoint-2 is complete and can be resumed" in lines[0]
+    line = the_error(on_small_disk(tmp_path, run_file, f"{int(3.6 * weights) >> 10}k", code=1, **full))
+    assert "no other one has room" in line and "checkpoint-2 is complete and can be resumed" in line
     assert [path.parent.name for path in (tmp_path / "back").rglob("manifest.json")] == ["checkpoint-2"]
 
 
 @may_mount
 def test_a_read_only_output_dir_is_one_line_before_anything_is_loaded(run_file, tmp_path):
-    done = on_small_disk(tmp_path, run_file(output_dir=str(tmp_path / "read_only" / "out")), "100k")
-    assert done.returncode == 2 and "can not be written: Read-only file system" in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    said = on_small_disk(tmp_path, run_file(output_dir=str(tmp_path / "read_only" / "out")), "100k", code=2)
+    assert "can not be written: Read-only file system" in said and len(said.splitlines()) == 1, said
 
 
 def test_an_empty_dataset_and_a_second_run_are_refused(main, run_file, tmp_path, capsys):
