@@ -17,7 +17,7 @@ from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.run.lease import NAME as LEASE
 from hf_dist_ext.run.preemption import MARK, REQUEUE
 from tests.distributed import failing_worker, nonfinite_worker
-from tests.distributed.forked import Run, launch
+from tests.distributed.forked import Run, launch, run_python
 from tests.distributed.memory_worker import statuses
 from tests.distributed.test_elastic import free_port
 from tests.launching import PRESETS, ROOT, environment
@@ -140,13 +140,10 @@ def test_signals_apart_end_in_one_checkpoint_and_code_75_and_auto_goes_on(run_fi
     with Running(run_file) as running:
         running.wait_for_steps()
         started = time.monotonic()
-        second = subprocess.run(
-            [sys.executable, str(SCRIPT), "--config", str(run_file), "--overwrite_output_dir"],
-            capture_output=True, text=True, env=environment(), cwd=ROOT,
-        )  # fmt: skip
-        assert second.returncode == 2 and time.monotonic() - started < SHUTDOWN_SECONDS
+        second = run_python(SCRIPT, "--config", run_file, "--overwrite_output_dir", code=2)
+        assert time.monotonic() - started < SHUTDOWN_SECONDS
         first, last = running.ranks()
-        assert f"in use by process {first.pid} on" in second.stderr
+        assert f"in use by process {first.pid} on" in second
         first.send_signal(signal.SIGUSR1)
         time.sleep(0.7)
         if last.is_running():
@@ -235,14 +232,30 @@ def test_under_accelerates_own_launcher_the_mark_tells_what_the_exit_code_hides(
     assert code == 1, text
 
 
-def test_a_rank_that_raises_is_the_one_error_that_is_shown(run_file):
+def test_a_rank_that_raises_is_the_one_error_that_is_shown(run_file, monkeypatch):
+    """The other one lets a launcher end it (tests/test_launch.py) and says nothing meanwhile."""
+    monkeypatch.setenv("HF_TEST_FAIL", "raise")
+    run = Run("ddp", run_file.parent / "log", partial(train, words=["--config", str(run_file)]))
+    first, last = run.pids
+    assert os.waitstatus_to_exitcode(os.waitpid(last, 0)[1]) == 1
+    os.kill(first, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) != 0
+    check_the_one_error(said(run))
+
+
+@pytest.mark.slow
+def test_a_launcher_shows_the_one_error_and_ends_the_others(run_file):
     with Running(run_file, script=FAILING, HF_TEST_FAIL="raise") as running:
         seconds, code, text = running.end_after_failure()
     assert code == 1 and seconds < SHUTDOWN_SECONDS, text
-    assert text.count("Traceback (most recent call last)") == 1 and "OSError: the data server went away" in text, text
+    check_the_one_error(text)
     assert "rank 1 ended with exit code 1; the others were stopped" in text
-    assert "[rank 1: step 3, forward and backward" in text
     assert not (run_file.parent / "out" / LEASE).exists()
+
+
+def check_the_one_error(text: str) -> None:
+    assert text.count("Traceback (most recent call last)") == 1 and "OSError: the data server went away" in text, text
+    assert "[rank 1: step 3, forward and backward" in text
 
 
 def test_a_step_that_takes_too_long_ends_with_who_was_where(run_file, monkeypatch):
