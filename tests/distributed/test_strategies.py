@@ -7,19 +7,24 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests import launching
 from tests.distributed import strategy_worker
-from tests.distributed.forked import launch
+from tests.distributed.forked import by_launch, launch
 
 PRESETS = {"fsdp": ("multi_gpu_fsdp", 2), "ddp": ("multi_gpu_ddp", 2), "hybrid": ("multi_gpu_fsdp", 4)}
 GRADIENTS = "allreduce_ torch.float64"
 
 
 @functools.cache
-def found(cases: str) -> dict:
+def found(cases: str, is_launched: bool = False) -> dict:
     preset, num_processes = PRESETS[cases]
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        launch(preset, num_processes, strategy_worker.main, "--cases", cases, "--output", output)
+        words = ("--cases", cases, "--output", output)
+        if is_launched:
+            launching.launch(preset, num_processes, strategy_worker.__file__, *words)
+        else:
+            launch(preset, num_processes, strategy_worker.main, *words)
         return json.loads(output.read_text())
 
 
@@ -28,8 +33,9 @@ def sent(cases: str, name: str, key: str, what: str = "collectives") -> int:
 
 
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "SHARD_GRAD_OP, no cache", "NO_SHARD", "cpu_offload"])
-def test_sharding_changes_no_gradient(name):
-    entry = found("fsdp")[name]
+@by_launch
+def test_sharding_changes_no_gradient(name, is_launched):
+    entry = found("fsdp", is_launched)[name]
     assert entry["gradient_norm"] > 1
     assert entry["gradient_difference"] < 1e-12 and entry["weight_difference"] < 1e-12
 
