@@ -5,16 +5,19 @@ Processes are forked, rows are made from their number alone, and everything is f
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from transformers import LlavaConfig, LlavaModel
+from transformers.models.llama import modeling_llama  # noqa: F401, before the forks
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.models.embedding_model import EmbeddingModel
@@ -113,13 +116,12 @@ def plain_step(kind: str, model: EmbeddingModel, processes: int) -> tuple[torch.
     return naive_loss(embeddings, 0.1, symmetric=False), embeddings
 
 
-def trained_and_evaluated(say, folder: Path, kind: str, processes: int, processor=None, **arguments) -> str:
-    signal.alarm(LIMIT)  # ends a process that waits for others
+def trained_and_evaluated(folder: Path, kind: str, processes: int, processor=None) -> dict:
     model, recorder = build(kind), GradientRecorder()
     args = DistTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, max_steps=2,
         optim="sgd", learning_rate=0.0, max_grad_norm=0, save_strategy="no", report_to=[], disable_tqdm=True,
-        train_sampling_strategy="sequential", use_cpu=True, **({"gradient_cache_chunk_size": 2} | arguments),
+        train_sampling_strategy="sequential", use_cpu=True, gradient_cache_chunk_size=2,
     )  # fmt: skip
     loss = recorder.loss = InfoNCELoss(temperature=0.1).double()
     rows = list(range(BATCH * processes))
@@ -137,27 +139,50 @@ def trained_and_evaluated(say, folder: Path, kind: str, processes: int, processo
     wanted = torch.autograd.grad(plain_step(kind, model.train(), processes)[0], trained, materialize_grads=True)
     wanted = torch.cat([gradient.flatten() for gradient in wanted])
     found = torch.cat([gradient.flatten() for gradient in recorder.steps[-1].values()])
-    return json.dumps({
+    return {
         "norm": float(wanted.norm()),
         "gradient": float((found - wanted).norm() / wanted.norm()),
         "loss": abs(evaluated["eval_loss"] - float(wanted_loss)),
         "metrics": {name: [evaluated[f"eval_{name}"], value] for name, value in metrics.items()},
-    })  # fmt: skip
+    }
 
 
-@pytest.mark.parametrize("kind, mode", [
-    (kind, mode) for kind, (_, of_ranks) in KINDS.items() for mode in ("single", "ddp", "fsdp-sharded")
-    if len(of_ranks) <= MODES[mode][0]
-])  # fmt: skip
-def test_a_loss_sees_columns_in_the_order_of_the_batch(kind, mode, tmp_path):
-    check(mode, tmp_path / "run", kind)
+def kinds_of(mode: str) -> list[str]:
+    """Those that differ with this mode's number of processes; under FSDP every parameter has a use."""
+    kinds = [kind for kind, (_, of_ranks) in KINDS.items() if len(of_ranks) <= MODES[mode][0]]
+    few = {"single": 0, "ddp": len(FEW_IMAGES), "fsdp-sharded": 3}[mode]
+    return [*kinds, *list(FEW_IMAGES)[:few]]
 
 
-@pytest.mark.parametrize("kind, mode", [
-    *((kind, "ddp") for kind in FEW_IMAGES), *((kind, "fsdp-sharded") for kind in [*FEW_IMAGES][:3])
-])  # fmt: skip
-def test_a_rank_or_chunk_without_images_trains_with_the_gradient_of_the_whole_batch(kind, mode, tmp_path):
-    check(mode, tmp_path / "run", kind, processor=None if mode == "ddp" else BlankPictures())
+def of_all_kinds(say, folder: Path, mode: str) -> str:
+    signal.alarm(LIMIT)  # ends a process that waits for others
+    found = {}
+    for kind in kinds_of(mode):
+        # Under FSDP a rank without images takes part in the gathers by blank ones.
+        processor = BlankPictures() if kind in FEW_IMAGES and mode == "fsdp-sharded" else None
+        found[kind] = trained_and_evaluated(folder, kind, MODES[mode][0], processor)
+    return json.dumps(found)
+
+
+@functools.cache
+def found_of(mode: str) -> dict[str, dict]:
+    """By kind: of one group of processes that trains one after another."""
+    with TemporaryDirectory() as name:
+        folder = Path(name, "run")
+        return json.loads(Run(mode, folder, partial(of_all_kinds, folder=folder, mode=mode)).result())
+
+
+WAYS = [(kind, mode) for mode in ("single", "ddp", "fsdp-sharded") for kind in kinds_of(mode)]
+
+
+@pytest.mark.parametrize("kind, mode", [way for way in WAYS if way[0] in KINDS])
+def test_a_loss_sees_columns_in_the_order_of_the_batch(kind, mode):
+    check(found_of(mode)[kind])
+
+
+@pytest.mark.parametrize("kind, mode", [way for way in WAYS if way[0] in FEW_IMAGES])
+def test_a_rank_or_chunk_without_images_trains_with_the_gradient_of_the_whole_batch(kind, mode):
+    check(found_of(mode)[kind])
 
 
 def stepped_under_zero(say, folder: Path, kind: str, processor=None) -> str:
@@ -206,9 +231,7 @@ def test_so_it_does_under_zero(kind, mode, tmp_path):
     assert found["moved"] > 0.1 and found["error"] < 1e-5  # float32
 
 
-def check(mode: str, folder: Path, kind: str, **options) -> None:
-    target = partial(trained_and_evaluated, folder=folder, kind=kind, processes=MODES[mode][0], **options)
-    found = json.loads(Run(mode, folder, target).result())
+def check(found: dict) -> None:
     assert found["norm"] > 0.1 and found["gradient"] < 1e-10
     assert found["loss"] < 1e-6  # accelerate gathers it in float32
     assert len(found["metrics"]) > 3
