@@ -75,11 +75,11 @@ def measure_mesh(run: str, *names: str) -> dict[str, dict[str, float]]:
         return json.loads(output.read_text())
 
 
-def measure_pipeline(run: str) -> dict[str, dict[str, float]]:
-    """Likewise, of models of 6 layers."""
+def measure_pipeline(run: str, *names: str) -> dict[str, dict[str, float]]:
+    """Likewise, of models of 6 layers: of all cases, or of these."""
     processes, size, schedule, per_rank = PIPELINES[run]
     arguments = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
-    names = PIPELINE_CASES + ["ranks with different row counts"] * (processes > size)
+    names = names or PIPELINE_CASES + ["ranks with different row counts"] * (processes > size)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "errors.json"
         launch(
