@@ -309,7 +309,9 @@ def test_plain_python_hands_over_to_accelerate(start):
     assert errors.count("over gloo") == 1  # the starter has said it; its ranks do not check once more
 
 
-@pytest.mark.parametrize(("preset", "env"), [("ddp", "None None"), ("fsdp", "true 2")])
+@pytest.mark.parametrize(
+    ("preset", "env"), [("ddp", "None None"), pytest.param("fsdp", "true 2", marks=pytest.mark.slow)]
+)
 def test_accelerate_launch_as_typed_by_a_user_starts_two_processes_without_a_gpu(start, preset, env):
     under = ("-m", "accelerate.commands.launch", "--config_file", str(find_preset(preset)))
     process = start(under=under)
