@@ -24,7 +24,7 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import choose, collectives, pipeline
+from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.corpus_ranks import CorpusRanks
 from hf_dist_ext.training.embedder import Embedder
@@ -43,7 +43,7 @@ def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, callb
         **{"per_device_eval_batch_size": 8, "gradient_cache_chunk_size": 3, "seed": 3} | more,
     )  # fmt: skip
     pairs = [{"query": a, "positive": b} for a, b in zip(texts(16, 5), texts(16, 6), strict=True)]
-    ways = {"in_stages": pipeline.in_stages(args), "distributed_config": choose.launched_split()}
+    ways = {"in_stages": choose.in_stages(args), "distributed_config": choose.launched_split(args)}
     model = EmbeddingModel.from_pretrained(model, **ways)
     return DistTrainer(
         model, args, loss=InfoNCELoss(0.05, normalize=model.normalize), evaluations=read_evaluations(evaluations),
