@@ -51,10 +51,9 @@ def main(words: list[str] | None = None) -> None:
             "per_device_eval_batch_size": 256, "max_steps": options.steps, "learning_rate": options.learning_rate,
             "warmup_steps": 0.1, "logging_steps": 10,
         }  # fmt: skip
-        columns = {"columns": {name: name for name in ("query", "positive", "negative")}}
         lengths = {"max_length": on["max_length"] | {"negative": 128}}
         without = train(folder / "without", on | {"dataset_name": str(pairs)})  # (3)
-        with_them = train(folder / "with", on | columns | lengths | {"dataset_name": str(mined)})
+        with_them = train(folder / "with", on | lengths | {"dataset_name": str(mined)})
         table.append((seed, without["before"], without["after"], with_them["after"]))
         print(row(seed, *(one["mrr@10"] for one in table[-1][1:])), flush=True)
     columns = list(zip(*table, strict=True))[1:]

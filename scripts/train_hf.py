@@ -86,8 +86,10 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[Dis
         sys.exit(exit_code(trainer.stop_signal))
     after = trainer.evaluate() if parts.evaluates else {}
     names = [*parts.metrics, *trainer.evaluations.headlines]
-    evaluations = [line for line in trainer.state.log_history if f"eval_{names[0]}" in line]
-    before = next((line for line in evaluations if line["step"] == 0), {})
+    before: dict = {}  # of each evaluation set a line
+    for line in trainer.state.log_history:
+        if line["step"] == 0:
+            before |= line
     report = {
         "before": {name: before.get(f"eval_{name}") for name in names},
         "after": {name: after.get(f"eval_{name}") for name in names},

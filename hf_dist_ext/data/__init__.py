@@ -4,9 +4,10 @@
 takes evaluation rows from the training split. `conversations.py` and `image_files.py` read rows with pictures;
 `code_search.py`, `digits.py` and `glyphs.py` are the datasets that need no download. `epoch_order.py`, `sampling.py`
 and `stream_order.py` (with `stream_readers.py`) put rows in order, `position.py` finds the place in that order at a
-resume, and `fingerprint.py` finds out whether the data are the same. `collator.py` and `image_text_collator.py` make
-batches. `hard_negatives.py` finds negatives by a model's embeddings. `evaluations.py` reads the corpora that a run is
-judged by, `evaluation_rows.py` the rows, both as `items.py`. `bad_rows.py` and `storage.py` deal with rows and files
+resume. `mixture.py` holds several datasets, `source_order.py` and `source_streams.py` their order, and
+`fingerprint.py` finds out whether the data are the same. `collator.py` and `image_text_collator.py` make batches.
+`hard_negatives.py` finds negatives by a model's embeddings. `evaluations.py` reads the corpora that a run is judged
+by, `evaluation_rows.py` the rows, both as `items.py`. `bad_rows.py` and `storage.py` deal with rows and files
 that can not be read.
 """
 

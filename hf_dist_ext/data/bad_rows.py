@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from hf_dist_ext.data.mixture import Mixture
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.stream_order import DealtRows
 from hf_dist_ext.errors import RunError, StorageError, UsageError
@@ -162,19 +163,30 @@ class GuardedCollator:
             if self.last_good is None and not good:
                 raise UsageError(f"{self.name}: no row of the first batch can be used. Look at the dataset.")
             return self.last_good or good[0]
-        for step in range(1, min(TRIES, len(self.rows))):
-            other = (number + step) % len(self.rows)
+        first, count = self._others(number)
+        for step in range(1, min(TRIES, count)):
+            other = first + (number - first + step) % count
             if other not in taken and self._why_bad(found := self.rows[other]) is None:
                 return found
         raise UsageError(f"{self.name}: row {number} cannot be used, and none of the {TRIES} rows after it can.")
 
+    def _others(self, number: int) -> tuple[int, int]:
+        """The first of the rows that may stand for another, and how many there are: those of its source."""
+        if not isinstance(self.rows.dataset, Mixture):
+            return 0, len(self.rows)
+        source, row = self.rows.dataset.locate(number)
+        return number - row, len(source)
+
     def _in_words(self, number: int, row: Any, reason: Exception) -> str:
-        rank, remedy = self.rank, "Mend or remove the row, or let max_bad_rows replace some."
+        rank, remedy, name = self.rank, "Mend or remove the row, or let max_bad_rows replace some.", self.name
+        if isinstance(getattr(self.rows, "dataset", None), Mixture):
+            source, _ = self.rows.dataset.locate(number)
+            name = f'source "{source.name}" of datasets'
         row_number, is_ours = original_row(self.rows, number), isinstance(reason, UsageError | RunError)
         if is_ours and re.search(rf"\brow {row_number}\b", str(reason)):  # it names the row, and better
             return f"{reason} (Found on rank {rank}. {remedy})"
         what = str(reason) if is_ours else f"{type(reason).__name__}: {reason}"
-        where = f"{self.name}, row {row_number} (counted from 0)"
+        where = f"{name}, row {row_number} (counted from 0)"
         if self.rows is None and self.is_numbered:
             where += " of the epoch's order"
         elif self.rows is None:
@@ -216,7 +228,11 @@ def name_of(dataset: Any) -> str:
 
 
 def original_row(rows: Any, number: int) -> int:
-    """The row's number before rows were selected or shuffled (`datasets` keeps an index then)."""
+    """The row's number before rows were selected or shuffled (`datasets` keeps an index then); in a mixture, that in
+    its source."""
+    if isinstance(getattr(rows, "dataset", None), Mixture):
+        source, number = rows.dataset.locate(number)
+        rows = source.dataset
     indices = getattr(rows, "_indices", None)
     return number if indices is None else indices.column(0)[number].as_py()
 

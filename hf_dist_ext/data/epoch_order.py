@@ -30,6 +30,7 @@ from torch.utils.data import BatchSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hf_dist_ext.data.sampling import NoDuplicatesSampler
+from hf_dist_ext.data.source_order import OneSourceSampler
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class EpochBatches(Sampler[list[int]]):
             if self._generator_seed is not None:
                 sampler.generator.manual_seed(self._generator_seed + self.epoch)
             with seeded(self.seed + self.epoch):
-                is_ours = isinstance(sampler, NoDuplicatesSampler)
+                is_ours = isinstance(sampler, NoDuplicatesSampler | OneSourceSampler)
                 order = sampler.order() if is_ours else np.fromiter(sampler, np.int64)
             self._drawn = self.epoch, order, hashlib.blake2b(order, digest_size=16).hexdigest()
         return self._drawn[1]

@@ -12,6 +12,7 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_dist_ext.data import stream_readers
+from hf_dist_ext.data.mixture import Mixture
 from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
@@ -21,9 +22,12 @@ SAMPLED_ROWS = 64  # that a fingerprint looks at
 
 def data_fingerprint(dataset: Any) -> str | None:
     """Of a `datasets.Dataset` a digest of columns, length and rows spread over it, by content; of a stream a digest of
-    what its order depends on; None for other kinds."""
+    what its order depends on; of a mixture those of its sources; None for other kinds."""
     if stream_readers.is_stream(dataset):
         return stream_readers.fingerprint(dataset)
+    if isinstance(dataset, Mixture):
+        prints = [(name, data_fingerprint(source)) for name, source in dataset.sources.items()]
+        return hashlib.blake2b(repr((prints, dataset.shares)).encode(), digest_size=16).hexdigest()
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "with_format") or not hasattr(dataset, "__len__"):
         return None
     raw, count = dataset.with_format("arrow"), len(dataset)  # as they are stored: nothing in them is decoded
@@ -40,6 +44,8 @@ def check_same_data(args: Any, dataset: Any, content: Mapping[str, Any], folder:
     `allow_changed_data` makes a warning of the error.
     """
     other_rows = "the rows of the training set are others"
+    if isinstance(dataset, Mixture):
+        other_rows = "the sources in datasets have other rows, names or weights"
     if stream_readers.is_stream(dataset):
         other_rows = "the stream has other columns or shards, or is shuffled with another seed"
     seed = content["seed"] if content["data_seed"] is None else content["data_seed"]

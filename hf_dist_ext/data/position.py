@@ -30,6 +30,9 @@ from transformers.utils import logging
 from hf_dist_ext.data import epoch_order, stream_order
 from hf_dist_ext.data.epoch_order import EpochBatches, RowsUsed, StandIn
 from hf_dist_ext.data.fingerprint import check_same_data, data_fingerprint, length, seed_of_order
+from hf_dist_ext.data.mixture import MixedStream
+from hf_dist_ext.data.source_order import OneSourceSampler
+from hf_dist_ext.data.source_streams import MixedDealer
 from hf_dist_ext.data.stream_order import StreamState
 from hf_dist_ext.data.stream_readers import is_stream
 from hf_dist_ext.errors import UsageError
@@ -82,7 +85,7 @@ class DataPosition:
         self.args, self.dataloader_config, self.splits_last_batch = args, dataloader_config, splits_last_batch
         self._dataset, self._batch, self._exchange, self._read_manifest = dataset, batch, exchange, read_manifest
         self._is_on = hasattr(args, "allow_changed_data")
-        self._dealer: stream_order.Dealer | None = None  # of the loader that was made last
+        self._dealer: stream_order.Dealer | MixedDealer | None = None  # of the loader that was made last
         self._reset()
 
     def _reset(self) -> None:
@@ -117,6 +120,8 @@ class DataPosition:
             "data_fingerprint": data_fingerprint(dataset),
             "data_length": length(dataset),
         }
+        if isinstance(sampler := getattr(self._order, "sampler", None), OneSourceSampler):
+            how["sources"] = sampler.facts()
         if self._rows_of_epoch is not None and now.rows >= self._rows_of_epoch:
             now = replace(now, epoch=now.epoch + 1, rows=0, window=self.rows_per_micro_batch)
         elif now.rows:
@@ -167,14 +172,16 @@ class DataPosition:
             now["dataloader_num_workers"] = args.dataloader_num_workers
         before = {"data_parallel_size": content["world_size"]} | content  # older manifests
         changed = [name for name in now if before.get(name, now[name]) != now[name]]
-        self.used, self._begun = used, {name: content.get(name) for name in ("order_digest", "bad_rows")}
+        self.used, self._begun = used, {name: content.get(name) for name in ("order_digest", "bad_rows", "sources")}
+        if changed and content.get("sources"):
+            self._begun["order_digest"] = None  # what is left of the epoch is cut anew (source_order.py)
         if is_stream(dataset):
             self._check_reading(content, changed, folder)
         if self.stream is not None:
             self.stream = stream_order.load(folder)
             self._random_states_of = folder if content["world_size"] == args.world_size else None
             if content["data_fingerprint"] != data_fingerprint(dataset):  # allow_changed_data
-                self.stream = replace(self.stream, states=None)
+                self.stream = self.stream.forgotten()
         elif changed or not used.is_regular:
             self.used = self._resumed = replace(used, is_regular=False)
             self._resumed_step = content["step"]
@@ -204,8 +211,11 @@ class DataPosition:
     def loader_in_one_order(self, collate: Callable) -> DataLoader:
         """The loader of this process's rows of a stream, whose batches have only to be moved to the device."""
         args, (own, everyone) = self.args, self._batch()
-        self._dealer = stream_order.Dealer(
-            self._dataset(),
+        dataset, mixed = self._dataset(), {}
+        if isinstance(dataset, MixedStream):
+            mixed = {"seed": seed_of_order(args)}
+        self._dealer = (MixedDealer if mixed else stream_order.Dealer)(
+            dataset,
             own,
             stream_order.Ranks(args.process_index, args.world_size, everyone // own),
             self.stream or StreamState(),
@@ -213,9 +223,10 @@ class DataPosition:
             args.dataloader_multiprocessing_context,
             args.allow_changed_data,
             args.device,
+            **mixed,
         )
         return DataLoader(
-            stream_order.DealtRows(self._dealer.readers.features),
+            stream_order.DealtRows(self._dealer.features),
             batch_sampler=self._dealer,
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
@@ -252,6 +263,8 @@ class DataPosition:
             begun=begun,
         )
         batches = epoch_order.batches_of(loader)
+        if isinstance(sampler := getattr(batches, "sampler", None), OneSourceSampler) and self._begun.get("sources"):
+            sampler.go_on(self._begun["sources"], self.used.epoch, self.used.rows)
         if begun is not None and not isinstance(batches, EpochBatches):
             raise UsageError(
                 f"{type(getattr(batches, 'sampler', None) or batches).__name__} can not go on with another batch: it "

@@ -63,24 +63,31 @@ class NoDuplicatesSampler(Sampler[int]):
 
     def order(self) -> np.ndarray:
         """(rows,) of the epoch; `num_deferred` says how many stand beside a row they conflict with."""
-        dealing = _Dealing(self.ids, self.window, np.random.default_rng((self.seed, self.epoch)))
-        self.num_deferred = dealing.run()
-        if self.num_deferred:
-            logger.info(
-                "%d of %d rows share a global batch with a duplicate: too many rows have the same text or id.",
-                self.num_deferred,
-                len(self.ids),
-            )
-        return dealing.order
+        permutation = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.ids))  # (1)
+        order, self.num_deferred = without_duplicates(self.ids, permutation, self.window)
+        return order
+
+
+def without_duplicates(ids: np.ndarray, rows: np.ndarray, window: int) -> tuple[np.ndarray, int]:
+    """(rows,) numbers of rows, put in order by (2) and (3), in place; and how many stand beside a row they conflict
+    with."""
+    dealing = _Dealing(ids, window, rows)
+    num_deferred = dealing.run()
+    if num_deferred:
+        logger.info(
+            "%d of %d rows share a global batch with a duplicate: too many rows have the same text or id.",
+            num_deferred,
+            len(rows),
+        )
+    return dealing.order, num_deferred
 
 
 class _Dealing:
     """One epoch. `order` begins as the permutation: `taken` rows of it were read, of which `placed` were written back
     to its beginning and the others wait."""
 
-    def __init__(self, ids: np.ndarray, window: int, draw: np.random.Generator):
-        self.ids, self.window = ids, window
-        self.order = draw.permutation(len(ids))  # (1)
+    def __init__(self, ids: np.ndarray, window: int, order: np.ndarray):
+        self.ids, self.window, self.order = ids, window, order
         self.placed = self.taken = 0
         self.waiting: dict[int, deque[int]] = {}  # id -> rows that met this id in a window that was being filled
         self.window_of_id = np.full(int(ids.max(initial=0)) + 1, -1, dtype=np.int32)  # the last one that holds the id

@@ -38,6 +38,7 @@ from datasets.features.features import decode_nested_example
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers.utils import logging
 
+from hf_dist_ext.data.mixture import MixedStream
 from hf_dist_ext.data.stream_readers import Block, Blocks, Readers, fingerprint, number_of_readers
 from hf_dist_ext.errors import UsageError
 
@@ -52,7 +53,8 @@ class StreamState:
 
     `states`: reader -> `datasets`' state before its block of this round, None at the beginning of its shards; readers
     that dropped out are not in it. None: not known, so the epoch is dealt from its beginning. `digests`: of the
-    round's blocks, reader -> digest.
+    round's blocks, reader -> digest. `sources`: of several streams (source_streams.py), the state of each; `round` is
+    then the number of batches that were dealt, and `rows` those of all.
     """
 
     epoch: int = 0
@@ -62,6 +64,12 @@ class StreamState:
     offset: int = 0
     states: dict[int, Any] | None = None
     digests: dict[int, str] | None = None
+    sources: dict[str, StreamState] | None = None
+
+    def forgotten(self) -> StreamState:
+        """The same place in other data: dealt from the beginning of the epoch."""
+        sources = self.sources and {name: state.forgotten() for name, state in self.sources.items()}
+        return replace(self, states=None, sources=sources)
 
 
 class Ranks(NamedTuple):
@@ -83,6 +91,11 @@ class Ranks(NamedTuple):
         return reader % self.shares * self.per_share
 
 
+def sources_of(stream: Any) -> dict[str, Any]:
+    """The streams that are read, by name."""
+    return stream.sources if isinstance(stream, MixedStream) else {"": stream}
+
+
 def check_stream(args: Any, stream: Any) -> None:
     """Raises UsageError for what would make processes or epochs disagree about the one order."""
     by_epoch = [
@@ -94,7 +107,7 @@ def check_stream(args: Any, stream: Any) -> None:
         )
     if args.world_size == 1:
         return
-    if getattr(stream, "_distributed", None) is not None:
+    if any(getattr(part, "_distributed", None) is not None for part in sources_of(stream).values()):
         raise UsageError(
             "the stream was split by split_dataset_by_node, and would be split again here. Give every process the "
             "whole stream."
@@ -171,6 +184,11 @@ class Dealer(Sampler[list[Dealt]]):
         said = describe_readers(stream, count, ranks)
         if said is not None and ranks.rank == 0:
             logger.warning(said)
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Of the columns that are decoded where a batch is made."""
+        return self.readers.features
 
     def __iter__(self) -> Iterator[list[Dealt]]:
         self.states.clear()
@@ -342,8 +360,14 @@ def load(folder: str) -> StreamState | None:
             f"{path} was written by an earlier version, which read a stream in another order. Resume with that "
             "version, or begin the data anew with ignore_data_skip=true."
         )
+    return _state_of(content)
+
+
+def _state_of(content: dict[str, Any]) -> StreamState:
+    """JSON has texts where readers have numbers."""
     by_reader = {
         name: None if content[name] is None else {int(reader): value for reader, value in content[name].items()}
         for name in ("states", "digests")
     }
-    return StreamState(**content | by_reader)
+    sources = {name: _state_of(state) for name, state in (content.get("sources") or {}).items()}
+    return StreamState(**content | by_reader | {"sources": sources or None})

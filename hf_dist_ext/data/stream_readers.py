@@ -22,6 +22,7 @@ from datasets.iterable_dataset import shift_ex_examples_rngs
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as this_worker
 
+from hf_dist_ext.data.mixture import MixedStream
 from hf_dist_ext.data.storage import with_retries
 
 MAX_READERS = 32  # open files of one process that trains alone; a machine's 8 GPUs read through 4 each
@@ -32,7 +33,8 @@ ROUND_ROWS = 1024  # that all readers together read ahead, and read again after 
 
 
 def is_stream(dataset: Any) -> bool:
-    return hasattr(dataset, "_ex_iterable") and hasattr(dataset, "load_state_dict")
+    """Of `datasets`, or several of them."""
+    return isinstance(dataset, MixedStream) or hasattr(dataset, "_ex_iterable") and hasattr(dataset, "load_state_dict")
 
 
 def _parts(node: Any) -> Iterator[Any]:
@@ -48,7 +50,10 @@ def _is(node: Any, kind: str) -> bool:
 
 
 def fingerprint(stream: Any) -> str:
-    """A digest of what the order depends on and is known without reading: columns, shards, seeds."""
+    """A digest of what the order depends on and is known without reading: columns, shards, seeds; of all sources."""
+    if isinstance(stream, MixedStream):
+        facts = [stream.shares, *((name, fingerprint(source)) for name, source in stream.sources.items())]
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     generators = [getattr(part, "generator", None) for part in _parts(stream._ex_iterable)]
     seeds = [one.bit_generator.state for one in generators if isinstance(one, np.random.Generator)]
     facts = [sorted(stream.column_names or ()), stream.num_shards, seeds]

@@ -19,9 +19,12 @@ from hf_dist_ext.planner.text_architectures import Rows
 from hf_dist_ext.planner.tower_architectures import num_patches
 from hf_dist_ext.planner.vision_language import assumption, image_tokens
 from hf_dist_ext.planner.who_trains import depth, lora_of, who_trains
+from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import compares_all_pairs
+from hf_dist_ext.run.sources import sources_of
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+PAIR = {"query": "query", "positive": "positive"}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
 Cast = Literal["nothing", "products", "all"]  # the weights that a wrapper casts before autocast sees them
 
@@ -300,7 +303,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         if per_image and (said := assumption(config)):
             notes.append(said)
         return (Column("rows", rows, length, images=1 if per_image else 0),)
-    names = dict(fields.columns or {"query": "query", "positive": "positive"})
+    names = _names(fields, notes)
     columns = []
     for i, (name, source) in enumerate(names.items()):
         length = fields.max_length.get(name) if isinstance(fields.max_length, dict) else fields.max_length
@@ -317,6 +320,18 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         length = -(-length // multiple) * multiple
         columns.append(Column(name, count, length, "text" if has_towers else "backbone"))
     return tuple(columns)
+
+
+def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
+    """The columns of a batch; of several datasets those of the one with most texts in a row."""
+    sources = sources_of(fields)
+    if not sources:
+        return dict(fields.columns or PAIR)
+    of_each = [source.config.columns or PAIR for source in sources]
+    texts = [sum(len(name) if isinstance(name, list) else 1 for name in names.values()) for names in of_each]
+    most = texts.index(max(texts))
+    notes.append(f'datasets: counted with batches of "{sources[most].name}", which has most texts in a row.')
+    return dict(of_each[most])
 
 
 def with_batch(work: Workload, rows: int) -> Workload:

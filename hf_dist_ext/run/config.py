@@ -79,6 +79,16 @@ class RunConfig:
         "folder.",
     )
     dataset_config_name: str | None = option(None, "Configuration of the hub dataset.")
+    datasets: list[dict[str, Any]] | None = option(
+        None,
+        'Train on several datasets, each batch of one: [{"dataset_name": "nli.jsonl", "weight": 2, "prompts": {...}}, '
+        "...]. Each sets data fields over the file's; see docs/data.md.",
+    )
+    datasets_temperature: float | None = option(
+        None,
+        "Without weights, datasets are drawn by size^(1/datasets_temperature): 1 by size, larger ones more evenly. "
+        "Null: 1.",
+    )
     train_split: str = option("train", "Split to train on.")
     eval_split: str | None = option(None, "Split to evaluate on.")
     eval_dataset_name: str | None = option(None, "Evaluate on another dataset than dataset_name.")
@@ -163,8 +173,9 @@ _POSITIVE = (
     "sharding_group_size ddp_power_sgd_rank lr_base_batch_size profile_steps max_bad_rows"
 ).split()
 _ABOVE_ZERO = (
-    "step_timeout lora_alpha gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps".split()
-)
+    "step_timeout lora_alpha gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps "
+    "datasets_temperature"
+).split()
 _NOT_NEGATIVE = (
     "num_train_epochs learning_rate weight_decay max_grad_norm warmup_steps eval_delay eval_steps matryoshka_weights "
     "false_negative_margin dataloader_num_workers seed data_seed gradient_cache_keep_graph min_num_params"

@@ -11,6 +11,7 @@ from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import check_loss
+from hf_dist_ext.run.sources import check_sources
 
 INFONCE_FIELDS = (
     "temperature learnable_temperature symmetric matryoshka_dims matryoshka_weights mask_false_negatives "
@@ -25,6 +26,7 @@ OF_TASK = {
     "embedding": [
         *CONTRASTIVE_FIELDS,
         *"pooling projection_dim normalize id_column image_columns no_duplicates_in_batch evaluations".split(),
+        *"datasets datasets_temperature".split(),
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
 }
@@ -62,7 +64,8 @@ def check_rules(run: Run) -> None:
         raise UsageError(f"model_revision={show(config.model_revision)} is of a hub model, and model_config of none.")
     if config.task == "embedding" and config.image_folder is not None and not config.image_columns:
         raise UsageError(f"image_folder={show(config.image_folder)} is where image_columns are read from. Name them.")
-    if config.dataset_name is None:
+    check_sources(run)
+    if config.dataset_name is None and config.datasets is None:
         raise UsageError('dataset_name is not given. Set "code-search", a hub id or the path of a data file.')
     weights, dims = config.matryoshka_weights or [], config.matryoshka_dims or []
     if weights and len(weights) != len(dims):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.sources import sources_of
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import Run
@@ -77,11 +78,12 @@ def _name_of(fields: dict[str, Any], index: int, earlier: list[str]) -> str:
 
 def _check_paths(stage: Run) -> None:
     """Data that is clearly a file here must be here: a stage's turn may come after days."""
-    for field in ("dataset_name", "eval_dataset_name", "image_folder"):
-        value = getattr(stage.options, field)
-        is_path = field == "image_folder" or re.match(r"[.~/]|.*\.(jsonl?|csv|parquet)$", value or "")
-        if value is not None and is_path and not Path(value).expanduser().exists():
-            raise UsageError(f'{field}="{value}": there is no such file or folder. Paths start at {Path.cwd()}.')
+    for options in [stage.options, *(source.config for source in sources_of(stage.options))]:
+        for field in ("dataset_name", "eval_dataset_name", "image_folder"):
+            value = getattr(options, field)
+            is_path = field == "image_folder" or re.match(r"[.~/]|.*\.(jsonl?|csv|parquet)$", value or "")
+            if value is not None and is_path and not Path(value).expanduser().exists():
+                raise UsageError(f'{field}="{value}": there is no such file or folder. Paths start at {Path.cwd()}.')
 
 
 def is_finished(stage: Run) -> bool:

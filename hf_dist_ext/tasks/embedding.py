@@ -26,6 +26,7 @@ from hf_dist_ext.tasks import image_pairs
 from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
+from hf_dist_ext.tasks.sources import LoadedSources
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import paired_of
 
@@ -35,10 +36,17 @@ logger = logging.get_logger(__name__)
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.options
     distributed_config = _distributed_config(run, args)
-    evaluations = read_evaluations(config.evaluations)
-    train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
-    columns = column_names(config, train_dataset)
-    pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
+    evaluations, sources = read_evaluations(config.evaluations), None
+    if config.datasets is None:
+        train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
+        columns = column_names(config, train_dataset)
+        pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
+    else:
+        image_pairs.refuse_sources(config)
+        sources = LoadedSources(config, args.max_bad_rows or 0)
+        train_dataset, eval_dataset, columns, pictures = sources.train, sources.evaluation, sources.columns, []
+        if not evaluations:  # else all figures of the run are known where it is checked
+            sources.check_metric(args.metric_for_best_model)
     if image_pairs.has_towers(config):
         texts = [column for column in columns if column not in pictures]
         tokenizer = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
@@ -60,17 +68,23 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         model.prompts = _prompts_to_keep(model.prompts, prompts, columns)
         max_length = _lengths_of(model, config.max_length, columns)
         model.max_length, model.lengths = max_length, lengths_by_role(max_length)
-        collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
+        if sources is None:
+            collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
+        else:
+            collator = sources.collator(tokenizer, prompts, max_length)
+            model.prompts |= sources.prompts_to_keep()
     normalize = _scores_cosines(run, model) if config.loss in (None, *OWN) else None
     embedding_dim, adapted = model.embedding_dim, add_adapters(model, config)
     loss = build_loss(config, embedding_dim, tokenizer, collator.max_length, normalize)
     if normalize is None:
-        collator.label_column = label_column(config, columns_of(train_dataset))
-        collator.same_number_of_negatives = True
+        if sources is None:
+            collator.label_column = label_column(config, columns_of(train_dataset))
+            collator.same_number_of_negatives = True
         if loss.normalize:
             _normalizes(run, model)
         if config.loss == MATRYOSHKA:
             model.matryoshka_dims = list(config.loss_options["matryoshka_dims"])
+    metrics = paired_of(loss) if eval_dataset is not None or not evaluations else ()
     return Parts(
         model=adapted,
         train_dataset=train_dataset,
@@ -79,7 +93,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         processing_class=tokenizer,
         loss=loss,
         evaluations=evaluations,
-        metrics=paired_of(loss) if eval_dataset is not None or not evaluations else (),
+        metrics=metrics if sources is None else sources.metrics(metrics),
     )
 
 
@@ -151,6 +165,8 @@ def _lengths_of(
 ) -> int | dict[str, int | None] | None:
     """The length of every column where they differ, in the order of the columns."""
     if isinstance(given, Mapping):
+        if alien := [column for column in given if column not in columns]:
+            raise UsageError(f'max_length has "{alien[0]}", which is no column of this run: {", ".join(columns)}.')
         return {column: given.get(column) for column in columns}
     if given is None and model.lengths:
         query, *others = columns

@@ -45,6 +45,11 @@ def has_towers(config: RunConfig) -> bool:
         return False
 
 
+def refuse_sources(config: RunConfig) -> None:
+    if has_towers(config):
+        raise UsageError("datasets hold texts, and the model is a dual encoder. Train it on one dataset_name.")
+
+
 def build_towers(run: Run, processor: Any, columns: list[str], image_columns: list[str]) -> TowerModel:
     """A `TowerModel` for the run's columns."""
     config = run.options

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,10 +34,12 @@ class StepMeter:
         self._steps = self._chunks = self._rows = self._real = self._computed = 0
         self._contrastive_batch = 0
         self._metrics: dict[str, torch.Tensor] = {}
+        self._given: Counter[str] = Counter()  # steps that gave a metric
 
-    def add(self, step: CachedStep, chunked: ChunkedBatch, counts: dict[str, list[int]]) -> None:
-        if self._steps == 0:
-            self._metrics = {}
+    def add(
+        self, step: CachedStep, chunked: ChunkedBatch, counts: dict[str, list[int]], source: str | None = None
+    ) -> None:
+        """`source`: the name of the batch's, where there are several (data/mixture.py); its loss is a metric then."""
         own_rows = sum(of_ranks[self.rows().index] for of_ranks in counts.values())
         real, computed = chunked.count_tokens()
         self.last_tokens = real if own_rows else 0, computed  # a stand-in for rows is computed, and nobody's
@@ -47,12 +51,17 @@ class StepMeter:
         self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(counts.values()))))
         self.largest_batch = max(self.largest_batch, self._contrastive_batch)
         self.most_chunks = max(self.most_chunks, step.num_chunks)
-        for name, value in step.metrics.items():
+        of_source = {} if source is None else {f"loss_{source}": step.loss}
+        for name, value in (step.metrics | of_source).items():
             self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
+            self._given[name] += 1
 
-    def exclude(self, seconds: float) -> None:
-        """Time since the last read that was not spent on training steps."""
-        self._started += seconds
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is not counted as that of training steps, once also where one such block is in another."""
+        already, began = self._started, time.perf_counter()
+        yield
+        self._started = already + time.perf_counter() - began
 
     def read(self, device: torch.device) -> dict[str, float]:
         """Means over the steps since the last read and over all ranks; then starts anew. Every rank must call it."""
@@ -61,7 +70,7 @@ class StepMeter:
         seconds = time.perf_counter() - self._started
         names = sorted(self._metrics)
         own = torch.tensor([self._rows / seconds, self._real / seconds, float(self._real), float(self._computed)])
-        means = [self._metrics[name].to(device).reshape(1) / self._steps for name in names]
+        means = [self._metrics[name].to(device).reshape(1) / self._given[name] for name in names]
         total = torch.cat([own.float().to(device), *means])
         if collectives.world_size() > 1:
             torch.distributed.all_reduce(total)

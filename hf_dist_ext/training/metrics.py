@@ -16,7 +16,7 @@ Letters: N rows, Q distinct queries, M distinct documents, D embedding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -145,6 +145,9 @@ def paired_of(loss: Any) -> Sequence[str]:
 
 def names_of_paired(rows: Any, compute_metrics: Any) -> Sequence[str] | None:
     """What the evaluation of rows logs, without "eval_"; None: whatever a `compute_metrics` of the user's gives."""
+    if isinstance(rows, Mapping):  # each is evaluated alone
+        of_each = {name: names_of_paired(one, compute_metrics) for name, one in rows.items()}
+        return None if None in of_each.values() else [f"{name}_{one}" for name in of_each for one in of_each[name]]
     if isinstance(rows, list) and not rows:
         return ()
     if compute_metrics is metrics_of_rated_pairs:

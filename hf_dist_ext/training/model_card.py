@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 NAME = "README.md"
 MARK = "<!-- Written by hf_dist_ext. Without this line a later run leaves the file as it is. -->"
 _TEMPLATES = (MARK, "# Model Card for Model ID")  # peft's
-_DATA = ("dataset_name", "dataset_config_name", "train_split", "columns", "max_train_samples")
+_DATA = (
+    "dataset_name",
+    "datasets",
+    "datasets_temperature",
+    "dataset_config_name",
+    "train_split",
+    "columns",
+    "max_train_samples",
+)
 _TRAINED = ("trainable_modules", "frozen_modules", "lora_r", "lora_alpha", "lora_target_modules")
 
 

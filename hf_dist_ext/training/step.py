@@ -22,6 +22,7 @@ from torch import nn
 from hf_dist_ext.checkpoints.loss_state import loss_parameters
 from hf_dist_ext.data.collator import RESERVED
 from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import (
     SCORE,
@@ -38,6 +39,8 @@ from hf_dist_ext.strategies.rows import GatheredColumns, row_weight
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
 from hf_dist_ext.training.timing import StepClock
+
+NOT_OF_LOSS = ("row", SOURCE)  # of a batch's ids: for reports
 
 
 class RowFacts(NamedTuple):
@@ -283,7 +286,7 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tenso
     if len(columns) < 2:
         raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
     ids = inputs.get("ids")
-    ids = ids if ids is None else {name: values for name, values in ids.items() if name != "row"}
+    ids = ids if ids is None else {name: values for name, values in ids.items() if name not in NOT_OF_LOSS}
     return columns, RowFacts(ids, inputs.get("targets") or {})
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -30,8 +29,10 @@ from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
+from hf_dist_ext.data.mixture import Mixture, source_of
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sampling import sampler_without_duplicates
+from hf_dist_ext.data.source_order import sampler_of_sources
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.failures import activity
 from hf_dist_ext.frozen import feature_cache, freeze
@@ -395,6 +396,8 @@ class DistTrainer(Trainer):
         if self.loss is not None:
             dataset = self.train_dataset if train_dataset is None else train_dataset
             window = self.data_position.rows_per_micro_batch
+            if isinstance(dataset, Mixture):
+                return sampler_of_sources(self.args, dataset, self.data_collator, window)
             if (sampler := sampler_without_duplicates(self.args, dataset, self.data_collator, window)) is not None:
                 return sampler
         return super()._get_train_sampler(train_dataset)
@@ -495,7 +498,7 @@ class DistTrainer(Trainer):
             self._prepare_embedding_step(model)
             accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
             step, layout = self.step.run(model, inputs, self.health.inputs, accumulated, is_last)
-            self.meter.add(step, layout.chunked, layout.counts)
+            self.meter.add(step, layout.chunked, layout.counts, source_of(inputs))
             loss = step.loss / accumulated
         return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
 
@@ -674,11 +677,8 @@ class DistTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         activity.leave_step("evaluating")
-        started = time.perf_counter()
-        with self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
-            found = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        self.meter.exclude(time.perf_counter() - started)
-        return found
+        with self.meter.paused(), self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*arguments, **options)

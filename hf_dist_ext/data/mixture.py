@@ -1,0 +1,147 @@
+"""Several training sets of one run, its sources: every batch is of one of them, so that its negatives are too.
+
+    mixture = Mixture({"nli": nli, "code": code}, shares([None, None], [len(nli), len(code)], temperature=2.0))
+    collator = MixtureCollator({"nli": ContrastiveCollator(...), "code": ContrastiveCollator(...)})
+
+A row carries the name of its source under `SOURCE`, so that the collator of its source makes the batch and the log
+tells the sources apart. source_order.py draws the source of each batch; source_streams.py does it for streams.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+
+from hf_dist_ext.errors import UsageError
+
+SOURCE = "source"  # in a row, and in a batch's ids
+
+
+def shares(
+    weights: Sequence[float | None], sizes: Sequence[int | None], temperature: float | None = None
+) -> list[float]:
+    """Of each source, the share of batches that are drawn from it: by the weights, or size^(1/temperature).
+
+    `temperature`: None is 1, sources by size; with a larger one small sources are drawn more often
+    (https://huggingface.co/papers/1907.05019, section 3.3). A stream has no size: None.
+    """
+    if None in weights:
+        assert None not in sizes, sizes
+        # in logarithms, since 1/temperature of a low temperature would overflow
+        powers = [math.log(max(size, 1)) / (temperature or 1.0) for size in sizes]
+        weights = [math.exp(power - max(powers)) for power in powers]
+    return [weight / sum(weights) for weight in weights]
+
+
+def drawn(shares: Sequence[float], batches: int, seed: Sequence[int]) -> np.ndarray:
+    """(batches,) the number of each batch's source.
+
+    Each source has its share of the batches, rounded up or down; in which order they come is drawn.
+    """
+    draw = np.random.default_rng(seed)
+    places = (draw.random() + np.arange(batches)) / batches  # evenly spread over 0 to 1, from a drawn beginning on
+    numbers = np.searchsorted(np.cumsum(shares), places, side="right")
+    return draw.permutation(np.minimum(numbers, len(shares) - 1))
+
+
+class Tagged(Dataset):
+    """A dataset whose rows carry the name of their source."""
+
+    def __init__(self, name: str, dataset: Any):
+        self.name, self.dataset = name, dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self.dataset[row] | {SOURCE: self.name}
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
+        return [row | {SOURCE: self.name} for row in self.dataset.__getitems__(rows)]
+
+
+def tagged_stream(name: str, stream: Any) -> Any:
+    """A `datasets` stream whose rows carry the name of their source."""
+    return stream.map(_tag, fn_kwargs={"name": name})
+
+
+def _tag(row: dict[str, Any], name: str) -> dict[str, Any]:
+    return row | {SOURCE: name}
+
+
+class Mixture(ConcatDataset):
+    """The rows of all sources, one source after another. `shares`: of the batches, by source."""
+
+    def __init__(self, sources: Mapping[str, Any], shares: Sequence[float]):
+        super().__init__([Tagged(name, dataset) for name, dataset in sources.items()])
+        self.sources, self.shares = dict(sources), list(shares)
+
+    def locate(self, row: int) -> tuple[Tagged, int]:
+        """The source of a row, and its number there."""
+        number = bisect.bisect_right(self.cumulative_sizes, row)
+        source = self.datasets[number]
+        return source, row - self.cumulative_sizes[number] + len(source)
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
+        """Of one source, as a batch is."""
+        source, first = self.locate(rows[0])
+        return source.__getitems__([first + row - rows[0] for row in rows])
+
+
+class MixedStream(IterableDataset):
+    """Streams of `datasets`, each read in an order of its own; source_streams.py deals their batches."""
+
+    def __init__(self, sources: Mapping[str, Any], shares: Sequence[float]):
+        self.sources, self.shares = dict(sources), list(shares)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise UsageError(
+            "the rows of a MixedStream have no one order: DistTrainer draws the source of each batch. Leave "
+            "dispatch_batches and split_batches out of accelerator_config."
+        )
+
+
+@dataclass(eq=False)
+class MixtureCollator:
+    """Hands a batch to the collator of its source, and writes the source's name into the batch's ids.
+
+    The collators are as ContrastiveCollator and give ids. `plain` is one for texts of no source, of an evaluation: it
+    has the columns of all. None: the first source's.
+    """
+
+    collators: Mapping[str, Callable]
+    plain: Any = None
+
+    def __post_init__(self):
+        self.plain = plain = self.plain or next(iter(self.collators.values()))
+        self.columns, self.prompts, self.max_length = plain.columns, plain.prompts, plain.max_length
+        self.tokenizer = plain.tokenizer
+
+    def features(self, column: str, values: list) -> dict[str, Any]:
+        """Of texts of no source."""
+        plain = copy.copy(self.plain)
+        plain.prompts = self.prompts
+        return plain.features(column, values)
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        name, *others = sorted({row[SOURCE] for row in rows})
+        if others:
+            raise UsageError(
+                f"a batch holds rows of the sources {name} and {others[0]}. A batch of a Mixture is of one: let "
+                "DistTrainer with a loss make the sampler."
+            )
+        batch = self.collators[name]([{key: value for key, value in row.items() if key != SOURCE} for row in rows])
+        batch["ids"][SOURCE] = name
+        return batch
+
+
+def source_of(batch: Mapping[str, Any]) -> str | None:
+    """The name of a batch's source, None where there is but one training set."""
+    return (batch.get("ids") or {}).get(SOURCE)

@@ -1,0 +1,139 @@
+"""`datasets` of a run file: the sources of its batches. Each sets data fields over those of the file.
+
+"datasets": [{"dataset_name": "nli.jsonl", "weight": 2}, {"name": "code", "dataset_name": "code-search"}]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import BOUNDS, Run, RunConfig, all_fields
+from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, show
+from hf_dist_ext.run.losses import check_loss
+
+OF_A_SOURCE = (
+    "dataset_name dataset_config_name train_split eval_split eval_dataset_name eval_holdout columns prompts id_column "
+    "label_column max_train_samples max_eval_samples"
+).split()
+# What the file can not set for all of its sources.
+OF_ONE = ("dataset_name", "dataset_config_name", "eval_dataset_name")
+
+
+@dataclass(frozen=True)
+class Source:
+    """`config`: of a run on this source alone. `weight`: None where sources are drawn by size."""
+
+    name: str
+    weight: float | None
+    config: RunConfig
+
+
+def sources_of(config: RunConfig) -> list[Source]:
+    """The sources of a run that was checked."""
+    names: list[str] = []
+    for fields in config.datasets or ():
+        names.append(_name_of(fields, len(names), names))
+    return [
+        Source(
+            name,
+            fields.get("weight"),
+            dataclasses.replace(
+                config, datasets=None, **{key: value for key, value in fields.items() if key in OF_A_SOURCE}
+            ),
+        )
+        for name, fields in zip(names, config.datasets or (), strict=True)
+    ]
+
+
+def check_sources(run: Run) -> None:
+    """UsageError for the first thing that is wrong with `datasets`."""
+    config, given = run.options, run.given
+    if config.datasets is None:
+        if config.datasets_temperature is not None:
+            raise UsageError(
+                f"datasets_temperature={show(config.datasets_temperature)} draws among several datasets, and there is "
+                "but one. Remove it, or give datasets."
+            )
+        return
+    if not config.datasets:
+        raise UsageError("datasets=[] is empty. Give at least one, or dataset_name.")
+    both = [name for name in OF_ONE if given.get(name) is not None]
+    if both:
+        raise UsageError(f"{both[0]}={show(given[both[0]])} beside datasets: of which of them? Set it in datasets.")
+    if config.loss is None:
+        raise UsageError('datasets needs a loss over embeddings, but loss is null. Set "loss": "infonce".')
+    for name in ("image_columns", "frozen_feature_cache"):
+        if given.get(name):
+            raise UsageError(f"{name}={show(given[name])} does not work with datasets, which hold texts. Remove it.")
+    for index, fields in enumerate(config.datasets):
+        _check_fields(fields, f"datasets[{index}]")
+    weights = [fields.get("weight") for fields in config.datasets]
+    if None in weights and any(weight is not None for weight in weights):
+        raise UsageError(
+            f"datasets[{weights.index(None)}] has no weight, and others have one. Give every one a weight, or none."
+        )
+    if None not in weights and config.datasets_temperature is not None:
+        raise UsageError(
+            f"datasets_temperature={show(config.datasets_temperature)} draws by size, but datasets have weights. Keep "
+            "one of the two."
+        )
+    if None in weights and config.streaming:
+        raise UsageError("datasets with streaming=true: a stream has no size to draw by. Give every one a weight.")
+    pairs = []
+    for source in sources_of(config):
+        check_loss(source.config, {}, ())
+        if source.config.eval_holdout and (source.config.eval_split or source.config.eval_dataset_name):
+            raise UsageError(
+                f'datasets: "{source.name}" has eval_holdout, which takes rows from its train split, and eval_split '
+                "or eval_dataset_name too. Keep one."
+            )
+        pairs.append(list(source.config.columns or ("query", "positive"))[:2])
+    if any(pair != pairs[0] for pair in pairs):
+        other = next(pair for pair in pairs if pair != pairs[0])
+        raise UsageError(
+            f"datasets: one source has the columns {' and '.join(pairs[0])}, another {' and '.join(other)}. Call the "
+            "query and its positive alike in the columns of each."
+        )
+
+
+def _check_fields(fields: Any, where: str) -> None:
+    if not isinstance(fields, dict):
+        raise UsageError(f"{where} is {kind_of(fields)}; it takes an object with a dataset_name.")
+    for name, value in fields.items():
+        if name.startswith("_"):
+            continue
+        if name in ("name", "weight"):
+            type_of, bounds = {"name": (("str", None),), "weight": (("float", None),)}[name], {"exclusiveMinimum": 0}
+        elif name in OF_A_SOURCE:
+            type_of, bounds = all_fields()[name].type, BOUNDS.get(name, {})
+        else:
+            near = difflib.get_close_matches(name, [*OF_A_SOURCE, "name", "weight"], 1, 0.5)
+            hint = f"Closest: {json.dumps(near[0])}." if near else f"A dataset takes {', '.join(OF_A_SOURCE)}."
+            raise UsageError(f"{where} has no field {json.dumps(name)}, or it holds for the whole run. {hint}")
+        if not accepts(type_of, value):
+            raise UsageError(f"{where}: {name}={show(value)} is {kind_of(value)}; it takes {describe(type_of)}.")
+        if broken := out_of_bounds(value, bounds):
+            raise UsageError(f"{where}: {name}={show(value)} {broken}.")
+    if not fields.get("dataset_name"):
+        raise UsageError(f"{where} has no dataset_name. Give a hub id or the path of a data file.")
+
+
+def _name_of(fields: dict[str, Any], index: int, earlier: list[str]) -> str:
+    """The one that is given, or the file's or hub id's last part; it stands in the log and in names of metrics."""
+    name = fields.get("name") or re.sub(r"\W+", "_", Path(fields["dataset_name"].partition("@")[0]).stem)
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
+        raise UsageError(
+            f'datasets[{index}] is called {json.dumps(name)}. Give it a name of letters, digits, "_" and "-".'
+        )
+    if name in earlier:
+        raise UsageError(
+            f'datasets[{index}] is called "{name}", and so is datasets[{earlier.index(name)}]. Give one another name.'
+        )
+    return name
