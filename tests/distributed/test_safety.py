@@ -238,6 +238,7 @@ def test_a_rank_that_raises_is_the_one_error_that_is_shown(run_file, monkeypatch
     run = Run("ddp", run_file.parent / "log", partial(train, words=["--config", str(run_file)]))
     first, last = run.pids
     assert os.waitstatus_to_exitcode(os.waitpid(last, 0)[1]) == 1
+    time.sleep(2)  # as long as a launcher may take
     os.kill(first, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) != 0
     check_the_one_error(said(run))
