@@ -196,7 +196,7 @@ def stepped_under_zero(say, folder: Path, kind: str, processor=None) -> str:
     args = DistTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, max_steps=2, optim="sgd", learning_rate=rate,
         lr_scheduler_type="constant", max_grad_norm=0, save_strategy="no", report_to=[], disable_tqdm=True,
-        train_sampling_strategy="sequential", gradient_cache_chunk_size=2,
+        train_sampling_strategy="sequential", gradient_cache_chunk_size=3,
     )  # fmt: skip
     trainer = DistTrainer(
         model, args, data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=list(range(2 * BATCH)),
