@@ -125,7 +125,7 @@ def test_fsdp_communicates_once_per_update_or_for_every_chunk(layout):
     chunks = 2 * pipeline_worker.BATCH  # of two batches, two columns, two rows each
     for of_rank in found(layout)["held"]:
         if "per update" in layout:
-            assert of_rank["gathered"] == of_rank["reduced"] == of_rank["units"] > 3
+            assert of_rank["gathered"] == of_rank["reduced"] == of_rank["units"] >= 3
         else:
             assert of_rank["reduced"] == chunks * of_rank["units"]
             assert of_rank["gathered"] >= 3 * chunks * of_rank["units"]  # two forwards and a backward
