@@ -124,7 +124,9 @@ def run(folder, processes: int, names: list[str], chunk: int | None) -> str:
 
 
 def test_losses_by_name_are_of_the_global_batch(tmp_path):
-    compare(tmp_path, ["CoSENTLoss", "EmbedDistillLoss", "GISTEmbedLoss", "siglip"], "ddp", 2)
+    """In the second update the rows of the first process make one chunk and those of the other one two: DDP orders its
+    buckets anew there, and must not do it inside of a forward."""
+    compare(tmp_path, ["CoSENTLoss", "EmbedDistillLoss", "GISTEmbedLoss", "siglip"], "ddp", 2, chunk=5)
 
 
 @pytest.mark.slow
