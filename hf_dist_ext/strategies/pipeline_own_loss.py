@@ -14,8 +14,8 @@ An evaluation is (2) without backwards. Letters: B rows of a batch, b of a chunk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import Door, refuse_nothing_trains
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import own_loss_stages
-from hf_dist_ext.strategies.mesh import shape_of
+from hf_dist_ext.strategies.mesh import STAGES, shape_of
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut, Score
 from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.pipeline_options import places_of
 from hf_dist_ext.strategies.pipeline_passes import Flow, Line
 
 
@@ -53,6 +54,22 @@ class OwnLossPipeline(Pipeline):
         super().__init__(model, args)
         check(args)
         self.rows_per_chunk: int = args.gradient_cache_chunk_size
+
+    @contextmanager
+    def constructing(self, args: Any) -> Iterator[None]:
+        with super().constructing(args):
+            self._agree_on_copies(places_of(args)[0])
+            yield
+
+    @torch.no_grad()
+    def _agree_on_copies(self, places: Sequence[int]) -> None:
+        """Where ranks have drawn weights, each for itself, a tied one is that of the first stage on both."""
+        group = self.mesh.group(STAGES)
+        for parameter in self.cut.copied:
+            if 0 in self.cut.own:
+                dist.send(parameter.data, group=group, group_dst=places[-1])
+            else:
+                dist.recv(parameter.data, group=group, group_src=places[0])
 
     # ---- a batch ----
 

@@ -160,7 +160,7 @@ def _first_row(chunk: Chunk) -> Chunk:
 
     def gather() -> dict[str, Any]:
         found = chunk.features
-        return {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+        return {name: v[:1] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in found.items()}
 
     return replace(chunk, gather=gather, stop=chunk.start + 1, is_idle=True)
 

@@ -5,7 +5,8 @@ evaluated; and what is refused.
 (2) one update, counted: forwards and backwards per stage, chunks under way
 (3) four updates with a checkpoint after the second, in the middle of an epoch, and from that checkpoint again
 (4) a run that one process does likewise, with its evaluation
-(5) what is refused
+(5) a tied weight that processes have drawn each for itself
+(6) what is refused
 """
 
 from __future__ import annotations
@@ -287,19 +288,41 @@ def not_finite(folder: Path) -> dict[str, bool]:
 # ---- (5) ----
 
 
+def drawn(folder: Path) -> dict[str, bool]:
+    torch.manual_seed(rank())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG | TIED))
+    trainer = make_trainer(folder, model, save_strategy="no", max_steps=2)
+    copy = trainer.model.get_parameter(["model.embed_tokens.weight", "lm_head.weight"][rank()]).detach()
+    found = {}
+    for moment, run in (("before", lambda: None), ("after", trainer.train)):
+        run()
+        both = [torch.empty_like(copy), torch.empty_like(copy)]
+        dist.all_gather(both, copy)
+        found[moment] = torch.equal(*both)
+    return found
+
+
+# ---- (6) ----
+
+
 def refusals(base: Path, folder: Path) -> dict[str, str]:
     tied = Case("tied", config=TIED)
 
-    def attempt(model=None, trains: bool = False, **more):
+    def attempt(model=None, trains: bool = False, evaluates: bool = False, **more):
         def run() -> None:
             trainer = make_trainer(folder / "no", build(tied) if model is None else model, save_strategy="no", **more)
             if trains:
                 trainer.train()
+            if evaluates:
+                trainer.evaluate()
 
         return said_by(run)
 
     def mean(outputs, labels, num_items_in_batch=None):
         return outputs["logits"].mean()
+
+    def mean_in_evaluation(outputs, labels, num_items_in_batch=None):
+        return (loss_of_outputs if torch.is_grad_enabled() else mean)(outputs, labels, num_items_in_batch)
 
     def without_labels(rows):
         return {name: value for name, value in collate_rows(rows).items() if name != "labels"}
@@ -317,6 +340,9 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
         "tokens": attempt(gradient_cache_chunk_size=None, gradient_cache_chunk_tokens=64),
         "both": attempt(gradient_cache_chunk_tokens=64),
         "mean": attempt(compute_loss_func=mean, trains=True),
+        "mean, evaluated": attempt(compute_loss_func=mean, evaluates=True),
+        "mean in evaluations": attempt(compute_loss_func=mean_in_evaluation, trains=True, evaluates=True, max_steps=1),
+        "other labels": attempt(data_collator=without_labels, label_names=["input_ids"], evaluates=True),
         "no items": attempt(takes_no_items),
         "no labels": attempt(data_collator=without_labels, trains=True),
         "other rows": attempt(data_collator=with_lengths, trains=True),
@@ -369,6 +395,7 @@ def main() -> None:
         "streamed": lambda: streamed(folder / "streamed"),
         "compared": lambda: compared(folder / "compared"),
         "not_finite": lambda: not_finite(folder / "not_finite"),
+        "drawn": lambda: drawn(folder / "drawn"),
         "said": lambda: refusals(base, folder),
     }  # fmt: skip
     found = {name: run() for name, run in everything.items() if parts & {name, "all"}}

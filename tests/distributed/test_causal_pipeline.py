@@ -105,9 +105,12 @@ def test_no_process_holds_the_whole_model():
         assert all(0 < of_rank["parameters"] < 0.7 * number for of_rank in found()[schedule])
 
 
+SHORT = ("resumed", "drawn")  # runs of the default tier
+
+
 @pytest.mark.parametrize("kind", ["resumed", pytest.param("adapters", marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
-    run = found(kind)[kind]
+    run = found(*(SHORT if kind in SHORT else [kind]))[kind]
     assert run["moved"] > 1e-2
     assert run["equal"] and run["losses_equal"] and run["committed"] == ""
     assert {"trainable_optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= set(run["files"])
@@ -116,9 +119,13 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
 
 @pytest.mark.parametrize("kind", ["resumed", pytest.param("adapters", marks=pytest.mark.slow)])
 def test_the_folder_of_the_end_is_whole(kind):
-    run = found(kind)[kind]
+    run = found(*(SHORT if kind in SHORT else [kind]))[kind]
     assert run["weights_equal"] and run["tied"] and "lm_head.weight" not in run["keys"]
     assert run["logits_differ"] < 1e-6 and run["unlabelled"]
+
+
+def test_a_tied_weight_that_processes_drew_for_themselves_is_one():
+    assert found(*SHORT)["drawn"] == {"before": True, "after": True}
 
 
 @pytest.mark.slow
@@ -161,6 +168,9 @@ def test_a_logged_line_says_how_long_processes_wait():
         ("tokens", "cuts a batch into chunks of equal rows.*gradient_cache_chunk_size"),
         ("both", "gradient_cache_chunk_tokens=64 needs a loss over embeddings"),
         ("mean", "this one does not use that number"),
+        ("mean, evaluated", "this one does not use that number"),
+        ("mean in evaluations", "this one does not use that number"),
+        ("other labels", "the batch has no labels, only input_ids, attention_mask"),
         ("no items", "this model's is a mean"),
         ("no labels", "the batch has no labels, only input_ids, attention_mask"),
         ("other rows", "'lengths' has 3 entries, input_ids 6 rows"),
