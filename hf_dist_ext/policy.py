@@ -41,6 +41,44 @@ def loss_stage_bytes(
     return int(EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + scores)
 
 
+# What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").
+_OPTIMIZERS = {
+    "adamw_bnb_8bit": 2.03,  # two bytes and a float32 scale for every 256
+    "adamw_8bit": 2.03,
+    "adamw_torch_8bit": 2.03,
+    "adamw_torch_4bit": 1.06,
+    "lion": "x1",
+    "lion_8bit": 1.02,
+    "lion_32bit": 4,
+    "rmsprop": "x1",
+    "adagrad": "x1",
+    "sgd": 0,
+}
+
+
+def optimizer_bytes(optimizer: str, elements: int, item: int, columns: int = 0) -> float:
+    """State of one parameter of so many elements of `item` bytes. Adafactor keeps a row and a column of each matrix,
+    whose `columns` are given; AdamW two copies."""
+    name = optimizer.removeprefix("paged_")
+    if name == "adafactor":
+        rows = elements / columns if columns else elements
+        return 4 * (rows + columns)
+    if name in _OPTIMIZERS and ("8bit" in name or "4bit" in name) and elements < 4096:
+        return 8 * elements  # small ones stay in float32
+    per_element = _OPTIMIZERS.get(name, "x2")
+    if isinstance(per_element, str):
+        return int(per_element[1:]) * elements * item
+    return per_element * elements
+
+
+def is_known_optimizer(optimizer: str) -> bool:
+    """Whether `optimizer_bytes` knows it; it takes others for AdamW."""
+    known = {*_OPTIMIZERS, "adafactor"}
+    return optimizer.removeprefix("paged_") in known or optimizer.startswith(
+        ("adamw_torch", "adamw_apex", "paged_adamw")
+    )
+
+
 # ---- pipelines: P ranks, V stages per rank, M chunks; schedules by the names of pipeline_schedule ----
 
 PIPELINE_SCHEDULE = "1f1b"  # where a run names none
@@ -49,7 +87,7 @@ FIXED_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zero_bubble_v": 2}  # the other
 MESSAGES_ON_THE_WAY = 2  # of a direction, that have left and are not waited for
 REDUCED_TOGETHER = 2**28  # elements of gradients that copies of a pipeline average at once
 IN_ROUNDS = ("interleaved_1f1b", "zero_bubble")  # chunks come in rounds of equal length
-SPLIT_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})  # where several devices share a parameter
+SPLIT_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused", "sgd"})  # whose state is split as the parameter is
 CUT_BACKWARDS = ("zero_bubble", "zero_bubble_v")  # gradients of weights come later than those of a stage's input
 # Model types of which stage after stage was measured to be the whole model (strategies/stages.py knows their parts).
 IN_STAGES = frozenset({"bert", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roberta", "xlm-roberta"})

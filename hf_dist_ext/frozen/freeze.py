@@ -27,9 +27,6 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 
 logger = logging.get_logger(__name__)
 
-# What optimizers keep per trainable parameter, bytes; the rest keep AdamW's two float32 numbers.
-OPTIMIZER_BYTES = {"sgd": 0, "adafactor": 0, "8bit": 2, "lion": 4, "adagrad": 4, "rmsprop": 4}
-
 
 # ---- who trains ----
 
@@ -113,11 +110,6 @@ def rates_for_log(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[st
 # ---- the plan is asserted ----
 
 
-def optimizer_bytes(args: Any) -> float:
-    name = str(getattr(args.optim, "value", args.optim))
-    return next((number for part, number in OPTIMIZER_BYTES.items() if part in name), 8)
-
-
 @dataclass(eq=False)
 class FreezeWatch(TrainerCallback):
     """Asserts the plan while training."""
@@ -132,7 +124,7 @@ class FreezeWatch(TrainerCallback):
         """Raises UsageError when what trains is no longer what was planned."""
         model = self.model()
         self.plan().check(model, "before the optimizer is made")
-        self._lines = report(model, optimizer_bytes(args))
+        self._lines = report(model, str(getattr(args.optim, "value", args.optim)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._has_checked_gradients = False

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import Patterns, all_names, match_depths, module_groups
 from hf_dist_ext.strategies.tensors import num_elements
@@ -166,9 +167,9 @@ class GroupReport:
     optimizer_bytes: int
 
 
-def report(model: nn.Module, optimizer_bytes_per_parameter: float = 8) -> list[GroupReport]:
+def report(model: nn.Module, optimizer: str = "adamw_torch") -> list[GroupReport]:
     """Per group, and for parameters of no group under "other", what trains now and what that costs. The last line,
-    "total", adds up. AdamW keeps two float32 numbers per trainable parameter: 8 bytes."""
+    "total", adds up. `optimizer`: Trainer's name of it."""
     groups = module_groups(model)
     inside: dict[str, list[nn.Parameter]] = {name: [] for name in [*groups, OTHER]}
     for name, parameter in model.named_parameters():
@@ -176,24 +177,29 @@ def report(model: nn.Module, optimizer_bytes_per_parameter: float = 8) -> list[G
         deepest = max(depths, key=depths.get, default=OTHER)
         inside[deepest if depths.get(deepest) else OTHER].append(parameter)
     lines = [
-        _line(name, parameters, optimizer_bytes_per_parameter)
+        _line(name, parameters, optimizer)
         for name, parameters in inside.items()
         if parameters or (name in groups and groups[name].roots)
     ]
-    return [*lines, _line("total", list(model.parameters()), optimizer_bytes_per_parameter)]
+    return [*lines, _line("total", list(model.parameters()), optimizer)]
 
 
-def _line(name: str, parameters: Sequence[nn.Parameter], optimizer_bytes: float) -> GroupReport:
+def _line(name: str, parameters: Sequence[nn.Parameter], optimizer: str) -> GroupReport:
     trainable = [p for p in parameters if p.requires_grad]
-    count = sum(num_elements(p) for p in trainable)
+    columns = [p.shape[-1] if p.dim() > 1 else 0 for p in trainable]
     return GroupReport(
         group=name,
         num_parameters=sum(num_elements(p) for p in parameters),
-        num_trainable=count,
+        num_trainable=sum(num_elements(p) for p in trainable),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
         weight_bytes=sum(num_elements(p) * p.element_size() for p in parameters),
         gradient_bytes=sum(num_elements(p) * p.element_size() for p in trainable),
-        optimizer_bytes=int(count * optimizer_bytes),
+        optimizer_bytes=int(
+            sum(
+                policy.optimizer_bytes(optimizer, num_elements(p), p.element_size(), width)
+                for p, width in zip(trainable, columns, strict=True)
+            )
+        ),
     )
 
 

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import memory, pipelines
 from hf_dist_ext.planner import traffic as on_links
@@ -39,7 +40,7 @@ from hf_dist_ext.planner.catalog import (
     refusal,
     tensor_parallel_size,
 )
-from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, is_known_optimizer, model_of
+from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
 from hf_dist_ext.planner.plan import Option, Plan, changes_for, waits_for_links
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
@@ -123,7 +124,7 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
             f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
             "--device_memory_gib says otherwise."
         )
-    if not is_known_optimizer(work.optimizer):
+    if not policy.is_known_optimizer(work.optimizer):
         plan.notes.append(f'optim "{work.optimizer}" is not known here: counted as AdamW, 8 bytes per parameter.')
     whole = model_of(work).whole
     if whole.trained and whole.trained_stored < 4 * whole.trained:

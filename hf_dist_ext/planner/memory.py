@@ -80,7 +80,9 @@ class Sizes:
         if parameter.trains:
             self.trained += parameter.elements
             self.trained_stored += stored
-            self.optimizer += optimizer_bytes(work.optimizer, parameter)
+            self.optimizer += policy.optimizer_bytes(
+                work.optimizer, parameter.elements, parameter.item, parameter.columns
+            )
             self.largest_trained = max(self.largest_trained, stored)
         else:
             self.frozen_stored += stored
@@ -129,42 +131,6 @@ def reduced_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
     if strategy.is_tensor_parallel:
         return unit.trained_stored
     return unit.trained * (work.compute_bytes if strategy.is_deepspeed else work.reduced_item)
-
-
-# What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").
-_OPTIMIZERS = {
-    "adamw_bnb_8bit": 2.03,  # two bytes and a float32 scale for every 256
-    "adamw_8bit": 2.03,
-    "adamw_torch_8bit": 2.03,
-    "adamw_torch_4bit": 1.06,
-    "lion": "x1",
-    "lion_8bit": 1.02,
-    "lion_32bit": 4,
-    "rmsprop": "x1",
-    "adagrad": "x1",
-    "sgd": 0,
-}
-
-
-def optimizer_bytes(optimizer: str, parameter: Parameter) -> float:
-    """State of one parameter. Adafactor keeps a row and a column of each matrix; AdamW two copies."""
-    name = optimizer.removeprefix("paged_")
-    if name == "adafactor":
-        rows = parameter.elements / parameter.columns if parameter.columns else parameter.elements
-        return 4 * (rows + parameter.columns)
-    if name in _OPTIMIZERS and ("8bit" in name or "4bit" in name) and parameter.elements < 4096:
-        return 8 * parameter.elements  # small ones stay in float32
-    per_element = _OPTIMIZERS.get(name, "x2")
-    if isinstance(per_element, str):
-        return int(per_element[1:]) * parameter.elements * parameter.item
-    return per_element * parameter.elements
-
-
-def is_known_optimizer(optimizer: str) -> bool:
-    known = {*_OPTIMIZERS, "adafactor"}
-    return optimizer.removeprefix("paged_") in known or optimizer.startswith(
-        ("adamw_torch", "adamw_apex", "paged_adamw")
-    )
 
 
 def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_dist_ext import launched
+from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.tensors import held_here, is_split
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 PARTIAL = "replicated_with_grad_allreduce"
 # Styles of a plan that were measured to be exact; the others are for mixtures of experts and fused weights.
 EXACT_STYLES = {"colwise", "rowwise", "embedding_rowwise", PARTIAL}
-OPTIMIZERS = {"adamw_torch", "adamw_torch_fused", "sgd"}  # whose state is split as the parameter is
 
 
 def launched_config() -> DistributedConfig | None:
@@ -196,10 +195,10 @@ def check_what_trains(model: nn.Module, args: Any) -> None:
 def check_optimizer(args: Any, what: str) -> None:
     """UsageError for one whose state is not split as the parameter is. `what` splits parameters, in words."""
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in policy.SPLIT_OPTIMIZERS:
         raise UsageError(
             f"{what} does not go with optim={optimizer}: it was not made exact there. Use one of "
-            f"{', '.join(sorted(OPTIMIZERS))}."
+            f"{', '.join(sorted(policy.SPLIT_OPTIMIZERS))}."
         )
 
 

@@ -16,7 +16,7 @@ from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, Pipelin
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.memory import Settings, model_of
 from hf_dist_ext.run.presets import presets
-from hf_dist_ext.strategies import schedules, splitting, stages
+from hf_dist_ext.strategies import schedules, stages
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
 from tests.planner.test_choose import DECODER, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import model_config
@@ -45,7 +45,6 @@ def strategy_of(work, hardware, **only):
 
 def test_models_that_can_be_cut_are_those_of_a_run():
     assert policy.IN_STAGES == stages.DECODERS | stages.ENCODERS.keys()
-    assert policy.SPLIT_OPTIMIZERS == splitting.OPTIMIZERS
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "llama", "qwen3"])
