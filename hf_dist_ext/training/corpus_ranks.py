@@ -81,10 +81,11 @@ class CorpusRanks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Per link, of the documents with `scores` (links, n) and `order`: how many stand before its own, and how many
         of them by their score."""
-        right = self.right[links, None]
-        is_above = scores > right + _tolerance(right)
+        right, own = self.right[links, None], self.order[self.document[links], None]
+        # A product of matrices may round a document's score up (by 1e-3 with tf32), but no document is before itself.
+        is_above = (scores > right + _tolerance(right)) & (order != own)
         is_tied = ~is_above & (scores >= right - _tolerance(right))
-        is_before = is_tied & (order < self.order[self.document[links], None])
+        is_before = is_tied & (order < own)
         num_above = is_above.sum(dim=1)
         return num_above + is_before.sum(dim=1), num_above
 

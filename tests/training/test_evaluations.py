@@ -193,6 +193,17 @@ def test_of_tied_documents_the_one_whose_id_sorts_first_is_first(made):
         assert sum(hits) / 11 == pytest.approx(theirs["recall@k"][5], abs=1e-12)
 
 
+def test_no_document_is_before_itself():
+    """Whatever a product of matrices rounds its score to: here both are off by more than what counts as a tie."""
+    draw = torch.Generator().manual_seed(0)
+    queries, document = (torch.randn(n, 512, generator=draw) * 1000 for n in (200, 1))
+    links = torch.stack([torch.arange(200), torch.zeros(200, dtype=torch.long)], dim=1)
+    ranks = CorpusRanks(queries, links, torch.empty(0, 2, dtype=torch.long), torch.arange(1), most=10)
+    ranks.score(torch.arange(1), document)
+    ranks.count(torch.arange(1), document)
+    assert ranks.ahead.tolist() == [0] * 200
+
+
 def test_what_is_no_number_is_never_found():
     documents = torch.eye(4)
     links, order = torch.tensor([[0, 2], [1, 3]]), torch.arange(4)
