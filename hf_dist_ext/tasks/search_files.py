@@ -28,6 +28,7 @@ from hf_dist_ext.tasks.tower_pair import ROWS_PER_BATCH, TowerPair
 logger = logging.get_logger(__name__)
 
 INDEX = "index"
+MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model")  # weights, configurations, tokenizers
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[
 
     if not model.is_dir():  # a hub id
         return torch.cat(list(_in_batches(documents, embed)))
-    files = sorted(path for path in model.rglob("*") if path.suffix in (".safetensors", ".json"))
-    facts = _digest([_facts([path for path in files if INDEX not in path.parts], model), documents.facts])
-    index = model / INDEX / f"{_digest([str(Path(data).resolve())])}.safetensors"
+    kept, found = model / INDEX, sorted(path for path in model.rglob("*") if path.suffix in MODEL_FILES)
+    facts = _digest([_facts([path for path in found if kept not in path.parents], model), documents.facts])
+    index = kept / f"{_digest([str(Path(data).resolve())])}.safetensors"
     if index.is_file():
         with safe_open(index, "pt") as file:
             if (file.metadata() or {}).get("facts") == facts:

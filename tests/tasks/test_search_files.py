@@ -34,7 +34,7 @@ CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
 @pytest.fixture
 def pairs(tmp_path) -> Path:
     """The folder of a run of towers, with random weights."""
-    folder, size = tmp_path / "model", {"height": 16, "width": 16}
+    folder, size = tmp_path / "index" / "model", {"height": 16, "width": 16}
     torch.manual_seed(0)
     text = CLIPTextModelWithProjection(CLIPTextConfig(**TEXT, projection_dim=16))
     image = CLIPVisionModelWithProjection(CLIPVisionConfig(**VISION, projection_dim=16))
