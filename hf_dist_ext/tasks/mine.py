@@ -124,15 +124,20 @@ def _read(name: str, split: str, asked: Mine) -> Dataset:
     rows = prepare(rows, run, check)
     check.finish()
     for column in ("query", "positive"):
-        if getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
-            raise UsageError(f'{name}: column "{columns[column]}" holds no text. Negatives are mined for texts.')
+        _require_texts(rows, column, columns[column], name)
     return rows
+
+
+def _require_texts(rows: Dataset, column: str, source: str, name: str) -> None:
+    if getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
+        raise UsageError(f'{name}: column "{source}" holds no text. Negatives are mined for texts.')
 
 
 def _corpus(asked: Mine) -> Iterable[str]:
     """More documents: those of a file, under the positives' name."""
     documents = _open(asked.corpus, "train")
     require_column(asked.positive_column, documents.column_names, asked.corpus, "--corpus")
+    _require_texts(documents, asked.positive_column, asked.positive_column, asked.corpus)
     return (text for text in documents[asked.positive_column] if text)
 
 

@@ -110,6 +110,7 @@ def test_documents_of_a_corpus_are_negatives_too(tmp_path, model, data):
         (["--query_column", "questoin"], 'no column "questoin"'),
         (["--id_column", "groop"], "id_column"),
         (["--corpus", "nowhere.jsonl"], "there is no such file"),
+        (["--corpus", "{tmp_path}/numbers.jsonl"], 'numbers.jsonl: column "answer" holds no text'),
         (["--split", "test"], '--split="test" is no split'),
         (["--model", "nowhere"], "nowhere"),
         (["--cross_encoder", "nowhere"], "--cross_encoder nowhere can not be loaded"),
@@ -122,6 +123,7 @@ def test_what_can_not_be_mined_is_refused(tmp_path, model, data, capsys, monkeyp
     if words is None:
         (tmp_path / "there.jsonl").write_text("")
         more, words = ["--output", str(tmp_path / "there.jsonl")], "exists. Give a new file"
+    (tmp_path / "numbers.jsonl").write_text('{"answer": [1]}')
     with pytest.raises(SystemExit) as left:
-        mine(data, tmp_path / "mined.jsonl", model, *more)
+        mine(data, tmp_path / "mined.jsonl", model, *(one.format(tmp_path=tmp_path) for one in more))
     assert left.value.code == 2 and words in capsys.readouterr().err
