@@ -39,7 +39,7 @@ class ContrastiveCollator:
     have is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
     tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
     `label_column` holds a number per row, a list of them, or a list of such lists, as long in every row; the batch
-    then has "targets": {"label": (B,), (B, K) or (B, K, D)}. `same_number_of_negatives` refuses rows that have fewer
+    then has "targets": {"label": (B,), (B, K) or (B, K, D)} in float32. `same_number_of_negatives` refuses rows that have fewer
     negatives than others, for a loss that takes the k-th negatives of all rows as a column.
     """
 
@@ -141,15 +141,14 @@ class ContrastiveCollator:
 
 
 def labels_of(column: str, values: list) -> torch.Tensor:
-    """(B,), (B, K) or (B, K, D): float32, or int64 where all are whole numbers or true and false."""
+    """(B,), (B, K) or (B, K, D) in float32, whatever the numbers: processes send each other their labels."""
     try:
-        labels = torch.tensor(values)
+        return torch.tensor(values, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f'label_column "{column}": a label must be a number, or a list of as many numbers in every row: {error}. '
             f"The first row of the batch holds {values[0]!r}. Correct the rows, or name another column."
         ) from error
-    return labels.long() if labels.dtype == torch.bool else labels
 
 
 def _check_same_number(column: str, numbers: list[int]) -> None:

@@ -32,6 +32,7 @@ LABELS = {
     "EmbedDistillLoss": "the teacher's embedding, one for all columns or one per column",
     "MSELoss": "the teacher's embedding, one for all columns or one per column",
 }
+CLASSES = {"SoftmaxLoss"}  # whose label is a number of a class, not a measure
 MAY_LACK_LABEL = {"AnglELoss"}  # with negatives the positive is the nearer one
 RATED_PAIRS = {"CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", "ContrastiveLoss", "OnlineContrastiveLoss"}
 WITHOUT_LABEL = {

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.losses import ALL_PAIRS, LABELS, MATRYOSHKA, MAY_LACK_LABEL, RATED_PAIRS, REFUSED
+from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_LACK_LABEL, RATED_PAIRS, REFUSED
 
 GUIDE_ROWS = 32  # that a guide encodes at once, unless told otherwise
 
@@ -107,6 +107,8 @@ class SentenceTransformersLoss(nn.Module):
                 f"{self.name} needs a label of every row ({LABELS[self.name]}), and the batch has none. Give the "
                 "collator label_column, or the batch targets={'label': ...}."
             )
+        if label is not None and any(kind.__name__ in CLASSES for kind in type(self.innermost).__mro__):
+            label = label.long()
         columns = _one_row_each(own, everyone)  # (2)
         features = [{"sentence": column} for column in columns]
         if self._guides:
