@@ -39,8 +39,8 @@ class ContrastiveCollator:
     have is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
     tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
     `label_column` holds a number per row, a list of them, or a list of such lists, as long in every row; the batch
-    then has "targets": {"label": (B,), (B, K) or (B, K, D)} in float32. `same_number_of_negatives` refuses rows that have fewer
-    negatives than others, for a loss that takes the k-th negatives of all rows as a column.
+    then has "targets": {"label": (B,), (B, K) or (B, K, D)}, float32. `same_number_of_negatives` refuses rows that
+    have fewer negatives than others, for a loss that takes the k-th negatives of all rows as a column.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
