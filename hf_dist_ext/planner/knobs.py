@@ -15,10 +15,11 @@ from typing import Any
 from hf_dist_ext import policy
 from hf_dist_ext.planner.tape import Parameter
 
-# As strategies/pipeline.py refuses them.
+# As strategies/pipeline_options.py refuses them.
 NOT_IN_PIPELINES = (
     "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", "ddp_comm_hook",
-    "reduce_dtype", "cpu_offload", "min_num_params",
+    "reduce_dtype", "cpu_offload", "min_num_params", "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha",
+    "use_liger_kernel",
 )  # fmt: skip
 _OF_FSDP = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -237,7 +237,11 @@ def facts_of(work: Workload, pipeline: Pipeline, hardware: Hardware, settings: S
         num_chunks(work, pipeline, settings),
         bubble_share(work, pipeline, settings),
         max(_messages(work, pipeline, settings, own)[1] for own in pipeline.stages_of_ranks),
-        (1 if pipeline.sharding else 2) * (copies - 1) / copies * _reduced(work, pipeline),
+        (1 if pipeline.sharding else 2)
+        * (copies - 1)
+        / copies
+        * _reductions(work, pipeline, settings)
+        * _reduced(work, pipeline),
         tuple(ranks_of(work, pipeline, hardware, settings)),
     )
 
@@ -271,6 +275,11 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     return sums
 
 
+def _reductions(work: Workload, pipeline: Pipeline, settings: Settings) -> int:
+    """Of a step's gradients over the copies: one per update, or behind every backward."""
+    return num_chunks(work, pipeline, settings) * work.accumulation if pipeline.sharding == "FULL_SHARD" else 1
+
+
 def _reduced(work: Workload, pipeline: Pipeline) -> float:
     models = models_of_stages(work, pipeline)
     return max(sum(models[stage].whole.trained_stored for stage in own) for own in pipeline.stages_of_ranks)
@@ -284,7 +293,7 @@ def _send_shards(
     models = models_of_stages(work, pipeline)
     ranks = [[unit for stage in own for unit in models[stage].units.values()] for own in pipeline.stages_of_ranks]
     units = max(ranks, key=lambda units: sum(unit.trained_stored + unit.frozen_stored for unit in units))
-    backwards = num_chunks(work, pipeline, settings) * work.accumulation if pipeline.sharding == "FULL_SHARD" else 1
+    backwards = _reductions(work, pipeline, settings)
     gathers = 3 * backwards if pipeline.sharding == "FULL_SHARD" else 1
     stored = sum(unit.trained_stored + unit.frozen_stored for unit in units)
     sums.send("all_gather", gathers * len(units), gathers * stored, copies, bandwidth)

@@ -270,7 +270,7 @@ class Strategy:
         """UsageError for a checkpoint that this run can not continue; `content`: its manifest, empty without one."""
         sizes = [content.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")]
         before, now = content["sharding"] if max(sizes) > 1 else "", self.split
-        if [bool(before), "fsdp" in before] != [bool(now), "fsdp" in now]:
+        if any((what in before) != (what in now) for what in ("tp", "fsdp", "pp")):
             raise UsageError(
                 f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. "
                 "With resume_weights_only its weights are taken and everything else starts anew."

@@ -173,6 +173,14 @@ def test_copies_reduce_their_stage_once_per_update(make_run):  # noqa: F811
 # ---- which ----
 
 
+@pytest.mark.parametrize(
+    "field, value", [("neftune_noise_alpha", 5.0), ("use_liger_kernel", True), ("save_async", True)]
+)
+def test_a_pipeline_that_a_run_refuses_is_not_chosen(make_run, field, value):  # noqa: F811
+    plan = make_plan(make_run(DECODER, **LARGE, later={field: value}), Hardware(4, 80 * GIB))
+    assert {one.why_not for one in plan.options if one.pipeline} == {f"a pipeline does not go with {field}"}
+
+
 WAYS = {"multi_gpu_ddp", "multi_gpu_fsdp", "multi_gpu_fsdp_offload", *PIPELINE_PRESETS}
 
 
@@ -309,6 +317,7 @@ def test_copies_that_shard_their_stages_divide_state(make_run):  # noqa: F811
     chunks = often.pipeline.chunks
     assert often.traffic.collectives["all_gather"] == 3 * chunks * units + 3
     assert often.traffic.collectives["reduce_scatter"] == chunks * units + 1
+    assert often.pipeline.reduced == chunks * once.pipeline.reduced == chunks * copied.pipeline.reduced / 2 > 0
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,10 @@ def test_processes_that_make_no_groups_are_refused(monkeypatch, processes):
         launched_config()
 
 
-@pytest.mark.parametrize(("before", "now"), [("tp 2", ""), ("", "tp 2"), ("tp 2", "tp 2 x fsdp 2")])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("tp 2", ""), ("", "tp 2"), ("tp 2", "tp 2 x fsdp 2"), ("pp 2", "tp 2"), ("pp 2 x tp 2", "tp 2")],
+)
 def test_a_checkpoint_of_another_way_of_splitting_is_refused(before, now):
     content = {"sharding": before or "ddp", "tensor_parallel_size": 2 if before else 1}
     strategy = Strategy()
