@@ -27,6 +27,7 @@ from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_LACK_LABEL, RATED_PAIRS, REFUSED
 
+OF_SHAPES = ("must match the size", "cannot be multiplied")  # what torch says of a teacher of another width
 GUIDE_ROWS = 32  # that a guide encodes at once, unless told otherwise
 
 
@@ -150,7 +151,9 @@ class SentenceTransformersLoss(nn.Module):
             raise UsageError(
                 f"{name} must see the model itself, and here a loss sees embeddings only: {error}. Choose another one."
             ) from error
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not any(words in str(error) for words in OF_SHAPES):
+                raise
             reason = str(error).rstrip(".")
             raise UsageError(f"{name}: {reason}. docs/losses.md says what each loss needs.") from error
 

@@ -209,6 +209,29 @@ def test_labels_travel_with_the_batch(values, shape):
             collator([{"query": "add", "positive": "a", "score": value} for value in bad])
 
 
+@pytest.mark.parametrize("name, label, options, words", [
+    ("EmbedDistillLoss", torch.ones(3, 6), {}, "EmbedDistillLoss: The size of tensor"),
+    ("SoftmaxLoss", torch.arange(3), {"embedding_dimension": 8, "num_labels": 3}, "cannot be multiplied"),
+    ("SoftmaxLoss", torch.arange(3), {"embedding_dimension": 4, "num_labels": 2}, "Target 2 is out of bounds"),
+])  # fmt: skip
+def test_labels_that_do_not_fit_are_one_line(name, label, options, words):
+    embeddings = {column: torch.randn(3, 4) for column in ("query", "positive")}
+    with pytest.raises(UsageError, match=words):
+        SentenceTransformersLoss(name, 4, **options)(embeddings, targets={"label": label})
+
+
+def test_what_breaks_inside_of_a_loss_stays_what_it_is():
+    class Broken(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+
+        def forward(self, features, labels):
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        SentenceTransformersLoss(Broken, 4)({column: torch.randn(3, 4) for column in ("query", "positive")})
+
+
 def test_a_class_is_a_whole_number():
     embeddings = {name: torch.randn(3, 4) for name in ("query", "positive")}
     loss = SentenceTransformersLoss("SoftmaxLoss", 4, embedding_dimension=4, num_labels=3)
