@@ -4,17 +4,20 @@ import json
 import math
 from collections import Counter
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import datasets
 import numpy as np
 import pytest
 
+from hf_dist_ext.data import source_streams, stream_order
 from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
 from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.data.mixture import SOURCE, Mixture, MixtureCollator, drawn, shares
+from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollator, drawn, shares
 from hf_dist_ext.data.row_ids import numbered
 from hf_dist_ext.data.source_order import OneSourceSampler
+from hf_dist_ext.data.source_streams import MixedDealer
+from hf_dist_ext.data.stream_order import Ranks, StreamState
 from hf_dist_ext.errors import UsageError
 from tests.tiny_models import tiny_tokenizer
 
@@ -167,6 +170,30 @@ def test_an_unchanged_run_goes_on_from_what_a_checkpoint_holds():
     assert all(map(np.array_equal, whole[2:], epochs(again, 2, first=2)))
     with pytest.raises(ValueError, match="lies before"):
         again.at(1)
+
+
+def test_streams_are_dealt_one_source_a_batch_and_go_on_behind_any(tmp_path):
+    """Over a block of draws too; of every source all rows once before any row twice."""
+    streams = {name: one.to_iterable_dataset(num_shards=2) for name, one in mixture().sources.items()}
+    count = source_streams.BLOCK + 3
+
+    def dealt(start: StreamState, batches: int) -> list[tuple[StreamState, list[tuple[str, str]]]]:
+        dealer = MixedDealer(MixedStream(streams, SHARES), 2, Ranks(0, 1, 1), start, seed=3)
+        rows = islice(dealer, batches)
+        return [(dealer.states.popleft(), [(one.row[SOURCE], one.row["text"]) for one in batch]) for batch in rows]
+
+    whole = dealt(StreamState(), count)
+    names = [name for _, rows in whole for name in {name for name, _ in rows}]
+    assert len(names) == count and whole[-1][0].rows == 2 * count
+    assert all(abs(names.count(name) - count * share) < 3 for name, share in zip(SIZES, SHARES, strict=True))
+    for name, size in SIZES.items():
+        texts = [text for _, rows in whole for of, text in rows if of == name]
+        assert {text.split()[0] for text in texts} == {name} and len(set(texts[:size])) == size
+    for used in (1, 13, source_streams.BLOCK - 1, source_streams.BLOCK):
+        stream_order.save(whole[used - 1][0], tmp_path)
+        found = dealt(stream_order.load(tmp_path), 3)
+        assert [rows for _, rows in found] == [rows for _, rows in whole[used : used + 3]]
+        assert [state for state, _ in found] == [state for state, _ in whole[used : used + 3]]
 
 
 def test_a_source_smaller_than_a_batch_is_refused():

@@ -135,7 +135,8 @@ def test_ranks_take_the_same_source_and_a_resumed_run_goes_on_bit_for_bit(tmp_pa
     assert losses[0] == losses[1] and all(len(line) > 1 for line in losses[0])
 
 
-@pytest.mark.parametrize("is_stream", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_one_process_and_two_draw_the_same_and_one_goes_on_where_two_stopped(tmp_path, is_stream):
     two, one = steps(run("ddp", tmp_path, "two", is_stream)), steps(run("single", tmp_path, "one", is_stream))
     assert in_any_order(two) == in_any_order(one)
