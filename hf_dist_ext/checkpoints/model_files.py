@@ -130,6 +130,8 @@ class ModelFiles:
 
     def save_weights(self, folder: Path, whole: dict | None, save: Save, writer: Writer) -> None:
         """As `save`, Trainer's, does, which takes the folder and the whole weights; None: the model's own."""
+        if not self.args.should_save and self.strategy().is_cut:
+            save = _nothing  # peft would look for modules of its own in the weights, which are on the first rank
         if writer.is_later and self._can_be_written_later():
             if self.args.should_save:
                 self._save_later(folder, whole, writer)
@@ -223,3 +225,7 @@ class ModelFiles:
             elsewhere = self.strategy().elsewhere
             trainable.load_optimizer(self.model(), optimizer, folder, self.args.trust_checkpoint, elsewhere)
         return True
+
+
+def _nothing(folder: str, whole: dict | None) -> None:
+    pass

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -48,6 +48,7 @@ from tests.parity.causal_worker import CONFIG, LORA, TIED, Case, build, collate,
 
 BATCH, ROWS = 6, 36  # an update takes two batches, an epoch has three of them
 CHUNKS = BATCH // 2
+LORA_AND_HEAD = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
 
 
 def save_base(folder: Path) -> None:
@@ -124,11 +125,13 @@ def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
-def resumed(base: Path, folder: Path, has_adapters: bool = False, **more) -> dict:
+def resumed(base: Path, folder: Path, adapters: LoraConfig | None = None, **more) -> dict:
+    has_adapters = adapters is not None
+
     def load(args) -> nn.Module:
         model = load_causal_lm(base, args)
         torch.manual_seed(1)
-        return get_peft_model(model, LORA) if has_adapters else model
+        return get_peft_model(model, adapters) if has_adapters else model
 
     trainer = make_trainer(folder, load, **more)
     start = weights_of(trainer)
@@ -389,7 +392,8 @@ def main() -> None:
         },
         "resumed": lambda: resumed(base, folder / "run"),
         "elsewhere": lambda: goes_on_elsewhere(base, folder / "run"),
-        "adapters": lambda: resumed(base, folder / "adapters", True, pipeline_schedule="zero_bubble"),
+        "adapters": lambda: resumed(base, folder / "adapters", LORA, pipeline_schedule="zero_bubble"),
+        "adapters, head": lambda: resumed(base, folder / "adapters_head", LORA_AND_HEAD),
         "frozen": lambda: frozen(base, folder / "frozen", frozen_modules=["layers.0", "layers.3", "norm"]),
         "head": lambda: frozen(base, folder / "head", trainable_modules=["lm_head"]),
         "streamed": lambda: streamed(folder / "streamed"),

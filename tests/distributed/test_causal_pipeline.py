@@ -106,9 +106,12 @@ def test_no_process_holds_the_whole_model():
 
 
 SHORT = ("resumed", "drawn")  # runs of the default tier
+of_kinds = pytest.mark.parametrize(
+    "kind", ["resumed", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("adapters", "adapters, head"))]
+)
 
 
-@pytest.mark.parametrize("kind", ["resumed", pytest.param("adapters", marks=pytest.mark.slow)])
+@of_kinds
 def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
     run = found(*(SHORT if kind in SHORT else [kind]))[kind]
     assert run["moved"] > 1e-2
@@ -117,10 +120,11 @@ def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(kind):
     assert run["sizes"] == [1, 1, 2]
 
 
-@pytest.mark.parametrize("kind", ["resumed", pytest.param("adapters", marks=pytest.mark.slow)])
+@of_kinds
 def test_the_folder_of_the_end_is_whole(kind):
     run = found(*(SHORT if kind in SHORT else [kind]))[kind]
-    assert run["weights_equal"] and run["tied"] and "lm_head.weight" not in run["keys"]
+    assert run["weights_equal"] and "lm_head.weight" not in run["keys"]
+    assert run["tied"] is (kind != "adapters, head")
     assert run["logits_differ"] < 1e-6 and run["unlabelled"]
 
 
