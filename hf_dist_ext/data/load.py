@@ -26,10 +26,17 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.columns import AnyDataset, columns_of, rename, require_column, resolve_columns
 from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together
 from hf_dist_ext.data.image_files import with_images
-from hf_dist_ext.data.row_check import RowCheck, check_labels, check_no_nulls, check_texts, first_of_node
+from hf_dist_ext.data.row_check import (
+    RowCheck,
+    check_labels,
+    check_no_nulls,
+    check_same_number,
+    check_texts,
+    first_of_node,
+)
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.losses import label_column
+from hf_dist_ext.run.losses import OWN, label_column
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
@@ -221,6 +228,8 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
     if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
         for index, (column, source) in enumerate(columns.items()):
             check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, check)
+            if index >= NUM_PAIR_COLUMNS and run.loss not in (None, *OWN):
+                check_same_number(dataset, column, source, check)
         for option, name in (("id_column", run.id_column), ("label_column", label)):
             if name is not None:
                 check_no_nulls(dataset, option, name, check)

@@ -23,6 +23,8 @@ from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+
 
 @contextlib.contextmanager
 def first_of_node() -> Iterator[bool]:
@@ -102,6 +104,19 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         raise UsageError(f'{check.name}, column "{shown}": no row has a {column}. Leave it out of columns.')
 
 
+def check_same_number(dataset: Dataset, column: str, source: Source, check: RowCheck) -> None:
+    """Every row has as many negatives as the first one."""
+    sources = [source] if isinstance(source, str) else source
+    row_offset, most = 0, None
+    for table in arrow_batches(dataset.select_columns(list(dict.fromkeys(sources)))) if check.is_on else ():
+        counts = sum(content_counts(table.column(name)) for name in sources)
+        most = counts[0] if most is None else most
+        for row in np.flatnonzero(counts != most):
+            what = f"{counts[row]} negative(s), and row 0 has {most}; the loss takes as many of every row."
+            check.add(row_offset + int(row), what, '", "'.join(sources))
+        row_offset += len(table)
+
+
 def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) -> None:
     """`option`: the field of the run file that names the column."""
     row_offset, what = 0, "an id" if option == "id_column" else "a label"
@@ -145,12 +160,17 @@ def column_kind(feature: Any) -> str | None:
 def content_mask(values: pa.ChunkedArray) -> np.ndarray:
     """(rows,) True where a text is not empty, a list holds a text, an image is there."""
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    if isinstance(values.type, (pa.ListType, pa.LargeListType, pa.FixedSizeListType)):
-        mask = np.zeros(len(values), dtype=bool)
-        # (texts,) the row of each text, without null rows
-        rows = pc.list_parent_indices(values).to_numpy()
-        mask[rows[content_mask(pc.list_flatten(values))]] = True
-        return mask
+    if isinstance(values.type, LISTS):
+        return content_counts(values) > 0
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
         return pc.fill_null(pc.greater(pc.binary_length(values), 0), False).to_numpy(zero_copy_only=False)
     return pc.is_valid(values).to_numpy(zero_copy_only=False)
+
+
+def content_counts(values: pa.ChunkedArray) -> np.ndarray:
+    """(rows,) how many texts of a list are not empty; of what is no list 0 or 1."""
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    if not isinstance(values.type, LISTS):
+        return content_mask(values).astype(np.int64)
+    rows = pc.list_parent_indices(values).to_numpy()  # (texts,) the row of each text, without null rows
+    return np.bincount(rows[content_mask(pc.list_flatten(values))], minlength=len(values))

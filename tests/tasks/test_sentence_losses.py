@@ -5,18 +5,22 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
 from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.load import prepare
+from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import losses as by_name
+from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training import metrics
 from hf_dist_ext.training.step import split
@@ -190,6 +194,20 @@ def test_negatives_in_lists_are_columns_of_their_own():
     ]
     with pytest.raises(UsageError, match="one row has 2 negatives and another one 1"):
         collator(rows)
+
+
+def test_rows_with_fewer_negatives_are_refused_before_training():
+    """Where the loss takes the first, second, ... negatives of all rows as a column each."""
+    rows = Dataset.from_dict(
+        {"query": ["a"] * 4, "positive": ["b"] * 4, "negative": [["c", "d"], ["c"], [], ["", "d"]]}
+    )
+    said = 'row 3 .*, column "negative": 1 negative.s., and row 0 has 2; .* Rows like it: 3, more than max_bad_rows=2'
+    with pytest.raises(UsageError, match=said):
+        check = RowCheck("rows", may_be_bad=2)
+        prepare(rows, RunConfig(loss="MultipleNegativesRankingLoss"), check)
+    assert list(check.bad) == [1, 2, 3]
+    for fit, loss in ((rows.select([0, 0]), "MultipleNegativesRankingLoss"), (rows, "infonce"), (rows, "siglip")):
+        assert prepare(fit, RunConfig(loss=loss), RowCheck("rows")).column_names == ["query", "positive", "negative"]
 
 
 @pytest.mark.parametrize("values, shape", [
