@@ -24,15 +24,21 @@ HOLDOUT_SEED = 42
 
 
 def hold_out(
-    train: AnyDataset, num_rows: int, name: str, together: Sequence[str] = (), bad: Collection[int] = ()
+    train: AnyDataset,
+    num_rows: int,
+    name: str,
+    together: Sequence[str] = (),
+    bad: Collection[int] = (),
+    label: str | None = None,
 ) -> tuple[AnyDataset, AnyDataset]:
     """Split off `num_rows`: a fixed random draw, or the first rows of a stream.
 
     Rows that share a value of the columns `together` (a picture, an id) are not split: up to `num_rows` are held out
-    then. `bad` rows stay in training.
+    then. `bad` rows stay in training. `label`: a column that rows of any content share.
     """
     if isinstance(train, IterableDataset):
-        return _hold_out_of_stream(train, num_rows, together or columns_of(train))
+        contents = [column for column in columns_of(train) if column != label]
+        return _hold_out_of_stream(train, num_rows, together or contents)
     if num_rows >= len(train):
         raise UsageError(f"eval_holdout={num_rows}, but {name} has {len(train)} rows. Hold out fewer.")
     groups = _groups(train, together) if together else [[row] for row in range(len(train))] if bad else []

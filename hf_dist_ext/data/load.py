@@ -85,7 +85,8 @@ def load_datasets(
             evaluation = preparer(evaluation, run, RowCheck(f"{eval_name} ({eval_split})", is_on=train_check.is_on))
     bad = train_check.finish()
     if evaluation is None and run.eval_holdout:
-        train, evaluation = hold_out(train, run.eval_holdout, train_name, kept_together(run, train), bad)
+        together, label = kept_together(run, train), label_column(run, columns_of(train))
+        train, evaluation = hold_out(train, run.eval_holdout, train_name, together, bad, label)
     train = first_rows(train, run.max_train_samples)
     if isinstance(train, IterableDataset):
         train = train.shuffle(seed=HOLDOUT_SEED, buffer_size=SHUFFLE_BUFFER_ROWS)

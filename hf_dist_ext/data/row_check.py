@@ -112,8 +112,11 @@ def check_same_number(dataset: Dataset, column: str, source: Source, check: RowC
         counts = sum(content_counts(table.column(name)) for name in sources)
         most = counts[0] if most is None else most
         for row in np.flatnonzero(counts != most):
-            what = f"{counts[row]} negative(s), and row 0 has {most}; the loss takes as many of every row."
-            check.add(row_offset + int(row), what, '", "'.join(sources))
+            check.add(
+                row_offset + int(row),
+                f"{counts[row]} negative(s), and row 0 has {most}; the loss takes as many of every row.",
+                '", "'.join(sources),
+            )
         row_offset += len(table)
 
 

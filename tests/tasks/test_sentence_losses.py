@@ -12,7 +12,7 @@ from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
 from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.data.load import prepare
+from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
@@ -208,6 +208,14 @@ def test_rows_with_fewer_negatives_are_refused_before_training():
     assert list(check.bad) == [1, 2, 3]
     for fit, loss in ((rows.select([0, 0]), "MultipleNegativesRankingLoss"), (rows, "infonce"), (rows, "siglip")):
         assert prepare(fit, RunConfig(loss=loss), RowCheck("rows")).column_names == ["query", "positive", "negative"]
+
+
+def test_rows_of_a_stream_that_share_a_label_with_a_held_out_one_are_trained_on(tmp_path):
+    rows = [{"query": f"q{i}", "positive": f"p{i}", "label": i % 2} for i in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = RunConfig(dataset_name=str(tmp_path / "rows.jsonl"), loss="CoSENTLoss", streaming=True, eval_holdout=4)
+    train, held = (sorted(row["query"] for row in split) for split in load_datasets(run))
+    assert len(held) == 4 and len(train) == 8 and not {*train} & {*held}
 
 
 @pytest.mark.parametrize("values, shape", [
