@@ -14,7 +14,7 @@
 The tokenizer: (6) a name is cut into words and digits ("braille pattern dots-1245" are seven tokens); (7) a word that
 occurs fewer than `MIN_COUNT` times in train is spelt, so that the parts of "pwii", a syllable, are known from others
 
-The rows depend on the versions of matplotlib's font and of Pillow's FreeType, and on nothing else.
+The rows depend on the versions of matplotlib's font, Pillow's FreeType and Python's names of characters alone.
 """
 
 from __future__ import annotations
