@@ -87,8 +87,9 @@ class ModelFiles:
 
     def prepare(self) -> None:
         """Before anything is wrapped or trained."""
-        if self.args.save_full_model:
-            strategy = self.strategy()
+        strategy = self.strategy()
+        merges = self.ends_complete and self.are_adapters_merged
+        if self.args.save_full_model or (strategy.is_cut and merges):
             merge.check_can_save_merged(self.bare_model(), strategy.forwards_are_collective or strategy.is_cut)
         if self.is_part and self.frozen_digests is None:
             own = trainable.frozen_digests(self.bare_model(), self._saved_here())

@@ -354,6 +354,7 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
         "dispatch": attempt(accelerator_config={"dispatch_batches": True}),
         "optimizer": attempt(optim="galore_adamw_layerwise", optim_target_modules=["q_proj"]),
         "noise": attempt(neftune_noise_alpha=5.0),
+        "merging": attempt(get_peft_model(build(tied), LORA), frozen_modules=["norm"], trains=True),
         "classifier": attempt(classifier),
         "embeddings": attempt(embedding),
         "architecture": attempt(scaling),
