@@ -4,7 +4,8 @@
     all ranks run is inside `first_error_only`: the error of a process that failed by itself is recorded for the
     launcher and raised; one that only lost its peers waits in silence, as the launcher is about to end it
 (2) every such error says where it happened: rank, step, phase
-(3) a watchdog per process knows step and phase. When a step takes longer than allowed, the processes leave notes in
+(3) processes whose launcher is gone end: what they meet through went with it, so a save would wait for ever
+(4) a watchdog per process knows step and phase. When a step takes longer than allowed, the processes leave notes in
     the group's store; one tells who was where and who left no note, and all end
 
 Up to the end of the first step `ddp_timeout` counts (models load, kernels compile), and so it does in evaluations and
@@ -14,6 +15,7 @@ saves; then `step_timeout` counts for a step with its data. Importing this file 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -36,6 +38,7 @@ PEER_SECONDS = 6  # a launcher ends the others 0.1 to 2 s after one failed
 SAME_ERROR_SECONDS = 2  # for rank 0 to say what all have
 NOTE_SECONDS = 2  # for the others to leave their notes
 FRAMES = 2  # of a note
+ORPHAN_SECONDS = 30  # for a step and its checkpoint, where a signal ended the launcher and came here too
 
 
 class Activity:
@@ -128,6 +131,23 @@ def record(text: str, stack: str = "") -> None:
         message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
+
+
+@functools.cache  # one thread is enough
+def end_with_launcher(seconds: float = ORPHAN_SECONDS, poll_seconds: float = 0.5) -> None:
+    """Of several processes that torchrun started: a thread that ends this one `seconds` after it lost its launcher."""
+    if launched.processes() > 1 and launched.by_torchrun():
+        threading.Thread(target=_watch_launcher, args=(os.getppid(), seconds, poll_seconds), daemon=True).start()
+
+
+def _watch_launcher(launcher: int, seconds: float, poll_seconds: float) -> None:
+    while os.getppid() == launcher:
+        time.sleep(poll_seconds)
+    time.sleep(seconds)
+    if launched.rank() % launched.processes_here(launched.processes()) == 0:  # one of a machine
+        text = f"the launcher (process {launcher}) is gone, so the processes can not go on together. {activity}. "
+        print(f"error: {text}Start again with resume_from_checkpoint.", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def set_collective_timeout(seconds: float) -> None:

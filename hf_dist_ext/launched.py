@@ -19,6 +19,11 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def by_torchrun() -> bool:
+    """Whether torchrun (which is inside of accelerate's launcher) started this process and watches it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def processes_here(default: int) -> int:
     """Processes of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", default))

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.data.bad_rows import in_short
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.failures import Watchdog, activity, set_collective_timeout
+from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_collective_timeout
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import StopSignals, remove_mark, write_mark
 from hf_dist_ext.strategies import collectives
@@ -99,6 +99,7 @@ class Health(TrainerCallback):
     @contextlib.contextmanager
     def running(self, is_search: bool) -> Iterator[None]:
         """Around `train()`. A search of hyperparameters has its trials in folders of their own."""
+        end_with_launcher()
         self.was_preempted, self._stop_at_step = False, None
         self._answers, self._loss_of_update, self.inputs = None, None, []
         is_first = self.args.process_index == 0

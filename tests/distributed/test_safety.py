@@ -332,3 +332,23 @@ def test_the_time_limit_of_collectives_holds_on_gloo(run_file):
     with Running(run_file, "--ddp_timeout", "4", script=FAILING, HF_TEST_FAIL="hang") as running:
         seconds, code, text = running.end_after_failure()
     assert code == 1 and seconds < 4 + SHUTDOWN_SECONDS and "Timed out waiting" in text, text
+
+
+def test_processes_without_their_launcher_end(tmp_path):
+    """They would wait for ever in the next save. A process that starts another one and ends stands for a launcher."""
+    seen = tmp_path / "seen"
+    worker = (
+        "import time; from hf_dist_ext.failures import end_with_launcher; end_with_launcher(0.2, 0.05); "
+        "print('watches', flush=True); time.sleep(60); print('left alone')"
+    )
+    launcher = (
+        f"import subprocess, sys, time; out = open({str(seen)!r}, 'w'); "
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}], stdout=out, stderr=out)\n"
+        f"while not open({str(seen)!r}).read(): time.sleep(0.05)"
+    )
+    launched = environment() | {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    subprocess.run([sys.executable, "-c", launcher], env=launched, check=True, timeout=SHUTDOWN_SECONDS)
+    deadline = time.monotonic() + SHUTDOWN_SECONDS
+    while "is gone" not in seen.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert "error: the launcher (process" in seen.read_text() and "left alone" not in seen.read_text()
