@@ -268,7 +268,7 @@ def check_running(run: Run) -> None:
     devices = 0 if run.training.get("use_cpu") or launched.uses_cpu() else count_devices()
     kind = _running_kind(processes)
     version = int(launched.fsdp_setting("version", "1"))
-    runs = _in_words(kind, version, launched.mesh_size("tp"))
+    runs = _in_words(kind, version, launched.mesh_size("tp"), _pipeline_size(run))
     runs += "" if kind == "NO" else f" on {processes} process(es)"
     _refuse_impossible(run, kind, version, devices, f"The launcher started {runs}")
     _refuse_too_many(local, devices, f"Add to accelerate launch: --num_processes {devices}")
@@ -290,7 +290,9 @@ def _running_kind(processes: int) -> str:
     return "MULTI_GPU" if processes > 1 else "NO"
 
 
-def _in_words(kind: str, fsdp_version: int, group: int) -> str:
+def _in_words(kind: str, fsdp_version: int, group: int, pipeline: int) -> str:
+    if pipeline > 1 and kind == "MULTI_GPU":
+        return f"pipelines of {pipeline} " + (f"groups of {group} processes" if group > 1 else "processes")
     if group > 1:
         return f"tensor parallelism in groups of {group}"
     names = {"NO": "one process", "MULTI_GPU": "DDP", "FSDP": f"FSDP version {fsdp_version}", "DEEPSPEED": "DeepSpeed"}
@@ -306,5 +308,5 @@ def _what_is_asked(run: Run, kind: str, fsdp_version: int, processes: int) -> st
         is_same = asked_kind == kind or (asked_kind == "MULTI_GPU" and processes == 1 and kind == "NO")
         is_same &= (group > 1) == (launched.mesh_size("tp") > 1)  # --parallelism_config_tp_size says how large
         if not is_same or (kind == "FSDP" and version != fsdp_version):
-            return f'accelerate_config="{asked}" ({_in_words(asked_kind, version, group)})'
+            return f'accelerate_config="{asked}" ({_in_words(asked_kind, version, group, _pipeline_size(run))})'
     return f"num_processes={wanted}" if wanted not in (None, processes) else None

@@ -170,6 +170,8 @@ def test_tasks_that_would_each_train_alone_are_refused(make_run, monkeypatch, na
 DDP = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
 FSDP2 = DDP | {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 FSDP1 = FSDP2 | {"FSDP_VERSION": "1"}
+TP = DDP | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+TP |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,19 @@ FSDP1 = FSDP2 | {"FSDP_VERSION": "1"}
             ["started FSDP version 2", 'asks for accelerate_config="multi_gpu_ddp"'],
         ),
         (FSDP1, {"accelerate_config": "fsdp"}, 2, ["FSDP version 1", "(FSDP version 2)"]),
+        (DDP, {"pipeline_parallel_size": 2}, 2, []),
+        (
+            DDP,
+            {"accelerate_config": "fsdp", "pipeline_parallel_size": 2},
+            2,
+            ["started pipelines of 2 processes on 2", 'accelerate_config="multi_gpu_fsdp" (FSDP version 2)'],
+        ),
+        (
+            TP,
+            {"accelerate_config": "pp", "pipeline_parallel_size": 2},
+            4,
+            ["started pipelines of 2 groups of 2 processes on 4", '"multi_gpu_pp" (pipelines of 2 processes)'],
+        ),
         (DDP, {"num_processes": 4}, 2, ["on 2 process", "asks for num_processes=4"]),
         (
             {"ACCELERATE_DYNAMO_MODE": "default"},

@@ -148,7 +148,7 @@ def _pipelines(work: Workload, hardware: Hardware, available: Collection[str]) -
             found.append(of_kind[order.index(min(order))])
             found[-1].add_pipeline(work, hardware)
     if asked > 1 and (not found or pipelines.why_none(work)):
-        why = pipelines.why_none(work) or f"its layers or {hardware.num_devices} devices can not be dealt to it"
+        why = pipelines.why_none(work) or pipelines.why_not_dealt(work, hardware)
         raise UsageError(f"pipeline_parallel_size={asked}: {why}. Remove it to see what the other ways take.")
     return found
 

@@ -54,6 +54,21 @@ def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
     return found
 
 
+def why_not_dealt(work: Workload, hardware: Hardware) -> str:
+    """Where the run asks for a pipeline, and there are no `candidates` of a model that can be cut."""
+    asked, devices = work.knobs.pipeline_size, hardware.num_devices
+    if devices % asked:
+        return f"pipelines of {asked} can not be made of {devices} device(s); --num_devices says how many there are"
+    if work.has_towers:
+        return "a pipeline can not be made of towers"
+    pipeline = _pipeline(work, asked, parts=1)
+    split, stages = pipeline.split, len(pipeline.places)
+    if split is not None and len(split) != stages - 1:
+        return f"pipeline_split={list(split)} has {len(split)} numbers, {stages} stages need {stages - 1}"
+    cut = "" if split is None else f" cut at {list(split)} (pipeline_split)"
+    return f"{num_layers(work)} layers{cut} do not make {stages} stages of at least one layer each"
+
+
 def _pipeline(work: Workload, ranks: int, parts: int) -> Pipeline:
     knobs = work.knobs
     sharding = knobs.sharding if knobs.sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else ""

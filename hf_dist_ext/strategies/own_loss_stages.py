@@ -73,7 +73,7 @@ class OwnLossCut(Cut):
                 f"a pipeline can not be made of {type(base).__name__} with its own loss: it was measured to be exact "
                 f"for causal language models of {', '.join(sorted(DECODERS))}. Use multi_gpu_fsdp."
             )
-        layout_of(config)
+        layout_of(config, DECODERS)
         return base
 
     @staticmethod

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.utils import logging
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
@@ -36,6 +37,8 @@ from hf_dist_ext.strategies.pipeline_options import check_model, per_rank_of, pl
 from hf_dist_ext.strategies.pipeline_passes import Line, PipelinePasses
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import held_here, num_parts, put, whole
+
+logger = logging.get_logger(__name__)
 
 # ---- (1) ----
 
@@ -125,10 +128,28 @@ class Pipeline(Strategy):
             self.partial = splitting.without_own_reduction(backbone)
         self.mesh.agree(self.whole.parameters())
         self.sharded = sharded_stages.of(args.sharding, self.cut.modules(), self.mesh)
+        if args.process_index == 0:
+            logger.info(self._in_words(places, args.sharding))
         # Trainer then leaves the model where it is, and accelerate puts no wrapper around it.
         self.cut.base._is_distributed_loading_by_transformers = True
         with meanwhile(args, "save_only_model", True):  # as under tensor parallelism
             yield
+
+    def _in_words(self, places: Sequence[int], sharding: str | None) -> str:
+        """`places`: the rank of every stage."""
+        layers = [0] * self.size
+        for place, number in zip(places, self.cut.num_layers, strict=True):
+            layers[place] += number
+        each, many = "process", f"{self.size} processes"
+        if self.shape.parts > 1:
+            each, many = "group", f"{self.size} groups of {self.shape.parts} processes"
+        copies = "there are no copies" if self.shape.copies == 1 else "copies average their gradients once per update"
+        if self.sharded is not None:
+            copies = f'copies shard their stages (sharding="{sharding}")'
+        return (
+            f"pipelines: {self.shape.copies} of {many}; layers per {each}: {', '.join(map(str, layers))}; stages per "
+            f"{each}: {self.per_rank}; schedule {self.schedule}; {copies}."
+        )
 
     @contextmanager
     def training(self) -> Iterator[None]:

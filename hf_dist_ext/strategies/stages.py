@@ -14,7 +14,7 @@ read from files as `staged` says never has more (one with random weights is buil
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -43,16 +43,16 @@ ENCODERS = {
 }
 
 
-def layout_of(config: Any) -> Layout:
-    """Of a model's config. Raises UsageError when it is none that can be cut."""
+def layout_of(config: Any, kinds: Iterable[str] = DECODERS | ENCODERS.keys()) -> Layout:
+    """Of a model's config. Raises UsageError when it is none of the `kinds` (of models) that can be cut."""
     name = config.model_type
-    if name in ENCODERS:
+    if name in ENCODERS and name in kinds:
         return ENCODERS[name]
     plan = list(getattr(config, "base_model_pp_plan", None) or ())
-    if name not in DECODERS or "layers" not in plan:
+    if name not in DECODERS or name not in kinds or "layers" not in plan:
         raise UsageError(
             f'a pipeline can not be made of "{name}": it was measured to be exact for '
-            f"{', '.join(sorted(DECODERS | ENCODERS.keys()))}. Use multi_gpu_fsdp."
+            f"{', '.join(sorted(kinds))}. Use multi_gpu_fsdp."
         )
     at = plan.index("layers")
     return Layout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
@@ -233,6 +233,12 @@ class Cut:
             if stage == self.num_stages - 1:
                 return self.base(**features).embeddings
             return self.base.tokens(**features)
+
+    @property
+    def num_layers(self) -> list[int]:
+        """Of every stage."""
+        stack = self.backbone_of(self.base).get_submodule(layout_of(self.backbone_of(self.base).config).stack)
+        return [sum(part.owner is stack for part in parts) for parts in self.parts]
 
     @contextlib.contextmanager
     def only(self, stage: int) -> Iterator[None]:

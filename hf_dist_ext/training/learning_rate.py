@@ -45,12 +45,14 @@ def check(args: Any) -> None:
 def scale(args: Any, devices: int) -> None:
     """Scale `learning_rate` and `learning_rates` by the rule, once however many trainers share the arguments.
 
-    devices: those that have rows of their own.
+    devices: those, or groups of processes, that have rows of their own.
     """
     effective = args.train_batch_size * args.gradient_accumulation_steps * devices
+    shared_by = args.world_size // devices
+    each, more = ("group", f" of {shared_by} processes that share rows") if shared_by > 1 else ("device", "")
     words = (
-        f"effective batch: {effective} rows = {args.train_batch_size} per device x "
-        f"{args.gradient_accumulation_steps} accumulated x {devices} device(s)"
+        f"effective batch: {effective} rows = {args.train_batch_size} per {each} x "
+        f"{args.gradient_accumulation_steps} accumulated x {devices} {each}(s){more}"
     )
     rule, base, given = args.lr_scale_rule, args.lr_base_batch_size, getattr(args, "_given_rates", None)
     if rule == "none":

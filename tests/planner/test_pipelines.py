@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, Pipelin
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.memory import Settings, model_of
 from hf_dist_ext.run.presets import presets
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import schedules, stages
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
 from tests.planner.test_choose import DECODER, make_run, on_machine, workload  # noqa: F401, a fixture
@@ -239,12 +241,13 @@ def test_a_run_that_asks_for_a_pipeline_gets_it_judged(make_run):  # noqa: F811
     [
         ({"model_type": "distilbert"}, {}, "can not be made of distilbert"),
         (DECODER, {"fp16": True, "bf16": False}, "does not go with fp16"),
-        (DECODER, {"pipeline_parallel_size": 3}, "8 devices can not be dealt"),
-        (DECODER, {"pipeline_split": [28]}, "can not be dealt"),
+        (DECODER, {"pipeline_parallel_size": 3}, r"pipelines of 3 can not be made of 8 device\(s\); --num_devices"),
+        (DECODER, {"pipeline_split": [28]}, r"28 layers cut at \[28\] \(pipeline_split\) do not make 2 stages"),
+        (DECODER, {"pipeline_split": [7, 14]}, r"pipeline_split=\[7, 14\] has 2 numbers, 2 stages need 1"),
         (
             DECODER,
             {"pipeline_parallel_size": 8, "pipeline_schedule": "looped_bfs", "pipeline_stages_per_rank": 4},
-            "layers",
+            "28 layers do not make 32 stages",
         ),
     ],
 )
@@ -332,3 +335,14 @@ def test_copies_that_shard_their_stages_divide_state(make_run):  # noqa: F811
 def test_stages_that_can_not_be_sharded_say_why(make_run, fields, words):  # noqa: F811
     plan = make_plan(make_run(DECODER, **(LARGE | {"pipeline_parallel_size": 2} | fields)), Hardware(8, 80 * GIB))
     assert words in pipeline_option(plan).why_not
+
+
+@pytest.mark.parametrize(
+    ("machines", "words"), [(8, "--num_machines 8 --machine_rank N .*--num_processes 64 "), (1, "")]
+)
+def test_groups_of_another_size_than_the_preset_s_are_started_by_a_whole_command(machines, words):
+    run = load_run(["--config", "configs/plan/embedder_24b.json", "--pipeline_parallel_size", "2"])
+    said = " ".join(make_plan(run, Hardware(64, 80 * GIB, machines, "nvlink")).reasons)
+    words = words or "--num_processes 64 "
+    preset = "accelerate launch --config_file configs/accelerate/multi_gpu_3d.yaml "
+    assert re.search(f"{preset}{words}--parallelism_config_tp_size 4 scripts/train_hf.py --config RUN.json", said)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import causal_lm
@@ -46,6 +46,13 @@ def test_stage_after_stage_gives_the_loss_and_logits_of_the_whole_model(name, ow
         found = cuts[2].score(batch, hidden, score, nullcontext)
     assert expected[0] > 0
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_other_models_are_refused_and_those_that_can_be_named(kind):
+    config = AutoConfig.for_model(kind, vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
+    with pytest.raises(UsageError, match=f'made of "{kind}".*exact for llama, mistral, qwen2, qwen3. Use'):
+        OwnLossCut.base_of(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -8,6 +8,8 @@ from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import stages
+from hf_dist_ext.strategies.mesh import Shape
+from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.tiny_models import TEXT_CONFIGS
 
 LAYERS = 5
@@ -44,6 +46,37 @@ def test_stage_after_stage_is_the_whole_model(name, owned):
         whole = build(name)(**rows()).embeddings
         found = through([stages.Cut(build(name), own, firsts) for own in owned], rows())
     assert whole.norm() > 0 and torch.equal(found, whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "places", "sharding", "words"),
+    [
+        (
+            (2, 2, 1),
+            [0, 1],
+            None,
+            "2 of 2 processes; layers per process: 2, 3; stages per process: 1; schedule 1f1b; copies a",
+        ),
+        (
+            (1, 2, 1),
+            [0, 1, 0, 1],
+            None,
+            "1 of 2 processes; layers per process: 2, 3; stages per process: 2; schedule 1f1b; there",
+        ),
+        (
+            (3, 2, 4),
+            [0, 1],
+            "FULL_SHARD",
+            "3 of 2 groups of 4 processes; layers per group: 2, 3; stages per group: 1; schedule 1f1b; copies sh",
+        ),
+    ],
+)
+def test_a_run_says_what_its_pipelines_are(shape, places, sharding, words):
+    pipeline, model = Pipeline.__new__(Pipeline), build("qwen3")
+    pipeline.shape, pipeline.schedule, pipeline.per_rank = Shape(*shape), "1f1b", len(places) // 2
+    pipeline.cut, pipeline.sharded = stages.Cut(model, [0], stages.firsts_of(model, places, None)), sharding
+    said = pipeline._in_words(places, sharding)
+    assert said.startswith("pipelines: ") and words in said
 
 
 def test_a_rank_keeps_no_memory_of_other_stages():
