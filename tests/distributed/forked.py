@@ -26,6 +26,7 @@ import torch.distributed.algorithms.ddp_comm_hooks  # noqa: F401
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_multi_gpu_env
+from tqdm import tqdm
 from transformers.models.bert import modeling_bert  # noqa: F401
 
 from hf_dist_ext.strategies.collectives import leave_together
@@ -79,6 +80,7 @@ class Run:
             if pid := os.fork():
                 self.pids.append(pid)
                 continue
+            tqdm.set_lock(threading.RLock())  # the parent's is shared, and a process that is killed keeps it
             gc.freeze()  # or the first collection copies every page that is shared with the parent
             with open(self.logs[rank], "w") as file:
                 os.dup2(file.fileno(), 1)

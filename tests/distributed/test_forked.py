@@ -1,10 +1,14 @@
 """Forked processes stand for launched ones (forked.py): here every preset is launched, and hands on the same."""
 
 import json
+import os
+import signal
+import time
 
 import pytest
+from tqdm import tqdm
 
-from tests.distributed.forked import of_preset
+from tests.distributed.forked import Run, of_preset
 from tests.launching import environment, launch
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "GROUP_", "LOCAL_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_")
@@ -28,3 +32,22 @@ def test_forked_processes_have_the_environment_of_a_real_launch(preset, num_proc
         assert (launched["RANK"], launched["WORLD_SIZE"]) == (str(rank), str(num_processes))
         given = {name: value for name, value in launched.items() if before.get(name) != value}
         assert {name: value for name, value in given.items() if not name.startswith(OF_TORCHRUN)} == forked
+
+
+def test_a_killed_process_keeps_no_lock_from_the_next(tmp_path):
+    """tqdm's is made once for a process and those that it forks."""
+    tqdm.get_lock()
+
+    def hold(say) -> str:
+        tqdm.get_lock().acquire()
+        say("held")
+        time.sleep(60)
+        return ""
+
+    killed = Run("single", tmp_path / "killed", hold)
+    killed.lines.readline()
+    os.kill(killed.pids[0], signal.SIGKILL)
+    following = Run("single", tmp_path / "next", lambda say: str(tqdm.get_lock().acquire(timeout=10)))
+    assert following.lines.readline().strip() == "True"
+    killed.wait()
+    following.wait()
