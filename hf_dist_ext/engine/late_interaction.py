@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import LossOutput, keys_of
 from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
 from hf_dist_ext.errors import UsageError
@@ -88,7 +90,7 @@ class LateInteractionLoss(nn.Module):
             masks=[one["mask"].bool() for one in (queries, *documents)],
         )
         vectors = [one["vectors"] for one in (queries, *documents)]
-        loss, metrics = _LateInteraction.apply(plan, torch.is_grad_enabled(), *vectors)
+        loss, metrics = with_gradients("LateInteractionLoss", partial(_loss_and_gradients, plan), *vectors)
         return LossOutput(loss, dict(zip(("accuracy", "masked_share"), metrics.unbind(), strict=True)))
 
     def extra_repr(self) -> str:
@@ -104,36 +106,11 @@ class _Plan(NamedTuple):
     masks: list[Tensor]  # of the queries, then of every column of documents
 
 
-class _LateInteraction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, plan: _Plan, is_grad_enabled: bool, *vectors: Tensor):
-        needs = [is_grad_enabled and needed for needed in ctx.needs_input_grad[2:]]
-        with torch.autocast(vectors[0].device.type, enabled=False):
-            loss, metrics, gradients = _loss_and_gradients(plan, vectors, any(needs))
-        ctx.save_for_backward(*(one if needed else None for one, needed in zip(gradients, needs, strict=True)))
-        ctx.dtypes = [tensor.dtype for tensor in vectors]
-        ctx.mark_non_differentiable(metrics)
-        return loss, metrics
-
-    @staticmethod
-    def backward(ctx, grad_loss: Tensor, _: Tensor):
-        if torch.is_grad_enabled():  # not once_differentiable: it lets a second derivative be zero in silence
-            raise RuntimeError(
-                "LateInteractionLoss computes its gradient by hand and cannot differentiate it again. "
-                "Call backward without create_graph=True."
-            )
-        scaled = (
-            None if gradient is None else (gradient * grad_loss).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, *scaled)
-
-
 def _loss_and_gradients(
-    plan: _Plan, vectors: tuple[Tensor, ...], needs_gradients: bool
+    plan: _Plan, *vectors: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics (2,), and the gradients of the queries and of every column of documents."""
-    dtype = torch.promote_types(vectors[0].dtype, torch.float32)
+    dtype, needs_gradients = torch.promote_types(vectors[0].dtype, torch.float32), any(needs)
     flat = [v.masked_fill(~mask[..., None], 0.0).flatten(0, 1) for v, mask in zip(vectors, plan.masks, strict=True)]
     units = [normalized(rows, plan.normalize, dtype) for rows in flat]  # (1): (rows * T, D)
     queries, *documents = [unit.view(v.shape) for (unit, _), v in zip(units, vectors, strict=True)]

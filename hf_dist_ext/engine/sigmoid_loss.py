@@ -7,8 +7,8 @@ For row i and candidate j with similarity c_ij, scale s, bias b, and z_ij = 1 fo
     loss_i = - sum over j of log sigmoid(z_ij l_ij)
     dloss_i / dl_ij = sigmoid(l_ij) - [z_ij = 1]
 
-No row needs a sum over its candidates, so a tile is done with at once: loss and gradient are made in the forward pass,
-and backward multiplies by what arrives from above, as in tiled_infonce.py, whose blocks and normalisation these are.
+No row needs a sum over its candidates, so a tile is done with at once: loss and gradient are made in the forward pass
+(by_hand.py). Blocks and normalisation are those of tiled_infonce.py.
 
 Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of a tile.
 """
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import LossOutput, checked_columns, keys_of
 from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
 from hf_dist_ext.errors import UsageError
@@ -81,7 +83,8 @@ class SigmoidLoss(nn.Module):
             candidates_per_tile=self.candidates_per_tile,
         )
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
-        loss, metrics = _TiledSigmoid.apply(plan, torch.is_grad_enabled(), scale, bias, rows, *columns)
+        made = partial(_loss_and_gradients, plan)
+        loss, metrics = with_gradients("SigmoidLoss", made, scale, bias, rows, *columns)
         of_rows = dict(zip(("accuracy", "masked_share", "positive_similarity"), metrics.unbind(), strict=True))
         return LossOutput(loss, of_rows | {"scale": scale.detach().squeeze(0), "bias": bias.detach().squeeze(0)})
 
@@ -95,31 +98,6 @@ class _Plan(NamedTuple):
     normalize: bool
     rows_per_tile: int
     candidates_per_tile: int
-
-
-class _TiledSigmoid(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, plan: _Plan, is_grad_enabled: bool, *tensors: Tensor):
-        needs = [is_grad_enabled and needed for needed in ctx.needs_input_grad[2:]]
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            loss, metrics, gradients = _loss_and_gradients(plan, *tensors, needs=needs)
-        ctx.save_for_backward(*(one if needed else None for one, needed in zip(gradients, needs, strict=True)))
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
-        ctx.mark_non_differentiable(metrics)
-        return loss, metrics
-
-    @staticmethod
-    def backward(ctx, grad_loss: Tensor, _: Tensor):
-        if torch.is_grad_enabled():  # not once_differentiable: it lets a second derivative be zero in silence
-            raise RuntimeError(
-                "SigmoidLoss computes its gradient by hand and cannot differentiate it again. "
-                "Call backward without create_graph=True."
-            )
-        scaled = (
-            None if gradient is None else (gradient * grad_loss).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, *scaled)
 
 
 def _loss_and_gradients(

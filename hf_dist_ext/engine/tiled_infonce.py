@@ -1,7 +1,6 @@
 """The arithmetic of InfoNCE in tiles, gradient included: the full batch's loss without the full batch's logits.
 
-The one thing to know: the gradient is made during the forward pass. Backward only multiplies it by what arrives from
-above, so there is no graph over tiles, no leaf per tile, and no gradient of a gradient.
+The one thing to know: the gradient is made during the forward pass (by_hand.py).
 
 For row i with its positive p, scale s = 1 / temperature and similarities c:
 
@@ -29,11 +28,14 @@ Shapes: B own rows, N all ranks' rows, D embedding, M candidates (N positives an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+from hf_dist_ext.engine.by_hand import with_gradients
 
 _MASKED = -1e30  # a logit that weighs nothing; finite, because -inf - -inf is NaN in a row whose others are all masked
 
@@ -61,37 +63,11 @@ def tiled_infonce(plan: Plan, inverse_temperature: Tensor, embeddings: Sequence[
 
     inverse_temperature: (1,), in the dtype that all of this is computed in. Gradients have their inputs' dtypes.
     """
-    return _TiledInfoNCE.apply(plan, torch.is_grad_enabled(), inverse_temperature, *embeddings)
-
-
-class _TiledInfoNCE(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, plan: Plan, is_grad_enabled: bool, inverse_temperature: Tensor, *embeddings: Tensor):
-        needs = [is_grad_enabled and needed for needed in ctx.needs_input_grad[2:]]
-        with torch.autocast(inverse_temperature.device.type, enabled=False):
-            loss, metrics, gradients = _loss_and_gradients(plan, inverse_temperature, embeddings, needs)
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [tensor.dtype for tensor in (inverse_temperature, *embeddings)]
-        ctx.mark_non_differentiable(metrics)
-        return loss, metrics
-
-    @staticmethod
-    def backward(ctx, grad_loss: Tensor, _: Tensor):
-        if torch.is_grad_enabled():  # not once_differentiable: it lets a second derivative be zero in silence
-            raise RuntimeError(
-                "InfoNCELoss computes its gradient by hand and cannot differentiate it again. "
-                "Call backward without create_graph=True."
-            )
-        # Multiply, then round: under a loss scale the product is within fp16's range, the gradient alone may not be.
-        scaled = (
-            None if gradient is None else (gradient * grad_loss).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        )
-        return (None, None, *scaled)
+    return with_gradients("InfoNCELoss", partial(_loss_and_gradients, plan), inverse_temperature, *embeddings)
 
 
 def _loss_and_gradients(
-    plan: Plan, inverse_temperature: Tensor, embeddings: Sequence[Tensor], needs: list[bool]
+    plan: Plan, inverse_temperature: Tensor, *embeddings: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics and the gradients (None where not needed) of the inverse temperature and of every embedding."""
     needs_temperature, *needs_embedding = needs
