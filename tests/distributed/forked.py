@@ -80,7 +80,7 @@ class Run:
             if pid := os.fork():
                 self.pids.append(pid)
                 continue
-            tqdm.set_lock(threading.RLock())  # the parent's is shared, and a process that is killed keeps it
+            draw_bars_alone(tqdm)
             gc.freeze()  # or the first collection copies every page that is shared with the parent
             with open(self.logs[rank], "w") as file:
                 os.dup2(file.fileno(), 1)
@@ -128,6 +128,16 @@ class Run:
     def kill(self, pids) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+
+
+def draw_bars_alone(bars: type[tqdm]) -> None:
+    """Give progress bars a lock of this process: a parent's is shared, and a process that is killed keeps it.
+
+    A subclass has a lock of its own when it drew before its parent class did.
+    """
+    bars.set_lock(threading.RLock())
+    for subclass in bars.__subclasses__():
+        draw_bars_alone(subclass)
 
 
 def of_preset(name: str, num_processes: int) -> dict[str, str]:

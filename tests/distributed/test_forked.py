@@ -6,7 +6,8 @@ import signal
 import time
 
 import pytest
-from tqdm import tqdm
+from tqdm import auto, tqdm
+from tqdm.std import TqdmDefaultWriteLock
 
 from tests.distributed.forked import Run, of_preset
 from tests.launching import environment, launch
@@ -34,12 +35,13 @@ def test_forked_processes_have_the_environment_of_a_real_launch(preset, num_proc
         assert {name: value for name, value in given.items() if not name.startswith(OF_TORCHRUN)} == forked
 
 
-def test_a_killed_process_keeps_no_lock_from_the_next(tmp_path):
-    """tqdm's is made once for a process and those that it forks."""
-    tqdm.get_lock()
+@pytest.mark.parametrize("bars", [tqdm, auto.tqdm], ids=["tqdm", "a subclass with a lock of its own"])
+def test_a_killed_process_keeps_no_lock_from_the_next(tmp_path, monkeypatch, bars):
+    """tqdm's locks are made once for a process and those that it forks."""
+    monkeypatch.setattr(bars, "_lock", TqdmDefaultWriteLock(), raising=False)
 
     def hold(say) -> str:
-        tqdm.get_lock().acquire()
+        bars.get_lock().acquire()
         say("held")
         time.sleep(60)
         return ""
@@ -47,7 +49,7 @@ def test_a_killed_process_keeps_no_lock_from_the_next(tmp_path):
     killed = Run("single", tmp_path / "killed", hold)
     killed.lines.readline()
     os.kill(killed.pids[0], signal.SIGKILL)
-    following = Run("single", tmp_path / "next", lambda say: str(tqdm.get_lock().acquire(timeout=10)))
+    following = Run("single", tmp_path / "next", lambda say: str(bars.get_lock().acquire(timeout=10)))
     assert following.lines.readline().strip() == "True"
     killed.wait()
     following.wait()
