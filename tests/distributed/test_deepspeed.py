@@ -142,6 +142,32 @@ def test_a_shard_that_would_run_something_is_refused(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
+@needs_deepspeed
+def test_getattr_reads_stages_of_zero_and_nothing_else(tmp_path):
+    """Early releases of Python 3.11 pickle the members of enums as `getattr(class, name)`."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    from hf_dist_ext.strategies.zero_checkpoint import reading
+
+    class Reads:
+        def __init__(self, *what):
+            self.what = what
+
+        def __reduce__(self):
+            return getattr, self.what
+
+    def read(*what):
+        torch.save({"zero_stage": Reads(*what)}, tmp_path / "optim_states.pt")
+        with reading(False, "checkpoint-2"):
+            return torch.load(tmp_path / "optim_states.pt", weights_only=False)["zero_stage"]
+
+    member = list(ZeroStageEnum)[-1]
+    assert read(ZeroStageEnum, member.name) is member
+    for what in ((ZeroStageEnum, "__init__"), (torch.device, "type"), (torch.float32, "itemsize")):
+        with pytest.raises(UsageError, match="trust_checkpoint"):
+            read(*what)
+
+
 @pytest.mark.parametrize(
     "version, is_old", [("0.19.1", True), ("0.9.5", True), ("0.19.8", False), ("0.20.0+a", False)]
 )
