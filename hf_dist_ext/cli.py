@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     merge.set_defaults(act=_merge)
 
     _add_mine(commands)
+    _add_encode(commands)
 
     # `hf-dist config --explain run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(argv)
@@ -92,6 +93,25 @@ def _add_mine(commands: argparse._SubParsersAction) -> None:
     mine.set_defaults(act=_mine)
 
 
+def _add_encode(commands: argparse._SubParsersAction) -> None:
+    summary = "embeddings of the rows of a file, or of the pictures of a folder, as a file"
+    encode = commands.add_parser("encode", help=summary, allow_abbrev=False)
+    add = encode.add_argument
+    add("--model", required=True, metavar="DIR", help="the output_dir of a run, or a hub id")
+    add("data", metavar="FILE", help="a data file, a text file (a row per line) or a folder of pictures")
+    add("--output", required=True, metavar="FILE", help="a new .npy or .parquet file, in the order of the rows")
+    add("--column", metavar="NAME", help="with the texts (default: the only one that holds texts)")
+    add("--id_column", metavar="NAME", help="kept in the .parquet (default: _id, id, or the row's number)")
+    add("--prompt_name", metavar="NAME", help="of the model's prompts: query, document, ... (default: no prompt)")
+    add("--prompt", metavar="TEXT", help="put before every text")
+    add("--batch_size", type=int, default=64, help="rows that go through the model at once (default: %(default)s)")
+    add("--dims", type=int, help="keep so many leading dimensions, those of Matryoshka training")
+    precisions = ["float32", "float16", "int8", "uint8", "binary", "ubinary"]
+    add("--precision", choices=precisions, default="float32", help="of the output (default: %(default)s)")
+    add("--ranges", metavar="FILE", help="of an earlier int8 or uint8 output, to have the same steps")
+    encode.set_defaults(act=_encode)
+
+
 def _number_or_none(text: str) -> float | None:
     return None if text == "none" else float(text)
 
@@ -102,6 +122,12 @@ def _mine(arguments: argparse.Namespace, overrides: list[str]) -> None:
     given = {name: value for name, value in vars(arguments).items() if name not in ("command", "act")}
     wanted = Wanted(**{one.name: given.pop(one.name) for one in fields(Wanted)})
     main(Mine(**given, wanted=wanted))
+
+
+def _encode(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.tasks.encode import Encode, main
+
+    main(Encode(**{name: value for name, value in vars(arguments).items() if name not in ("command", "act")}))
 
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -217,11 +217,14 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             launched = launch_command_parser().parse_args(words[1:])
             assert Path(launched.config_file).is_file()
             program, words = "python", [launched.training_script, *launched.training_script_args]
+            if launched.module:
+                assert words.pop(0) == "hf_dist_ext.cli"
+                program = "hf-dist"
         if words and words[0] == "scripts/train_hf.py" and "--help" not in words:
             assert load_run(words[1:]).training["output_dir"].startswith("outputs/")
         elif program == "python":
             assert Path(words[0]).is_file()
-        elif program == "hf-dist" and words[0] not in ("search", "merge", "mine"):  # those need a trained model
+        elif program == "hf-dist" and words[0] not in ("search", "merge", "mine", "encode"):  # of a trained model
             hf_dist(words)
             assert capsys.readouterr().out
 

@@ -78,6 +78,18 @@ def whole_model(name_or_path: str) -> EmbeddingModel:
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
+def folders_behind(folder: Path) -> list[Path]:
+    """The folders whose weights `whole_model` puts together: this one, and the base's where it holds a part alone."""
+    if (folder / "modules.json").is_file() and (folder / adapter_folder.CONFIG).is_file():
+        base, revision = adapter_folder.base_of(folder)
+    elif trainable.has_trainable_weights(folder) or (folder / adapter_folder.CONFIG).is_file():
+        facts = _verified(folder)
+        base, revision = facts["base_model"], facts["base_revision"]
+    else:
+        return [folder]
+    return [folder, *folders_behind(resolve_folder(base, revision))]
+
+
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 

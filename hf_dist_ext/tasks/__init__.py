@@ -4,5 +4,5 @@
 `sources.py` loads several datasets, `image_text.py` builds conversations about pictures. `losses.py` makes the loss,
 `sentence_losses.py` those of sentence-transformers. `adapters.py` adds LoRA, `stages.py` runs one trainer after
 another. `search.py` and `search_files.py` are `hf-dist search`, for which `tower_pair.py` asks a pair of towers.
-`mine.py` is `hf-dist mine`, and `trace.py` measures a model for the planner.
+`mine.py` is `hf-dist mine`, `encode.py` is `hf-dist encode`, and `trace.py` measures a model for the planner.
 """

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hf_dist_ext.models.embedding_model import EmbeddingModel
 
 ROWS_PER_BATCH = 64
+DOCUMENT_ROLE = (*DOCUMENT_NAMES, "positive")  # names of the prompt before documents, the first one found
 
 
 def main(model_dir: str, query: str, top_k: int = 5) -> None:
@@ -61,7 +62,6 @@ def load(model_dir: str) -> tuple[EmbeddingModel, PreTrainedTokenizerBase]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
-@torch.inference_mode()
 def embed(
     model: EmbeddingModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -71,15 +71,28 @@ def embed(
 ) -> torch.Tensor:
     """(len(texts), D) float32 on the CPU, in the order of the texts, with the model's own prompt and length for a
     "query" or "document". `done` is told how many more texts are embedded."""
-    names = (*DOCUMENT_NAMES, "positive") if role == "document" else (role,)
+    names = DOCUMENT_ROLE if role == "document" else (role,)
     prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
-    length = model.lengths.get(role, model.max_length)
+    return embed_after(prompt, model, tokenizer, texts, model.lengths.get(role, model.max_length), done)
+
+
+@torch.inference_mode()
+def embed_after(
+    prompt: str,
+    model: EmbeddingModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    length: int | None,
+    done: Callable[[int], Any] = lambda count: None,
+    rows_per_batch: int = ROWS_PER_BATCH,
+) -> torch.Tensor:
+    """As `embed`, with the prompt before each text, cut at `length` tokens; None: the tokenizer's limit."""
     limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
-    collator = ContrastiveCollator(tokenizer, ("query", role), {role: prompt}, limit)
+    collator = ContrastiveCollator(tokenizer, ("query", "text"), {"text": prompt}, limit)
     longest_first = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
     embeddings = torch.empty(len(texts), model.embedding_dim)
-    for batch in torch.tensor(longest_first).split(ROWS_PER_BATCH):
-        features = collator.text_features(role, [texts[row] for row in batch])
+    for batch in torch.tensor(longest_first).split(rows_per_batch):
+        features = collator.text_features("text", [texts[row] for row in batch])
         embeddings[batch] = model(**{k: v.to(model.device) for k, v in features.items()}).embeddings.float().cpu()
         done(len(batch))
     return embeddings

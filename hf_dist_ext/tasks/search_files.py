@@ -3,7 +3,8 @@
 (1) what is searched: every picture below a folder, or the texts of a file, a line or a row each
 (2) the model: a pair of towers for pictures, which a picture may ask too (`--image`); for texts any embedding model
 (3) the vectors of what is searched are kept in the model's folder, in a file of `index/`. They are computed again when
-    the model's files or what is searched have changed; names, sizes and times of change tell, of texts the texts
+    the model's files, those of the base of its adapters, or what is searched have changed; names, sizes and times of
+    change tell, of texts the texts
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from hf_dist_ext.checkpoints.merge import folders_behind
 from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
 from hf_dist_ext.data.row_check import column_kind
@@ -109,14 +111,18 @@ def texts_of(file: Path, column: str | None = None) -> Documents:
     else:
         with loading_errors(str(file)):
             rows = open_file(file, streaming=False)["train"]
-        named = [name for name in columns_of(rows) if column_kind(rows.features[name]) == "text"]
-        if column is None and len(named) != 1 or column is not None and column not in named:
-            raise UsageError(f"--data {file} has the text columns {', '.join(named) or 'none'}. Name one as --column.")
-        texts = rows[column or named[0]]
+        texts = rows[column_of_texts(rows, column, f"--data {file}")]
     texts = [text for text in texts if text and text.strip()]
     if not texts:
         raise UsageError(f"--data {file} holds no text.")
     return Documents(texts, False, _digest(texts))
+
+
+def column_of_texts(rows: Any, column: str | None, where: str) -> str:
+    named = [name for name in columns_of(rows) if column_kind(rows.features[name]) == "text"]
+    if column is None and len(named) != 1 or column is not None and column not in named:
+        raise UsageError(f"{where} has the text columns {', '.join(named) or 'none'}. Name one as --column.")
+    return column or named[0]
 
 
 def open_picture(path: Path) -> Any:
@@ -138,9 +144,8 @@ def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[
 
     if not model.is_dir():  # a hub id
         return torch.cat(list(_in_batches(documents, embed)))
-    kept, found = model / INDEX, sorted(path for path in model.rglob("*") if path.suffix in MODEL_FILES)
-    facts = _digest([_facts([path for path in found if kept not in path.parents], model), documents.facts])
-    index = kept / f"{_digest([str(Path(data).resolve())])}.safetensors"
+    facts = _digest([*map(_facts_of_model, folders_behind(model)), documents.facts])
+    index = model / INDEX / f"{_digest([str(Path(data).resolve())])}.safetensors"
     if index.is_file():
         with safe_open(index, "pt") as file:
             if (file.metadata() or {}).get("facts") == facts:
@@ -162,6 +167,11 @@ def _in_batches(documents: Documents, embed: Callable[[list], torch.Tensor]) -> 
         return
     for first in range(0, len(documents.values), ROWS_PER_BATCH):
         yield embed([open_picture(Path(path)) for path in documents.values[first : first + ROWS_PER_BATCH]])
+
+
+def _facts_of_model(folder: Path) -> str:
+    found = sorted(path for path in folder.rglob("*") if path.suffix in MODEL_FILES)
+    return _facts([path for path in found if folder / INDEX not in path.parents], folder)
 
 
 def _facts(paths: Sequence[Path], root: Path) -> str:

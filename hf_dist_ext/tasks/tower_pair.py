@@ -50,12 +50,12 @@ class TowerPair:
         return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"), collator)
 
     @torch.inference_mode()
-    def embed(self, values: Sequence[Any]) -> torch.Tensor:
+    def embed(self, values: Sequence[Any], rows_per_batch: int = ROWS_PER_BATCH) -> torch.Tensor:
         """(len(values), D) float32 on the CPU, of texts or of PIL images."""
         column = self.columns[TEXT if isinstance(values[0], str) else IMAGE]
         vectors = []
-        for first in range(0, len(values), ROWS_PER_BATCH):
-            features = self.collator.features(column, list(values[first : first + ROWS_PER_BATCH]))
+        for first in range(0, len(values), rows_per_batch):
+            features = self.collator.features(column, list(values[first : first + rows_per_batch]))
             features = {name: value.to(self.model.device) for name, value in features.items()}
             vectors.append(self.model(column=column, **features).embeddings.float().cpu())
         return torch.cat(vectors)

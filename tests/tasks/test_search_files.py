@@ -18,15 +18,18 @@ from transformers import (
 )
 
 from hf_dist_ext import cli
+from hf_dist_ext.checkpoints import merge
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks import search_files
+from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.search import embed, load
 from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.tasks.test_image_pairs import TEXT, VISION
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import model_config, tiny_tokenizer
 
 CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
 
@@ -160,3 +163,31 @@ def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, c
     given = {"model": str(pairs), "question": "parse", "image": None, "data": str(pictures)} | change
     with pytest.raises(UsageError, match=words):
         search_files.find(*(given[name] for name in ("model", "question", "image", "data")), given.get("column"))
+
+
+def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
+    torch.manual_seed(0)
+    base = EmbeddingModel.from_config(model_config("bert", hidden_dropout_prob=0.0))
+    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    adapted = add_adapters(EmbeddingModel.from_pretrained(tmp_path / "base"), RunConfig(use_lora=True))
+    files = [tmp_path / "model" / name for name in merge.ADAPTER_FILES]
+    adapted.save_pretrained(tmp_path / "model")
+    merge.complete_adapters(adapted, None, tmp_path / "model", tiny_tokenizer(), keep=True)
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("\n".join(CAPTIONS))
+
+    def scores() -> list[float]:
+        found = search_files.find(str(tmp_path / "model"), "by key", None, str(tmp_path / "texts.txt"))
+        return [score for score, _ in sorted(found, key=lambda one: one[1])]
+
+    first, kept = scores(), list((tmp_path / "model" / "index").iterdir())
+    written = kept[0].stat().st_mtime_ns
+    assert scores() == first and kept[0].stat().st_mtime_ns == written, "from the index"
+    before = [path.read_bytes() for path in files]
+    with torch.no_grad():
+        base.get_input_embeddings().weight.neg_()
+    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    assert [path.read_bytes() for path in files] == before, "the adapters are as they were"
+    loaded = load(str(tmp_path / "model"))
+    expected = (embed(*loaded, sorted(CAPTIONS), "document") @ embed(*loaded, ["by key"], "query")[0]).tolist()
+    assert scores() == pytest.approx(expected, abs=1e-6) and expected != pytest.approx(first, abs=1e-3)

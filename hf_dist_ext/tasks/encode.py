@@ -1,0 +1,303 @@
+"""Embeddings of the rows of a file or the pictures of a folder: `hf-dist encode --model DIR FILE --output FILE.npy`.
+
+(1) the rows: a data file or the lines of a text file, which `datasets` maps from the disk, or pictures below a folder
+(2) a window of rows at a time goes through the model, the longest texts of it first. Of several processes (accelerate
+    launch) each takes every other window
+(3) the embeddings stand in an unfinished .npy beside the output, in the order of the rows, which is renamed in the
+    end. What is quantised or written as .parquet is made of it in parts
+
+So memory holds one window of rows, and the disk all embeddings in float32 while it runs. Letters: n rows, D the width
+of their embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+
+from hf_dist_ext import launched
+from hf_dist_ext.data.columns import columns_of, require_column
+from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
+from hf_dist_ext.data.row_check import first_of_node
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies.collectives import leave_together
+from hf_dist_ext.tasks import search
+from hf_dist_ext.tasks.search_files import column_of_texts, open_picture, pictures_below
+from hf_dist_ext.tasks.tower_pair import TowerPair
+
+BATCHES_PER_WINDOW = 128
+ROWS_PER_GROUP = 16_384  # of a parquet file
+ID_COLUMNS = ("_id", "id")
+OF_RANGES = ("int8", "uint8")
+BITS = ("binary", "ubinary")
+PRECISIONS = ("float32", "float16", *OF_RANGES, *BITS)  # as sentence-transformers calls them
+
+
+@dataclass(frozen=True)
+class Encode:
+    """What `hf-dist encode` was asked for.
+
+    `data`: a file or folder. `prompt_name`: of the model's prompts; "query" and "document" also mean the length of
+    that column. `dims`: leading dimensions to keep, of length 1 again where the model's are. `ranges`: a file of an
+    earlier int8 or uint8 output, whose steps this one shall have; None: the ranges of these embeddings.
+    """
+
+    model: str
+    data: str
+    output: str
+    column: str | None = None
+    id_column: str | None = None
+    prompt_name: str | None = None
+    prompt: str | None = None
+    batch_size: int = search.ROWS_PER_BATCH
+    dims: int | None = None
+    precision: str = "float32"
+    ranges: str | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`take(first, end)` gives texts or PIL images, `ids(first, end)` what tells rows apart, called `id_name`."""
+
+    count: int
+    take: Callable[[int, int], list]
+    id_name: str
+    ids: Callable[[int, int], Any]
+    are_pictures: bool = False
+
+
+def main(asked: Encode) -> None:
+    """Encode and write. Raises UsageError before anything is embedded for what cannot be."""
+    output = Path(asked.output)
+    _check(asked, output)
+    # makes the process group where a launcher started several processes
+    state = PartialState(cpu=launched.uses_cpu() or not torch.accelerator.is_available())
+    with first_of_node():
+        rows = read(asked)  # (1)
+    embed, width, normalizes = _encoder(asked, rows.are_pictures)
+    if asked.dims is not None and asked.dims > width:
+        raise UsageError(f"--dims {asked.dims}: the embeddings of {asked.model} have {width} dimensions.")
+    width = asked.dims or width
+    ranges = _given_ranges(asked, width)
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    try:
+        if state.is_main_process:
+            np.lib.format.open_memmap(unfinished, "w+", np.float32, (rows.count, width)).flush()
+        state.wait_for_everyone()
+        agreed.together(partial(_encode, rows, embed, normalizes, unfinished, state, asked.batch_size))  # (2)
+        if state.is_main_process:
+            _finish(unfinished, output, rows, asked.precision, ranges)  # (3)
+            print(f"{output}: {rows.count} rows, {width} dimensions, {asked.precision}.")
+        leave_together()
+    finally:
+        if state.is_main_process:
+            unfinished.unlink(missing_ok=True)
+
+
+def _check(asked: Encode, output: Path) -> None:
+    if output.suffix not in (".npy", ".parquet"):
+        raise UsageError(f"--output {output}: embeddings are written as .npy or .parquet. Give such a name.")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {output.absolute().parent}. Make it first.")
+    if output.exists():
+        raise UsageError(f"--output {output} exists. Give a new file, or remove it.")
+    for name in ("batch_size", "dims"):
+        if (value := getattr(asked, name)) is not None and value < 1:
+            raise UsageError(f"--{name} {value} is not a positive number.")
+    if asked.prompt is not None and asked.prompt_name is not None:
+        raise UsageError("--prompt and --prompt_name both say what stands before each text. Give one of them.")
+    if asked.id_column is not None and output.suffix != ".parquet":
+        raise UsageError(f"--id_column {asked.id_column}: a .npy file holds numbers alone. Give a .parquet --output.")
+    if asked.ranges is not None and asked.precision not in OF_RANGES:
+        raise UsageError(f"--ranges goes with --precision {' or '.join(OF_RANGES)}, which divide them into steps.")
+
+
+# (1) ---------------------------------------------------------------------------------------------------------------
+
+
+def read(asked: Encode) -> Rows:
+    path = Path(asked.data)
+    if path.is_dir():
+        if asked.column is not None or asked.id_column is not None:
+            raise UsageError(f"{path} is a folder of pictures and has no columns. Leave --column and --id_column out.")
+        paths = pictures_below(path).values
+        return Rows(
+            len(paths),
+            lambda first, end: [open_picture(Path(one)) for one in paths[first:end]],
+            "path",
+            lambda first, end: paths[first:end],
+            are_pictures=True,
+        )
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such file or folder. Paths start at {Path.cwd()}.")
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    is_data = bool(suffixes) and suffixes[-1] in FILE_FORMATS
+    if not is_data and (asked.column is not None or asked.id_column is not None):
+        raise UsageError(f"{path} is read as lines of text and has no columns. Leave --column and --id_column out.")
+    with loading_errors(str(path)):
+        rows = open_file(path, streaming=False) if is_data else datasets.load_dataset("text", data_files=str(path))
+    rows = rows["train"]
+    if asked.id_column is not None:
+        require_column(asked.id_column, columns_of(rows), str(path), "--id_column")
+    ids_named = [name for name in columns_of(rows) if name in (asked.id_column, *ID_COLUMNS) and name != asked.column]
+    id_column = asked.id_column or next((name for name in ID_COLUMNS if name in ids_named), None)
+    column = column_of_texts(rows.remove_columns(ids_named), asked.column, str(path))
+    texts = rows.select_columns([column])
+    if len(nulls := np.flatnonzero(texts.data.column(column).is_null())):
+        raise UsageError(
+            f'{path}, row {nulls[0]} (counted from 0): column "{column}" is null. Give every row a text, or remove it.'
+        )
+    numbers, ids = np.arange(len(rows)), None if id_column is None else rows.select_columns([id_column])
+    return Rows(
+        len(rows),
+        lambda first, end: texts[first:end][column],
+        id_column or "row",
+        lambda first, end: numbers[first:end] if ids is None else ids[first:end][id_column],
+    )
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def _encoder(asked: Encode, are_pictures: bool) -> tuple[Callable, int, bool]:
+    """embed(values, done) -> (n, D) float32 on the CPU; D; whether the model's embeddings have length 1."""
+    if Path(asked.model, "towers.json").is_file():
+        pair = TowerPair.load(asked.model)
+        if asked.prompt_name is not None:
+            raise UsageError(
+                f"--prompt_name {asked.prompt_name}: a pair of towers puts its run's own prompt before texts. Leave "
+                "it out, or give another text as --prompt."
+            )
+        if asked.prompt is not None:
+            pair.collator.prompts = dict.fromkeys(pair.collator.columns, asked.prompt)
+
+        def embed_pair(values: list, done: Callable[[int], Any]) -> torch.Tensor:
+            rows = pair.embed(values, asked.batch_size)
+            done(len(values))
+            return rows
+
+        return embed_pair, pair.model.embedding_dim, pair.model.normalize
+    if are_pictures:
+        raise UsageError(f"{asked.model} has no towers.json, so it embeds no pictures such as those of {asked.data}.")
+    model, tokenizer = search.load(asked.model)
+    prompt, length = asked.prompt or "", model.max_length
+    if asked.prompt_name is not None:
+        role = "document" if asked.prompt_name in search.DOCUMENT_ROLE else asked.prompt_name
+        if asked.prompt_name not in model.prompts and role not in ("query", "document"):
+            known = ", ".join(model.prompts) or "none"
+            raise UsageError(f"--prompt_name {asked.prompt_name}: the prompts of {asked.model} are {known}.")
+        prompt, length = model.prompts.get(asked.prompt_name, ""), model.lengths.get(role, length)
+
+    def embed(values: list, done: Callable[[int], Any]) -> torch.Tensor:
+        return search.embed_after(prompt, model, tokenizer, values, length, done, asked.batch_size)
+
+    return embed, model.embedding_dim, model.normalize
+
+
+def _encode(
+    rows: Rows, embed: Callable, normalizes: bool, unfinished: Path, state: PartialState, batch_size: int
+) -> None:
+    """This process's windows."""
+    embeddings = np.lib.format.open_memmap(unfinished, "r+")
+    window = max(1, min(BATCHES_PER_WINDOW * batch_size, -(-rows.count // state.num_processes)))
+    own = list(range(state.process_index * window, rows.count, state.num_processes * window))
+    total = sum(min(window, rows.count - first) for first in own)
+    of_processes = "" if state.num_processes == 1 else f", the share of one of {state.num_processes} processes"
+    with tqdm(total=total, desc=f"embedding{of_processes}", unit=" rows", disable=not state.is_main_process) as bar:
+        for first in own:
+            found = embed(rows.take(first, first + window), bar.update)
+            if found.shape[1] > embeddings.shape[1]:
+                found = found[:, : embeddings.shape[1]]
+                found = torch.nn.functional.normalize(found, dim=-1) if normalizes else found
+            embeddings[first : first + len(found)] = found.numpy()
+    embeddings.flush()
+
+
+# (3) ---------------------------------------------------------------------------------------------------------------
+
+
+def _finish(unfinished: Path, output: Path, rows: Rows, precision: str, ranges: np.ndarray | None) -> None:
+    embeddings = np.load(unfinished, mmap_mode="r")
+    if precision in OF_RANGES and ranges is None:
+        ranges = ranges_of(embeddings)
+        np.save(output.with_suffix(".ranges.npy"), ranges)
+    if output.suffix == ".npy" and precision == "float32":
+        unfinished.replace(output)
+        return
+    first_of_all = quantized(embeddings[:1], precision, ranges)
+    made = output.with_name(f"{output.name}.making")
+    try:
+        if output.suffix == ".npy":
+            shape = (rows.count, first_of_all.shape[1])
+            written = np.lib.format.open_memmap(made, "w+", first_of_all.dtype, shape)
+            for first, part in _parts(embeddings):
+                written[first : first + len(part)] = quantized(part, precision, ranges)
+            written.flush()
+        else:
+            _write_parquet(made, embeddings, rows, precision, ranges)
+        made.replace(output)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _write_parquet(path: Path, embeddings: np.ndarray, rows: Rows, precision: str, ranges: np.ndarray | None) -> None:
+    writer = None
+    try:
+        for first, part in _parts(embeddings):
+            values = quantized(part, precision, ranges)
+            of_rows = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+            ids = pa.array(rows.ids(first, first + len(part)))
+            table = pa.table({rows.id_name: ids, "embedding": of_rows})
+            writer = writer or pq.ParquetWriter(path, table.schema)
+            writer.write_table(table.cast(writer.schema))
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _parts(embeddings: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    for first in range(0, len(embeddings), ROWS_PER_GROUP):
+        yield first, embeddings[first : first + ROWS_PER_GROUP]
+
+
+def _given_ranges(asked: Encode, width: int) -> np.ndarray | None:
+    if asked.ranges is None:
+        return None
+    if not Path(asked.ranges).is_file():
+        raise UsageError(f"--ranges {asked.ranges}: there is no such file. An int8 output leaves one beside it.")
+    ranges = np.load(asked.ranges)
+    if ranges.shape != (2, width):
+        raise UsageError(f"--ranges {asked.ranges} has the shape {ranges.shape}; these embeddings need (2, {width}).")
+    return ranges
+
+
+def ranges_of(embeddings: np.ndarray) -> np.ndarray:
+    """(n, D) -> (2, D) float32: the lowest and the highest value of each dimension."""
+    parts = [np.stack([part.min(axis=0), part.max(axis=0)]) for _, part in _parts(embeddings)]
+    return np.stack([np.min(parts, axis=0)[0], np.max(parts, axis=0)[1]])
+
+
+def quantized(rows: np.ndarray, precision: str, ranges: np.ndarray | None = None) -> np.ndarray:
+    """(n, D) float32 -> (n, D) of the precision, or (n, D / 8) bytes of bits; the values that `quantize_embeddings` of
+    sentence-transformers gives. `ranges`: (2, D), of int8 and uint8."""
+    if precision in BITS:
+        bits = np.packbits(rows > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
+    if precision not in OF_RANGES:
+        return rows.astype(precision)
+    low, high = ranges.astype(np.float32)
+    step = (high - low) / 255
+    steps = np.clip(np.floor((rows - low) / np.where(step == 0, 1, step)), 0, 255)
+    return steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)

@@ -1,0 +1,189 @@
+"""`hf-dist encode`: the embeddings of training and of sentence-transformers, in the order of the rows."""
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.util.quantization import quantize_embeddings
+
+from hf_dist_ext import cli
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.tasks import encode, search
+from hf_dist_ext.tasks.encode import Encode
+from hf_dist_ext.tasks.tower_pair import TowerPair
+from tests.distributed.forked import Run
+from tests.tasks.test_search_files import pairs, pictures  # noqa: F401, fixtures
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+
+COUNT = 23
+PROMPTS = {"query": "search : ", "document": "text ", "STS": "key by "}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A model with prompts and two lengths, and a file of texts beside it."""
+    torch.manual_seed(0)
+    options = {"prompts": PROMPTS, "max_length": {"query": 6, "positive": 11}, "projection_dim": 16}
+    model = EmbeddingModel.from_config(model_config("bert"), **options)
+    model.save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    draw = np.random.default_rng(0)
+    rows = [{"_id": f"d{i}", "text": " ".join(draw.choice(WORDS, draw.integers(1, 14))), "n": i} for i in range(COUNT)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def texts_of(folder: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def encoded(folder: Path, name: str = "out.npy", data: str = "rows.jsonl", **options) -> np.ndarray:
+    encode.main(Encode(str(folder / "model"), str(folder / data), str(folder / name), **options))
+    return np.load(folder / name)
+
+
+def as_trained(folder: Path, column: str, texts: list[str]) -> np.ndarray:
+    """What a training step computes of the column."""
+    prompts, lengths = {"query": PROMPTS["query"], "positive": PROMPTS["document"]}, {"query": 6, "positive": 11}
+    features = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], prompts, lengths).features(column, texts)
+    with torch.no_grad():
+        return EmbeddingModel.from_pretrained(folder / "model")(**features).embeddings.numpy()
+
+
+def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, monkeypatch):
+    monkeypatch.setattr(encode, "BATCHES_PER_WINDOW", 2)
+    sizes, plain = [], search.embed_after
+    monkeypatch.setattr(search, "embed_after", lambda *given: (sizes.append(len(given[3])), plain(*given))[1])
+    served, texts = SentenceTransformer(str(folder / "model"), device="cpu"), texts_of(folder)
+    given = {
+        "query": (served.encode_query(texts), as_trained(folder, "query", texts)),
+        "document": (served.encode_document(texts), as_trained(folder, "positive", texts)),
+    }
+    for name, expected in given.items():
+        found = encoded(folder, f"{name}.npy", prompt_name=name, batch_size=5)
+        assert found.dtype == np.float32 and found.shape == (COUNT, 16)
+        for one in expected:
+            np.testing.assert_allclose(found, one, atol=1e-6)
+    assert sizes == [10, 10, 3] * 2, "no more than a window of texts is held"
+    assert not np.allclose(np.load(folder / "query.npy"), np.load(folder / "document.npy"), atol=1e-3)
+    others = {"plain": ({}, {}), "STS": ({"prompt_name": "STS"},) * 2, "own": ({"prompt": "read "},) * 2}
+    for name, (ours, theirs) in others.items():
+        np.testing.assert_allclose(encoded(folder, f"{name}.npy", **ours), served.encode(texts, **theirs), atol=1e-6)
+    assert not list(folder.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8", "uint8", "binary", "ubinary"])
+def test_dimensions_and_precisions_are_those_of_sentence_transformers(folder, precision, monkeypatch):
+    monkeypatch.setattr(encode, "ROWS_PER_GROUP", 7)
+    served = SentenceTransformer(str(folder / "model"), device="cpu")
+    whole = encoded(folder, "whole.npy", dims=8)
+    assert np.allclose(np.linalg.norm(whole, axis=1), 1, atol=1e-6)
+    expected = served.encode(texts_of(folder), truncate_dim=8, normalize_embeddings=True)
+    np.testing.assert_allclose(whole, expected, atol=1e-6)
+    found = encoded(folder, "out.npy", dims=8, precision=precision)
+    expected = whole.astype(precision) if precision == "float16" else quantize_embeddings(whole, precision)
+    assert found.dtype == expected.dtype and np.array_equal(found, expected) and len(np.unique(found)) > 9
+    if "int8" in precision:  # the same steps for other rows
+        (folder / "few.txt").write_text("\n".join(texts_of(folder)[:3]))
+        ranges = str(folder / "out.ranges.npy")
+        few = encoded(folder, "few.npy", "few.txt", dims=8, precision=precision, ranges=ranges)
+        assert np.array_equal(few, found[:3])
+
+
+def test_a_parquet_file_keeps_the_ids_in_row_groups(folder, monkeypatch):
+    monkeypatch.setattr(encode, "ROWS_PER_GROUP", 10)
+    whole = encoded(folder)
+    given = {"default": {}, "number": {"id_column": "n"}, "bits": {"precision": "ubinary"}}
+    for name, options in given.items():
+        path = folder / f"{name}.parquet"
+        encode.main(Encode(str(folder / "model"), str(folder / "rows.jsonl"), str(path), **options))
+        table = pq.read_table(path)
+        column = options.get("id_column", "_id")
+        ids = list(range(COUNT)) if column == "n" else [f"d{i}" for i in range(COUNT)]
+        assert table[column].to_pylist() == ids and pq.ParquetFile(path).num_row_groups == 3
+        expected = np.packbits(whole > 0, axis=-1) if name == "bits" else whole
+        assert np.array_equal(np.stack(table["embedding"].to_numpy()), expected)
+
+
+def test_lines_of_a_text_file_stay_lines_also_when_they_are_empty(folder):
+    texts = ["parse a date", "", "sort", "", "by key"]
+    (folder / "lines.txt").write_text("\n".join(texts))
+    with gzip.open(folder / "lines.csv.gz", "wt") as file:
+        file.write("\n".join(["words", "parse a date", '""', "sort", '""', "by key"]))
+    served = SentenceTransformer(str(folder / "model"), device="cpu")
+    for data in ("lines.txt", "lines.csv.gz"):
+        found = encoded(folder, f"{data}.npy", data)
+        np.testing.assert_allclose(found, served.encode(texts), atol=1e-6)
+
+
+def test_a_pair_of_towers_encodes_pictures_and_texts(pairs, pictures, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "names.txt").write_text("parse\nread a date")
+    pair, command = TowerPair.load(pairs), ["encode", "--model", str(pairs), "--output"]
+    cli.main([*command, str(tmp_path / "pictures.parquet"), str(pictures), "--batch_size", "2"])
+    cli.main([*command, str(tmp_path / "names.npy"), str(tmp_path / "names.txt")])
+    table = pq.read_table(tmp_path / "pictures.parquet")
+    paths = [str(pictures / name) for name in ("a.png", "b.jpg", "more/c.PNG")]
+    assert table["path"].to_pylist() == paths and "3 rows, 16 dimensions" in capsys.readouterr().out
+    images = [encode.open_picture(Path(path)) for path in paths]
+    np.testing.assert_allclose(np.stack(table["embedding"].to_numpy()), pair.embed(images), atol=1e-6)
+    np.testing.assert_allclose(np.load(tmp_path / "names.npy"), pair.embed(["parse", "read a date"]), atol=1e-6)
+    other = Encode(str(pairs), str(tmp_path / "names.txt"), str(tmp_path / "other.npy"), prompt="key ")
+    encode.main(other)
+    assert not np.allclose(np.load(tmp_path / "other.npy"), np.load(tmp_path / "names.npy"), atol=1e-3)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".parquet"])
+def test_two_processes_write_what_one_writes(folder, suffix):
+    asked = [
+        Encode(str(folder / "model"), str(folder / "rows.jsonl"), str(folder / f"{name}{suffix}"), batch_size=3)
+        for name in ("one", "two")
+    ]
+    encode.main(asked[0])
+
+    def work(say) -> str:
+        encode.main(asked[1])
+        return "done"
+
+    assert Run("ddp", folder / "log", work).result() == "done"
+    one, two = (
+        np.load(path) if suffix == ".npy" else np.stack(pq.read_table(path)["embedding"].to_numpy())
+        for path in (asked[0].output, asked[1].output)
+    )
+    assert len(one) == COUNT and np.allclose(one, two, atol=1e-6)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"output": "out.txt"}, r"written as .npy or .parquet"),
+    ({"output": "there.npy"}, "exists. Give a new file"),
+    ({"output": "nowhere/out.npy"}, "there is no folder"),
+    ({"batch_size": 0}, "--batch_size 0 is not"),
+    ({"dims": 17}, "have 16 dimensions"),
+    ({"prompt": "a", "prompt_name": "query"}, "Give one of them"),
+    ({"prompt_name": "nonsense"}, "are query, document, STS"),
+    ({"id_column": "_id"}, "holds numbers alone"),
+    ({"output": "out.parquet", "id_column": "key"}, 'no column "key"'),
+    ({"ranges": "there.npy"}, "--ranges goes with"),
+    ({"ranges": "there.npy", "precision": "int8"}, "these embeddings need"),
+    ({"ranges": "no.npy", "precision": "int8"}, "no such file. An int8"),
+    ({"data": "nowhere.jsonl"}, "no such file or folder"),
+    ({"data": "lines.txt", "column": "text"}, "has no columns"),
+    ({"data": "nulls.jsonl", "column": "a"}, r'row 1 \(counted from 0\): column "a" is null'),
+    ({"data": "nulls.jsonl"}, "text columns a, b. Name one as --column"),
+    ({"data": "pictures"}, "has no towers.json"),
+    ({"data": "pictures", "column": "a"}, "folder of pictures"),
+])  # fmt: skip
+def test_what_cannot_be_is_one_line(folder, pictures, monkeypatch, change, words):  # noqa: F811
+    monkeypatch.chdir(folder)
+    np.save("there.npy", np.zeros((2, 3)))
+    Path("lines.txt").write_text("parse")
+    Path("nulls.jsonl").write_text('{"a": "x", "b": "y"}\n{"a": null, "b": "y"}\n')
+    given = {"model": "model", "data": "rows.jsonl", "output": "out.npy"} | change
+    with pytest.raises(UsageError, match=words):
+        encode.main(Encode(**given))
+    assert not list(folder.glob("*.unfinished"))
