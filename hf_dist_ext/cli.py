@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 
+from hf_dist_ext import __version__
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
+
+TAKES_A_RUN = ("train", "plan", "config")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hf-dist", description="Exact full-batch contrastive training, any size.")
+    parser.add_argument("--version", action="version", version=f"hf_dist_ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train, in as many processes as the run file says", allow_abbrev=False)
+    _add_run(train)
+    train.set_defaults(act=_train)
 
     summary = "the JSON Schema of run files, or what one run file resolves to"
     config = commands.add_parser("config", help=summary, allow_abbrev=False)
-    what = config.add_mutually_exclusive_group(required=True)
-    what.add_argument("--schema", action="store_true", help='print the schema; name the file in "$schema" of a run')
-    what.add_argument("--explain", metavar="RUN.json", help="print the fields it sets, short names resolved")
+    config.add_argument("--schema", action="store_true", help='print the schema; name the file in "$schema" of a run')
+    _add_run(config, "--explain", is_required=False)
     config.set_defaults(act=_config)
 
     presets = commands.add_parser("presets", help="the accelerate presets, a line each, and what this machine can run")
@@ -28,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
     summary = "bytes per device for every strategy, and which to take, from the run file alone"
     plan = commands.add_parser("plan", help=summary, allow_abbrev=False)
-    plan.add_argument("--config", required=True, metavar="RUN.json", help="the run; further --field value override it")
+    _add_run(plan)
     plan.add_argument("--num_devices", type=int, help="over all machines (default: those visible here, else 1)")
     plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
     plan.add_argument("--num_nodes", type=int, default=1, help="machines (default: %(default)s)")
@@ -61,12 +69,24 @@ def main(argv: list[str] | None = None) -> None:
     _add_mine(commands)
     _add_encode(commands)
 
-    # `hf-dist config --explain run.json --seed 3`: what argparse does not know are overrides, which load_run reads
-    arguments, overrides = parser.parse_known_args(argv)
-    if overrides and not getattr(arguments, "explain", None) and arguments.command != "plan":
+    # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
+    arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
+    if overrides and not getattr(arguments, "run", None):
         parser.error(f"unexpected arguments: {' '.join(overrides)}")
     with exit_on_usage_error():
         arguments.act(arguments, overrides)
+
+
+def _add_run(command: argparse.ArgumentParser, *also: str, is_required: bool = True) -> None:
+    help_ = "the run file; --config may be left out; further --field value go over the file's"
+    command.add_argument("--config", *also, dest="run", required=is_required, metavar="RUN.json", help=help_)
+
+
+def _with_flag(argv: list[str]) -> list[str]:
+    """`train run.json` -> `train --config run.json`: as a place of its own, argparse would look for the file among the
+    values of fields that it does not know."""
+    names_a_run = len(argv) > 1 and argv[0] in TAKES_A_RUN and not argv[1].startswith("-")
+    return [argv[0], "--config", *argv[1:]] if names_a_run else argv
 
 
 def _add_mine(commands: argparse._SubParsersAction) -> None:
@@ -130,7 +150,15 @@ def _encode(arguments: argparse.Namespace, overrides: list[str]) -> None:
     main(Encode(**{name: value for name, value in vars(arguments).items() if name not in ("command", "act")}))
 
 
+def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.train import MODULE, main
+
+    main(["--config", arguments.run, *overrides], MODULE)
+
+
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    if arguments.schema == bool(arguments.run):
+        raise UsageError("hf-dist config takes a run file, or --schema.")
     if arguments.schema:
         from hf_dist_ext.run.help import json_schema
 
@@ -138,7 +166,7 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
         return
     from hf_dist_ext.run.read import load_run
 
-    run = load_run(["--config", arguments.explain, *overrides])
+    run = load_run(["--config", arguments.run, *overrides])
     for line in run.echo:
         print(f"# {line}")
     print(json.dumps(run.flat(), indent=2, ensure_ascii=False))
@@ -172,7 +200,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.planner.report import print_plan, to_json, write_png
     from hf_dist_ext.run.read import load_run
 
-    run = load_run(["--config", arguments.config, *overrides])
+    run = load_run(["--config", arguments.run, *overrides])
     hardware = hardware_of(
         arguments.num_devices, arguments.device_memory_gib, arguments.num_nodes, arguments.interconnect
     )

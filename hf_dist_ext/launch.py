@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,13 @@ CPU_PROCESSES = 2  # where no device says how many
 PIPELINES = {"multi_gpu_pp": "multi_gpu_ddp", "multi_gpu_3d": "multi_gpu_tp"}  # preset -> without pipelines
 
 
-def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | None = None) -> None:
+def hand_over_if_needed(run: Run, program: Sequence[str] = (), argv: Sequence[str] | None = None) -> None:
     """Returns in a process that shall train; does not return in one that only starts others. Raises UsageError.
 
-    `script` and `argv` are what the started processes run; None is what this process runs.
+    `program` and `argv` are what the started processes run: a script, or "--module" and a module, and its arguments.
+    Nothing is the script, and None are the arguments, that this process runs.
     """
+    program, argv = program or sys.argv[:1], sys.argv[1:] if argv is None else argv
     output_dir = run.training["output_dir"]
     if is_launched():
         if os.environ.get(HANDED_OVER) != "1":
@@ -51,7 +54,7 @@ def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | N
     _refuse_lonely_tasks()
     _check_before_ranks(run)
     devices = 0 if run.training.get("use_cpu") else count_devices()
-    plan = plan_launch(run, devices)
+    plan = plan_launch(run, devices, program)
     os.environ[lease.TOKEN] = lease.take(output_dir).token
     _say_choice(plan, run, devices)
     if plan.kind == "NO":
@@ -59,7 +62,7 @@ def hand_over_if_needed(run: Run, script: str | None = None, argv: list[str] | N
         return
     where = f"{devices} visible GPU(s)" if devices else "no GPU visible: on the CPU over gloo, slowly"
     _say(f"{plan.path.stem}: starting {plan.num_processes} process(es), {where}")
-    sys.exit(_run_launcher(plan, devices, script or sys.argv[0], sys.argv[1:] if argv is None else argv))  # (2)
+    sys.exit(_run_launcher(plan, devices, [*program, *argv]))  # (2)
 
 
 def _check_before_ranks(run: Run) -> None:
@@ -106,7 +109,7 @@ def _say_choice(plan: LaunchPlan, run: Run, devices: int) -> None:
         _say(f"warning: {warning}")
 
 
-def plan_launch(run: Run, devices: int) -> LaunchPlan:
+def plan_launch(run: Run, devices: int, program: Sequence[str] = ("scripts/train_hf.py",)) -> LaunchPlan:
     """What a run asks for on a machine with so many visible devices. Raises UsageError when that cannot be."""
     asked, wanted = run.options.accelerate_config or "auto", run.options.num_processes
     choice = None
@@ -133,7 +136,7 @@ def plan_launch(run: Run, devices: int) -> LaunchPlan:
     if int(preset.get("num_machines") or 1) > 1:
         raise UsageError(
             f"{path} names {preset['num_machines']} machines. Start it on each of them with: accelerate launch "
-            f"--config_file {path} --machine_rank N {sys.argv[0]} --config {run.path}"
+            f"--config_file {path} --machine_rank N {' '.join(program)} --config {run.path}"
         )
     gpu_ids = str(preset.get("gpu_ids") or "all")
     if gpu_ids != "all":
@@ -205,7 +208,7 @@ def _refuse_lonely_tasks() -> None:
             )
 
 
-def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) -> int:
+def _run_launcher(plan: LaunchPlan, devices: int, command: list[str]) -> int:
     """accelerate's launcher in this process; its children's exit code, 128 + the signal's number when one ended it."""
     os.environ[HANDED_OVER] = "1"
     preset = load_preset(plan.path)
@@ -227,7 +230,7 @@ def _run_launcher(plan: LaunchPlan, devices: int, script: str, argv: list[str]) 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    arguments = launch_command_parser().parse_args([*words, script, *argv])
+    arguments = launch_command_parser().parse_args([*words, *command])
     arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun's, less those after which it would kill 30 s later
     for number in filter(is_free, SIGNALS):
         signal.signal(number, forward_to_children)

@@ -28,7 +28,8 @@ ALLOWED = {
     "run": "checkpoints",  # manifest and folder alone: they need the standard library only
     "training": "engine strategies frozen data checkpoints run",
     "tasks": "engine strategies models frozen data checkpoints training run planner",
-    "cli": "launch run planner checkpoints tasks",
+    "cli": "train launch run planner checkpoints tasks",
+    "train": "launch strategies run tasks training",
     "launch": "run planner checkpoints tasks",
 }
 COMMON = {"errors", "policy", "failures", "launched", "lazy"}
@@ -165,7 +166,17 @@ for module in modules:
     importlib.import_module(f"hf_dist_ext.{module}")
 """
 WITHOUT_TORCH = ("run.", "planner.")
-ALONE = ["launch", "launched", "cli", "errors", "policy", "failures", "checkpoints.manifest", "checkpoints.folder"]
+ALONE = [
+    "train",
+    "launch",
+    "launched",
+    "cli",
+    "errors",
+    "policy",
+    "failures",
+    "checkpoints.manifest",
+    "checkpoints.folder",
+]
 
 
 @pytest.mark.parametrize("blocked, modules", [

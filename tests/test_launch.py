@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dist_ext import launch
+from hf_dist_ext import cli, launch
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import devices as planner_devices
 from hf_dist_ext.run.presets import find_preset
@@ -262,6 +262,18 @@ def test_only_the_first_process_looks_at_the_output_dir(make_run, devices, monke
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv(launch.HANDED_OVER, "1")
     launch.hand_over_if_needed(run)  # rank 0 of our own hand-over, whose starter has looked
+
+
+def test_train_starts_the_installed_module_in_every_process(make_run, monkeypatch):
+    """No script lies beside an installed wheel."""
+    make_run(accelerate_config="multi_gpu_ddp", num_processes=2)
+    started = []
+    monkeypatch.setattr(launch, "_run_launcher", lambda plan, devices, command: started.append(command) or 0)
+    for words in (["my_run.json"], ["--config", "my_run.json"]):
+        with pytest.raises(SystemExit) as done:
+            cli.main(["train", *words, "--seed", "3"])
+        assert done.value.code == 0
+    assert started == [["--module", "hf_dist_ext.train", "--config", "my_run.json", "--seed", "3"]] * 2
 
 
 # Real processes ------------------------------------------------------------------------------------------------------

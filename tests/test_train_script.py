@@ -1,7 +1,6 @@
 """scripts/train_hf.py as a user runs it, in this process: a small run on local files, and its one-line errors."""
 
 import ctypes
-import importlib.util
 import json
 import os
 import runpy
@@ -15,6 +14,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
+from hf_dist_ext import train
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.data.collator import ContrastiveCollator
@@ -30,10 +30,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_hf.py"
 def main(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))]:
         monkeypatch.delenv(name)
-    spec = importlib.util.spec_from_file_location("train_hf", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return train.main
 
 
 @pytest.fixture

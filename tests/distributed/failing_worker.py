@@ -1,12 +1,11 @@
 """scripts/train_hf.py, but what HF_TEST_FAIL says happens to rank 1 in the third step."""
 
-import importlib.util
 import os
 import signal
 import sys
 import time
 
-from tests.launching import ROOT
+from hf_dist_ext import train
 
 
 def fail(how: str, trainer) -> None:
@@ -31,9 +30,6 @@ def no_memory(*_):
 
 
 def main() -> None:
-    spec = importlib.util.spec_from_file_location("train_hf", ROOT / "scripts" / "train_hf.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     if os.environ.get("RANK") == "1":
         from transformers import TrainerCallback
 
@@ -54,7 +50,7 @@ def main() -> None:
             return trainer
 
         Parts.make_trainer = with_failure
-    script.main()
+    train.main()
 
 
 if __name__ == "__main__":

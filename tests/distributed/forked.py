@@ -29,6 +29,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from tqdm import tqdm
 from transformers.models.bert import modeling_bert  # noqa: F401
 
+from hf_dist_ext import train
 from hf_dist_ext.strategies.collectives import leave_together
 from tests import launching
 from tests.launching import PRESETS, ROOT
@@ -194,10 +195,7 @@ def run_python(source: Path | str | Callable[[], None], *words: object, cwd: Pat
 
 def train_hf() -> None:
     """scripts/train_hf.py, for `launch`."""
-    spec = importlib.util.spec_from_file_location("train_hf", ROOT / "scripts" / "train_hf.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.main()
+    train.main()
 
 
 def train_under_preset(

@@ -3,7 +3,6 @@ comes late on the other, as on network file systems with caches, or never. And e
 
 import errno
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -18,12 +17,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
+from hf_dist_ext import train as train_script
 from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.strategies import agreed, tensors
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.launching import ROOT
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 LIMIT_SECONDS = 90  # for processes that hang; none should
@@ -231,10 +230,7 @@ def test_what_is_resumed_is_what_the_first_rank_was_asked(whole, views):
 
 
 def staged(folder: Path, run_file: Path) -> SimpleNamespace:
-    spec = importlib.util.spec_from_file_location("train_hf", ROOT / "scripts" / "train_hf.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.main(["--config", str(run_file), "--output_dir", str(folder), "--resume_from_checkpoint", "auto"])
+    train_script.main(["--config", str(run_file), "--output_dir", str(folder), "--resume_from_checkpoint", "auto"])
     return SimpleNamespace(model=torch.nn.Identity(), began_at=None)
 
 

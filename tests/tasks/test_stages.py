@@ -1,6 +1,5 @@
 """Stages as a user runs them: the handwritten digits in small, in this process and under FSDP."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration
 
+from hf_dist_ext import train
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.tasks import stages
 from hf_dist_ext.training.trainer import DistTrainer
@@ -16,7 +16,6 @@ from tests.distributed.forked import launch, train_hf
 from tests.launching import ROOT
 
 CONFIG = ROOT / "configs" / "digits_projection.json"
-SCRIPT = ROOT / "scripts" / "train_hf.py"
 QUIET = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "logging_steps": 1000}
 EPOCHS = {"captions": 2, "align": 4, "tune": 1}
 
@@ -30,10 +29,7 @@ def write_config(folder: Path, **more) -> Path:
 def main(*words) -> None:
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))]:
         del os.environ[name]
-    spec = importlib.util.spec_from_file_location("train_hf", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(["--config", *map(str, words)])
+    train.main(["--config", *map(str, words)])
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,158 @@
+"""Train from one run file: what every process runs, read top to bottom.
+
+    hf-dist train run.json                                          # one process, or as the run file says
+    hf-dist train run.json --learning_rate 2e-5 --max_steps 100     # any field, over the file's
+    python scripts/train_hf.py --config run.json                    # the same
+    accelerate launch --config_file configs/accelerate/multi_gpu_ddp.yaml scripts/train_hf.py --config run.json
+
+(1) read the run, and hand it over to accelerate's launcher when it asks for several processes
+(2) the task builds data, processor, model and loss; they make a trainer, one per stage where there are stages
+(3) evaluate, train, evaluate
+(4) save the model, metrics.json and a README.md; a line says how to load it
+
+A mistake in the run file ends it with one message from one process and exit code 2; HF_DIST_DEBUG=1 shows where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_dist_ext import launched
+from hf_dist_ext.failures import exit_on_usage_error, first_error_only
+from hf_dist_ext.launch import hand_over_if_needed
+from hf_dist_ext.run.config import Run
+from hf_dist_ext.run.preemption import StopSignals, exit_code
+from hf_dist_ext.run.read import load_run
+
+if TYPE_CHECKING:
+    from hf_dist_ext.tasks.parts import Parts
+    from hf_dist_ext.training.arguments import DistTrainingArguments
+    from hf_dist_ext.training.trainer import DistTrainer
+
+
+MODULE = ("--module", "hf_dist_ext.train")  # how a launcher starts this file, wherever it is installed
+
+
+def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
+    """`argv`: "--config", the run file and further fields; None is this process's own arguments.
+
+    `program`: what a launcher starts in every process; nothing is the script that this process runs.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with exit_on_usage_error():
+        run = load_run(argv)
+        hand_over_if_needed(run, program, argv)  # (1)
+        with StopSignals(), first_error_only():
+            train(run)
+
+
+def train(run: Run) -> None:
+    from hf_dist_ext.strategies.collectives import leave_together
+    from hf_dist_ext.tasks.parts import build_parts, hints, make_arguments
+    from hf_dist_ext.tasks.stages import run_stages, summary
+    from hf_dist_ext.training import final_model, model_card
+
+    is_main = launched.rank() == 0
+    logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for line in run.echo if is_main else ():
+        print(line)
+    to_load = hints(run)
+    if run.stages:
+        report = summary(run_stages(run, train_once))
+    else:
+        args = make_arguments(run)
+        trainer, report = train_once(run, args, build_parts(run, args))
+        final_model.save(trainer.save_model, trainer.model, args)  # (4)
+        if not trainer.saves_complete_model:
+            to_load = ["merge it: hf-dist merge {folder} --output {folder}-merged      # the complete model"]
+    if is_main:
+        output_dir = Path(run.training["output_dir"])
+        (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
+        model_card.write(output_dir, run, report, to_load)
+        print_end(report, to_load, output_dir)
+    leave_together()  # else gloo aborts some exits, and a launcher restarts them
+
+
+def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:
+    """One life of a trainer, and its report."""
+    from hf_dist_ext.strategies.tensors import num_elements
+
+    trainer = parts.make_trainer(args)  # (2)
+    trainer.stage = run.name or None
+    trains = [(num_elements(p), p.requires_grad) for p in trainer.model.parameters()]
+
+    # (3)
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if trainer.was_preempted:
+        trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
+        sys.exit(exit_code(trainer.stop_signal))
+    after = trainer.evaluate() if parts.evaluates else {}
+    names = [*parts.metrics, *trainer.evaluations.headlines]
+    before: dict = {}  # of each evaluation set a line
+    for line in trainer.state.log_history:
+        if line["step"] == 0:
+            before |= line
+    report = {
+        "before": {name: before.get(f"eval_{name}") for name in names},
+        "after": {name: after.get(f"eval_{name}") for name in names},
+        "train_seconds": round(result.metrics["train_runtime"], 2),
+        "world_size": args.world_size,
+        "per_device_train_batch_size": args.train_batch_size,
+        "trained_share": round(sum(n for n, is_on in trains if is_on) / sum(n for n, _ in trains), 4),
+    }
+    if views := trainer.evaluations.by_view(after):
+        report["views"] = views
+    report |= trainer.scaling.report
+    if parts.loss is not None:
+        report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
+    return trainer, report
+
+
+def views_tables(views: dict) -> list:
+    """A table for every set of dimensions and precisions: figures after training."""
+    from rich.table import Table
+
+    tables: dict[tuple, Table] = {}
+    for figure, of_views in views.items():
+        if tuple(of_views) not in tables:
+            tables[tuple(of_views)] = Table("", *of_views, title="after training")
+        tables[tuple(of_views)].add_row(figure, *[f"{value:.4f}" for value in of_views.values()])
+    return list(tables.values())
+
+
+def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="held out")
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="right" if heading else "left")
+    lives = {f"{stage['name']}: ": stage for stage in report.get("stages", ())} or {"": report}
+    for name, life in lives.items():
+        for metric, after in life["after"].items():
+            cells = [life["before"][metric], after]
+            table.add_row(f"{name}{metric}", *["-" if value is None else f"{value:.4f}" for value in cells])
+    if any(value is not None for value in report["after"].values()):
+        Console().print(table)
+    for life in lives.values():
+        for evaluation in views_tables(life.get("views", {})):
+            Console().print(evaluation)
+    chunks = f", {report['num_chunks']} chunks per step" if "num_chunks" in report else ""
+    print(f"{report['train_seconds']} s of training{chunks}")
+    if "scaling_efficiency" in report:
+        print(f"scaling efficiency {report['scaling_efficiency']:.0%} over {report['world_size']} process(es)")
+    for hint in hints:
+        print(hint.format(folder=output_dir))
+
+
+if __name__ == "__main__":
+    main(program=MODULE)
