@@ -20,8 +20,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--version", action="version", version=f"hf_dist_ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train, in as many processes as the run file says", allow_abbrev=False)
-    _add_run(train)
+    summary = "train, in as many processes as the run file says; --help [SECTION] explains its fields"
+    train = commands.add_parser("train", help=summary, allow_abbrev=False, add_help=False)
+    _add_run(train, is_required=False)
     train.set_defaults(act=_train)
 
     summary = "the JSON Schema of run files, or what one run file resolves to"
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
-    if overrides and not getattr(arguments, "run", None):
+    if overrides and arguments.command != "train" and not getattr(arguments, "run", None):
         parser.error(f"unexpected arguments: {' '.join(overrides)}")
     with exit_on_usage_error():
         arguments.act(arguments, overrides)
@@ -153,7 +154,7 @@ def _encode(arguments: argparse.Namespace, overrides: list[str]) -> None:
 def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.train import MODULE, main
 
-    main(["--config", arguments.run, *overrides], MODULE)
+    main([*(["--config", arguments.run] if arguments.run else []), *overrides], MODULE)
 
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -1,6 +1,6 @@
 """The run file and what happens before torch is imported.
 
-`config.py` says what a run is, `read.py` reads it from the JSON file and the command line, `rules.py` refuses fields
+`config.py` says what a run is, `files.py` and `read.py` reads it from the JSON file and the command line, `rules.py` refuses fields
 that contradict each other, `evaluations.py` and `sources.py` read the entries of `evaluations` and `datasets`,
 `losses.py` knows the losses by name, `help.py` tells people and editors what a run file may hold. The fields come from
 the dataclasses' source (`fields.py`). `presets.py` finds the accelerate YAML and tells what it does. `lease.py` lets

@@ -5,33 +5,59 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import BOUNDS, all_fields
 from hf_dist_ext.run.fields import UNKNOWN, describe, parse_type, schema_of, show
 from hf_dist_ext.run.short_names import PRESET_SHORT_NAMES, SHORT_BOUNDS, SHORT_NAMES
 
 _USAGE = """\
-usage: python scripts/train_hf.py --config run.json [--field value ...]
+usage: hf-dist train RUN.json [--field value ...]
+       python scripts/train_hf.py --config RUN.json [--field value ...]
 
-The JSON file is flat: any field below. A key that begins with _ is a comment. On the command line every field is
---field value: --field alone is true, a list is several words or JSON, an object is JSON, null is null.
+The run file is one flat JSON or YAML object: any field of the sections below. A key that begins with _ is a comment.
+On the command line every field is --field value: --field alone is true, a list is several words or JSON, an object is
+JSON, null is null.
 """
+_SHORT = "Short names"
 
 
-def help_text() -> str:
-    """All fields in groups, ours first: type, default, effect."""
-    lines, group = [_USAGE], None
+def help_text(section: str | None = None) -> str:
+    """The sections; the fields of one, found by the beginning of its name; or of "all". Raises UsageError."""
+    groups: dict[str, list[str]] = {}
     for one in all_fields().values():
-        if one.group != group:
-            group = one.group
-            lines += ["", f"{group}:"]
-        takes = describe(one.type)
-        default = "" if one.default == UNKNOWN else f", default {show(one.default)}"
-        lines.append(f"  --{one.name}: {takes if len(takes) < 80 else takes[:76] + ' ...'}{default}")
-        lines += textwrap.wrap(one.help, 110, initial_indent="      ", subsequent_indent="      ")
-    lines += ["", "Short names:"]
-    lines += [f"  --{name}: {describe(parse_type(row[0]))} -> {row[1]}" for name, row in SHORT_NAMES.items()]
-    lines += [f"  --accelerate_config {short} -> {preset}" for short, preset in PRESET_SHORT_NAMES.items()]
-    return "\n".join(lines)
+        groups.setdefault(one.group, []).append(one.name)
+    names = [*groups, _SHORT]
+    if section is None:
+        lines = [
+            _USAGE,
+            "Sections: --help SECTION prints one (the beginning of its name is enough), --help all all.",
+            "",
+        ]
+        lines += [f"  {name:36}{_beginning(groups.get(name) or [*SHORT_NAMES])}" for name in names]
+        return "\n".join(lines)
+    wanted = [name for name in names if section == "all" or name.lower().startswith(section.lower())]
+    if not wanted:
+        raise UsageError(f"--help {section}: there is no such section. Those there are: {', '.join(names)}, or all.")
+    return "\n".join([_USAGE, *(line for name in wanted for line in _section(name))])
+
+
+def _beginning(fields: list[str]) -> str:
+    return ", ".join(fields[:3]) + (f" and {len(fields) - 3} more" if len(fields) > 3 else "")
+
+
+def _section(name: str) -> list[str]:
+    """All fields of a section: type, default, effect."""
+    lines = ["", f"{name}:"]
+    for one in all_fields().values():
+        if one.group == name:
+            takes = describe(one.type)
+            default = "" if one.default == UNKNOWN else f", default {show(one.default)}"
+            lines.append(f"  --{one.name}: {takes if len(takes) < 80 else takes[:76] + ' ...'}{default}")
+            lines += textwrap.wrap(one.help, 110, initial_indent="      ", subsequent_indent="      ")
+    if name == _SHORT:
+        lines += [f"  --{short}: {describe(parse_type(row[0]))} -> {row[1]}" for short, row in SHORT_NAMES.items()]
+        lines += [f"  --accelerate_config {short} -> {preset}" for short, preset in PRESET_SHORT_NAMES.items()]
+    return lines
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The JSON run file and the command line -> `Run`: strict parsing, and errors that name the remedy.
+"""The run file and the command line -> `Run`: strict parsing, and errors that name the remedy.
 
     run = load_run(["--config", "configs/code_search.json", "--learning_rate", "2e-5"])
     run.options.temperature, run.training["learning_rate"], run.echo, run.flat()
@@ -22,6 +22,7 @@ from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, r
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import BOUNDS, Run, RunConfig, all_fields
 from hf_dist_ext.run.fields import Type, accepts, describe, from_text, kind_of, out_of_bounds, parse_type, show
+from hf_dist_ext.run.files import YAML, read_fields
 from hf_dist_ext.run.help import help_text
 from hf_dist_ext.run.rules import check_rules
 from hf_dist_ext.run.short_names import GONE, SHORT_BOUNDS, SHORT_NAMES, in_long_names
@@ -29,12 +30,13 @@ from hf_dist_ext.run.stages import plan_stages
 
 
 def load_run(argv: list[str]) -> Run:
-    """`--config run.json --field value ...` -> Run. Prints the help and exits on `--help`. Raises UsageError."""
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
+    """`--config run.json --field value ...` -> Run. `--help [section]` prints it and exits. Raises UsageError."""
+    if asked := {"-h", "--help"}.intersection(argv):
+        section = argv[argv.index(asked.pop()) + 1 :]
+        print(help_text(" ".join(section) or None))
         sys.exit(0)
     path, overrides = _parse_command_line(argv)
-    layers = [(_read_json(path), str(path)), (overrides, "the command line")]
+    layers = [(read_fields(path), str(path)), (overrides, "the command line")]
     run = _from_layers(path, layers)
     if run.options.stages is not None:
         run.stages = plan_stages(run, layers, functools.partial(_from_layers, path))
@@ -88,11 +90,11 @@ def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any]]:
         elif name:
             words[name].append(word)
         else:
-            hint = f"Write: --config {word}" if word.endswith(".json") else "Write: --field value"
+            hint = f"Write: --config {word}" if word.endswith((".json", *YAML)) else "Write: --field value"
             raise UsageError(f"Unexpected argument {word!r}. {hint}")
     config = words.pop("config", [])
     if len(config) != 1:
-        raise UsageError("--config takes one JSON file, such as --config configs/code_search.json. See --help.")
+        raise UsageError("--config takes one run file, such as --config configs/code_search.json. See --help.")
     values = {}
     for name, tokens in words.items():
         alternatives = _type_of(name, "the command line")
@@ -101,37 +103,6 @@ def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any]]:
         except UsageError as error:
             raise UsageError(f"--{name}: {error}") from None
     return Path(config[0]), values
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if double := [name for name in names if names.count(name) > 1]:
-            raise UsageError(f"{path} gives {json.dumps(double[0])} twice. Keep one.")
-        return dict(pairs)
-
-    def refuse(word: str) -> None:
-        raise UsageError(f"{path} holds {word}, which is not JSON. Write a finite number or null.")
-
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        content = json.loads(text, object_pairs_hook=without_duplicates, parse_constant=refuse)
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [one.name for one in path.parent.glob("*.json")], 1, 0.4)
-        hint = f"Closest: {path.parent / near[0]}" if near else "Give the path of a JSON file."
-        raise UsageError(f"--config {path}: no such file. {hint}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
-    except OSError as error:
-        raise UsageError(f"--config {path} cannot be read: {error.strerror}. Give a JSON file.") from None
-    except json.JSONDecodeError as error:
-        raise UsageError(
-            f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}. Mend it there; JSON has no "
-            'trailing comma and no // comment (a key that begins with "_" is one).'
-        ) from None
-    if not isinstance(content, dict):
-        raise UsageError(f'{path} holds {kind_of(content)}, not an object. Write {{"field": value, ...}}.')
-    return {name: value for name, value in content.items() if not name.startswith("_") and name != "$schema"}
 
 
 def _type_of(name: str, origin: str) -> Type:

@@ -407,13 +407,25 @@ def test_the_schema_accepts_runs_and_refuses_what_load_run_refuses():
 
 
 def test_help_is_grouped_and_names_every_field():
-    text = help.help_text()
+    text = help.help_text("all")
     for name in [*config.all_fields(), *short_names.SHORT_NAMES]:
         assert re.search(rf"^  --{name}:", text, re.MULTILINE), name
     positions = [
         text.index(title) for title in ("Model:", "Data:", "Loss:", "Gradient cache", "Optimizer:", "Short names:")
     ]
     assert positions == sorted(positions)
+
+
+def test_help_is_found_by_the_beginning_of_a_section(capsys):
+    for section in {one.group for one in config.all_fields().values()}:
+        assert section in help.help_text()
+    assert "--temperature:" in help.help_text("loss") and "--lora_r:" not in help.help_text("loss")
+    with pytest.raises(UsageError, match="no such section"):
+        help.help_text("lossy")
+    for words in (["--help", "gradient", "cache"], ["--config", "run.json", "-h", "gradient"]):
+        with pytest.raises(SystemExit) as stopped:
+            load_run(words)
+        assert stopped.value.code == 0 and "--gradient_cache_chunk_size:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("rank", "output"), [(None, "error: no\n"), ("0", "error: no\n")])
@@ -450,3 +462,37 @@ def test_loading_a_run_imports_neither_torch_nor_transformers(tmp_path):
         "assert not {'torch', 'transformers', 'yaml'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+def test_yaml_is_read_as_json_is(tmp_path, monkeypatch):
+    """`no` and `3e-3` are another value in YAML 1.1."""
+    monkeypatch.chdir(tmp_path)
+    lines = ["# a comment", "_: another", "dataset_name: code-search", "model_config: {model_type: bert}"]
+    lines += ["learning_rate: 3e-3", "save_strategy: no", "eval_strategy: 'no'", "symmetric: true", "max_steps: 10"]
+    lines += ["eval_split: null", "matryoshka_dims:", "  - 64", "  - 32", "temperature: .5", "columns:", "  query: on"]
+    Path("run.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    values = {
+        "dataset_name": "code-search", "model_config": {"model_type": "bert"}, "learning_rate": 3e-3,
+        "save_strategy": "no", "eval_strategy": "no", "symmetric": True, "max_steps": 10, "eval_split": None,
+        "matryoshka_dims": [64, 32], "temperature": 0.5, "columns": {"query": "on"}, "output_dir": "outputs/run",
+    }  # fmt: skip
+    Path("run.json").write_text(json.dumps(values), encoding="utf-8")
+    given = [load_run(["--config", name]).given for name in ("run.yaml", "run.json")]
+    assert given[0] == given[1] == values
+    assert all(type(given[0][name]) is type(value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("text, words", [
+    ("seed: 1\nseed: 2", '"seed" twice'),
+    ("columns: {query: a, query: b}", '"query" twice'),
+    ("seed: [1\nb: 2", "not YAML: line 2, column 2"),
+    ("learning_rate: .nan", "holds .nan"),
+    ("learning_rate: 1e999", "holds 1e999"),
+    ("seed: !!python/object/apply:os.getcwd []", "not YAML"),
+    ("- seed", "holds a list"),
+    ("3: 4", "holds the field 3"),
+])  # fmt: skip
+def test_what_is_wrong_in_yaml_is_one_error(tmp_path, text, words):
+    (tmp_path / "run.yml").write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=words):
+        load_run(["--config", str(tmp_path / "run.yml")])
