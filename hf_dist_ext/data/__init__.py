@@ -5,7 +5,8 @@ takes evaluation rows from the training split. `conversations.py` and `image_fil
 `code_search.py`, `digits.py` and `glyphs.py` are the datasets that need no download. `epoch_order.py`, `sampling.py`
 and `stream_order.py` (with `stream_readers.py`) put rows in order, `position.py` finds the place in that order at a
 resume. `mixture.py` holds several datasets, `source_order.py` and `source_streams.py` their order, and
-`fingerprint.py` finds out whether the data are the same. `collator.py` and `image_text_collator.py` make batches.
+`fingerprint.py` finds out whether the data are the same. `collator.py`, `vision_language_collator.py` and
+`image_text_collator.py` make batches, which `padding.py` pads.
 `hard_negatives.py` finds negatives by a model's embeddings. `evaluations.py` reads the corpora that a run is judged
 by, `evaluation_rows.py` the rows, both as `items.py`. `bad_rows.py` and `storage.py` deal with rows and files
 that can not be read.
@@ -15,6 +16,7 @@ from hf_dist_ext.lazy import handed_on
 
 _HOMES = {
     "ContrastiveCollator": "collator",
+    "VisionLanguageCollator": "vision_language_collator",
     "read_evaluations": "evaluations",
     "train_tokenizer": "code_search",
 }

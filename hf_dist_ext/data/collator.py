@@ -100,7 +100,7 @@ class ContrastiveCollator:
             values = [row[column] for row in rows]  # B
             if not is_pair:
                 # K_0 + ... + K_(B-1) values; an empty one is no negative
-                of_rows = [[v for v in as_list(of_row) if v is not None and v != ""] for of_row in values]
+                of_rows = [[value for value in as_list(of_row) if not is_empty(value)] for of_row in values]
                 if self.same_number_of_negatives:
                     _check_same_number(column, [len(of_row) for of_row in of_rows])
                 values = [value for of_row in of_rows for value in of_row]
@@ -169,9 +169,18 @@ def content_id(value: Any) -> int:
         content = value
     elif hasattr(value, "tobytes"):  # an image
         content = f"{value.mode}{value.size}".encode() + value.tobytes()
+    elif isinstance(value, Mapping):  # a text with images
+        content = repr([(kind, [content_id(one) for one in as_list(some)]) for kind, some in value.items()]).encode()
     else:
         content = str(value).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
+
+
+def is_empty(value: Any) -> bool:
+    """Whether there is nothing to embed."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    return value is None or value == "" or value == []
 
 
 def as_list(value: Any) -> list:

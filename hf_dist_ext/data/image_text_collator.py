@@ -23,16 +23,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from hf_dist_ext.data.conversations import ConversationReader, Example, Message
+from hf_dist_ext.data.padding import IGNORED, as_tensors, is_per_token, padded
 from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100
 Span = tuple[int, int]
 
 
@@ -150,7 +148,7 @@ class ImageTextCollator:
         if spans is not None:
             encoded["labels"] = [self._labels(*row) for row in zip(ids, offsets, replaced, spans, strict=True)]
             encoded = self._cut(encoded, names)
-        return self._tensors(encoded, ids, side or self.tokenizer.padding_side)
+        return as_tensors(encoded, self.tokenizer.pad_token_id, side or self.tokenizer.padding_side)
 
     # (3)
 
@@ -180,7 +178,7 @@ class ImageTextCollator:
                         f"max_length={limit}. Raise max_length, or use fewer or smaller images."
                     )
             encoded = {
-                key: [row[:limit] for row in value] if _is_per_token(value, ids) else value
+                key: [row[:limit] for row in value] if is_per_token(value, ids) else value
                 for key, value in encoded.items()
             }
             labels = encoded["labels"]
@@ -193,27 +191,21 @@ class ImageTextCollator:
             self._has_warned = True
         return encoded
 
-    def _tensors(self, encoded: dict[str, Any], ids: list[list[int]], side: str) -> dict[str, torch.Tensor]:
-        fill = {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED}
-        batch = {}
-        for key, value in encoded.items():
-            if _is_per_token(value, encoded["input_ids"]):  # (B, T)
-                value = _padded(value, fill.get(key, 0), side)
-            batch[key] = value if isinstance(value, torch.Tensor) else _tensor(value)
-        return batch
-
     # (5)
 
     def _answers(self, examples: list[Example]) -> torch.Tensor:
         texts = [example.messages[-1]["content"][0]["text"].strip() for example in examples]
-        return _padded(self.tokenizer(texts, add_special_tokens=False)["input_ids"], IGNORED, "right")
+        return padded(self.tokenizer(texts, add_special_tokens=False)["input_ids"], IGNORED, "right")
 
 
 def check_processor(processor: Any) -> None:
-    """UsageError when conversations cannot be written, or answers not be found in them, with this processor."""
+    """UsageError when conversations cannot be written, or tokens not be found in them, with this processor."""
     name = type(processor).__name__
     if not hasattr(processor, "tokenizer") or not hasattr(processor, "image_processor"):
-        raise UsageError(f'{name} is no image-text processor. Task "image-text-to-text" needs a model with its own.')
+        raise UsageError(
+            f"{name} is no image-text processor. Conversations about pictures need a model with its own: a tokenizer, "
+            "an image processor and a chat template."
+        )
     if not getattr(processor, "chat_template", None):
         raise UsageError(
             f"{name} has no chat template, which writes a conversation as text. Add chat_template.jinja to the "
@@ -231,23 +223,3 @@ def _marks_answers(processor: Any) -> bool:
     template = processor.chat_template
     template = template.get("default", "") if isinstance(template, Mapping) else template
     return re.search(r"\{%-?\s*generation\b", template) is not None
-
-
-def _is_per_token(value: Any, ids: list[list[int]]) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == len(ids)
-        and all(isinstance(row, list) and len(row) == len(of) for row, of in zip(value, ids, strict=True))
-        and all(isinstance(one, int) for one in value[0][:1])
-    )
-
-
-def _padded(rows: list[list[int]], fill: int, side: str) -> torch.Tensor:
-    rows = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        return torch.stack(list(value))
-    return torch.as_tensor(np.asarray(value))

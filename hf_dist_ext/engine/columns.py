@@ -68,7 +68,7 @@ def read_columns(
     asked = {
         (name, key): value
         for name, features in batch.items()
-        for key, value in _questions(name, features, _config_of(name, model_config), feature_axes).items()
+        for key, value in _questions(name, features, feature_axes).items()
     }
     host: dict[str, dict[str, list]] = {name: {} for name in batch}
     for (name, key), values in zip(asked, _to_host(list(asked.values())), strict=True):
@@ -83,14 +83,12 @@ def _config_of(column: str, model_config: Any) -> Any:
     return model_config.get(column) if isinstance(model_config, Mapping) else model_config
 
 
-def _questions(
-    name: str, features: Mapping[str, Any], config: Any, feature_axes: FeatureAxes
-) -> dict[str, torch.Tensor]:
+def _questions(name: str, features: Mapping[str, Any], feature_axes: FeatureAxes) -> dict[str, torch.Tensor]:
     """Small integer tensors whose values the host must know."""
     _check_features(name, features)
     extents = _row_extents(features)
     asked = {} if extents is None else {"extents": extents}
-    asked |= images.questions({key: value for key, value in features.items() if key not in feature_axes}, config)
+    asked |= images.questions({key: value for key, value in features.items() if key not in feature_axes})
     for key in feature_axes.values():
         if isinstance(features.get(key), torch.Tensor):
             asked[key] = features[key]

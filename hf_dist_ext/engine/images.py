@@ -2,12 +2,18 @@
 
 Processors lay images out as their models like it: one entry per image, per tile, per packed patch, or padded per row.
 What they share: entries stand in the order of the rows, so a row owns one run of them, and numbers of entries per row
-are all that is needed to cut. `families.py` knows what the models make of an image; `chunks.py` does the cutting.
+are all that is needed to cut.
 
-`questions` names small integer tensors whose values the host must know; `columns.py` copies them all at once. How many
-entries a row has is what the collator counted; else every row's placeholder tokens are walked, image by image, and
-must come out even: nothing is ever assumed about how many images a row has. Every image key gets its `UnitLayout`; a
-chunk that owns none of its entries goes without the key. Patches per row are counted for the budget.
+The collator knows these numbers and puts them beside the features, as integers on the CPU that no model gets to see:
+
+    num_images   of every row; also num_images_per_sample (sentence-transformers), batch_num_images (LLaVA-OneVision)
+    num_tiles    of every row, where the processor cuts images into tiles or crops
+    num_videos   of every row; also num_videos_per_sample
+
+Nothing is concluded from shapes or tokens. A grid of patches per image, which the features of some families hold, says
+how many packed patches an image has. Every image key gets its `UnitLayout`; a chunk that owns none of its entries goes
+without the key. Patches per row are counted for the budget. `families.py` knows what is peculiar to a model;
+`columns.py` copies small tensors whose values the host must know, all at once; `chunks.py` does the cutting.
 
 Letters: R rows, L tokens, I images.
 """
@@ -15,13 +21,13 @@ Letters: R rows, L tokens, I images.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from hf_dist_ext.engine.families import FAMILIES, MROPE_MODEL_TYPES, Family, patch_grid, patch_size, tokens_per_entry
+from hf_dist_ext.engine.families import MROPE_MODEL_TYPES, PADDED_MODEL_TYPES, patch_grid, patch_size
 from hf_dist_ext.errors import UsageError
 
 # What collators call the number of images (tiles where a model cuts images up) and videos of a row.
@@ -78,35 +84,10 @@ def has_images(features: Mapping[str, Any]) -> bool:
     return any(key in features for key in PIXELS.values())
 
 
-def questions(features: Mapping[str, Any], config: Any) -> dict[str, torch.Tensor]:
+def questions(features: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Integer tensors of at most two axes whose values `describe` needs, under the names it looks them up by."""
-    asked = {name: features[name] for name in ALL_COUNT_NAMES if isinstance(features.get(name), torch.Tensor)}
-    if not has_images(features):
-        return asked
-    for key in (*GRIDS.values(), "spatial_shapes", "image_sizes"):
-        if isinstance(features.get(key), torch.Tensor) and features[key].dim() == 2:
-            asked[key] = features[key]
-    if "image_position_ids" in features:
-        asked["real_patches"] = (features["image_position_ids"] != -1).all(dim=-1).sum(dim=-1)  # (I,)
-    for kind, pixels in PIXELS.items():
-        if pixels in features:
-            is_placeholder = _placeholders(kind, features, config)  # (R, L)
-            if is_placeholder is not None:
-                asked[f"{kind}_tokens"] = is_placeholder.sum(dim=1)
-    return asked
-
-
-def _placeholders(kind: str, features: Mapping[str, Any], config: Any) -> torch.Tensor | None:
-    # GLM-4V writes videos with the image token, so the kinds the processor wrote down come before token ids.
-    if GRIDS[kind] in features and "mm_token_type_ids" in features:
-        return features["mm_token_type_ids"] == (1 if kind == "image" else 2)
-    token = _token_id(kind, config)
-    return None if token is None or "input_ids" not in features else features["input_ids"] == token
-
-
-def _token_id(kind: str, config: Any) -> int | None:
-    token = getattr(config, f"{kind}_token_id", None)
-    return getattr(config, f"{kind}_token_index", None) if token is None else token
+    names = (*ALL_COUNT_NAMES, *((*GRIDS.values(), "spatial_shapes") if has_images(features) else ()))
+    return {name: features[name] for name in names if isinstance(features.get(name), torch.Tensor)}
 
 
 def describe(
@@ -124,10 +105,8 @@ def describe(
     model_type = getattr(config, "model_type", None)
     if model_type == "mllama":
         return reader.always_on()
-    if "pixel_values" in features and reader.family.is_padded:
+    if "pixel_values" in features and model_type in PADDED_MODEL_TYPES:
         return reader.padded_rows()
-    if config is not None and _token_id("image", config) is None and reader.has_one_image_per_row():
-        return reader.always_on()
     return reader.flat()
 
 
@@ -136,7 +115,6 @@ class _Reader:
 
     def __init__(self, column: str, features: Mapping[str, Any], num_rows: int, config: Any, host: Mapping[str, Any]):
         self.column, self.features, self.num_rows, self.config = column, features, num_rows, config
-        self.family = FAMILIES.get(getattr(config, "model_type", None), Family())
         counted = {name: features[name] for name in ALL_COUNT_NAMES if isinstance(features.get(name), (list, tuple))}
         self.host = {**host, **counted}
         for name in ALL_COUNT_NAMES:
@@ -148,11 +126,6 @@ class _Reader:
 
     def error(self, message: str) -> UsageError:
         return UsageError(f"column {self.column!r}: {message}")
-
-    def has_one_image_per_row(self) -> bool:
-        """For models without placeholder tokens: only its place in the batch can bind an image to a row."""
-        is_counted = any(name in self.host for name in COUNT_NAMES["image"])
-        return not is_counted and len(self.features.get("pixel_values", ())) == self.num_rows
 
     def check_token_types(self) -> None:
         model_type = getattr(self.config, "model_type", None)
@@ -198,20 +171,15 @@ class _Reader:
         pixels = self.features["pixel_values"]
         if pixels.dim() != 5 or pixels.shape[0] != self.num_rows:
             raise self.cannot_cut("pixel_values")
-        most = pixels.shape[1]
-        if "num_tiles" in self.host:
-            tiles = self.host["num_tiles"]
-        elif "image_tokens" in self.host:
-            each = self.family.tokens(self.config, *pixels.shape[-2:])
-            tiles = [tokens // each for tokens in self.host["image_tokens"]]
-            for row, tokens in enumerate(self.host["image_tokens"]):
-                if tokens % each:
-                    raise self._uneven("image", row, f"a multiple of {each} image tokens", tokens)
-        else:
-            raise self._not_counted("image")
+        if "num_tiles" not in self.host:
+            self.refuse_uncounted("image", "num_tiles")
+        most, tiles = pixels.shape[1], self.host["num_tiles"]
         for row, count in enumerate(tiles):
             if count > most:
-                raise self._uneven("image", row, f"at most the {most} tiles of pixel_values", count)
+                raise self.error(
+                    f"num_tiles counts {count} in row {row}, but pixel_values holds {most} of a row. Count them as "
+                    "the processor laid them out."
+                )
         layout = UnitLayout(None, tuple(tiles))
         units = {key: layout for key in ("pixel_values", "pixel_attention_mask") if self._holds(key, self.num_rows)}
         each = None if patch_size(self.config) is None else patch_grid(self.config, *pixels.shape[-2:])
@@ -266,41 +234,17 @@ class _Reader:
     # ---- entries per row ----
 
     def _counts(self, kind: str, total: int) -> tuple[int, ...]:
-        given = None
-        for name in COUNT_NAMES[kind]:
-            if name in self.host:
-                if sum(self.host[name]) == total:
-                    return tuple(self.host[name])
-                given = given or name
-        # Images of a tiling model need not add up to tiles.
-        if given and (given == "num_tiles" or not self.family.makes_tiles):
-            raise self.error(
-                f"{given} adds up to {sum(self.host[given])}, but {PIXELS[kind]} holds {total} "
-                f"{kind}s. Count them per row as the processor laid them out."
+        name = next((name for name in COUNT_NAMES[kind] if name in self.host), None)
+        if name is None:
+            self.refuse_uncounted(kind, f"num_{kind}s")
+        counts = tuple(self.host[name])
+        if sum(counts) != total:
+            hint = " Images that are cut into tiles are counted as num_tiles." if kind == "image" else ""
+            raise UsageError(
+                f"column {self.column!r}: {name} adds up to {sum(counts)}, but {PIXELS[kind]} holds {total} {kind}s. "
+                f"Count them per row as the processor laid them out.{hint}"
             )
-        shape, grid = self.features[PIXELS[kind]].shape, self.host.get(GRIDS[kind])
-        tokens = tokens_per_entry(self.config, kind, shape, grid, self.host)
-        if tokens is None or f"{kind}_tokens" not in self.host:
-            raise self._not_counted(kind)
-        return self._walk(kind, tokens, self.host[f"{kind}_tokens"])
-
-    def _walk(self, kind: str, tokens: Sequence[int], tokens_per_row: Sequence[int]) -> tuple[int, ...]:
-        """Entries stand in the order of the rows, so each row takes entries until its placeholders are filled."""
-        counts, entry = [], 0
-        for row, expected in enumerate(tokens_per_row):
-            first, num_filled = entry, 0
-            while num_filled < expected and entry < len(tokens):
-                num_filled += tokens[entry]
-                entry += 1
-            if num_filled != expected:
-                filled = f"{num_filled}, what {entry - first} {kind}s fill"
-                raise self._uneven(kind, row, f"{expected} {kind} tokens", filled)
-            counts.append(entry - first)
-        if entry < len(tokens):
-            expected = tokens_per_row[-1]
-            left = f"{expected + sum(tokens[entry:])}, as {len(tokens) - entry} {kind}s are left over"
-            raise self._uneven(kind, self.num_rows - 1, f"{expected} {kind} tokens", left)
-        return tuple(counts)
+        return counts
 
     # ---- patches per row, and small things ----
 
@@ -325,19 +269,12 @@ class _Reader:
     def cannot_cut(self, key: str) -> UsageError:
         return cannot_cut(self.column, key, self.features[key], self.num_rows)
 
-    def _not_counted(self, kind: str) -> UsageError:
-        model = getattr(self.config, "model_type", None) or "a model without a known config"
-        names = f"num_{kind}s" + (" or num_tiles" if kind == "image" else "")
-        return self.error(
-            f"cannot cut {PIXELS[kind]} {tuple(self.features[PIXELS[kind]].shape)}: its first axis need not hold the "
-            f"same rows as the text ({self.num_rows}), and the tokens of {model} do not tell. Have the collator count "
-            f"per row ({names}), or name its axis in feature_axes."
-        )
-
-    def _uneven(self, kind: str, row: int, expected: str, found: Any) -> UsageError:
-        return self.error(
-            f"row {row}: expected {expected}, found {found}. Do not truncate text inside an image, or have the "
-            f"collator count {kind}s per row (num_{kind}s)."
+    def refuse_uncounted(self, kind: str, name: str) -> NoReturn:
+        raise UsageError(
+            f"column {self.column!r}: cannot cut {PIXELS[kind]} {tuple(self.features[PIXELS[kind]].shape)}: the batch "
+            f"does not say how many {kind}s each of the {self.num_rows} rows has. Have the collator put {name} beside "
+            "the features, a list with one number per row, 0 for a row without; "
+            "hf_dist_ext.data.VisionLanguageCollator does."
         )
 
 
@@ -349,6 +286,6 @@ def cannot_cut(column: str, key: str, value: Any, num_rows: int) -> UsageError:
     )
 
 
-def _runs(values: Any, counts: Sequence[int]) -> list[list[int]]:
+def _runs(values: Iterable[Any], counts: Sequence[int]) -> list[list[int]]:
     values = iter(values)
     return [[next(values) for _ in range(count)] for count in counts]

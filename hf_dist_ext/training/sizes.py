@@ -202,7 +202,7 @@ class StepSizes:
             batch,
             self._limits() if is_cut else ChunkLimits(),
             shares_tower=is_cut and not self.takes_column,
-            pad_values={"input_ids": getattr(config, "pad_token_id", None) or 0},
+            pad_values={"input_ids": _padding_token(config)},
             can_trim=is_cut,
             can_shift=getattr(config, "rope_parameters", None) is not None,
             sort=is_cut and self.args.gradient_cache_sort,
@@ -251,6 +251,12 @@ class StepSizes:
         if kept == "auto":
             kept = self.budget.keep_graph(costliest_chunk(chunked))
         return min(kept, self.fitting.now.max_kept_graphs)
+
+
+def _padding_token(config: Any) -> int:
+    """Of the part that reads text: SmolVLM's own is one that its vocabulary does not have."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "pad_token_id", None) or 0
 
 
 def _configs_by_column(model: nn.Module) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def text(rows: list[int], column: str, with_images: Callable[[int], bool] = lamb
     generators = [torch.Generator().manual_seed(row) for row in rows if with_images(row)]
     if generators:
         found["pixel_values"] = torch.stack([torch.randn(3, 16, 16, generator=g) for g in generators])
+        found["num_images"] = [int(with_images(row)) for row in rows]
     return found
 
 

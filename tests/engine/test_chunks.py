@@ -160,7 +160,7 @@ def test_columns_with_different_features_do_not_share_a_chunk():
 @pytest.mark.parametrize("features, words", [
     ({"input_ids": [[1, 2]]}, "tensors"),
     ({}, "no features"),
-    ({"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(3, 3, 4, 4)}, "same rows"),
+    ({"input_ids": torch.ones(2, 3), "pixel_values": torch.ones(3, 3, 4, 4)}, "how many images"),
 ])  # fmt: skip
 def test_features_that_can_not_be_cut_are_named(features, words):
     with pytest.raises(UsageError, match=words):
