@@ -6,6 +6,7 @@ The trainer adds the place in the data and who trains. `hf-dist merge` rebuilds 
 from __future__ import annotations
 
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,11 @@ def dtype_of_base(model: nn.Module) -> str:
 def embedding_options(model: Any) -> dict[str, Any]:
     """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`."""
     names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
-    has_bias = model.projection is not None and model.projection.bias is not None
-    width = None if model.projection is None else model.projection.out_features
-    return {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}
+    layers = model.dense
+    width, has_bias = (layers[-1].out_features, layers[-1].bias) if layers else (None, False)
+    options = {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}
+    is_one_map = all(layer.is_linear for layer in layers) and len(layers) < 2
+    return options if is_one_map else options | {"dense": [asdict(layer) for layer in layers]}
 
 
 def _version(name: str) -> str | None:

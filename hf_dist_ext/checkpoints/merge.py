@@ -28,7 +28,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import adapter_folder
 from hf_dist_ext.models.embedding_model import EmbeddingModel, can_keep_adapters_alone
 from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
-from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_tower
+from hf_dist_ext.models.router_folder import is_router, read_routes
+from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_route, load_tower
 from hf_dist_ext.models.weights import load_weights
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.tensors import gathered
@@ -37,7 +38,7 @@ from hf_dist_ext.strategies.tensors import gathered
 NOT_PROCESSOR = {
     manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
-    "metrics.json", "run.json", "plan.json", "towers.json", manifest.RUN, trainable.FROZEN,
+    "metrics.json", "run.json", "plan.json", "towers.json", "router_config.json", manifest.RUN, trainable.FROZEN,
 }  # fmt: skip
 PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 ADAPTER_FILES = [adapter_folder.CONFIG, adapter_folder.WEIGHTS]
@@ -61,6 +62,8 @@ def merge(
         model = _without_adapters(model, before)  # (3)
     model.save_pretrained(output)  # (4)
     processor_files = _copy_processor(checkpoint, source, output)
+    for name in getattr(model, "towers", {}):
+        _copy_files(_processor_files(checkpoint / name), output / name)
     _check(output, model, before, processor_files, options)  # (5)
 
 
@@ -200,6 +203,8 @@ def _complete_towers(
         options = {key: value for key, value in (known["embedding"] or {}).items() if value is not None}
         if (folder / "towers.json").is_file():
             folder = folder / name
+        elif is_router(folder):
+            return load_route(folder, read_routes(folder)[name], dtype=facts["dtype"], **options)
         elif not options:  # of a dual encoder's folder only the tower's own part
             options = {"config": class_of_tower(kind, folder).config_class.from_pretrained(checkpoint / name)}
         return load_tower(folder, kind, facts["dtype"], **options)
@@ -354,15 +359,23 @@ def _outputs_of_tower(tower: Any) -> torch.Tensor | None:
 def _copy_processor(checkpoint: Path, source: Path, output: Path) -> dict[str, Path]:
     """name -> where it is from; the checkpoint's own files, or else those of the base."""
     for folder in (checkpoint, source):
-        files = {p.name: p for p in folder.iterdir() if p.is_file() and _is_processors(p.name)}
+        files = _processor_files(folder)
         if files:
             break
-    for name, path in files.items():
-        shutil.copyfile(path, output / name)
+    _copy_files(files, output)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, output / templates.name)
     return files
+
+
+def _processor_files(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in folder.iterdir() if path.is_file() and _is_processors(path.name)}
+
+
+def _copy_files(files: dict[str, Path], output: Path) -> None:
+    for name, path in files.items():
+        shutil.copyfile(path, output / name)
 
 
 def _is_processors(name: str) -> bool:

@@ -80,12 +80,8 @@ class ContrastiveCollator:
         for limit in (max_length.values() if isinstance(max_length, Mapping) else [max_length]) if multiple else ():
             if limit and limit % multiple:
                 raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={multiple}.")
-        if tokenizer is not None and tokenizer.pad_token is None:
-            if tokenizer.eos_token is None:
-                raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
-            # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
-            logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
-            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer is not None:
+            ensure_padding(tokenizer)
         # Loader workers tokenize in parallel already; the tokenizer's own threads do not survive their fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -138,6 +134,17 @@ class ContrastiveCollator:
         options = {"truncation": has_limit, "max_length": limit if has_limit else None}
         options |= {"padding": True, "pad_to_multiple_of": self.pad_to_multiple_of, "return_tensors": "pt"}
         return dict(self.tokenizer([prompt + text for text in texts], **options))
+
+
+def ensure_padding(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give it a padding token where it has none."""
+    if tokenizer.pad_token is not None:
+        return
+    if tokenizer.eos_token is None:
+        raise UsageError("The tokenizer has no padding token, so texts can not be batched. Set its pad_token.")
+    # The attention mask hides padding, so any token serves; saved with the tokenizer, it serves others too.
+    logger.info("The tokenizer has no padding token; it pads with its end token %s.", tokenizer.eos_token)
+    tokenizer.pad_token = tokenizer.eos_token
 
 
 def labels_of(column: str, values: list) -> torch.Tensor:

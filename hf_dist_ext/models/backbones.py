@@ -20,15 +20,28 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForTextEncoding,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
+from transformers.utils import cached_file
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import static_backbone
+from hf_dist_ext.models.model_folder import STATIC, first_module, resolve_folder
 from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.strategies import splitting
 
 logger = logging.getLogger(__name__)
+# of transformers' cached_file: no such file, no network, no access
+KINDS = ("gated_repo", "missing_entries", "connection_errors")
+NOTHING_IS_RAISED = {f"_raise_exceptions_for_{kind}": False for kind in KINDS}
 
 
 def build_backbone(
@@ -67,13 +80,15 @@ def load_backbone(
     distributed_config: Any = None,
     backbone_class: type[PreTrainedModel] | None = None,
     in_stages: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] | None = None,
+    quantization_config: Any = None,
 ) -> PreTrainedModel:
     """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold.
 
     `distributed_config`: as in `build_backbone`; every process then reads its own part only. `backbone_class`: the
     class to make; None is the one that the configuration names, which may come with code of its own. `in_stages`: the
-    class -> one that reads this process's stages of a pipeline only.
+    class -> one that reads this process's stages of a pipeline only. `quantization_config`: transformers' one.
     """
+    static_backbone.register()
     name = str(name_or_path)
     options = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
     with _loading_errors(name):
@@ -87,11 +102,27 @@ def load_backbone(
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         options |= _pooler_option(config)
+        if quantization_config is not None:
+            options["quantization_config"] = quantization_config
         if distributed_config is not None:
             splitting.check_can_be_split(config, distributed_config.tp_size)
             options["distributed_config"] = distributed_config
         with _pooler_not_reported(config):
             return _without_pooler(load_complete(backbone_class, name, config=config, dtype=dtype, **options))
+
+
+def load_tokenizer(name_or_path: str | Path, **options) -> Any:
+    """The tokenizer that a model's folder or hub name comes with; `options` go to AutoTokenizer."""
+    revision = options.get("revision")
+    if kind_of_model(name_or_path, revision) == STATIC:
+        return static_backbone.load_tokenizer(first_module(resolve_folder(name_or_path, revision))[1])
+    return AutoTokenizer.from_pretrained(name_or_path, **options)
+
+
+def kind_of_model(name_or_path: str | Path, revision: str | None = None) -> str:
+    """The first module of a folder or hub name in sentence-transformers' layout; "" for any other."""
+    modules = cached_file(name_or_path, "modules.json", revision=revision, **NOTHING_IS_RAISED)
+    return "" if modules is None else first_module(Path(modules).parent)[0]
 
 
 def load_complete(model_class: Any, name_or_path: str | Path, **options) -> PreTrainedModel:
@@ -125,6 +156,7 @@ def hidden_size(config: PreTrainedConfig) -> int:
 
 
 def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    static_backbone.register()
     config = dict(config)
     model_type = config.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:

@@ -5,7 +5,7 @@
 
 (1) the backbone embeds every token, from the features it has parameters for
 (2) pooling averages the real tokens, or picks the first or the last of them, padding on either side
-(3) an optional linear projection
+(3) an optional projection: one linear map, or several with activations (models/dense.py)
 (4) optional division by the L2 norm
 
 One thing to know: it is a PreTrainedModel around another one and shares that one's config object, so that Trainer,
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models import adapter_folder
-from hf_dist_ext.models.backbones import build_backbone, hidden_size, load_backbone
+from hf_dist_ext.models import adapter_folder, static_backbone
+from hf_dist_ext.models.backbones import build_backbone, hidden_size, load_backbone, parse_dtype
+from hf_dist_ext.models.dense import DenseLayer, layers_of, parse
+from hf_dist_ext.models.dense import build as build_projection
 from hf_dist_ext.models.model_folder import (
     ModelFolder,
     matryoshka_keys,
@@ -59,7 +61,8 @@ class EmbeddingOutput(ModelOutput):
 class EmbeddingModel(PreTrainedModel):
     """Backbone, pooling, projection, normalization; see the head of this file.
 
-    `pooling` is "mean", "cls" (first real token) or "last" (last real token); `projection_dim` None means none.
+    `pooling` is "mean", "cls" (first real token) or "last" (last real token); `projection_dim` None means none, and
+    `dense` says what a projection is that is more than one linear map (`DenseLayer`s, or mappings of their fields).
     `max_length` (int, or one per column: queries first), `prompts` and `matryoshka_dims` change nothing here: they are
     kept for `save_pretrained`, which tells servers about them. `lengths` are those of "query" and "document", where
     they differ.
@@ -79,20 +82,27 @@ class EmbeddingModel(PreTrainedModel):
         max_length: int | Mapping[str, int] | None = None,
         prompts: Mapping[str, str] | None = None,
         matryoshka_dims: Iterable[int] | None = None,
+        dense: Sequence[DenseLayer | Mapping[str, Any]] | None = None,
     ):
         super().__init__(backbone.config)
         if pooling not in POOLINGS:
             raise UsageError(f'pooling="{pooling}" does not exist. Choose one of {", ".join(POOLINGS)}.')
         if projection_dim is not None and projection_dim < 1:
             raise UsageError(f"projection_dim={projection_dim} must be at least 1; leave it out for no projection.")
+        if pooling != "mean" and isinstance(backbone, static_backbone.StaticBackbone):
+            raise UsageError(f'pooling="{pooling}": static embeddings are the mean of their tokens. Remove pooling.')
         width = hidden_size(backbone.config)
         self.backbone = backbone
         self.pooling = pooling
-        self.projection = None
-        if projection_dim is not None:
-            self.projection = nn.Linear(width, projection_dim, projection_bias, backbone.device, backbone.dtype)
+        layers = [] if projection_dim is None else [DenseLayer(width, projection_dim, projection_bias)]
+        layers = parse(dense) if dense else layers
+        if layers and layers[0].in_features != width:
+            raise UsageError(
+                f"A Dense module takes {layers[0].in_features} dimensions, and the backbone gives {width}."
+            )
+        self.projection = build_projection(layers, backbone.device, backbone.dtype)
         self.normalize = normalize
-        self.embedding_dim = projection_dim or width
+        self.embedding_dim = layers[-1].out_features if layers else width
         self.max_length = max_length
         self.lengths = lengths_by_role(max_length)
         self.prompts = dict(prompts or {})
@@ -163,6 +173,8 @@ class EmbeddingModel(PreTrainedModel):
         distributed_config: Any = None,
         backbone_class: type[PreTrainedModel] | None = None,
         in_stages: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] | None = None,
+        quantization_config: Any = None,
+        contents: ModelFolder | None = None,
         **embedding_options,
     ) -> EmbeddingModel:
         """The embedding model of a folder or hub name: ours, sentence-transformers', or a plain backbone.
@@ -173,13 +185,15 @@ class EmbeddingModel(PreTrainedModel):
         (transformers' DistributedConfig) splits the backbone over processes while it is read.
         `backbone_class` makes the backbone instead of what the folder's configuration names. `in_stages`
         makes of the backbone's class one that reads this process's stages of a pipeline; the others are on the meta
-        device then.
+        device then. `quantization_config`: transformers' one, for a backbone that stays frozen. `contents`: what the
+        folder says, where it was read before (a route of a Router).
         """
-        folder = read_model_folder(resolve_folder(name_or_path, revision))
+        folder = contents or read_model_folder(resolve_folder(name_or_path, revision))
         dtype = dtype or "auto"
         options = dict(
             trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation,
             distributed_config=distributed_config, backbone_class=backbone_class, in_stages=in_stages,
+            quantization_config=quantization_config,
         )  # fmt: skip
         if folder.has_adapters:
             if distributed_config is not None or in_stages is not None:
@@ -191,18 +205,24 @@ class EmbeddingModel(PreTrainedModel):
             if dtype == "auto":
                 options["dtype"] = folder.dtype
             backbone = cls.from_pretrained(base, revision=base_revision, **options).backbone
+        elif folder.is_static:
+            if distributed_config is not None or in_stages is not None or quantization_config is not None:
+                raise UsageError(
+                    f"{name_or_path} is a table of vectors: it has no layers to split, to cut or to load in 4 bits."
+                )
+            backbone = static_backbone.load(folder.backbone_folder, parse_dtype(dtype))
         else:
             backbone = load_backbone(folder.backbone_folder, None, **options)
         given = {name: value for name, value in embedding_options.items() if value is not None}
         if folder.projection is not None:
-            stored_dim = folder.projection["weight"].shape[0]
+            stored_dim = folder.dense[-1].out_features
             if given.get("projection_dim", stored_dim) != stored_dim:
                 raise UsageError(
                     f"{name_or_path} has a trained projection to {stored_dim} dimensions, not "
                     f"{given['projection_dim']}. Leave projection_dim out, or use EmbeddingModel.from_backbone to "
                     "start a new one."
                 )
-            given |= {"projection_dim": stored_dim, "projection_bias": "bias" in folder.projection}
+            given |= {"dense": folder.dense}
         names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
         model = cls(backbone, **{name: getattr(folder, name) for name in names} | given)
         if folder.projection is not None:
@@ -216,9 +236,14 @@ class EmbeddingModel(PreTrainedModel):
             model.config._name_or_path = str(name_or_path)
         return put_back(model).eval()
 
+    @property
+    def dense(self) -> list[DenseLayer]:
+        """What the projection is made of; empty for none."""
+        return layers_of(self.projection)
+
     def describe(self) -> str:
         """What follows the backbone, in words."""
-        projection = "no projection" if self.projection is None else f"a projection to {self.embedding_dim}"
+        projection = f"a projection to {self.embedding_dim}" if self.dense else "no projection"
         return f"{self.pooling} pooling, {projection}, {'normalized' if self.normalize else 'not normalized'}"
 
     # ---- what it does ----
@@ -244,7 +269,8 @@ class EmbeddingModel(PreTrainedModel):
         if stops_at_pooled:
             return EmbeddingOutput(embeddings=vectors)
         if self.projection is not None:
-            vectors = self.projection(vectors.to(self.projection.weight.dtype))  # (3): (B, D)
+            dtype = next(self.projection.parameters()).dtype
+            vectors = self.projection(vectors.to(dtype))  # (3): (B, D)
         vectors = vectors.to(_at_least_float32(vectors.dtype))
         if self.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)  # (4)
@@ -319,7 +345,9 @@ class EmbeddingModel(PreTrainedModel):
         """What a folder says beside the backbone; `projection` holds its whole weights."""
         return ModelFolder(
             pooling=self.pooling,
+            is_static=isinstance(self.backbone, static_backbone.StaticBackbone),
             projection=dict(projection) or None,
+            dense=self.dense,
             normalize=self.normalize,
             max_length=_served_length(max_length or self.max_length, tokenizer),
             lengths=self.lengths if max_length is None else lengths_by_role(max_length),

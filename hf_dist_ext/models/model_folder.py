@@ -8,14 +8,15 @@ the new one (July 2026) and vLLM pooled it wrongly until August 2026; the older 
     sentence_bert_config.json               the length at which texts are cut; query_length and document_length only
                                             where they differ: sentence-transformers 6.2 knows them
     config_sentence_transformers.json       prompts
-    1_Pooling/  2_Dense/  3_Normalize/      one folder per module after the backbone; Dense and Normalize only if used
+    1_Pooling/  2_Dense/  3_Normalize/      one folder per module after the backbone; Dense and Normalize only if used,
+                                            and as many of Dense as there are
     modules.json                            which modules there are; written last, as without it the others are ignored
 
 A folder of adapters has the same files beside peft's (models/adapter_folder.py); what config.json would say,
 Matryoshka dims and precision, then stands in config_sentence_transformers.json.
 
-Reading takes both layouts and a plain transformers folder. What we cannot reproduce exactly (another pooling, two
-Dense modules, an activation) is a UsageError, and so is a piece that is listed and gone.
+Reading takes both layouts and a plain transformers folder, with any number of Dense modules. What we cannot reproduce
+exactly (another pooling, another order of modules) is a UsageError, and so is a piece that is listed and gone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.dense import TANH, DenseLayer
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,10 @@ POOLING_FLAGS = {
     "lasttoken": "pooling_mode_lasttoken",
 }
 ADAPTERS = "adapter_config.json"
+STATIC = "StaticEmbedding"
+VECTOR = "sentence_embedding"  # what sentence-transformers calls a row's vector between its modules
+OF_LINEAR = ("weight", "bias")
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
-IDENTITY = "torch.nn.modules.linear.Identity"
 HUB_IGNORE = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.bin", "*.safetensors"]
 
 
@@ -56,8 +60,12 @@ class ModelFolder:
     backbone_folder: Path | None = None  # None when writing: the backbone lies at the top
     is_plain: bool = False  # no more than a backbone: what follows are defaults
     has_adapters: bool = False  # of a base that lies elsewhere
+    is_static: bool = (
+        False  # the backbone is a table of vectors (models/static_backbone.py), which has no pooling module
+    )
     pooling: str = "mean"
-    projection: dict[str, torch.Tensor] | None = None  # {"weight": (D, H), and "bias": (D,) where there is one}
+    projection: dict[str, torch.Tensor] | None = None  # its weights, under the names of models/dense.py
+    dense: list[DenseLayer] = field(default_factory=list)  # what it is made of
     normalize: bool = True
     max_length: int | None = None  # None: the tokenizer's own limit holds
     lengths: dict[str, int | None] = field(default_factory=dict)  # of "query" and "document", where they differ
@@ -94,40 +102,49 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
     """Write everything but the backbone's and the tokenizer's own files; `hidden_size` is the backbone's."""
     folder = Path(folder)
     pooling = POOLING_NAMES[contents.pooling]
-    _write_json(
-        folder / "1_Pooling" / "config.json",
-        # Both vocabularies: servers read the booleans, release 6 of sentence-transformers the two last keys.
-        {"word_embedding_dimension": hidden_size}
-        | {flag: name == pooling for name, flag in POOLING_FLAGS.items()}
-        | {"include_prompt": True, "embedding_dimension": hidden_size, "pooling_mode": pooling},
-    )
-    chain = ["Transformer", "Pooling"]
-    if contents.projection is not None:
+    if not contents.is_static:
+        write_json(
+            folder / "1_Pooling" / "config.json",
+            # Both vocabularies: servers read the booleans, release 6 of sentence-transformers the two last keys.
+            {"word_embedding_dimension": hidden_size}
+            | {flag: name == pooling for name, flag in POOLING_FLAGS.items()}
+            | {"include_prompt": True, "embedding_dimension": hidden_size, "pooling_mode": pooling},
+        )
+    chain = [STATIC] if contents.is_static else ["Transformer", "Pooling"]
+    for number, layer in enumerate(contents.dense if contents.projection is not None else ()):
+        _write_dense(folder / f"{len(chain)}_Dense", layer, _weights_of(contents, number))
         chain.append("Dense")
-        _write_dense(folder / "2_Dense", contents.projection)
     if contents.normalize:
         chain.append("Normalize")
-        (folder / f"{len(chain) - 1}_Normalize").mkdir(exist_ok=True)
     lengths = {f"{role}_length": length for role, length in contents.lengths.items() if length is not None}
     if contents.max_length is not None or lengths:
         whole = {} if contents.max_length is None else {"max_seq_length": contents.max_length}
-        _write_json(folder / "sentence_bert_config.json", whole | {"do_lower_case": False} | lengths)
+        write_json(folder / "sentence_bert_config.json", whole | {"do_lower_case": False} | lengths)
     of_adapters = {"matryoshka_dimensions": contents.matryoshka_dims, "dtype": contents.dtype}
-    _write_json(
-        folder / "config_sentence_transformers.json",
-        {
-            "model_type": "SentenceTransformer",
-            "prompts": _with_document_prompt(contents.prompts),
-            "default_prompt_name": None,
-            "similarity_fn_name": "cosine" if contents.normalize else "dot",
-        }
-        | (of_adapters if contents.has_adapters else {}),
-    )
+    write_prompts(folder, contents.prompts, contents.normalize, **(of_adapters if contents.has_adapters else {}))
+    write_modules(folder, chain)
+
+
+def write_prompts(folder: Path, prompts: Mapping[str, str], is_cosine: bool, **more: object) -> None:
+    """config_sentence_transformers.json."""
+    content = {
+        "model_type": "SentenceTransformer",
+        "prompts": _with_document_prompt(prompts),
+        "default_prompt_name": None,
+        "similarity_fn_name": "cosine" if is_cosine else "dot",
+    }
+    write_json(folder / "config_sentence_transformers.json", content | more)
+
+
+def write_modules(folder: Path, chain: list[str]) -> None:
+    """modules.json of modules that lie in the folder itself (the first one) and in folders of their own."""
     modules = [
         {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
         for i, kind in enumerate(chain)
     ]
-    _write_json(folder / "modules.json", modules)
+    for module in modules:
+        (folder / module["path"]).mkdir(exist_ok=True)
+    write_json(folder / "modules.json", modules)
 
 
 def read_model_folder(folder: str | Path) -> ModelFolder:
@@ -148,34 +165,57 @@ def read_model_folder(folder: str | Path) -> ModelFolder:
             raise UsageError(f"{folder} holds neither modules.json nor config.json, so it is not a model folder.")
         return ModelFolder(backbone_folder=folder, is_plain=True, matryoshka_dims=_read_matryoshka_dims(folder))
 
-    modules = _read_json(folder / "modules.json")
-    chain = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    if chain != ["Transformer", "Pooling", *(kind for kind in ("Dense", "Normalize") if kind in chain)]:
+    modules = [(kind_of(module), folder / module["path"]) for module in read_json(folder / "modules.json")]
+    return read_chain(folder, modules)
+
+
+def first_module(folder: str | Path) -> tuple[str, Path]:
+    """The kind of the first module of a folder and where it lies; ("", the folder) for one without modules.json."""
+    folder = Path(folder)
+    first, *_ = read_json(folder / "modules.json", missing_is_empty=True) or [{"type": "", "path": ""}]
+    return kind_of(first), folder / first["path"]
+
+
+def kind_of(module: Mapping[str, str]) -> str:
+    """The class of an entry of modules.json; releases before and after 6 have it in other packages."""
+    return module["type"].rpartition(".")[2]
+
+
+def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
+    """What modules say that follow one another, each with its own folder; `folder` has the files of them all."""
+    chain = [kind for kind, _ in modules]
+    first = [STATIC] if STATIC in chain else ["Transformer", "Pooling"]
+    rest = ["Dense"] * chain.count("Dense") + ["Normalize"] * ("Normalize" in chain)
+    if chain != first + rest:
         raise UsageError(
-            f"{folder} chains {' -> '.join(chain)}; supported is Transformer -> Pooling [-> Dense] [-> Normalize]. "
-            "EmbeddingModel.from_backbone takes the backbone only."
+            f"{folder} chains {' -> '.join(chain)}; supported is Transformer -> Pooling [-> Dense ...] "
+            f"[-> Normalize], or {STATIC} in the place of the first two. EmbeddingModel.from_backbone takes the "
+            "backbone only."
         )
-    paths = {kind: folder / module["path"] for kind, module in zip(chain, modules, strict=True)}
-    backbone_folder = paths["Transformer"]
+    backbone_folder, is_static = modules[0][1], chain[0] == STATIC
     has_adapters = (backbone_folder / ADAPTERS).is_file()
-    if not has_adapters and not (backbone_folder / "config.json").is_file():
+    if not (has_adapters or is_static or (backbone_folder / "config.json").is_file()):
         raise UsageError(f"{backbone_folder} has no config.json. Copy the whole folder again.")
-    own = _read_json(folder / "config_sentence_transformers.json", missing_is_empty=True)
-    length = _read_json(backbone_folder / "sentence_bert_config.json", missing_is_empty=True)
+    own = read_json(folder / "config_sentence_transformers.json", missing_is_empty=True)
+    length = {} if is_static else read_json(backbone_folder / "sentence_bert_config.json", missing_is_empty=True)
     lengths = {role: length.get(f"{role}_length", length.get("max_seq_length")) for role in ("query", "document")}
     if length.get("query_length") is None and length.get("document_length") is None:
         lengths = {}
     if length.get("do_lower_case"):
         logger.info("%s asks for do_lower_case; here only the tokenizer decides that", folder)
+    is_ours = not has_adapters and (backbone_folder / "config.json").is_file()
+    layers, projection = _read_projection([path for kind, path in modules if kind == "Dense"])
     return ModelFolder(
         backbone_folder=backbone_folder,
-        pooling=_read_pooling(paths["Pooling"]),
-        projection=_read_dense(paths["Dense"]) if "Dense" in paths else None,
-        normalize="Normalize" in paths,
+        is_static=is_static,
+        pooling="mean" if is_static else _read_pooling(modules[1][1]),
+        projection=projection,
+        dense=layers,
+        normalize="Normalize" in chain,
         max_length=length.get("max_seq_length"),
         lengths=lengths,
         prompts=own.get("prompts") or {},
-        matryoshka_dims=own.get("matryoshka_dimensions") if has_adapters else _read_matryoshka_dims(backbone_folder),
+        matryoshka_dims=_read_matryoshka_dims(backbone_folder) if is_ours else own.get("matryoshka_dimensions"),
         dtype=own.get("dtype"),
         has_adapters=has_adapters,
     )
@@ -184,8 +224,8 @@ def read_model_folder(folder: str | Path) -> ModelFolder:
 def update_config(folder: str | Path, changes: Mapping[str, object]) -> None:
     """Set keys of the backbone's config.json; None removes one."""
     path = Path(folder) / "config.json"
-    merged = _read_json(path) | dict(changes)
-    _write_json(path, {key: value for key, value in merged.items() if value is not None or key not in changes})
+    merged = read_json(path) | dict(changes)
+    write_json(path, {key: value for key, value in merged.items() if value is not None or key not in changes})
 
 
 def matryoshka_keys(dims: list[int] | None) -> dict[str, object]:
@@ -201,35 +241,52 @@ def _with_document_prompt(prompts: Mapping[str, str]) -> dict[str, str]:
     return {**prompts, "document": prompts[names[0]]} if names else dict(prompts)
 
 
-def _write_dense(folder: Path, projection: dict[str, torch.Tensor]) -> None:
-    out_features, in_features = projection["weight"].shape
-    config = {"in_features": in_features, "out_features": out_features, "bias": "bias" in projection}
-    _write_json(folder / "config.json", config | {"activation_function": IDENTITY})
-    weights = {f"linear.{name}": tensor.detach().cpu().contiguous() for name, tensor in projection.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+def _weights_of(contents: ModelFolder, number: int) -> dict[str, torch.Tensor]:
+    """Of one of the Dense modules; one alone has no number in its names."""
+    if len(contents.dense) == 1:
+        return contents.projection
+    start = f"{number}."
+    return {k.removeprefix(start): value for k, value in contents.projection.items() if k.startswith(start)}
 
 
-def _read_dense(folder: Path) -> dict[str, torch.Tensor]:
-    config = _read_json(folder / "config.json")
-    # Tanh is that library's default, so a missing key means Tanh.
-    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if activation != IDENTITY or config.get("use_residual"):
-        kind = "a residual connection" if config.get("use_residual") else activation
-        raise UsageError(
-            f"{folder} has {kind}; an EmbeddingModel projects by a linear map only. "
-            "Use EmbeddingModel.from_backbone with projection_dim to train a new projection."
-        )
+def _write_dense(folder: Path, layer: DenseLayer, weights: Mapping[str, torch.Tensor]) -> None:
+    config = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
+    residual = {"use_residual": True} if layer.use_residual else {}  # releases before 5.7 do not know the key
+    write_json(folder / "config.json", config | {"activation_function": layer.activation} | residual)
+    named = {f"linear.{name}" if name in OF_LINEAR else name: tensor for name, tensor in weights.items()}
+    named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _read_projection(folders: list[Path]) -> tuple[list[DenseLayer], dict[str, torch.Tensor] | None]:
+    read = [_read_dense(folder) for folder in folders]
+    layers, weights = [layer for layer, _ in read], [weights for _, weights in read]
+    if len(weights) < 2:
+        return layers, weights[0] if weights else None
+    return layers, {f"{i}.{name}": tensor for i, of_one in enumerate(weights) for name, tensor in of_one.items()}
+
+
+def _read_dense(folder: Path) -> tuple[DenseLayer, dict[str, torch.Tensor]]:
+    config = read_json(folder / "config.json")
+    for name in ("module_input_name", "module_output_name"):
+        if config.get(name, VECTOR) != VECTOR:
+            raise UsageError(f'{folder} has {name}="{config[name]}"; an EmbeddingModel projects the pooled vector.')
     if (folder / "model.safetensors").is_file():
         weights = load_file(folder / "model.safetensors")
     elif (folder / "pytorch_model.bin").is_file():
         weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     else:
         raise UsageError(f"{folder} has no model.safetensors. Copy the whole folder again.")
-    return {name.removeprefix("linear."): tensor for name, tensor in weights.items()}
+    out_features, in_features = weights["linear.weight"].shape
+    layer = DenseLayer(
+        in_features, out_features, "linear.bias" in weights,
+        config.get("activation_function", TANH), bool(config.get("use_residual")),
+    )  # fmt: skip
+    return layer, {name.removeprefix("linear."): tensor for name, tensor in weights.items()}
 
 
 def _read_pooling(folder: Path) -> str:
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     flagged = [name for name, flag in POOLING_FLAGS.items() if config.get(flag)]
     name = config.get("pooling_mode", flagged[0] if len(flagged) == 1 else flagged)
     ours = {theirs: own for own, theirs in POOLING_NAMES.items()}
@@ -241,10 +298,10 @@ def _read_pooling(folder: Path) -> str:
 
 
 def _read_matryoshka_dims(folder: Path) -> list[int] | None:
-    return _read_json(folder / "config.json").get("matryoshka_dimensions")
+    return read_json(folder / "config.json").get("matryoshka_dimensions")
 
 
-def _read_json(path: Path, missing_is_empty: bool = False):
+def read_json(path: Path, missing_is_empty: bool = False):
     if not path.is_file():
         if missing_is_empty:
             return {}
@@ -255,6 +312,6 @@ def _read_json(path: Path, missing_is_empty: bool = False):
         raise UsageError(f"{path} is not valid JSON ({error}). Copy the folder again.") from error
 
 
-def _write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -7,7 +7,9 @@
 (1) the column names the tower  (2) the tower embeds its features  (3) its vectors are divided by their L2 norm
 
 A tower is an `EmbeddingModel` or a transformers model that ends in one vector per row (CLIP's `*ModelWithProjection`,
-SigLIP's text and vision models). On disk each tower is a folder of its own, beside `towers.json`.
+SigLIP's text and vision models). On disk each tower is a folder of its own, beside `towers.json`. Beside it lie files
+by which sentence-transformers loads the whole: those that make one model of a dual encoder's towers
+(models/dual_encoders.py), or a Router's over the towers of queries and documents (models/router_folder.py).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -22,8 +25,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import dual_encoders, router_folder
 from hf_dist_ext.models.backbones import load_complete
 from hf_dist_ext.models.embedding_model import EmbeddingModel, EmbeddingOutput
+from hf_dist_ext.models.model_folder import ModelFolder
 from hf_dist_ext.models.weights import names_without_adapters
 
 # where a tower's output keeps the vector per row, the first that is there
@@ -33,7 +38,8 @@ VECTOR_FIELDS = ("embeddings", "text_embeds", "image_embeds", "pooler_output")
 class TowerModel(PreTrainedModel):
     """Towers by name, and the name of each column's tower; two columns may share one.
 
-    A PreTrainedModel, so that Trainer saves it by `save_pretrained`; its own config says nothing.
+    A PreTrainedModel, so that Trainer saves it by `save_pretrained`; its own config says nothing. `prompts` and
+    `tokenizers` (of towers that are `EmbeddingModel`s, by name) change nothing here: they are kept for its folder.
     """
 
     accepts_loss_kwargs = False  # as in EmbeddingModel
@@ -50,6 +56,8 @@ class TowerModel(PreTrainedModel):
         self.towers = nn.ModuleDict(towers)
         self.column_to_tower = dict(column_to_tower)
         self.normalize = normalize
+        self.prompts: dict[str, str] = {}
+        self.tokenizers: dict[str, Any] = {}
 
     @property
     def embedding_dim(self) -> int:
@@ -58,6 +66,12 @@ class TowerModel(PreTrainedModel):
         names = ("projection_dim", "projection_size", "hidden_size")
         dims = (getattr(tower, "embedding_dim", None), *(getattr(tower.config, name, None) for name in names))
         return next(dim for dim in dims if dim)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether the towers are those of texts that are queries, and of texts that are documents."""
+        are_text = all(isinstance(tower, EmbeddingModel) for tower in self.towers.values())
+        return are_text and set(self.towers) == {router_folder.QUERY, router_folder.DOCUMENT}
 
     def get_input_embeddings(self) -> None:
         """None: every tower has its own. accelerate asks before it shards, and transformers would raise."""
@@ -115,19 +129,25 @@ class TowerModel(PreTrainedModel):
                 raise UsageError(f'state_dict must hold every weight of the tower "{name}" under "{prefix}".')
             tower.save_pretrained(folder / name, state_dict=weights)
         self.save_description(folder)
+        if self.is_routed:
+            router_folder.write_router(folder, self.normalize, self.prompts)
+        else:
+            dual_encoders.write(folder, self.towers, self.normalize, self.prompts)
 
     def save_description(self, folder: str | Path) -> None:
-        """What there is beside weights: `towers.json`, and a config per tower that has none there yet."""
+        """What there is beside weights: `towers.json`, tokenizers, and a config per tower that has none there yet."""
         folder = Path(folder)
         for name, tower in self.towers.items():
             (folder / name).mkdir(parents=True, exist_ok=True)
             if not (folder / name / "config.json").is_file():
                 tower.config.save_pretrained(folder / name)
+            if name in self.tokenizers:
+                self.tokenizers[name].save_pretrained(folder / name)
         description = {
             "towers": {name: type(tower).__name__.removeprefix("FSDP") for name, tower in self.towers.items()},
             "column_to_tower": self.column_to_tower,
             "normalize": self.normalize,
-        }
+        } | ({"prompts": self.prompts} if self.prompts else {})
         (folder / "towers.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -143,7 +163,16 @@ class TowerModel(PreTrainedModel):
             raise UsageError(f"{folder} has no towers.json, so it is no folder of a TowerModel.")
         description = json.loads((folder / "towers.json").read_text(encoding="utf-8"))
         towers = {name: tower(name, kind) for name, kind in description["towers"].items()}
-        return cls(towers, description["column_to_tower"], description["normalize"]).eval()
+        model = cls(towers, description["column_to_tower"], description["normalize"]).eval()
+        model.prompts = description.get("prompts", {})
+        return model
+
+
+def load_route(folder: Path, contents: ModelFolder, **options) -> EmbeddingModel:
+    """The model of one route of a Router's folder; `contents`: what `read_routes` says of it."""
+    tower = EmbeddingModel.from_pretrained(folder, contents=contents, **options)
+    tower.config._name_or_path = str(folder)
+    return tower
 
 
 def class_of_tower(class_name: str, folder: str | Path) -> type[PreTrainedModel]:

@@ -33,7 +33,7 @@ def add_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
         lora_dropout=config.lora_dropout,
         target_modules=targets,
         # "all-linear" means the backbone's; a projection trains whole (trainable_modules)
-        exclude_modules="projection" if getattr(model, "projection", None) is not None else None,
+        exclude_modules=r"projection(\..*)?" if getattr(model, "projection", None) is not None else None,
     )
     try:
         return get_peft_model(model, options)

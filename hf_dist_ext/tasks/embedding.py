@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Image
-from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from hf_dist_ext.data.code_search import train_tokenizer
@@ -16,13 +15,16 @@ from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import static_backbone
+from hf_dist_ext.models.backbones import load_tokenizer
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.run.config import Run, RunConfig
+from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import MATRYOSHKA, OWN, label_column
 from hf_dist_ext.strategies import choose
-from hf_dist_ext.tasks import image_pairs
+from hf_dist_ext.tasks import image_pairs, routes
 from hf_dist_ext.tasks.adapters import add_adapters
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
@@ -51,9 +53,14 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         texts = [column for column in columns if column not in pictures]
         tokenizer = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
         model = image_pairs.build_towers(run, tokenizer, columns, pictures)
-        collator = image_pairs.pair_collator(
-            model, tokenizer, columns, config.prompts, config.max_length, config.id_column
-        )
+        prompts = _prompts_for(model, config, columns)
+        collator = image_pairs.pair_collator(model, tokenizer, columns, prompts, config.max_length, config.id_column)
+        args.save_full_model |= config.use_lora and not run.name
+    elif routes.has_routes(config) and not pictures:
+        model = routes.build(run, columns)
+        prompts = _prompts_for(model, config, columns)
+        collator = routes.collator(model, columns, prompts, config)
+        tokenizer = collator.tokenizer
         args.save_full_model |= config.use_lora and not run.name
     elif pictures:
         raise UsageError(
@@ -63,9 +70,11 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     else:
         tokenizer = build_tokenizer(run, train_dataset)
         model = build_model(run, tokenizer, distributed_config, choose.in_stages(args))
+        if isinstance(model.backbone, static_backbone.StaticBackbone):
+            _reads_whole_texts(config)
+            static_backbone.without_special_tokens(tokenizer)
         # What is not given is as the model's folder says: the folder of this run will say so too.
-        prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts
-        model.prompts = _prompts_to_keep(model.prompts, prompts, columns)
+        prompts = _prompts_for(model, config, columns)
         max_length = _lengths_of(model, config.max_length, columns)
         model.max_length, model.lengths = max_length, lengths_by_role(max_length)
         if sources is None:
@@ -98,6 +107,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
 
 
 def hints(run: Run) -> list[str]:
+    if routes.has_routes(run.options):
+        return [_to_load("TowerModel")]
     if image_pairs.has_towers(run.options):
         return [_to_load("TowerModel"), 'try it:   hf-dist search --model {folder} --data PICTURES "words"']
     lines = [_to_load("EmbeddingModel")]
@@ -124,7 +135,7 @@ def build_tokenizer(run: Run, train_dataset: Any) -> Any:
     if name is not None:
         options = {"revision": config.model_revision} if name == config.model_name_or_path else {}
         try:
-            return AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code, **options)
+            return load_tokenizer(name, trust_remote_code=config.trust_remote_code, **options)
         except (OSError, ValueError) as error:
             raise UsageError(f"no tokenizer can be loaded from {name!r}: {error}") from error
     if config.dataset_name != CODE_SEARCH:
@@ -134,7 +145,22 @@ def build_tokenizer(run: Run, train_dataset: Any) -> Any:
     return train_tokenizer(text for column in ("query", "positive") for text in train_dataset[column])
 
 
-def _prompts_of(model: EmbeddingModel, columns: list[str]) -> dict[str, str]:
+def _reads_whole_texts(config: RunConfig) -> None:
+    if config.max_length is not None:
+        raise UsageError(
+            f"max_length={show(config.max_length)}: static embeddings read whole texts, here and in "
+            "sentence-transformers. Remove it, or cut the texts of the data."
+        )
+
+
+def _prompts_for(model: EmbeddingModel | TowerModel, config: RunConfig, columns: list[str]) -> Mapping[str, str]:
+    """The prompts of this run by column; the model keeps them."""
+    prompts = _prompts_of(model, columns) if config.prompts is None else config.prompts
+    model.prompts = _prompts_to_keep(model.prompts, prompts, columns)
+    return prompts
+
+
+def _prompts_of(model: EmbeddingModel | TowerModel, columns: list[str]) -> dict[str, str]:
     """The model's own prompts by column, as sentence-transformers would choose them for queries and documents."""
     own, used = model.prompts, {}
     for index, column in enumerate(columns):
@@ -194,7 +220,8 @@ def _normalizes(run: Run, model: EmbeddingModel | TowerModel) -> bool:
     """Whether the model does, as it is or from now on."""
     if model.normalize:
         return True
-    if "normalize" not in run.given and isinstance(model, EmbeddingModel) and not _is_for_dots(run.options):
+    is_of_texts = isinstance(model, EmbeddingModel) or model.is_routed
+    if "normalize" not in run.given and is_of_texts and not _is_for_dots(run.options):
         model.normalize = True
         logger.warning(
             "the model's folder does not normalise; this run trains cosines, so its own will: normalize=true."

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,19 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.families import reads_fixed_width
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import load_complete, parse_config, parse_dtype
+from hf_dist_ext.models.dual_encoders import DUAL_ENCODERS, IMAGE, TEXT
+from hf_dist_ext.models.model_folder import first_module, read_json
+from hf_dist_ext.models.router_folder import is_router
 from hf_dist_ext.models.towers import TowerModel, load_tower
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.tasks.image_text import load_processor, with_vocabulary
-
-TEXT, IMAGE = "text", "image"
-# model_type: the transformers classes that end in one vector per row, and where the dual encoder's config has theirs
-DUAL_ENCODERS = {
-    "clip": ("CLIPTextModelWithProjection", "CLIPVisionModelWithProjection"),
-    "siglip": ("SiglipTextModel", "SiglipVisionModel"),
-    "siglip2": ("Siglip2TextModel", "Siglip2VisionModel"),
-}
 
 
 def has_towers(config: RunConfig) -> bool:
     """Whether the run's model is one of towers."""
     if config.model_config is not None:
         return config.model_config.get("model_type") in DUAL_ENCODERS
-    if Path(config.model_name_or_path, "towers.json").is_file():
+    if _is_of_towers(config):
         return True
     try:
         return _config_of(config).model_type in DUAL_ENCODERS
@@ -57,7 +53,7 @@ def build_towers(run: Run, processor: Any, columns: list[str], image_columns: li
         if name in run.given:
             raise UsageError(f"{name} is given, but a model of towers ends in its own vectors. Remove {name}.")
     column_to_tower = {column: IMAGE if column in image_columns else TEXT for column in columns}  # (2)
-    if config.model_config is None and Path(config.model_name_or_path, "towers.json").is_file():
+    if config.model_config is None and _is_of_towers(config):
         folder, options = Path(config.model_name_or_path), _options(config)
         model = TowerModel.from_description(folder, lambda name, kind: load_tower(folder / name, kind, **options))
         model.column_to_tower = column_to_tower
@@ -70,7 +66,11 @@ def build_towers(run: Run, processor: Any, columns: list[str], image_columns: li
         dual = _config_of(config)
     kinds = dict(zip((TEXT, IMAGE), DUAL_ENCODERS[dual.model_type], strict=True))
     towers = {name: _tower(config, getattr(transformers, kind), dual, name) for name, kind in kinds.items()}
-    return TowerModel(towers, column_to_tower, config.normalize)
+    model = TowerModel(towers, column_to_tower, config.normalize)
+    if config.model_config is None:
+        own = Path(config.model_name_or_path, "config_sentence_transformers.json")
+        model.prompts = read_json(own, missing_is_empty=True).get("prompts") or {}
+    return model
 
 
 def _tower(config: RunConfig, model_class: Any, dual: PreTrainedConfig, name: str) -> Any:
@@ -81,7 +81,7 @@ def _tower(config: RunConfig, model_class: Any, dual: PreTrainedConfig, name: st
     if config.model_config is not None:
         return model_class._from_config(part, **options)
     revision = config.model_revision or "main"
-    return load_complete(model_class, config.model_name_or_path, config=part, revision=revision, **options)
+    return load_complete(model_class, _place(config), config=part, revision=revision, **options)
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
@@ -91,7 +91,17 @@ def _options(config: RunConfig) -> dict[str, Any]:
 
 def _config_of(config: RunConfig) -> PreTrainedConfig:
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision or "main"}
-    return AutoConfig.from_pretrained(config.model_name_or_path, **options)
+    return AutoConfig.from_pretrained(_place(config), **options)
+
+
+def _is_of_towers(config: RunConfig) -> bool:
+    return Path(config.model_name_or_path, "towers.json").is_file() and not is_router(config.model_name_or_path)
+
+
+def _place(config: RunConfig) -> str:
+    """The dual encoder's own folder: releases of sentence-transformers before 6 keep it in a folder below."""
+    kind, folder = first_module(config.model_name_or_path)
+    return str(folder) if kind else config.model_name_or_path
 
 
 def pair_collator(
@@ -120,7 +130,8 @@ def load_pair_processor(config: RunConfig, names: Iterable[str] = ()) -> Any:
     trained on `names` and one for its pictures."""
     if config.dataset_name == glyphs.NAME and not (config.tokenizer_name or config.model_name_or_path):
         return glyphs.build_processor(names, config.model_config.get("vision_config", {}).get("image_size"))
-    processor = load_processor(config)
+    named = config.tokenizer_name or config.model_config is not None or _place(config) == config.model_name_or_path
+    processor = load_processor(config if named else replace(config, tokenizer_name=_place(config)))
     if not hasattr(processor, "image_processor") or not hasattr(processor, "tokenizer"):
         raise UsageError(
             f'"{config.tokenizer_name or config.model_name_or_path}" has {type(processor).__name__}; pairs with '

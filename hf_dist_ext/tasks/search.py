@@ -50,13 +50,12 @@ def search(model_dir: str, query: str, top_k: int = 5, root: str | Path | None =
 
 
 def load(model_dir: str) -> tuple[EmbeddingModel, PreTrainedTokenizerBase]:
-    from transformers import AutoTokenizer
-
     from hf_dist_ext.checkpoints.merge import whole_model
+    from hf_dist_ext.models.backbones import load_tokenizer
 
     model = whole_model(model_dir)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = load_tokenizer(model_dir)
     except (OSError, ValueError) as error:
         raise UsageError(f"{model_dir} holds a model but no tokenizer. Save the tokenizer beside it.") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer

@@ -72,6 +72,24 @@ def test_sentence_transformers_gives_the_same_embeddings(
     assert torch.equal(embed(reloaded, tokenizer), ours)
 
 
+@pytest.mark.parametrize("prompts", [{}, PROMPTS], ids=["", "prompts"])
+@pytest.mark.parametrize("dims", [None, [8, 4]], ids=["", "matryoshka"])
+@pytest.mark.parametrize("projection_dim", [None, 8], ids=["", "dense"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_what_is_trained_is_what_sentence_transformers_serves(tmp_path, pooling, projection_dim, dims, prompts):
+    model, tokenizer = tiny(pooling=pooling, projection_dim=projection_dim), tiny_tokenizer()
+    model.save_pretrained(tmp_path, tokenizer=tokenizer, prompts=prompts, matryoshka_dims=dims)
+    served = SentenceTransformer(str(tmp_path), device="cpu")
+    ways = {"": served.encode, "query": served.encode_query, "positive": served.encode_document}
+    for column, encode in ways.items():
+        ours = embed(model, tokenizer, [prompts.get(column, "") + text for text in TEXTS])
+        assert (encode(TEXTS, convert_to_tensor=True) - ours).abs().max() <= 1e-6
+        for dim in dims or ():
+            short = encode(TEXTS, convert_to_tensor=True, truncate_dim=dim, normalize_embeddings=True)
+            cut = torch.nn.functional.normalize(ours[:, :dim], dim=1)
+            assert short.shape == cut.shape == (len(TEXTS), dim) and (short - cut).abs().max() <= 1e-6
+
+
 def test_a_projection_with_bias_is_served_too(tmp_path):
     model, tokenizer = tiny(projection_dim=8, projection_bias=True), tiny_tokenizer()
     assert model.projection.bias.abs().sum() > 0
@@ -259,8 +277,10 @@ def cut_json(folder):
         (swap_dense_and_normalize, "Transformer -> Pooling -> Normalize -> Dense"),
         (change("1_Pooling/config.json", pooling_mode="max"), "pools by 'max'"),
         (change("1_Pooling/config.json", include_prompt=False), "include_prompt"),
-        (change("2_Dense/config.json", activation_function="torch.nn.modules.activation.Tanh"), "activation.Tanh"),
-        (change("2_Dense/config.json", use_residual=True), "residual"),
+        (change("2_Dense/config.json", activation_function="own_code.Activation"), "own_code.Activation"),
+        (change("2_Dense/config.json", activation_function="torch.nn.functional.gelu"), "no module of torch.nn"),
+        (change("2_Dense/config.json", use_residual=True), "missing: residual.weight"),
+        (change("2_Dense/config.json", module_input_name="token_embeddings"), "projects the pooled vector"),
     ],
 )
 def test_a_folder_that_would_give_other_embeddings_is_an_error(tmp_path, break_folder, message):

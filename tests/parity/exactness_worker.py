@@ -25,6 +25,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.models.dense import DenseLayer
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies.collectives import rank
@@ -41,6 +42,12 @@ BERT = dict(model_type="bert", vocab_size=99, hidden_size=32, num_hidden_layers=
 BERT |= dict(intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 QWEN = dict(model_type="qwen3", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
 QWEN |= dict(num_key_value_heads=2, intermediate_size=48)
+STATIC = dict(model_type="static_embedding", vocab_size=99, hidden_size=24)
+DENSE = [
+    DenseLayer(32, 20, bias=True, activation="torch.nn.modules.activation.Tanh", use_residual=True),
+    DenseLayer(20, 20, activation="torch.nn.modules.activation.GELU", use_residual=True),
+    DenseLayer(20, 8),
+]
 LLAMA = QWEN | {"model_type": "llama"}
 DECODERS = {"qwen3": QWEN, "llama": LLAMA}
 
@@ -133,6 +140,9 @@ CASES = [
     Case("frozen backbone, sharded", worlds=(),
          arguments={"trainable_modules": ["projection"], "frozen_parts_fsdp": "shard"}),
     Case("frozen tower, encoded once", model="named towers", arguments={"frozen_modules": ["positive"]}),
+    Case("two Dense modules, activation and residual", model="dense"),
+    Case("static embeddings", model="static"),
+    Case("routes of queries and documents", model="towers of routes"),
     Case("decoder, last token, left padding", model="qwen3"),
     Case("decoder, no cache", model="qwen3", arguments={"gradient_cache_chunk_size": None}, worlds=(1, 2)),
     Case("decoder without norms in attention", model="llama", worlds=(1, 2)),
@@ -229,6 +239,13 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
     if kind == "named towers":
         towers = {name: EmbeddingModel.from_config(BERT) for name in ("query", "positive")}
         return TowerModel(towers, {name: name for name in towers}).double()
+    if kind == "dense":
+        return EmbeddingModel.from_config(BERT, dense=DENSE)
+    if kind == "static":
+        return EmbeddingModel.from_config(STATIC, projection_dim=16)
+    if kind == "towers of routes":
+        towers = {"query": build_model("static"), "document": EmbeddingModel.from_config(BERT, projection_dim=16)}
+        return TowerModel(towers, {"query": "query", "positive": "document"}).double()
     if kind in DECODERS:
         backbone = build_decoder(kind, distributed_config, dtype)
         return EmbeddingModel(backbone, pooling="last", projection_dim=int(option) if option else None)

@@ -19,7 +19,8 @@ OF_TWO = [
     "no cache", "chunk 4, does not divide", "64 tokens per chunk", "2 graphs kept", "4 layers: a wider first pass",
     "automatic chunk size", "three columns, 3 hard negatives", "other kinds in other columns on each rank",
     "tower per column", "first tower frozen", "frozen backbone, accumulation, temperature",
-    "frozen tower, encoded once", "decoder, accumulation, temperature", "decoder, frozen layers",
+    "frozen tower, encoded once", "two Dense modules, activation and residual", "static embeddings",
+    "routes of queries and documents", "decoder, accumulation, temperature", "decoder, frozen layers",
     "gradient checkpointing", "LoRA with LoRA dropout", "dropout", "symmetric", "own negatives only", "max_grad_norm",
     "accumulation 2, short last window", "ranks with different row counts", "bf16 autocast",
 ]  # fmt: skip

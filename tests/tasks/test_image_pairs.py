@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
 from transformers import (
     CLIPConfig,
     CLIPImageProcessorPil,
@@ -22,6 +23,7 @@ from transformers import (
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.tasks.test_stages import main
 from tests.tiny_models import SPECIAL_IDS, WORDS, tiny_tokenizer
 
@@ -203,3 +205,39 @@ def test_a_checkpoint_of_towers_is_merged_into_the_folder_the_run_ends_with(run_
         save_file({name: value + 1 for name, value in load_file(image).items()}, image, metadata={"format": "pt"})
         with pytest.raises(UsageError, match="frozen weights .* other values"):
             merge(checkpoint, tmp_path / "wrong", base=str(merged))
+
+
+def texts_and_pictures(folder: Path) -> list[torch.Tensor]:
+    served = SentenceTransformer(str(folder), device="cpu")
+    pictures = [Image.new("RGB", (20, 20), (number * 50, 90, 80)) for number in range(4)]
+    texts = ["parse", "parse a date from text " * 9]
+    return [served.encode(values, convert_to_tensor=True) for values in (texts, pictures)]
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_the_folder_of_a_run_is_served_with_texts_and_pictures(run_file, tmp_path, family):
+    main(run_file(family, max_steps=2, trainable_modules=None))
+    pair = TowerPair.load(tmp_path / "out")
+    pictures = [Image.new("RGB", (20, 20), (number * 50, 90, 80)) for number in range(4)]
+    ours = [pair.embed(["parse", "parse a date from text " * 9]), pair.embed(pictures)]
+    for theirs, embedded in zip(texts_and_pictures(tmp_path / "out"), ours, strict=True):
+        assert (theirs - embedded).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("layout", ["new", "old"])
+def test_a_dual_encoder_of_sentence_transformers_starts_a_run(run_file, tmp_path, layout):
+    path = run_file(max_steps=1, save_strategy="no")
+    served, start = SentenceTransformer(str(tmp_path / "model"), device="cpu"), tmp_path / "start"
+    served.save(str(start))
+    if layout == "old":  # the whole model in a folder of its own
+        start.rename(tmp_path / "0_CLIPModel")
+        start.mkdir()
+        (tmp_path / "0_CLIPModel").rename(start / "0_CLIPModel")
+        (start / "0_CLIPModel" / "modules.json").unlink()
+        kind = "sentence_transformers.models.CLIPModel"
+        modules = [{"idx": 0, "name": "0", "path": "0_CLIPModel", "type": kind}]
+        (start / "modules.json").write_text(json.dumps(modules))
+    before = texts_and_pictures(start)
+    main(path, "--model_name_or_path", str(start), "--learning_rate", "0")
+    for old, new in zip(before, texts_and_pictures(tmp_path / "out"), strict=True):
+        torch.testing.assert_close(torch.nn.functional.normalize(old), new, rtol=0, atol=1e-6)
