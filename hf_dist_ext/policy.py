@@ -11,6 +11,8 @@ LOSS_TILE_BUFFERS = 4  # logits, mask of known false negatives, two while false 
 WHOLE_LOSS_BUFFERS = 6  # of a loss that compares all pairs at once: scores as compared and as scaled, their gradients
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory
 EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
+TOKENS = "tokens"  # the pooling that leaves a vector of every token
+LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late interaction
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
 
@@ -39,6 +41,14 @@ def loss_stage_bytes(
     tile_rows = min(anchors, max(1, loss_tile_rows(candidates) >> tile_halvings)) if is_tiled else anchors
     scores = (LOSS_TILE_BUFFERS if is_tiled else WHOLE_LOSS_BUFFERS) * 4 * tile_rows * candidates
     return int(EMBEDDING_COPIES * (own_rows + all_rows) * dimensions * 4 + scores)
+
+
+def token_products_bytes(candidates: int, tokens: int) -> int:
+    """What late interaction holds beside: for a tile of queries the places of all best matches, for a tile of
+    documents products of tokens and where these are best. No tokens: 0."""
+    queries, documents = LATE_TILE
+    products = 3 * 4 * queries * documents * tokens**2
+    return 8 * queries * tokens * candidates + products
 
 
 # What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from hf_dist_ext import policy
 from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import LossOutput, keys_of
 from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
@@ -37,21 +38,27 @@ Vectors = Mapping[str, Tensor]  # "vectors": (rows, T, D), "mask": (rows, T), tr
 
 
 class LateInteractionLoss(nn.Module):
-    """The first column holds the queries, the second their positives, further ones hard negatives.
+    """InfoNCE over ColBERT's scores; rows are mappings of "vectors" and "mask".
+
+    The first column holds the queries, the second their positives, further ones hard negatives.
 
     temperature: divides the scores, which are sums over a query's tokens; ColBERT's is 1.
+    cross_device_negatives: as of `InfoNCELoss`.
     normalize: every token vector is L2-normalised here.
     mask_false_negatives: with `ids`, leaves out the pairs that `InfoNCELoss` leaves out.
     queries_per_tile, documents_per_tile: so many rows meet with all their tokens at once.
     """
+
+    similarity = "maxsim"  # by which evaluations compare
 
     def __init__(
         self,
         temperature: float = 1.0,
         normalize: bool = True,
         mask_false_negatives: bool = True,
-        queries_per_tile: int = 16,
-        documents_per_tile: int = 32,
+        queries_per_tile: int = policy.LATE_TILE[0],
+        documents_per_tile: int = policy.LATE_TILE[1],
+        cross_device_negatives: bool = True,
     ) -> None:
         super().__init__()
         if not 0 < temperature < math.inf:
@@ -62,6 +69,7 @@ class LateInteractionLoss(nn.Module):
             )
         self.temperature, self.normalize, self.mask_false_negatives = temperature, normalize, mask_false_negatives
         self.queries_per_tile, self.documents_per_tile = queries_per_tile, documents_per_tile
+        self.cross_device_negatives = cross_device_negatives
 
     def forward(
         self,
@@ -80,7 +88,8 @@ class LateInteractionLoss(nn.Module):
         anchor, positive, *negatives = names = _checked(own, everyone)
         queries, documents = own[anchor], [everyone[name] for name in (positive, *negatives)]
         dtype = torch.promote_types(queries["vectors"].dtype, torch.float32)
-        heights = {name: everyone[name]["mask"] for name in names}  # keys_of reads their numbers of rows
+        # keys_of reads their numbers of rows; everyone's queries are never asked for, as that would gather them.
+        heights = {name: one["mask"] for name, one in zip((positive, *negatives), documents, strict=True)}
         plan = _Plan(
             keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
             row_offset=row_offset,
@@ -198,7 +207,7 @@ def _checked(own: Mapping[str, Vectors], everyone: Mapping[str, Vectors]) -> lis
             f"{list(everyone)}."
         )
     for name in names:
-        for one in (own[name], everyone[name]):
+        for one in (own[name],) if name == names[0] else (own[name], everyone[name]):
             shapes = {key: tuple(one[key].shape) for key in ("vectors", "mask") if key in one}
             if len(shapes) < 2 or len(shapes["vectors"]) != 3 or shapes["mask"] != shapes["vectors"][:2]:
                 raise UsageError(

@@ -11,8 +11,10 @@ Letters: b chunk rows, R rows of a column, T entries of the second axis.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +25,32 @@ from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 Output = Tensor | Mapping[str, Tensor]
 
 
-def detached(output: Output) -> Output:
+class RowSize(NamedTuple):
+    """numbers: those of a row of a chunk that have gradients. tokens: T; 0 for one vector per row."""
+
+    numbers: int
+    tokens: int
+
+
+def row_size(output: Output) -> RowSize:
     if isinstance(output, Tensor):
-        return output.detach()
-    return {key: tensor.detach() for key, tensor in output.items()}
+        return RowSize(output.shape[1], 0)
+    floating = [tensor for tensor in output.values() if tensor.is_floating_point()]
+    tokens = max((tensor.shape[1] for tensor in output.values() if tensor.dim() > 2), default=0)
+    return RowSize(sum(prod(tensor.shape[1:]) for tensor in floating), tokens)
+
+
+def tensors_of(output: Output) -> list[Tensor]:
+    return [output] if isinstance(output, Tensor) else list(output.values())
+
+
+def each(output: Output, change: Callable[[Tensor], Tensor]) -> Output:
+    """The output with all of its tensors changed."""
+    return change(output) if isinstance(output, Tensor) else {key: change(one) for key, one in output.items()}
+
+
+def detached(output: Output) -> Output:
+    return each(output, Tensor.detach)
 
 
 def to_columns(batch: ChunkedBatch, outputs: Sequence[Output], chunks: Sequence[Chunk]) -> dict[str, Output]:

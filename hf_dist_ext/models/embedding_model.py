@@ -4,7 +4,8 @@
     model(**tokenizer(["parse a date"], return_tensors="pt")).embeddings    # (1, D)
 
 (1) the backbone embeds every token, from the features it has parameters for
-(2) pooling averages the real tokens, or picks the first or the last of them, padding on either side
+(2) pooling averages the real tokens, or picks the first or the last of them, padding on either side; or it leaves all
+    of them, for late interaction (models/multi_vector.py)
 (3) an optional projection: one linear map, or several with activations (models/dense.py)
 (4) optional division by the L2 norm
 
@@ -41,14 +42,16 @@ from hf_dist_ext.models.model_folder import (
     update_config,
     write_model_folder,
 )
+from hf_dist_ext.models.multi_vector import TokenOutput, real_in_front
 from hf_dist_ext.models.weights import accept_names_of_backbone, load_weights, names_without_adapters, shortened
+from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 from hf_dist_ext.strategies.stages import put_back
 from hf_dist_ext.strategies.tensors import is_split
 
 logger = logging.getLogger(__name__)
 
-POOLINGS = ("mean", "cls", "last")
+POOLINGS = ("mean", "cls", "last", TOKENS)
 
 
 @dataclass
@@ -61,8 +64,9 @@ class EmbeddingOutput(ModelOutput):
 class EmbeddingModel(PreTrainedModel):
     """Backbone, pooling, projection, normalization; see the head of this file.
 
-    `pooling` is "mean", "cls" (first real token) or "last" (last real token); `projection_dim` None means none, and
-    `dense` says what a projection is that is more than one linear map (`DenseLayer`s, or mappings of their fields).
+    `pooling` is "mean", "cls" (first real token), "last" (last real token) or "tokens" (a vector of every real token);
+    `projection_dim` None means none, and `dense` says what a projection is that is more than one linear map
+    (`DenseLayer`s, or mappings of their fields).
     `max_length` (int, or one per column: queries first), `prompts` and `matryoshka_dims` change nothing here: they are
     kept for `save_pretrained`, which tells servers about them. `lengths` are those of "query" and "document", where
     they differ.
@@ -244,7 +248,8 @@ class EmbeddingModel(PreTrainedModel):
     def describe(self) -> str:
         """What follows the backbone, in words."""
         projection = f"a projection to {self.embedding_dim}" if self.dense else "no projection"
-        return f"{self.pooling} pooling, {projection}, {'normalized' if self.normalize else 'not normalized'}"
+        rows = "token vectors" if self.pooling == TOKENS else f"{self.pooling} pooling"
+        return f"{rows}, {projection}, {'normalized' if self.normalize else 'not normalized'}"
 
     # ---- what it does ----
 
@@ -255,26 +260,31 @@ class EmbeddingModel(PreTrainedModel):
         pooled: torch.Tensor | None = None,
         stops_at_pooled: bool = False,
         **features,
-    ) -> EmbeddingOutput:
-        """Features of B rows -> `embeddings` (B, D). Without an attention mask every token counts.
+    ) -> EmbeddingOutput | TokenOutput:
+        """Features of B rows -> `embeddings` (B, D), or token vectors with their mask. Without an attention mask every
+        token counts.
 
         `stops_at_pooled` returns what (2) gives, (B, H), and `pooled` goes on from there: a frozen backbone's vectors
-        are computed once and used many times. A feature the backbone has no parameter for is left out (token_type_ids
-        for DistilBert), and so is a None.
+        are computed once and used many times, but for token vectors. A feature the backbone has no parameter for is
+        left out (token_type_ids for DistilBert), and so is a None.
         """
+        mask = None
         if pooled is None:
             tokens = self.tokens(input_ids, attention_mask, **features)  # (1): (B, T, H)
-            pooled = pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
+            if self.pooling == TOKENS:
+                pooled, mask = real_in_front(tokens, attention_mask)  # (2): (B, T, H), (B, T)
+            else:
+                pooled = pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
         vectors = pooled
         if stops_at_pooled:
             return EmbeddingOutput(embeddings=vectors)
         if self.projection is not None:
             dtype = next(self.projection.parameters()).dtype
-            vectors = self.projection(vectors.to(dtype))  # (3): (B, D)
+            vectors = self.projection(vectors.to(dtype))  # (3): (B, D), (B, T, D)
         vectors = vectors.to(_at_least_float32(vectors.dtype))
         if self.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)  # (4)
-        return EmbeddingOutput(embeddings=vectors)
+        return EmbeddingOutput(embeddings=vectors) if mask is None else TokenOutput(vectors=vectors, mask=mask)
 
     def tokens(
         self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **features

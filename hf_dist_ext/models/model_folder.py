@@ -12,6 +12,8 @@ the new one (July 2026) and vLLM pooled it wrongly until August 2026; the older 
                                             and as many of Dense as there are
     modules.json                            which modules there are; written last, as without it the others are ignored
 
+A model of token vectors is one for MultiVectorEncoder (models/multi_vector.py).
+
 A folder of adapters has the same files beside peft's (models/adapter_folder.py); what config.json would say,
 Matryoshka dims and precision, then stands in config_sentence_transformers.json.
 
@@ -31,7 +33,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import multi_vector
 from hf_dist_ext.models.dense import TANH, DenseLayer
+from hf_dist_ext.policy import TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +105,11 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None) -> Pat
 def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: int) -> None:
     """Write everything but the backbone's and the tokenizer's own files; `hidden_size` is the backbone's."""
     folder = Path(folder)
-    pooling = POOLING_NAMES[contents.pooling]
-    if not contents.is_static:
+    has_tokens = contents.pooling == TOKENS
+    chain = [STATIC] if contents.is_static else ["Transformer"]
+    if not (contents.is_static or has_tokens):
+        chain.append("Pooling")
+        pooling = POOLING_NAMES[contents.pooling]
         write_json(
             folder / "1_Pooling" / "config.json",
             # Both vocabularies: servers read the booleans, release 6 of sentence-transformers the two last keys.
@@ -110,10 +117,12 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
             | {flag: name == pooling for name, flag in POOLING_FLAGS.items()}
             | {"include_prompt": True, "embedding_dimension": hidden_size, "pooling_mode": pooling},
         )
-    chain = [STATIC] if contents.is_static else ["Transformer", "Pooling"]
     for number, layer in enumerate(contents.dense if contents.projection is not None else ()):
-        _write_dense(folder / f"{len(chain)}_Dense", layer, _weights_of(contents, number))
+        named = multi_vector.STATES if has_tokens else {}
+        _write_dense(folder / f"{len(chain)}_Dense", layer, _weights_of(contents, number), named)
         chain.append("Dense")
+    if has_tokens:
+        chain.append(multi_vector.MASK)
     if contents.normalize:
         chain.append("Normalize")
     lengths = {f"{role}_length": length for role, length in contents.lengths.items() if length is not None}
@@ -121,7 +130,8 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
         whole = {} if contents.max_length is None else {"max_seq_length": contents.max_length}
         write_json(folder / "sentence_bert_config.json", whole | {"do_lower_case": False} | lengths)
     of_adapters = {"matryoshka_dimensions": contents.matryoshka_dims, "dtype": contents.dtype}
-    write_prompts(folder, contents.prompts, contents.normalize, **(of_adapters if contents.has_adapters else {}))
+    more = (of_adapters if contents.has_adapters else {}) | (multi_vector.SETTINGS if has_tokens else {})
+    write_prompts(folder, contents.prompts, contents.normalize, **more)
     write_modules(folder, chain)
 
 
@@ -138,12 +148,15 @@ def write_prompts(folder: Path, prompts: Mapping[str, str], is_cosine: bool, **m
 
 def write_modules(folder: Path, chain: list[str]) -> None:
     """modules.json of modules that lie in the folder itself (the first one) and in folders of their own."""
+    has_tokens = multi_vector.MASK in chain
     modules = [
-        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": multi_vector.type_of(kind, has_tokens)}
         for i, kind in enumerate(chain)
     ]
     for module in modules:
         (folder / module["path"]).mkdir(exist_ok=True)
+    if has_tokens:
+        multi_vector.write_modules(folder, chain)
     write_json(folder / "modules.json", modules)
 
 
@@ -184,9 +197,11 @@ def kind_of(module: Mapping[str, str]) -> str:
 def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
     """What modules say that follow one another, each with its own folder; `folder` has the files of them all."""
     chain = [kind for kind, _ in modules]
+    own = read_json(folder / "config_sentence_transformers.json", missing_is_empty=True)
+    has_tokens = multi_vector.check(own, folder, modules)
     first = [STATIC] if STATIC in chain else ["Transformer", "Pooling"]
     rest = ["Dense"] * chain.count("Dense") + ["Normalize"] * ("Normalize" in chain)
-    if chain != first + rest:
+    if not has_tokens and chain != first + rest:
         raise UsageError(
             f"{folder} chains {' -> '.join(chain)}; supported is Transformer -> Pooling [-> Dense ...] "
             f"[-> Normalize], or {STATIC} in the place of the first two. EmbeddingModel.from_backbone takes the "
@@ -196,19 +211,21 @@ def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
     has_adapters = (backbone_folder / ADAPTERS).is_file()
     if not (has_adapters or is_static or (backbone_folder / "config.json").is_file()):
         raise UsageError(f"{backbone_folder} has no config.json. Copy the whole folder again.")
-    own = read_json(folder / "config_sentence_transformers.json", missing_is_empty=True)
     length = {} if is_static else read_json(backbone_folder / "sentence_bert_config.json", missing_is_empty=True)
     lengths = {role: length.get(f"{role}_length", length.get("max_seq_length")) for role in ("query", "document")}
     if length.get("query_length") is None and length.get("document_length") is None:
         lengths = {}
+    if has_tokens:
+        multi_vector.check_lengths(backbone_folder, length)
     if length.get("do_lower_case"):
         logger.info("%s asks for do_lower_case; here only the tokenizer decides that", folder)
     is_ours = not has_adapters and (backbone_folder / "config.json").is_file()
-    layers, projection = _read_projection([path for kind, path in modules if kind == "Dense"])
+    of_projection = multi_vector.STATE if has_tokens else VECTOR
+    layers, projection = _read_projection([path for kind, path in modules if kind == "Dense"], of_projection)
     return ModelFolder(
         backbone_folder=backbone_folder,
         is_static=is_static,
-        pooling="mean" if is_static else _read_pooling(modules[1][1]),
+        pooling="mean" if is_static else TOKENS if has_tokens else _read_pooling(modules[1][1]),
         projection=projection,
         dense=layers,
         normalize="Normalize" in chain,
@@ -249,27 +266,30 @@ def _weights_of(contents: ModelFolder, number: int) -> dict[str, torch.Tensor]:
     return {k.removeprefix(start): value for k, value in contents.projection.items() if k.startswith(start)}
 
 
-def _write_dense(folder: Path, layer: DenseLayer, weights: Mapping[str, torch.Tensor]) -> None:
+def _write_dense(
+    folder: Path, layer: DenseLayer, weights: Mapping[str, torch.Tensor], named: Mapping[str, str]
+) -> None:
     config = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
     residual = {"use_residual": True} if layer.use_residual else {}  # releases before 5.7 do not know the key
-    write_json(folder / "config.json", config | {"activation_function": layer.activation} | residual)
-    named = {f"linear.{name}" if name in OF_LINEAR else name: tensor for name, tensor in weights.items()}
-    named = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", config | {"activation_function": layer.activation} | residual | dict(named))
+    tensors = {f"linear.{name}" if name in OF_LINEAR else name: tensor for name, tensor in weights.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _read_projection(folders: list[Path]) -> tuple[list[DenseLayer], dict[str, torch.Tensor] | None]:
-    read = [_read_dense(folder) for folder in folders]
+def _read_projection(folders: list[Path], of: str = VECTOR) -> tuple[list[DenseLayer], dict[str, torch.Tensor] | None]:
+    read = [_read_dense(folder, of) for folder in folders]
     layers, weights = [layer for layer, _ in read], [weights for _, weights in read]
     if len(weights) < 2:
         return layers, weights[0] if weights else None
     return layers, {f"{i}.{name}": tensor for i, of_one in enumerate(weights) for name, tensor in of_one.items()}
 
 
-def _read_dense(folder: Path) -> tuple[DenseLayer, dict[str, torch.Tensor]]:
+def _read_dense(folder: Path, of: str) -> tuple[DenseLayer, dict[str, torch.Tensor]]:
+    """`of`: what it maps, as sentence-transformers calls it."""
     config = read_json(folder / "config.json")
     for name in ("module_input_name", "module_output_name"):
-        if config.get(name, VECTOR) != VECTOR:
+        if config.get(name, of) != of:
             raise UsageError(f'{folder} has {name}="{config[name]}"; an EmbeddingModel projects the pooled vector.')
     if (folder / "model.safetensors").is_file():
         weights = load_file(folder / "model.safetensors")

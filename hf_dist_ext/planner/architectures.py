@@ -41,11 +41,18 @@ def is_known(config: Config) -> bool:
     return config["vision_config"]["model_type"] in TOWERS[kind] and (FAMILIES.get(text) is decoder or text in PARTS)
 
 
-def embed(tape: Tape, config: Config, rows: Rows, projection_dim: int | None = None) -> Value:
-    """An `EmbeddingModel`: backbone, pooling to one vector per row, an optional projection, normalization."""
+def embed(
+    tape: Tape, config: Config, rows: Rows, projection_dim: int | None = None, leaves_tokens: bool = False
+) -> Value:
+    """An `EmbeddingModel`: backbone, pooling to one vector per row (`leaves_tokens`: one per token), an optional
+    projection, normalization."""
     with tape.module("backbone"):
         x = _family(config)(tape, config, rows)
-    pooled = tape.new(rows.count, x.width, 4, x.flows)
+    if leaves_tokens:
+        pooled = tape.new(x.rows, x.width, x.item, x.flows)  # real tokens in front
+        tape.keep_bytes(8 * x.rows * x.flows)
+    else:
+        pooled = tape.new(rows.count, x.width, 4, x.flows)
     if projection_dim:
         pooled = tape.linear("projection", tape.cast(pooled, x.item), projection_dim, bias=False)
     return _normalized(tape, pooled)

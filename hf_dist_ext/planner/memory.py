@@ -304,8 +304,10 @@ def loss_bytes(work: Workload, world: int) -> float:
     """The loss stage: linear in the batch, and on several devices in everyone's rows; a tile of scores."""
     if not work.is_embedding:
         return 0.0
-    rows = sum(column.rows for column in work.columns)
+    vectors = work.vectors(work.columns)
     candidates = sum(column.rows for column in work.columns[1:]) * world
     anchors = work.batch if work.has_tiled_loss else work.batch * world
     options = {"is_tiled": work.has_tiled_loss}
-    return policy.loss_stage_bytes(rows, rows * world, anchors, candidates, work.embedding_dim, **options)
+    size = policy.loss_stage_bytes(vectors, vectors * world, anchors, candidates, work.embedding_dim, **options)
+    longest = max(column.length for column in work.columns) if work.leaves_tokens else 0
+    return size + policy.token_products_bytes(candidates, longest)

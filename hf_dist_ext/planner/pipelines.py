@@ -40,7 +40,7 @@ def why_none(work: Workload) -> str:
 
 def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
     """Pipelines that the devices can be dealt to: of the size that the run asks for, else of powers of two."""
-    if hardware.num_devices < 2 or work.has_towers or isinstance(work, TracedWorkload):
+    if hardware.num_devices < 2 or work.has_towers or work.leaves_tokens or isinstance(work, TracedWorkload):
         return []
     if work.config["model_type"] not in policy.IN_STAGES:
         return []
@@ -61,6 +61,8 @@ def why_not_dealt(work: Workload, hardware: Hardware) -> str:
         return f"pipelines of {asked} can not be made of {devices} device(s); --num_devices says how many there are"
     if work.has_towers:
         return "a pipeline can not be made of towers"
+    if work.leaves_tokens:
+        return "a pipeline can not be made of a model that gives a vector of every token"
     pipeline = _pipeline(work, asked, parts=1)
     split, stages = pipeline.split, len(pipeline.places)
     if split is not None and len(split) != stages - 1:

@@ -62,8 +62,7 @@ class Traffic:
     def send_embeddings(self, work: Workload, world: int, bandwidth: float) -> None:
         """For a loss over the rows of all devices that have rows of their own."""
         if work.is_embedding:
-            rows = sum(column.rows for column in work.columns[1:]) * world
-            size = rows * work.embedding_dim * 4 * work.accumulation
+            size = work.vectors(work.columns[1:]) * world * work.embedding_dim * 4 * work.accumulation
             self.send("all_gather", 3 * work.accumulation, size, world, bandwidth)
             self.send("reduce_scatter", work.accumulation, size, world, bandwidth)
 

@@ -7,7 +7,7 @@ are upper bounds: `max_length`, or what the model takes at most (said in `notes`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from hf_dist_ext.planner.tower_architectures import num_patches
 from hf_dist_ext.planner.vision_language import assumption, image_tokens
 from hf_dist_ext.planner.who_trains import depth, lora_of, who_trains
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.losses import compares_all_pairs
+from hf_dist_ext.run.losses import LATE, compares_all_pairs
 from hf_dist_ext.run.sources import sources_of
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -70,6 +70,7 @@ class Workload:
     attention: str
     projection_dim: int | None
     embedding_dim: int
+    leaves_tokens: bool  # a vector of every token, for late interaction
     trains: Callable[[str], bool]
     lora: Lora | None
     is_frozen: bool  # freezing fields or LoRA are given
@@ -89,10 +90,14 @@ class Workload:
     def batch(self) -> int:
         return self.columns[0].rows
 
+    def vectors(self, columns: Sequence[Column]) -> int:
+        """Of the rows of a batch's columns: one each, or one for every token."""
+        return sum(one.rows * (one.length if self.leaves_tokens else 1) for one in columns)
+
     @functools.cached_property
     def has_frozen_backbone(self) -> bool:
         """Pooled vectors are constants of the run, and a projection goes on from them (frozen/encode_once.py)."""
-        if self.projection_dim is None or not self.is_embedding:
+        if self.projection_dim is None or not self.is_embedding or self.leaves_tokens:
             return False
         return not any(one.trains for name, one in self.parameters().items() if not name.startswith("projection."))
 
@@ -191,7 +196,7 @@ class Workload:
         elif self.has_towers:
             embed_tower(tape, config, of_row, is_image=column.tower == "image")
         else:
-            embed(tape, config, of_row, self.projection_dim)
+            embed(tape, config, of_row, self.projection_dim, self.leaves_tokens)
         return tape
 
     @functools.cache  # noqa: B019
@@ -273,6 +278,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         optimizer=given.get("optim") or "adamw_torch_fused",
         attention=fields.attn_implementation or "sdpa",
         projection_dim=fields.projection_dim,
+        leaves_tokens=fields.loss == LATE,
         embedding_dim=fields.projection_dim or config.get("projection_dim") or text["hidden_size"],
         trains=who_trains(trainable, frozen, is_lora=lora is not None),
         lora=lora,

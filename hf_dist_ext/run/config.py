@@ -54,8 +54,10 @@ class RunConfig:
         "The precision weights are loaded in. Null: float32; with frozen parts under bf16 or fp16, that of the files.",
     )
     attn_implementation: str | None = option(None, 'Attention kernel: "eager", "sdpa", "flash_attention_2", ...')
-    pooling: Literal["mean", "cls", "last"] = option(
-        "mean", "How token states become one embedding; last suits decoders."
+    pooling: Literal["mean", "cls", "last", "tokens"] = option(
+        "mean",
+        'How token states become one embedding; last suits decoders. "tokens": a vector per token stays, which '
+        '"loss": "late_interaction" takes for granted.',
     )
     projection_dim: int | None = option(None, "Add a linear layer to this embedding size. Null: the backbone's size.")
     normalize: bool = option(
@@ -130,8 +132,9 @@ class RunConfig:
     # --- Loss ---
     loss: str | None = option(
         None,
-        'The loss over embeddings: "infonce", "siglip", or a class of sentence-transformers such as "CoSENTLoss". Not '
-        'given: "infonce" for task "embedding". Null or "none": the model\'s own.',
+        'The loss over embeddings: "infonce", "siglip", "late_interaction" (token vectors, as ColBERT), or a class of '
+        'sentence-transformers such as "CoSENTLoss". Not given: "infonce" for task "embedding". Null or "none": the '
+        "model's own.",
     )
     loss_options: dict[str, Any] | None = option(
         None, 'Options of a loss other than infonce: {"scale": 20.0}, as its class takes them; see docs/losses.md.'

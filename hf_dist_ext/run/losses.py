@@ -1,7 +1,7 @@
 """The losses that a run file may name: what each reads of a row beside its texts, and which are refused and why.
 
-The names in OWN are this project's (engine/losses.py, engine/sigmoid_loss.py). Every other name ends with "Loss" and
-is a class of sentence-transformers, which tasks/sentence_losses.py runs on embeddings.
+The names in OWN are this project's (engine/losses.py, sigmoid_loss.py, late_interaction.py). Every other name ends
+with "Loss" and is a class of sentence-transformers, which tasks/sentence_losses.py runs on embeddings.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.fields import show
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
-OWN = ("infonce", "siglip")
+LATE = "late_interaction"
+OWN = ("infonce", "siglip", LATE)
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 
 # What a label is, by the loss that cannot do without.
@@ -76,8 +78,18 @@ def check_loss(config: RunConfig, given: Mapping[str, Any], of_infonce: Iterable
     of_infonce: the fields that InfoNCE alone reads.
     """
     name, options = config.loss, config.loss_options or {}
+    if config.pooling == TOKENS and name != LATE:
+        raise UsageError(
+            f'pooling="{TOKENS}" leaves a vector of every token, which loss={show(name)} does not read. Set '
+            f'"loss": "{LATE}", or choose another pooling.'
+        )
     if name is None:
         return
+    if name == LATE and given.get("pooling", TOKENS) != TOKENS:
+        raise UsageError(
+            f'pooling={show(given["pooling"])} makes one vector of a row, and loss="{LATE}" reads a vector of every '
+            f'token. Remove pooling, or set "pooling": "{TOKENS}".'
+        )
     _check_name(name, "loss")
     if name == "infonce" and options:
         raise UsageError(

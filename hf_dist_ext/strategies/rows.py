@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.ragged import GatheredOutputs
 from hf_dist_ext.strategies.tensors import held_here
 
 
@@ -67,6 +68,12 @@ class Rows:
         `counts` holds every rank's number of rows. One all-gather forward, one reduce-scatter backward.
         """
         return own if self.size == 1 else _GatherRows.apply(own, tuple(counts), self)
+
+    def gather_output(
+        self, own: torch.Tensor | Mapping[str, torch.Tensor], counts: Sequence[int]
+    ) -> torch.Tensor | GatheredOutputs:
+        """The same of what a row encodes to, one tensor or several."""
+        return self.gather(own, counts) if isinstance(own, torch.Tensor) else GatheredOutputs(self.gather, own, counts)
 
     def gather_ids(
         self, ids: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], anchor: str
@@ -150,17 +157,18 @@ class _GatherRows(torch.autograd.Function):
 
 
 class GatheredColumns(Mapping):
-    """column -> (N, D), gathered when first asked for: a column that the loss never reads is never sent.
+    """column -> (N, D), or of several outputs per row key -> (N, ...), gathered when first asked for: a column that
+    the loss never reads is never sent.
 
     Every rank runs the same loss and so asks for the same columns in the same order.
     """
 
-    def __init__(self, rows: Rows, own: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]]):
+    def __init__(self, rows: Rows, own: Mapping[str, Any], counts: Mapping[str, list[int]]):
         self._rows, self._own, self._counts, self._gathered = rows, own, counts, {}
 
-    def __getitem__(self, column: str) -> torch.Tensor:
+    def __getitem__(self, column: str) -> torch.Tensor | GatheredOutputs:
         if column not in self._gathered:
-            self._gathered[column] = self._rows.gather(self._own[column], self._counts[column])
+            self._gathered[column] = self._rows.gather_output(self._own[column], self._counts[column])
         return self._gathered[column]
 
     def __iter__(self) -> Iterator[str]:

@@ -20,9 +20,10 @@ from hf_dist_ext.models.backbones import load_tokenizer
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.fields import show
-from hf_dist_ext.run.losses import MATRYOSHKA, OWN, label_column
+from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN, label_column
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs, routes
 from hf_dist_ext.tasks.adapters import add_adapters
@@ -50,6 +51,10 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         if not evaluations:  # else all figures of the run are known where it is checked
             sources.check_metric(args.metric_for_best_model)
     if image_pairs.has_towers(config):
+        if config.loss == LATE:
+            raise UsageError(
+                f'loss="{LATE}" reads a vector of every token, and a dual encoder gives one per row. Use a text model.'
+            )
         texts = [column for column in columns if column not in pictures]
         tokenizer = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
         model = image_pairs.build_towers(run, tokenizer, columns, pictures)
@@ -111,6 +116,11 @@ def hints(run: Run) -> list[str]:
         return [_to_load("TowerModel")]
     if image_pairs.has_towers(run.options):
         return [_to_load("TowerModel"), 'try it:   hf-dist search --model {folder} --data PICTURES "words"']
+    if run.options.loss == LATE:
+        return [
+            _to_load("EmbeddingModel"),
+            'try it:   from sentence_transformers import MultiVectorEncoder; model = MultiVectorEncoder("{folder}")',
+        ]
     lines = [_to_load("EmbeddingModel")]
     lengths = run.options.max_length
     if isinstance(lengths, Mapping) and (len(lengths) < NUM_PAIR_COLUMNS or len(set(lengths.values())) > 1):
@@ -211,6 +221,7 @@ def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
     scaling = {
         "infonce": f", divided by temperature={run.options.temperature}. Its default is meant for cosines.",
         "siglip": ", times the scale of loss_options. Its default is meant for cosines.",
+        LATE: " of tokens, added up over a query's.",
     }
     logger.warning(f"embeddings are not normalised: scores are dot products{scaling.get(run.options.loss, '.')}")
     return False
@@ -254,6 +265,7 @@ def build_model(
     run: Run, tokenizer: Any, distributed_config: Any = None, in_stages: Callable[[type], type] | None = None
 ) -> EmbeddingModel:
     config = run.options
+    pooling = {"pooling": TOKENS} if config.loss == LATE else {}  # whatever the folder says
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
         "matryoshka_dims": config.matryoshka_dims, "dtype": config.dtype,
@@ -262,7 +274,7 @@ def build_model(
     if config.model_config is not None:
         vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
         return EmbeddingModel.from_config(
-            vocabulary | config.model_config, distributed_config=distributed_config, **options
+            vocabulary | config.model_config, distributed_config=distributed_config, **options | pooling
         )
     return EmbeddingModel.from_pretrained(
         config.model_name_or_path,
@@ -271,5 +283,7 @@ def build_model(
         distributed_config=distributed_config,
         in_stages=in_stages,
         # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
-        **{name: value for name, value in options.items() if name in run.given} | {"dtype": config.dtype or "float32"},
+        **{name: value for name, value in options.items() if name in run.given}
+        | {"dtype": config.dtype or "float32"}
+        | pooling,
     )

@@ -7,17 +7,23 @@ from typing import Any
 
 from torch import nn
 
+from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.run.losses import LATE
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 
 OF_INFONCE = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
     "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
 )  # fmt: skip
-OF_SIGLIP = ("scale", "bias", "learnable", "mask_false_negatives")
+# Those of this project with options of their own.
+OWN = {
+    "siglip": (SigmoidLoss, ("scale", "bias", "learnable", "mask_false_negatives")),
+    LATE: (LateInteractionLoss, ("temperature", "mask_false_negatives", "queries_per_tile", "documents_per_tile")),
+}
 
 
 def build_loss(
@@ -38,10 +44,11 @@ def build_loss(
     if config.loss == "infonce":
         return InfoNCELoss(**{name: getattr(config, name) for name in OF_INFONCE}, normalize=normalize)
     options = config.loss_options or {}
-    if config.loss == "siglip":
-        if useless := sorted({*options} - {*OF_SIGLIP}):
-            raise UsageError(f"loss_options: siglip has no option {useless[0]}. It has {', '.join(OF_SIGLIP)}.")
-        return SigmoidLoss(**options, normalize=normalize)
+    if config.loss in OWN:
+        kind, known = OWN[config.loss]
+        if useless := sorted({*options} - {*known}):
+            raise UsageError(f"loss_options: {config.loss} has no option {useless[0]}. It has {', '.join(known)}.")
+        return kind(**options, normalize=normalize)
     lengths = max_length.values() if isinstance(max_length, Mapping) else [max_length]
     longest = max(filter(None, lengths), default=getattr(tokenizer, "model_max_length", None))
     return SentenceTransformersLoss(config.loss, embedding_dim, tokenizer=tokenizer, max_length=longest, **options)

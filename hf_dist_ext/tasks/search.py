@@ -17,6 +17,7 @@ from hf_dist_ext.data.code_search import read_functions
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES
+from hf_dist_ext.policy import TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,11 @@ def embed_after(
     rows_per_batch: int = ROWS_PER_BATCH,
 ) -> torch.Tensor:
     """As `embed`, with the prompt before each text, cut at `length` tokens; None: the tokenizer's limit."""
+    if model.pooling == TOKENS:
+        raise UsageError(
+            "the model gives a vector of every token, and here texts are compared by one vector each. Use "
+            "MultiVectorEncoder of sentence-transformers, which loads the folder."
+        )
     limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
     collator = ContrastiveCollator(tokenizer, ("query", "text"), {"text": prompt}, limit)
     longest_first = sorted(range(len(texts)), key=lambda row: -len(texts[row]))

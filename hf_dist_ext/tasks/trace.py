@@ -32,6 +32,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.workload import Column, Workload, workload_of
+from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 
@@ -68,7 +69,8 @@ def build(run: Any, work: Workload) -> nn.Module:
         config = AutoConfig.from_pretrained(fields.model_name_or_path, **options)
     dtype = {4: torch.float32, 2: torch.bfloat16, 8: torch.float64}[work.load_bytes]
     if work.is_embedding:
-        options = {"pooling": fields.pooling, "projection_dim": fields.projection_dim, "dtype": dtype}
+        pooling = TOKENS if work.leaves_tokens else fields.pooling
+        options = {"pooling": pooling, "projection_dim": fields.projection_dim, "dtype": dtype}
         model: nn.Module = EmbeddingModel.from_config(
             config, attn_implementation=fields.attn_implementation, **options
         )
@@ -130,7 +132,7 @@ def tracked(run: Any, work: Workload, columns: Mapping[Column, int], is_checkpoi
                 with torch.autocast("cpu", torch.bfloat16, enabled=half):
                     output = model(**batch)
                 loss = getattr(output, "loss", None)
-                total = total + (output.embeddings.float().square().sum() if loss is None else loss)
+                total = total + (_squares(output.embeddings) if loss is None else loss)
                 del output, loss
             total.backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
@@ -141,6 +143,11 @@ def tracked(run: Any, work: Workload, columns: Mapping[Column, int], is_checkpoi
         "optimizer": kinds["Optstate"],
         "activations": kinds["Activation"] + kinds["Temp"],
     }
+
+
+def _squares(embeddings: torch.Tensor | Mapping[str, torch.Tensor]) -> torch.Tensor:
+    rows = embeddings["vectors"] if isinstance(embeddings, Mapping) else embeddings
+    return rows.float().square().sum()
 
 
 def products(run: Any, work: Workload, column: Column, rows: int) -> float:

@@ -7,5 +7,5 @@ numbers that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); 
 smaller; `timing.py`, `meter.py` and `scaling.py` measure. `metrics.py` computes retrieval metrics of held-out rows.
 `evaluations.py` evaluates on other data: `corpus_retrieval.py` on a corpus, whose right documents `corpus_ranks.py`
 finds, `row_evaluations.py` on pairs with scores, triplets and lists. `embedder.py` has every rank encode a share,
-`views.py` cuts and quantises embeddings.
+`views.py` cuts and quantises embeddings, `token_vectors.py` compares rows of many.
 """

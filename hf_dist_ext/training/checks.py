@@ -16,8 +16,10 @@ from transformers.utils import logging
 from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import module_groups
+from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.training import metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -181,6 +183,22 @@ def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
             "gradient cache and activation checkpointing are both on: the cache encodes every chunk twice and keeps "
             "one chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks "
             "alone unless a single chunk does not fit."
+        )
+
+
+def check_outputs(model: nn.Module, loss: Any) -> None:
+    """The losses of this project, and the model's rows: one vector each, or token vectors."""
+    many, reads_many = getattr(model, "pooling", None) == TOKENS, metrics.similarity_of(loss) == "maxsim"
+    name = type(loss).__name__
+    if many and hasattr(loss, "normalize") and not reads_many:
+        raise UsageError(
+            f'the model gives token vectors (pooling="{TOKENS}"), and {name} reads one vector per row. Use '
+            '"loss": "late_interaction", or another pooling.'
+        )
+    if reads_many and getattr(model, "pooling", TOKENS) != TOKENS:
+        raise UsageError(
+            f'{name} reads token vectors, and the model gives one vector per row (pooling="{model.pooling}"). Set '
+            f'pooling="{TOKENS}".'
         )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from hf_dist_ext.training.metrics import TIE_TOLERANCE
+from hf_dist_ext.training.token_vectors import Compared, scores_of, scores_of_pairs
 
 TILE = 2**22  # scores at a time
 LOWEST = -1e30  # the score of a right document that has none
@@ -28,7 +29,7 @@ LOWEST = -1e30  # the score of a right document that has none
 class CorpusRanks:
     """
     Args:
-        queries: (Q, D).
+        queries: (Q, D), or their token vectors.
         links: (L, 2) numbers of query and document.
         identical: (S, 2) the same, of documents that do not count for a query; sorted by query.
         order: (M,) places of the documents' ids among the sorted ids.
@@ -36,28 +37,28 @@ class CorpusRanks:
     """
 
     def __init__(
-        self, queries: torch.Tensor, links: torch.Tensor, identical: torch.Tensor, order: torch.Tensor, most: int
+        self, queries: Compared, links: torch.Tensor, identical: torch.Tensor, order: torch.Tensor, most: int
     ):
         self.queries, self.order, self.most = queries, order, most
         self.query, self.document = links.T.contiguous()
         self.skipping, self.skipped = identical.T.contiguous()
-        self.right = queries.new_zeros(len(links))  # (L,) scores
+        self.right = torch.zeros(len(links), device=links.device)  # (L,) scores
         self.ahead = torch.zeros_like(self.query)  # (L,) what the ranks count up to
 
-    def score(self, numbers: torch.Tensor, documents: torch.Tensor) -> None:
+    def score(self, numbers: torch.Tensor, documents: Compared) -> None:
         """(1): `numbers` (m,), `documents` (m, D), some of them right. `right` is then to be added up over ranks."""
         place = self._places(numbers)[self.document]
         is_here = place >= 0
-        scores = (self.queries[self.query[is_here]] * documents[place[is_here]]).sum(dim=1)
+        scores = scores_of_pairs(self.queries[self.query[is_here]], documents[place[is_here]])
         self.right[is_here] = scores.nan_to_num(nan=LOWEST)
 
-    def count(self, numbers: torch.Tensor, documents: torch.Tensor) -> None:
+    def count(self, numbers: torch.Tensor, documents: Compared) -> None:
         """(2), with the right scores of all ranks."""
         if not len(numbers):
             return
         place, size = self._places(numbers), max(1, TILE // len(numbers))
         for first in range(0, len(self.queries), size):
-            scores = (self.queries[first : first + size] @ documents.T).nan_to_num(nan=torch.inf)
+            scores = scores_of(self.queries[first : first + size], documents).nan_to_num(nan=torch.inf)
             skips = _between(self.skipping, first, first + size)
             skipped = place[self.skipped[skips]]
             is_here = skipped >= 0

@@ -18,6 +18,7 @@ from hf_dist_ext.data.evaluations import RetrievalData
 from hf_dist_ext.run.evaluations import Retrieval
 from hf_dist_ext.training.corpus_ranks import CorpusRanks
 from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.token_vectors import Compared
 from hf_dist_ext.training.views import View, views_of
 
 # What is logged of dimensions and quantised values, and what a report shows.
@@ -57,9 +58,9 @@ def _parts(data: RetrievalData) -> list[np.ndarray]:
 def _begun(
     data: RetrievalData,
     view: View,
-    queries: torch.Tensor,
+    queries: Compared,
     numbers: torch.Tensor,
-    documents: torch.Tensor,
+    documents: Compared,
     embedder: Embedder,
 ) -> CorpusRanks:
     """With the scores of the right documents, which are all in this part on one rank or another."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from hf_dist_ext.data.items import Items
 from hf_dist_ext.run.evaluations import Sides
 from hf_dist_ext.training.step import EmbeddingStep
+from hf_dist_ext.training.token_vectors import Compared, gathered, together
 
 
 class Embedder:
@@ -38,9 +39,9 @@ class Embedder:
 
     def own(
         self, items: Items, numbers: np.ndarray, column: str, prompt: str | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Compared]:
         """This rank's share of the items with these numbers (n > 0): their numbers (n_own,) and embeddings
-        (n_own, D), both on the device. `prompt` None: the column's."""
+        (n_own, D), or token vectors, both on the device. `prompt` None: the column's."""
         numbers = numbers[np.argsort(-items.lengths[numbers], kind="stable")]
         own, size = numbers[self.rows.index :: self.rows.size], self.step.args.eval_batch_size
         num_batches = -(-len(numbers[:: self.rows.size]) // size)
@@ -49,7 +50,7 @@ class Embedder:
         for features in self._loaded(items, [b if len(b) else numbers[-1:] for b in batches], column, prompt):
             found.append(self.step.embeddings_of(self.model, self.step.prepare({column: features}))[column])
             self.after_batch()
-        return torch.from_numpy(own).to(found[0].device), torch.cat(found)[: len(own)]
+        return torch.from_numpy(own).to(found[0].device), together(found)[: len(own)]
 
     def _loaded(self, items: Items, batches: Sequence, column: str, prompt: str | None) -> Iterator[dict]:
         collator = self.collator
@@ -65,13 +66,13 @@ class Embedder:
         )
         return iter(loader)
 
-    def whole(self, items: Items, column: str, prompt: str | None = None) -> torch.Tensor:
-        """The embeddings of all items on every rank, (n, D) in their order."""
+    def whole(self, items: Items, column: str, prompt: str | None = None) -> Compared:
+        """The embeddings of all items on every rank, (n, D) or token vectors, in their order."""
         numbers, own = self.own(items, np.arange(len(items)), column, prompt)
         counts = [len(range(i, len(items), self.rows.size)) for i in range(self.rows.size)]
-        everyone = self.rows.gather(own, counts)
+        everyone = gathered(self.rows, own, counts)
         places = self.rows.gather(numbers, counts)
-        return torch.empty_like(everyone).index_copy_(0, places, everyone)
+        return everyone[places.argsort()]
 
     def sides(self, options: Sides) -> list[tuple[str, str | None]]:
         """Column and prompt of queries and of documents."""

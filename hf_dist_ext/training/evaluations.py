@@ -37,7 +37,7 @@ class Evaluations:
     """
     Args:
         given: of `read_evaluations`.
-        similarity: how the loss compares embeddings: "cosine" or "dot".
+        similarity: how the loss compares embeddings: "cosine", "dot" or "maxsim".
         collator: of the training rows.
     """
 
@@ -51,6 +51,8 @@ class Evaluations:
             )
         for data in self.given:
             _check_columns(data.options, collator.columns)
+            if similarity == "maxsim":
+                _check_token_vectors(data.options)
 
     @property
     def names(self) -> list[str]:
@@ -121,6 +123,15 @@ class Evaluations:
         for data in self.given:
             found |= KINDS[type(data)][0](data, embedder, self.similarity)
         return {f"{prefix}_{name}": float(value) for name, value in found.items()}
+
+
+def _check_token_vectors(options: Any) -> None:
+    given = [field for field in ("similarity_fn_names", "dims", "precisions") if getattr(options, field)]
+    if given:
+        raise UsageError(
+            f'evaluation "{options.name}": {given[0]} is of one vector per row, and the loss compares token vectors, '
+            f"by MaxSim. Remove {given[0]}."
+        )
 
 
 def _check_columns(options: Any, columns: Sequence[str]) -> None:

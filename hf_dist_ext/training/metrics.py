@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.training.token_vectors import Compared, of_prediction, scores_of
 
 # float32 rounds scores of unit vectors to about 1e-7, in another way for every tile shape.
 TIE_TOLERANCE = 1e-6
@@ -32,9 +33,10 @@ RATED = ("spearman_cosine",)
 
 
 def retrieval_metrics(
-    queries: torch.Tensor, documents: torch.Tensor, ids: torch.Tensor | None = None, k: int = 10
+    queries: Compared, documents: Compared, ids: torch.Tensor | None = None, k: int = 10
 ) -> dict[str, float]:
-    """(N, D), (N, D) -> `mrr@k`, `ndcg@k`, `recall@1`, `recall@k`, means over the distinct queries.
+    """(N, D), (N, D), or token vectors of N rows -> `mrr@k`, `ndcg@k`, `recall@1`, `recall@k`, means over the distinct
+    queries.
 
     `ids` (N, 2): of row i's query and document; rows with the same id hold the same content. A third number is row i's
     group: what is right for a query of a group are the documents of all its rows. None: all rows differ.
@@ -54,8 +56,8 @@ def retrieval_metrics(
 
 
 def retrieval_ranks(
-    queries: torch.Tensor,
-    documents: torch.Tensor,
+    queries: Compared,
+    documents: Compared,
     right: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
     most: int | None = None,
@@ -76,7 +78,7 @@ def retrieval_ranks(
     links = _Links(right.to(queries.device), groups, len(queries))
     ranks: list[list[int]] = []
     for start in range(0, len(queries), rows := max(1, tile // len(documents))):
-        scores = queries[start : start + rows] @ documents.T  # (rows, M)
+        scores = scores_of(queries[start : start + rows], documents)  # (rows, M)
         is_right = links.is_right(start, scores)
         num_right = is_right.sum(dim=1)
         best = scores.masked_fill(scores.isnan() | ~is_right, -torch.inf)
@@ -134,8 +136,8 @@ def ids_of_rows(ids: dict[str, torch.Tensor] | None, anchor: str, positive: str,
 
 
 def similarity_of(loss: Any) -> str:
-    """How the loss compares embeddings, and so do evaluations."""
-    return "cosine" if getattr(loss, "normalize", False) else "dot"
+    """How the loss compares embeddings, and so do evaluations: "cosine", "dot", or "maxsim" of token vectors."""
+    return getattr(loss, "similarity", None) or ("cosine" if getattr(loss, "normalize", False) else "dot")
 
 
 def paired_of(loss: Any) -> Sequence[str]:
@@ -204,7 +206,7 @@ def check_can_be_computed(args: Any) -> None:
 def metrics_of_prediction(prediction: Any, normalizes: bool = False) -> dict[str, float]:
     """The `compute_metrics` of a `DistTrainer` with a loss. `normalizes`: the loss scores cosines, whatever the model
     returns."""
-    anchors, positives = map(torch.from_numpy, prediction.predictions)
+    anchors, positives = map(of_prediction, prediction.predictions)
     if normalizes:
         anchors, positives = (torch.nn.functional.normalize(rows, dim=-1) for rows in (anchors, positives))
     labels = torch.from_numpy(prediction.label_ids)

@@ -31,6 +31,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine import gradient_cache as engine
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Phase
+from hf_dist_ext.engine.outputs import Output, RowSize, row_size, tensors_of
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies import collectives
 
@@ -208,11 +209,11 @@ def empty_cache(device: torch.device) -> None:
 
 
 def place_out_of_memory(
-    encode: Callable[[Chunk], torch.Tensor],
+    encode: Callable[[Chunk], Output],
     chunked: ChunkedBatch,
     wide: ChunkedBatch | None,
     num_kept: int,
-    loss_bytes: Callable[[int], int],
+    loss_bytes: Callable[[RowSize], int],
     has_graph: bool = True,
 ) -> str | None:
     """Runs what a step holds at most, by itself: None where it fits, else the place. Call it while no parameter has a
@@ -221,21 +222,21 @@ def place_out_of_memory(
     Args:
         encode: chunk -> embeddings, without a collective.
         num_kept: graphs that live beside a running chunk.
-        loss_bytes: dimensions of an embedding -> what the loss will hold.
+        loss_bytes: size of a row's embedding -> what the loss will hold.
         has_graph: False where no chunk is encoded with one (a frozen backbone).
     """
     place, costliest = ENCODE, list(costliest_chunks(chunked)) if has_graph else []
     try:
         with torch.no_grad():
-            for chunk in costliest_chunks(wide or chunked):
-                dimensions = encode(chunk).shape[1]
+            size = max(row_size(encode(chunk)) for chunk in costliest_chunks(wide or chunked))
         place = REPLAY
         graphs = [encode(chunk) for chunk in costliest for _ in range(num_kept)]
         place = LOSS
-        torch.empty(loss_bytes(dimensions), dtype=torch.uint8, device=chunked.tables[0].device)
+        torch.empty(loss_bytes(size), dtype=torch.uint8, device=chunked.tables[0].device)
         place = REPLAY
         graphs += [encode(chunk) for chunk in costliest]
-        zeros = [(rows * 0.0).sum() for rows in graphs if rows.requires_grad]
+        outputs = [one for output in graphs for one in tensors_of(output)]
+        zeros = [(rows * 0.0).sum() for rows in outputs if rows.requires_grad]
         if zeros:
             sum(zeros).backward()
     except Exception as error:

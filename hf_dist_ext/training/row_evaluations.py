@@ -15,6 +15,7 @@ from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, Trip
 from hf_dist_ext.run.evaluations import Evaluation, Reranking, Similarity, Triplet
 from hf_dist_ext.training.embedder import Embedder
 from hf_dist_ext.training.metrics import TIE_TOLERANCE, average_ranks, correlation
+from hf_dist_ext.training.token_vectors import Compared, together
 from hf_dist_ext.training.views import View, pairwise, views_of
 
 BITS = (0.0, 1.0)  # binary values in pairs with a score, as EmbeddingSimilarityEvaluator has them
@@ -36,12 +37,10 @@ def _figures(
     return found | {name: max(values) for name, values in all_similarities.items() if len(values) > 1}
 
 
-def _compared(
-    view: View, first: torch.Tensor, second: torch.Tensor, numbers: np.ndarray, others: np.ndarray
-) -> torch.Tensor:
-    """(n, D) and (n', D), and P numbers of rows of each -> (P,) similarities, on the CPU in float64."""
-    both = torch.cat([first, second])
-    view.calibrate(both, lambda lowest: lowest)  # every rank has all of them
+def _compared(view: View, first: Compared, second: Compared, numbers: np.ndarray, others: np.ndarray) -> torch.Tensor:
+    """(n, D) and (n', D), or token vectors, and P numbers of rows of each -> (P,) similarities, on the CPU in
+    float64."""
+    view.calibrate(together([first, second]), lambda lowest: lowest)  # every rank has all of them
     first, second = view.of(first), view.of(second)
     pairs = torch.from_numpy(np.stack([numbers, others])).to(first.device)
     parts = pairs.split(max(1, TILE // first.shape[1]), dim=1)

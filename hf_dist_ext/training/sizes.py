@@ -22,6 +22,7 @@ from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row,
 from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
 from hf_dist_ext.engine.gradient_cache import RandomState
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.outputs import Output, RowSize
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
@@ -56,8 +57,8 @@ class Layout(NamedTuple):
         rows = sum(map(sum, self.counts.values()))
         return [costliest_chunk(self.chunked), costliest_chunk(self.wide or self.chunked), self.num_kept, rows]
 
-    def loss_bytes(self, loss: Any, dimensions: int) -> int:
-        """What the loss will hold of embeddings with so many dimensions."""
+    def loss_bytes(self, loss: Any, size: RowSize) -> int:
+        """What the loss will hold of rows that large."""
         own = self.chunked.row_counts()
         is_gathered = getattr(loss, "cross_device_negatives", True)
         everyone = {name: sum(rows) for name, rows in self.counts.items()} if is_gathered else own
@@ -66,8 +67,8 @@ class Layout(NamedTuple):
         _, *candidates = everyone.values()
         halvings = getattr(loss, "tile_halvings", 0)
         return policy.loss_stage_bytes(
-            sum(own.values()), sum(everyone.values()), anchors, sum(candidates), dimensions, halvings, is_tiled
-        )
+            sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers, halvings, is_tiled
+        ) + policy.token_products_bytes(sum(candidates), size.tokens)
 
 
 class StepSizes:
@@ -120,7 +121,7 @@ class StepSizes:
         """Whether the step that begins is. `is_first`: of an update."""
         return self.budget is not None and self.budget.is_measuring and is_first
 
-    def fit(self, wrapped: nn.Module, encode: Callable[..., torch.Tensor], batch: Batch, is_first: bool) -> Layout:
+    def fit(self, wrapped: nn.Module, encode: Callable[..., Output], batch: Batch, is_first: bool) -> Layout:
         """How a batch is cut. Where forwards are a rank's own, a step that needs more memory than any before is tried
         out on every rank.
 
@@ -147,7 +148,7 @@ class StepSizes:
             left |= {"can_halve": any(row[1] for row in everyone), "num_kept": max(row[2] for row in everyone)}
             self.fitting.shrink(PLACES[everyone[failed[0]][0]], step + 1, failed, **left)
 
-    def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., torch.Tensor], layout: Layout) -> str | None:
+    def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., Output], layout: Layout) -> str | None:
         state, encodes_once = RandomState(self.args.device), self.encodes_once(bare)
         more = {"stops_at_pooled": True} if encodes_once else {}
         place = place_out_of_memory(
@@ -155,7 +156,7 @@ class StepSizes:
             layout.chunked,
             layout.wide,
             layout.left_to_shrink()["num_kept"],
-            lambda dimensions: layout.loss_bytes(self.loss(), dimensions),
+            lambda size: layout.loss_bytes(self.loss(), size),
             has_graph=not encodes_once,
         )
         for parameter in bare.parameters():

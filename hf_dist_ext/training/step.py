@@ -33,12 +33,14 @@ from hf_dist_ext.engine.gradient_cache import (
     cached_step,
     encode_without_graph,
 )
+from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
 from hf_dist_ext.strategies.rows import GatheredColumns, row_weight
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
 from hf_dist_ext.training.timing import StepClock
+from hf_dist_ext.training.token_vectors import Compared, compared
 
 NOT_OF_LOSS = ("row", SOURCE)  # of a batch's ids: for reports
 
@@ -58,7 +60,7 @@ class Scored(NamedTuple):
     """A batch without a gradient."""
 
     loss: torch.Tensor
-    embeddings: dict[str, torch.Tensor]  # column -> (B, D)
+    embeddings: dict[str, Compared]  # column -> (B, D), or token vectors of B rows
     facts: RowFacts
 
 
@@ -150,9 +152,9 @@ class EmbeddingStep:
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
         facts = self._with_own_targets(batch, facts)
 
-        def score(embeddings: dict[str, torch.Tensor]):
+        def score(embeddings: dict[str, Output]):
             if is_measured:
-                budget.reserve(layout.loss_bytes(self.loss, next(iter(embeddings.values())).shape[1]))
+                budget.reserve(layout.loss_bytes(self.loss, max(map(row_size, embeddings.values()))))
             return self._score(embeddings, facts, layout.counts)
 
         with budget.measured_step() if is_measured else nullcontext():
@@ -211,26 +213,29 @@ class EmbeddingStep:
         layout = self.sizes.cut(batch, is_first=False)
         embeddings = self._encoded(model, layout)
         loss, _ = self._score(embeddings, facts, layout.counts)
-        return Scored(loss, {name: embeddings[name] for name in batch}, facts)
+        return Scored(loss, {name: compared(embeddings[name], self.loss) for name in batch}, facts)
 
-    def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-        """column -> (rows, D) in float32, of a batch on the device. Every rank calls it, without a gradient and with
-        the same columns."""
-        return self._encoded(model, self.sizes.cut(batch, is_first=False))
+    def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, Compared]:
+        """column -> (rows, D) in float32, or token vectors of rows, of a batch on the device. Every rank calls it,
+        without a gradient and with the same columns."""
+        found = self._encoded(model, self.sizes.cut(batch, is_first=False))
+        return {name: compared(output, self.loss) for name, output in found.items()}
 
-    def _encoded(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    def _encoded(self, model: nn.Module, layout: Layout) -> dict[str, Output]:
         chunked = layout.wide or layout.chunked  # no graph is held
         encode, phase = functools.partial(self._encode, model), lambda phase: nullcontext()
-        return {name: rows.float() for name, rows in self.strategy().encoded(chunked, encode, phase).items()}
+        found = self.strategy().encoded(chunked, encode, phase)
+        as_float = lambda rows: rows.float() if rows.is_floating_point() else rows  # noqa: E731
+        return {name: each(output, as_float) for name, output in found.items()}
 
     # ---- a chunk, the loss ----
 
-    def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> torch.Tensor:
+    def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> Output:
         column = {"column": chunk.column} if self.sizes.takes_column else {}
         with self.precision():
             output = model(**chunk.features, **column, **more)
         embeddings = output if isinstance(output, torch.Tensor) else _field(output, "embeddings")
-        if not isinstance(embeddings, torch.Tensor) or embeddings.dim() != 2 or len(embeddings) != chunk.num_rows:
+        if not _are_embeddings(embeddings, chunk.num_rows):
             found = tuple(embeddings.shape) if isinstance(embeddings, torch.Tensor) else type(output).__name__
             raise UsageError(
                 f"{type(self.sizes.model()).__name__} does not return embeddings: a loss over embeddings needs a "
@@ -238,7 +243,7 @@ class EmbeddingStep:
                 "Wrap the backbone in hf_dist_ext.EmbeddingModel."
             )
         # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
-        return embeddings.clone() if self.args.torch_compile else embeddings
+        return each(embeddings, torch.clone) if self.args.torch_compile else embeddings
 
     def _with_own_targets(self, batch: Batch, facts: RowFacts) -> RowFacts:
         """What a loss wants to know of the features themselves, such as a frozen guide's embeddings: once per step."""
@@ -246,14 +251,14 @@ class EmbeddingStep:
             return facts
         return facts._replace(targets={**facts.targets, **self.loss.targets_of(batch)})
 
-    def _score(self, embeddings: dict[str, torch.Tensor], facts: RowFacts, counts: dict[str, list[int]]):
+    def _score(self, embeddings: dict[str, Output], facts: RowFacts, counts: dict[str, list[int]]):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/epoch_order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
         anchor, ranks = next(iter(embeddings)), self.strategy().rows
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
         everyone, row_offset, (ids, targets) = None, 0, facts
         if ranks.size > 1 and getattr(self.loss, "cross_device_negatives", True):
-            rows = {name: embeddings[name][: own[name]] for name in embeddings}
+            rows = {name: each(embeddings[name], lambda one, n=own[name]: one[:n]) for name in embeddings}
             everyone = GatheredColumns(ranks, rows, counts)
             row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
             if ids is not None:
@@ -294,8 +299,16 @@ def _shape_of(inputs: Any) -> str:
     return f"keys {list(inputs)}" if isinstance(inputs, Mapping) else type(inputs).__name__
 
 
+def _are_embeddings(embeddings: Any, num_rows: int) -> bool:
+    """A tensor (b, D), or a mapping of tensors over b rows."""
+    if not isinstance(embeddings, Mapping):
+        return isinstance(embeddings, torch.Tensor) and embeddings.dim() == 2 and len(embeddings) == num_rows
+    return all(isinstance(one, torch.Tensor) and one.dim() and len(one) == num_rows for one in embeddings.values())
+
+
 def _field(output: Any, name: str) -> Any:
-    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    found = getattr(output, name, None)
+    return output.get(name) if found is None and isinstance(output, Mapping) else found
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:

@@ -53,6 +53,7 @@ from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep, forward_parameters
 from hf_dist_ext.training.timing import Profiler, StepClock
+from hf_dist_ext.training.token_vectors import as_prediction
 
 logger = logging.get_logger(__name__)
 
@@ -210,6 +211,7 @@ class DistTrainer(Trainer):
         if has_loss:
             self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
             checks.check_model(self.model, self.args)
+            checks.check_outputs(self.bare_model, self.loss)
         if self.evaluations.given:
             paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
             self.evaluations.check(self.args.metric_for_best_model, paired, self.bare_model)
@@ -701,7 +703,7 @@ class DistTrainer(Trainer):
             return loss, None, None
         anchor, positive, *_ = embeddings
         labels = metrics.labels_of_rows(self.loss, facts, anchor, positive, embeddings[anchor])
-        return loss, (embeddings[anchor].contiguous(), embeddings[positive].contiguous()), labels
+        return loss, (as_prediction(embeddings[anchor]), as_prediction(embeddings[positive])), labels
 
     # ---- logging ----
 

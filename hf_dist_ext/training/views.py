@@ -15,12 +15,13 @@ from torch.nn.functional import normalize
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.evaluations import Evaluation
+from hf_dist_ext.training.token_vectors import Compared, scores_of_pairs
 
 
 class View:
     """
     Args:
-        similarity: "cosine", "dot", "euclidean" or "manhattan".
+        similarity: "cosine", "dot", "euclidean" or "manhattan"; of token vectors "maxsim".
         dim: d; None: D.
         precision: "int8", "binary" or None.
         signs: what two values of a bit are. (-1, 1): the cosine of two rows falls as their Hamming distance grows.
@@ -52,8 +53,10 @@ class View:
             step = (high - low) / 255
             self._ranges = low, torch.where(step == 0, 1.0, step)
 
-    def of(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """(n, D) -> (n, d) in float32; for "cosine" of length 1."""
+    def of(self, embeddings: Compared) -> Compared:
+        """(n, D) -> (n, d) in float32; for "cosine" of length 1. Token vectors stay what they are."""
+        if self.similarity == "maxsim":
+            return embeddings
         rows = self._cut(embeddings)
         if self.precision == "int8":
             low, step = self._ranges
@@ -76,8 +79,8 @@ def views_of(options: Evaluation, similarity: str, **more: tuple[float, float]) 
     return [View(name, dim, precision, **more) for dim, precision, name in product(asked[1], asked[2], asked[0])]
 
 
-def pairwise(first: torch.Tensor, second: torch.Tensor, similarity: str) -> torch.Tensor:
+def pairwise(first: Compared, second: Compared, similarity: str) -> torch.Tensor:
     """(n, d), (n, d) as a view gives them -> (n,), larger for pairs that are alike."""
-    if similarity in ("cosine", "dot"):
-        return (first * second).sum(dim=-1)
+    if similarity in ("cosine", "dot", "maxsim"):
+        return scores_of_pairs(first, second)
     return -torch.linalg.vector_norm(first - second, ord=2 if similarity == "euclidean" else 1, dim=-1)

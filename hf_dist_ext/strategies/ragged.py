@@ -1,0 +1,63 @@
+"""Several outputs per row of all ranks: of token vectors the real ones travel, and no padding.
+
+A mapping of outputs (engine/outputs.py) may hold groups of keys, "tokens.vectors" and "tokens.mask": the group is what
+stands before the last dot, or nothing. Of a group with a mask only what the mask marks as real is sent:
+
+(1) every row's number of real entries, from which each rank knows what the others send
+(2) the real entries of all rows end to end
+(3) they are laid into rows again, at the front, as wide as the longest row of all ranks
+
+Letters: B own rows, N all ranks' rows, T entries of the second axis, n real entries of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+MASK = "mask"
+
+
+class GatheredOutputs(Mapping):
+    """key -> (N, ...), differentiable. A group is gathered when one of its keys is first asked for.
+
+    gather: (entries of this rank, the number of entries of each rank) -> those of all, as `Rows.gather`.
+    """
+
+    def __init__(
+        self, gather: Callable[[Tensor, Sequence[int]], Tensor], own: Mapping[str, Tensor], counts: Sequence[int]
+    ):
+        self._gather, self._own, self._counts = gather, own, counts
+        self._gathered: dict[str, Tensor] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key not in self._gathered:
+            group, dot, _ = key.rpartition(".")
+            if (mask := group + dot + MASK) in self._own:
+                self._gather_group(group, mask)
+            else:
+                self._gathered[key] = self._gather(self._own[key], self._counts)
+        return self._gathered[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def _gather_group(self, group: str, mask: str) -> None:
+        is_real = self._own[mask].bool()  # (B, T)
+        with torch.no_grad():
+            lengths = self._gather(is_real.sum(dim=1), self._counts)  # (1): (N,)
+        of_rank = [int(part.sum()) for part in lengths.cpu().split(list(self._counts))]
+        width = int(lengths.max()) if sum(of_rank) else is_real.shape[1]
+        real = torch.arange(width, device=lengths.device) < lengths[:, None]  # (N, T)
+        places = real.flatten().nonzero().squeeze(1)  # (n,)
+        self._gathered[mask] = real
+        for key in (one for one in self._own if one != mask and one.rpartition(".")[0] == group):
+            entries = self._own[key][is_real]
+            everyone = self._gather(entries, of_rank) if sum(of_rank) else entries  # (2): (n, ...)
+            empty = everyone.new_zeros(real.numel(), *everyone.shape[1:])
+            self._gathered[key] = empty.index_copy(0, places, everyone).unflatten(0, real.shape)  # (3)

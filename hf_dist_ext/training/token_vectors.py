@@ -1,0 +1,131 @@
+"""What evaluations compare: rows of one vector each, a tensor (n, D), or rows of many, `TokenVectors`.
+
+    score(q, d) = sum over real t of  max over real u of  <q_t, d_u>          (engine/late_interaction.py)
+
+Products of tokens exist for a few rows at a time. Letters: n and m rows, T tokens, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import normalize, pad
+
+from hf_dist_ext.strategies.ragged import MASK
+from hf_dist_ext.strategies.rows import Rows
+
+VECTORS = "vectors"
+TILE = 2**22  # products of tokens at a time
+
+
+class TokenVectors:
+    """(n, T, D) with a mask (n, T), true where a token is real; every row has one."""
+
+    def __init__(self, vectors: torch.Tensor, mask: torch.Tensor):
+        self.vectors, self.mask = vectors, mask.bool()
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, rows: Any) -> TokenVectors:
+        return TokenVectors(self.vectors[rows], self.mask[rows])
+
+    @property
+    def device(self) -> torch.device:
+        return self.vectors.device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """n, and the numbers of a row."""
+        return len(self), self.vectors.shape[1] * self.vectors.shape[2]
+
+    def float(self) -> TokenVectors:
+        return TokenVectors(self.vectors.float(), self.mask)
+
+    def scores(self, documents: TokenVectors) -> torch.Tensor:
+        """(n, m)"""
+        found = self.vectors.new_zeros(len(self), len(documents))
+        tokens = documents.vectors.shape[1]
+        of_document = max(1, TILE // max(1, self.vectors.shape[1] * tokens))  # pairs at a time
+        for low in range(0, len(documents), of_document):
+            some, real = documents.vectors[low : low + of_document], documents.mask[low : low + of_document]
+            rows = max(1, of_document // len(some))
+            for first in range(0, len(self), rows):
+                queries = self.vectors[first : first + rows]
+                products = torch.einsum("qtd,mud->qmtu", queries, some)
+                best = products.masked_fill_(~real[:, None], -torch.inf).amax(dim=3)  # (q, m, T)
+                best = best.masked_fill(~self.mask[first : first + rows, None], 0.0)
+                found[first : first + rows, low : low + of_document] = best.sum(dim=2)
+        return found
+
+    def scores_of_pairs(self, documents: TokenVectors) -> torch.Tensor:
+        """(n,) of row i and document i."""
+        size = max(1, TILE // max(1, self.vectors.shape[1] * documents.vectors.shape[1]))
+        found = [self._of_pairs(documents, slice(low, low + size)) for low in range(0, len(self), size)]
+        return torch.cat(found) if found else self.vectors.new_zeros(0)
+
+    def _of_pairs(self, documents: TokenVectors, rows: slice) -> torch.Tensor:
+        products = self.vectors[rows] @ documents.vectors[rows].transpose(1, 2)
+        best = products.masked_fill_(~documents.mask[rows, None], -torch.inf).amax(dim=2)
+        return best.masked_fill(~self.mask[rows], 0.0).sum(dim=1)
+
+
+Compared = torch.Tensor | TokenVectors
+
+
+def compared(output: Any, loss: Any) -> Compared:
+    """What a column encodes to, as the loss compares it."""
+    if isinstance(output, torch.Tensor):
+        return output
+    vectors = output[VECTORS]
+    return TokenVectors(normalize(vectors, dim=-1) if getattr(loss, "normalize", False) else vectors, output[MASK])
+
+
+def scores_of(queries: Compared, documents: Compared) -> torch.Tensor:
+    """(n, m)"""
+    return queries @ documents.T if isinstance(queries, torch.Tensor) else queries.scores(documents)
+
+
+def scores_of_pairs(queries: Compared, documents: Compared) -> torch.Tensor:
+    """(n,)"""
+    if isinstance(queries, torch.Tensor):
+        return (queries * documents).sum(dim=-1)
+    return queries.scores_of_pairs(documents)
+
+
+def together(parts: Sequence[Compared]) -> Compared:
+    """All rows, one part after another."""
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(list(parts))
+    width = max(part.mask.shape[1] for part in parts)
+    vectors = [pad(part.vectors, (0, 0, 0, width - part.mask.shape[1])) for part in parts]
+    return TokenVectors(torch.cat(vectors), torch.cat([pad(p.mask, (0, width - p.mask.shape[1])) for p in parts]))
+
+
+def gathered(rows: Rows, own: Compared, counts: Sequence[int]) -> Compared:
+    """Those of all ranks, in rank order."""
+    if isinstance(own, torch.Tensor):
+        return rows.gather(own, counts)
+    if rows.size == 1:
+        return own
+    everyone = rows.gather_output({VECTORS: own.vectors, MASK: own.mask}, counts)
+    return TokenVectors(everyone[VECTORS], everyone[MASK])
+
+
+# ---- on the way through Trainer's evaluation, which pads what differs in width with -100 ----
+
+
+def as_prediction(embeddings: Compared) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(embeddings, torch.Tensor):
+        return embeddings.contiguous()
+    return embeddings.vectors.contiguous(), embeddings.mask.int()
+
+
+def of_prediction(arrays: np.ndarray | Sequence[np.ndarray]) -> Compared:
+    if isinstance(arrays, np.ndarray):
+        return torch.from_numpy(arrays)
+    vectors, mask = map(torch.from_numpy, arrays)
+    return TokenVectors(vectors, mask > 0)

@@ -1,0 +1,57 @@
+"""Several outputs per row of all ranks: only what is real travels, and it arrives where it belongs."""
+
+import torch
+
+from hf_dist_ext.strategies.ragged import GatheredOutputs
+
+
+def rows_of(lengths: list[int], width: int, seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    mask = torch.rand(len(lengths), width, generator=draw).argsort(dim=1) < torch.tensor(lengths)[:, None]
+    vectors = torch.randn(len(lengths), width, 3, generator=draw)
+    return {
+        "tokens.vectors": vectors.masked_fill(~mask[..., None], torch.nan).requires_grad_(),
+        "tokens.mask": mask,
+        "dense": torch.randn(len(lengths), 4, generator=draw, requires_grad=True),
+    }
+
+
+def gathered(own: dict, other: dict, sent: list[tuple]) -> GatheredOutputs:
+    """As rank 0 of two; what the other one sends is computed here."""
+
+    def gather(entries: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        sent.append((tuple(entries.shape), list(counts)))
+        if entries.dim() == 1:
+            theirs = other["tokens.mask"].sum(dim=1)
+        else:
+            theirs = other["dense"] if entries.shape[1] == 4 else other["tokens.vectors"][other["tokens.mask"]]
+        assert counts == [len(entries), len(theirs)]
+        return torch.cat([entries, theirs])
+
+    return GatheredOutputs(gather, own, [len(own["dense"]), len(other["dense"])])
+
+
+def test_real_tokens_travel_and_stand_in_front():
+    sent = []
+    own, other = rows_of([2, 5, 1], 5, 0), rows_of([7, 3], 9, 1)
+    everyone = gathered(own, other, sent)
+    assert not sent, "nothing is sent before it is asked for"
+    vectors, mask = everyone["tokens.vectors"], everyone["tokens.mask"]
+    assert sent == [((3,), [3, 2]), ((8, 3), [8, 10])], "lengths, then the real vectors end to end"
+    assert mask.sum(dim=1).tolist() == [2, 5, 1, 7, 3] and mask.shape == (5, 7) and vectors.shape == (5, 7, 3)
+    rows = [*zip(own["tokens.vectors"], own["tokens.mask"], strict=True)]
+    rows += zip(other["tokens.vectors"], other["tokens.mask"], strict=True)
+    for number, (row, is_real) in enumerate(rows):
+        assert vectors[number][mask[number]].equal(row[is_real])
+        assert mask[number].int().diff().le(0).all()
+    assert everyone["dense"].shape == (5, 4) and len(sent) == 3
+    (vectors * torch.arange(5.0)[:, None, None]).sum().backward()
+    for row, is_real, weight in zip(own["tokens.vectors"].grad, own["tokens.mask"], range(3), strict=True):
+        assert row[is_real].eq(weight).all() and row[~is_real].eq(0).all()
+
+
+def test_no_real_token_anywhere_sends_nothing():
+    sent = []
+    everyone = gathered(rows_of([0, 0], 4, 0), rows_of([0], 6, 1), sent)
+    assert not everyone["tokens.mask"].any() and everyone["tokens.vectors"].shape == (3, 4, 3)
+    assert [counts for _, counts in sent] == [[2, 1]], "their lengths only"
