@@ -106,7 +106,7 @@ def load_backbone(
             options["quantization_config"] = quantization_config
         if distributed_config is not None:
             splitting.check_can_be_split(config, distributed_config.tp_size)
-            options["distributed_config"] = distributed_config
+            options["distributed_config"] = splitting.with_plan(distributed_config, config)
         with _pooler_not_reported(config):
             return _without_pooler(load_complete(backbone_class, name, config=config, dtype=dtype, **options))
 

@@ -119,7 +119,7 @@ def splits_layers(work: Workload, hardware: Hardware, parts: int) -> bool:
     has_plan = "rms_norm_eps" in config and "text_config" not in config  # transformers has plans for decoders
     has_experts = any("experts" in name for name in config)  # whose styles are refused (strategies/splitting.py)
     divides = not any(number % parts for number in [*heads, hardware.per_node])
-    return has_plan and not has_experts and divides and work.lora is None
+    return has_plan and not has_experts and divides
 
 
 def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:

@@ -19,7 +19,6 @@ from hf_dist_ext.strategies import (
     fsdp_options,
     pipeline,
     pipeline_options,
-    pipeline_own_loss,
     splitting,
 )
 from hf_dist_ext.strategies.base import Strategy
@@ -81,8 +80,6 @@ def launched_split(args: Any) -> Any:
 def in_stages(args: Any, has_own_loss: bool = False) -> Callable[[type], type] | None:
     """How a process reads its part of a pipeline's model: a class of backbones -> one that does. `has_own_loss`: a
     class of causal language models, which are trained with their own. None: there is no pipeline."""
-    if has_own_loss and pipeline_options.size(args) > 1:
-        pipeline_own_loss.check(args)
     return pipeline.in_stages(args, OwnLossPipeline.staged if has_own_loss else Pipeline.staged)
 
 

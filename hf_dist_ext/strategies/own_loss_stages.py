@@ -114,6 +114,13 @@ class OwnLossCut(Cut):
                     set_parameter(passed, place.name, other.parameter)
         return passed
 
+    def renew(self) -> None:
+        """Splitting makes a parameter of each name: where both tied ones lie here they become one again."""
+        for first, last in self.ties:
+            if first.stage in self.own and last.stage in self.own:
+                set_parameter(last.part.module, last.name, first.parameter)
+        super().renew()
+
     @property
     def copied(self) -> list[nn.Parameter]:
         """Parameters of which another rank has a copy."""
@@ -176,16 +183,25 @@ class _LastStage(nn.Module):
         return convert_to_fp32(outputs) if is_mixed else outputs
 
 
-def staged(kind: type, own: Sequence[int], places: Sequence[int], split: Sequence[int] | None) -> type:
+def staged(
+    kind: type,
+    own: Sequence[int],
+    places: Sequence[int],
+    split: Sequence[int] | None,
+    finish: Callable[[nn.Module], None] = lambda model: None,
+) -> type:
     """A class of causal language models which `from_pretrained` fills with the weights of the stages `own` alone;
-    `stages.put_back` makes its model one that can be cut into these stages."""
+    `stages.put_back` makes its model one that can be cut into these stages. `finish`: what a model goes through before
+    it is filled."""
 
     def __init__(self: Any, config: Any, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, config, *arguments, **options)
         self.__class__ = kind
         for name, source in self.all_tied_weights_keys.items():  # from_pretrained ties them after reading
             set_parameter(self, name, self.get_parameter(source))
-        OwnLossCut(self, own, firsts_of(self, places, split, OwnLossCut))  # leaves stand-ins behind
+        cut = OwnLossCut(self, own, firsts_of(self, places, split, OwnLossCut))  # leaves stand-ins behind
+        finish(self)
+        cut.renew()
         if not {0, len(places) - 1} & set(own):
             self.all_tied_weights_keys = {}  # neither of two tied weights lies here
 

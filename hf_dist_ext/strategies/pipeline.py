@@ -30,7 +30,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Door, Embeddings
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, mesh, sharded_stages, splitting, stages
+from hf_dist_ext.strategies import adapters, collectives, mesh, sharded_stages, splitting, stages
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.mesh import COPIES, PARTS, STAGES
 from hf_dist_ext.strategies.pipeline_options import check_model, per_rank_of, places_of, schedule_of, size
@@ -51,12 +51,12 @@ def in_stages(args: Any, staged: Callable[..., type] = stages.staged) -> Callabl
 
 
 def _in_stages(args: Any, of_parts: mesh.Mesh | None, staged: Callable[..., type]) -> Callable[[type], type]:
-    """With tensor parallelism the backbone keeps the mesh on which it is split."""
+    """With tensor parallelism what is split keeps the mesh on which it is."""
     places, own = places_of(args)
 
-    def finish(backbone: nn.Module) -> None:
-        backbone.mesh = of_parts
-        splitting.split_layers(backbone, of_parts.devices[PARTS])
+    def finish(model: nn.Module) -> None:
+        model.mesh = of_parts
+        splitting.split_layers(model, of_parts.devices[PARTS])
 
     more = {} if of_parts is None else {"finish": finish}
     return functools.partial(staged, own=own, places=places, split=args.pipeline_split, **more)
@@ -118,16 +118,19 @@ class Pipeline(Strategy):
         places, own = places_of(args)
         firsts = stages.firsts_of(self.whole, places, args.pipeline_split, self.cut_kind)
         self.cut = self.cut_kind(self.whole, own, firsts)
-        backbone = self.cut.backbone_of(self.cut.base)
-        self.mesh = getattr(backbone, "mesh", None) or mesh.make(args)
+        split = splitting.planned(self.whole) if self.shape.parts > 1 else None
+        self.mesh = getattr(split, "mesh", None) or mesh.make(args)
         self.rows = Rows(self.shape.of_a_model, self.mesh.group(COPIES))
         self._in_stages = _in_stages(args, self.mesh if self.shape.parts > 1 else None, self.staged)
         self.whole.to(args.device)
         if self.shape.parts > 1:
-            splitting.split_layers(backbone, self.mesh.devices[PARTS])
-            self.partial = splitting.without_own_reduction(backbone)
+            splitting.split_layers(split, self.mesh.devices[PARTS])
+            splitting.split_adapters(self.whole, split, self.mesh.devices[PARTS])
+            self.partial = splitting.without_own_reduction(split)
+            self.cut.renew()
         self.mesh.agree(self.whole.parameters())
         self.sharded = sharded_stages.of(args.sharding, self.cut.modules(), self.mesh)
+        self.cut.renew()
         if args.process_index == 0:
             logger.info(self._in_words(places, args.sharding))
         # Trainer then leaves the model where it is, and accelerate puts no wrapper around it.
@@ -293,7 +296,8 @@ class Pipeline(Strategy):
     def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
         """Every rank reads its own stages. Adapters are peft's to read, unless they are sharded."""
         if self.cut.base is not self.whole:
-            return self.sharded is not None and sharded_stages.load_adapters(self.whole, Path(folder))
+            is_in_parts = self.sharded is not None or self.shape.parts > 1
+            return is_in_parts and adapters.load(self.whole, Path(folder))
         # float32 holds what either half precision holds; copying casts back to each parameter's own.
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
         theirs = self.read(folder, dtype).state_dict()

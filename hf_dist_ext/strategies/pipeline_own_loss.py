@@ -27,23 +27,13 @@ from torch import nn
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import Door, refuse_nothing_trains
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import own_loss_stages
-from hf_dist_ext.strategies.mesh import STAGES, shape_of
+from hf_dist_ext.strategies import collectives, own_loss_stages
+from hf_dist_ext.strategies.mesh import STAGES
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut, Score
 from hf_dist_ext.strategies.pipeline import Pipeline
 from hf_dist_ext.strategies.pipeline_options import places_of
-from hf_dist_ext.strategies.pipeline_passes import Flow, Line
-
-
-def check(args: Any) -> None:
-    """Before anything is loaded. Raises UsageError."""
-    is_split = shape_of(args).parts > 1
-    if is_split or args.sharding not in (None, "NO_SHARD"):
-        what = "tensor parallelism" if is_split else f'sharding="{args.sharding}"'
-        raise UsageError(
-            f"a pipeline of a model with its own loss does not go with {what}: it was not made exact there. Use "
-            "multi_gpu_pp without it, or multi_gpu_fsdp."
-        )
+from hf_dist_ext.strategies.pipeline_passes import Flow, Line, first_row
+from hf_dist_ext.strategies.tensors import held_here, split_as
 
 
 class OwnLossPipeline(Pipeline):
@@ -52,7 +42,6 @@ class OwnLossPipeline(Pipeline):
 
     def __init__(self, model: nn.Module | None, args: Any):
         super().__init__(model, args)
-        check(args)
         self.rows_per_chunk: int = args.gradient_cache_chunk_size
 
     @contextmanager
@@ -67,9 +56,9 @@ class OwnLossPipeline(Pipeline):
         group = self.mesh.group(STAGES)
         for parameter in self.cut.copied:
             if 0 in self.cut.own:
-                dist.send(parameter.data, group=group, group_dst=places[-1])
+                dist.send(held_here(parameter.data), group=group, group_dst=places[-1])
             else:
-                dist.recv(parameter.data, group=group, group_src=places[0])
+                dist.recv(held_here(parameter.data), group=group, group_src=places[0])
 
     # ---- a batch ----
 
@@ -83,6 +72,8 @@ class OwnLossPipeline(Pipeline):
         self, batch: Mapping[str, Any], score: Score, has_loss: bool, wants_logits: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         flow = self._run(batch, score, lambda phase: nullcontext(), seed=None, keeps_logits=wants_logits)
+        if self.sharded is not None:
+            self.sharded.free()
         loss = self._told(flow) if has_loss else None
         if not wants_logits:
             return loss, None
@@ -91,6 +82,9 @@ class OwnLossPipeline(Pipeline):
 
     def _run(self, batch: Mapping[str, Any], score: Score, phase: Door, **options: Any) -> _OwnLossFlow:
         chunks = cut_rows(batch, self.rows_per_chunk)
+        if self.forwards_are_collective:  # copies with fewer rows run idle chunks
+            of_ranks = collectives.exchange([len(chunks)], self.line.device)
+            chunks += [first_row(chunks[-1])] * (max(count for (count,) in of_ranks) - len(chunks))
         if not self.line.trains:
             self.line.look(chunks[0])
         flow = _OwnLossFlow(self.line, chunks, phase, score, **options)
@@ -116,17 +110,23 @@ class OwnLossPipeline(Pipeline):
             if parameter.requires_grad:
                 self._add_gradient_of(other, parameter)
 
+    @torch.no_grad()
     def _add_gradient_of(self, stage: int, parameter: nn.Parameter) -> None:
-        """Both ranks compute the same sum: an addition of two numbers has no order."""
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-        theirs, peer = torch.empty_like(own), self.line.global_rank(self.line.places[stage])
+        """Both ranks compute the same sum: an addition of two numbers has no order. Each has the same part of the
+        parameter."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = split_as(parameter, parameter.grad)
+        own, peer = held_here(parameter.grad), self.line.global_rank(self.line.places[stage])
+        sent = own.contiguous()
+        theirs = torch.empty_like(sent)
         messages = [
             dist.P2POp(kind, tensor, peer, self.line.group)
-            for kind, tensor in ((dist.isend, own), (dist.irecv, theirs))
+            for kind, tensor in ((dist.isend, sent), (dist.irecv, theirs))
         ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
-        parameter.grad = own + theirs
+        own += theirs
 
     # ---- whole weights ----
 

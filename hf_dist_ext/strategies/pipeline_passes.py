@@ -92,7 +92,7 @@ class Line:
     def look(self, chunk: Chunk) -> None:
         """Before the first chunk: which stages train, and what each gives to the next, from a forward of one row."""
         self.trains, self.widths = [], []
-        features, state = _first_row(chunk).features, RandomState(self.device)
+        features, state = first_row(chunk).features, RandomState(self.device)
         for stage, rank in enumerate(self.places):
             said = None
             if rank == self.rank:
@@ -118,7 +118,7 @@ class Line:
     def filled_up(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """With idle chunks of one row, as many as the schedule can deal out."""
         missing = policy.dealt_chunks(self.schedule, self.size, len(chunks)) - len(chunks)
-        return [*chunks, *[_first_row(chunks[-1])] * missing]
+        return [*chunks, *[first_row(chunks[-1])] * missing]
 
     def sends_back(self, stage: int) -> bool:
         """Whether a stage's input has a gradient that somebody needs."""
@@ -155,7 +155,7 @@ class Line:
         return embeddings
 
 
-def _first_row(chunk: Chunk) -> Chunk:
+def first_row(chunk: Chunk) -> Chunk:
     """An idle chunk: the first row of another one."""
 
     def gather() -> dict[str, Any]:

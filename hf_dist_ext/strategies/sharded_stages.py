@@ -11,11 +11,9 @@ no hook has anything to do in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -23,7 +21,6 @@ from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.mesh import COPIES, Mesh, Shape
-from hf_dist_ext.strategies.tensors import put
 
 # "sharding" of a run file -> whether a layer's weights are freed behind every chunk.
 FREES = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
@@ -57,22 +54,17 @@ def of(sharding: str | None, modules: Iterable[nn.Module], mesh: Mesh) -> Sharde
     return ShardedStages(modules, mesh.devices[COPIES], FREES[sharding]) if sharding in FREES else None
 
 
-def load_adapters(model: nn.Module, folder: Path) -> bool:
-    """Every rank takes its part of its stages' adapters from a folder, in which they have peft's names or the
-    backbone's own. peft 0.21 would copy whole tensors over parts. False: the folder holds none."""
-    from peft import get_peft_model_state_dict
-    from peft.utils import SAFETENSORS_WEIGHTS_NAME
-
-    if not (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
-        return False
-    with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
-        names = set(file.keys())
-        for name, tensor in get_peft_model_state_dict(model).items():
-            stored = name if name in names else name.replace(".backbone.", ".", 1)
-            if stored not in names:
-                raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
-            put(tensor, file.get_tensor(stored))
-    return True
+def _units(modules: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Modules that have a parameter in common (word embeddings and head of a V's first and last stage) are one."""
+    units: list[tuple[list[nn.Module], set[nn.Parameter]]] = []
+    for module in modules:
+        own = set(module.parameters())
+        found, theirs = next((unit for unit in units if unit[1] & own), ([], set()))
+        if not found:
+            units.append((found, theirs))
+        found.append(module)
+        theirs |= own
+    return [found for found, _ in units]
 
 
 class ShardedStages:
@@ -85,12 +77,12 @@ class ShardedStages:
 
     def __init__(self, modules: Iterable[nn.Module], mesh: Any, frees: bool):
         self.frees = frees
-        units = [module for module in modules if any(True for _ in module.parameters())]
-        for unit in units:
+        modules = [module for module in modules if any(True for _ in module.parameters())]
+        for unit in _units(modules):
             fully_shard(unit, mesh=mesh, reshard_after_forward=frees)
         # A root, which never runs, so that units share streams and buffers: the model itself runs only on the last
         # stage. FSDP2 would take the first unit that runs for a root of its own.
-        self.root: Any = fully_shard(nn.Sequential(*units), mesh=mesh)
+        self.root: Any = fully_shard(nn.Sequential(*modules), mesh=mesh)
         self.root._get_fsdp_state()._lazy_init()
         self._reduces(frees)
 

@@ -149,7 +149,11 @@ class Cut:
         self.check_is_covered()
         self._left_out = [part for stage, part in self._all() if stage not in self.own]
         for part in self._left_out:
-            part.module.to("meta")
+            _forget(part.module)
+        self.renew()
+
+    def renew(self) -> None:
+        """What stands for the parts of other ranks, with the parameters as they are now."""
         for part in self._left_out:
             part.put(self.stand_in(part))
 
@@ -265,8 +269,7 @@ class Cut:
                 part.put(part.module)
             yield
         finally:
-            for part in self._left_out:
-                part.put(self.stand_in(part))
+            self.renew()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -290,6 +293,16 @@ def parts_of(base: nn.Module, backbone: nn.Module, firsts: Sequence[int]) -> lis
     if base is not backbone:
         parts[-1] += [_part(base, name) for name, child in base.named_children() if child is not backbone]
     return parts
+
+
+def _forget(module: nn.Module) -> None:
+    """Gives the memory back. `Module.to` would take it from the parameter itself where that is a DTensor, and so from
+    every module that has it too (tied weights)."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.device.type != "meta":
+                part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        part._buffers.update({name: b if b is None else b.to("meta") for name, b in part._buffers.items()})
 
 
 def _part(owner: nn.Module, name: str) -> Part:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, splitting
+from hf_dist_ext.strategies import adapters, collectives, splitting
 from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.sharded import Sharded
@@ -56,6 +56,7 @@ class TensorParallel(Sharded):
         self.whole, self.config = model, model.config.distributed_config
         self.group = backbone._mesh_manager.get_mesh("tp").get_group()
         self.rows = Rows(self.config.tp_size, peers=backbone._mesh_manager.get_mesh("fsdp").get_group())
+        splitting.split_adapters(model, backbone, backbone._mesh_manager.get_mesh("tp"))
         self.partial = splitting.without_own_reduction(backbone)
 
     @property
@@ -76,10 +77,13 @@ class TensorParallel(Sharded):
         return meanwhile(args, "save_only_model", True)
 
     def constructed(self, model: nn.Module) -> None:
-        """What no mesh holds (a new projection) is the same on every rank, whatever they drew."""
+        """What no mesh holds (a new projection) is the same on every rank, whatever they drew; parts of adapters are
+        those of the first group in every one."""
         for parameter in model.parameters():
-            if not isinstance(parameter, DTensor):
-                dist.broadcast(parameter.data, src=0)
+            if num_parts(parameter) == 1:
+                dist.broadcast(held_here(parameter.data), src=0)
+            elif not _is_sharded(parameter):
+                dist.broadcast(held_here(parameter.data), group=self.rows.peers, group_src=0)
 
     def gather_for_metrics(self) -> Callable:
         return functools.partial(self.rows.gather_for_metrics, self.accelerator)
@@ -87,7 +91,7 @@ class TensorParallel(Sharded):
     # ---- (2) ----
 
     def finish_update(self, loss_parameters: Iterable[nn.Parameter]) -> None:
-        own = [p for p in self.whole.parameters() if not isinstance(p, DTensor)]
+        own = [p for p in self.whole.parameters() if not _is_sharded(p)]
         self.rows.average_gradients(chain(loss_parameters, own))
         splitting.sum_partial(self.partial, self.group)
 
@@ -142,6 +146,8 @@ class TensorParallel(Sharded):
     @torch.no_grad()
     def load_whole(self, model: nn.Module, folder: str | Path) -> bool:
         """Every rank reads its own part only."""
+        if hasattr(self.whole, "peft_config"):
+            return adapters.load(self.whole, Path(folder))
         base = next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
         # float32 holds what either half precision holds; copying casts back to each parameter's own.
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
@@ -152,6 +158,11 @@ class TensorParallel(Sharded):
                 raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
             held_here(tensor).copy_(held_here(theirs[name]))
         return True
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    """Over the groups, by FSDP2, which reduces its gradient: not what was made when the model was split already."""
+    return isinstance(parameter, DTensor) and "fsdp" in parameter.device_mesh.mesh_dim_names
 
 
 def _number(content: bytes) -> int:

@@ -252,10 +252,10 @@ def _distributed_config(run: Run, args: Any) -> Any:
     config, split = run.options, choose.launched_split(args)
     if split is None:
         return None
-    given = {"use_lora": config.use_lora, "loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}
+    given = {"loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise UsageError(
-            f"tensor parallelism does not go with {wrong[0]}: it splits one text decoder, trained by a loss over "
+            f"tensor parallelism does not go with {wrong[0]}: it splits one text model, trained by a loss over "
             "embeddings. Use multi_gpu_fsdp."
         )
     return split

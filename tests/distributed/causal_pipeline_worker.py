@@ -39,7 +39,7 @@ from hf_dist_ext.models.causal_lm import load_causal_lm
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import pipeline_own_loss, schedules
 from hf_dist_ext.strategies.collectives import rank
-from hf_dist_ext.strategies.tensors import bare_optimizer
+from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.pipeline_worker import all_ranks, said_by
@@ -122,7 +122,8 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
 
 
 def weights_of(trainer: DistTrainer) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    """What this rank holds of its stages."""
+    return {name: held_here(value.detach()).clone() for name, value in trainer.model.state_dict().items()}
 
 
 def resumed(base: Path, folder: Path, adapters: LoraConfig | None = None, **more) -> dict:
@@ -158,14 +159,14 @@ def resumed(base: Path, folder: Path, adapters: LoraConfig | None = None, **more
         del batch["labels"]
         unlabelled = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
         expected = whole(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    line = trainer.state.log_history[0]
+    line, own = trainer.state.log_history[0], dict(gathered(trainer.model.state_dict(), keep=True))
     return {
         "moved": moved.item(),
         "equal": all_ranks(end.keys() == now.keys() and all(torch.equal(end[name], now[name]) for name in end)),
         "losses_equal": losses[0] == losses[1] and len(losses[0]) == 4,
         "committed": manifest.why_incomplete(folder / "checkpoint-4"),
         "files": sorted(path.name for path in (folder / "checkpoint-4").iterdir()),
-        "weights_equal": all_ranks(all(torch.equal(value, theirs[name]) for name, value in end.items())),
+        "weights_equal": all_ranks(all(torch.equal(value, theirs[name]) for name, value in own.items())),
         "logits_differ": (logits - expected).abs().max().item(),
         "unlabelled": unlabelled[0] is None and torch.equal(unlabelled[1], logits) and unlabelled[2] is None,
         "sizes": [facts[f"{kind}_parallel_size"] for kind in ("data", "tensor", "pipeline")],
@@ -176,17 +177,18 @@ def resumed(base: Path, folder: Path, adapters: LoraConfig | None = None, **more
     }
 
 
-def goes_on_elsewhere(base: Path, folder: Path) -> dict[str, bool]:
+def goes_on_elsewhere(base: Path, folder: Path, **more) -> dict[str, bool]:
     """The end of a finished run, read by processes that have other stages: both tied weights lie on the first one."""
-    trainer = make_trainer(folder, lambda args: load_causal_lm(base, args), pipeline_schedule="zero_bubble_v")
+    trainer = make_trainer(folder, lambda args: load_causal_lm(base, args), **more)
     found = {}
 
     class Read(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **others):
             saved = torch.load(folder / "checkpoint-4" / trainable.OPTIMIZER, weights_only=True)["state"]
             whole = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4").state_dict()
-            own = dict(model.named_parameters())
-            moments = {name: bare_optimizer(trainer.optimizer).state[p]["exp_avg_sq"] for name, p in own.items()}
+            own, state = dict(model.named_parameters()), bare_optimizer(trainer.optimizer).state
+            moments = dict(gathered({name: state[p]["exp_avg_sq"] for name, p in own.items()}, keep=True))
+            own = dict(gathered(own, keep=True))
             found["weights"] = all_ranks(all(torch.equal(p, whole[name]) for name, p in own.items()))
             found["moments"] = all_ranks(all(torch.equal(m, saved[f"{n}/exp_avg_sq"]) for n, m in moments.items()))
             found["moved"] = all_ranks(len(moments) > 10 and all(moment.norm() > 0 for moment in moments.values()))
@@ -252,8 +254,8 @@ def trained(folder: Path, **more) -> tuple[DistTrainer, dict[str, float]]:
     return trainer, trainer.evaluate()
 
 
-def compared(folder: Path, is_alone: bool = False) -> dict:
-    trainer, evaluation = trained(folder, is_alone=is_alone)
+def compared(folder: Path, is_alone: bool = False, **more) -> dict:
+    trainer, evaluation = trained(folder, is_alone=is_alone, **more)
     found = {
         "evaluation": evaluation,
         "losses": [[line["loss"], line["grad_norm"]] for line in trainer.state.log_history if "loss" in line],
@@ -264,18 +266,25 @@ def compared(folder: Path, is_alone: bool = False) -> dict:
         folder.mkdir(exist_ok=True)
         torch.save(whole, folder / "weights.pt")
     if not is_alone:
-        copy = trainer.model.get_parameter(["model.embed_tokens.weight", "lm_head.weight"][rank()]).detach()
-        both = [torch.empty_like(copy), torch.empty_like(copy)]
-        dist.all_gather(both, copy)
-        found["copies_equal"] = torch.equal(*both)
+        found["copies_equal"] = copies_are_equal(trainer)
     return found
 
 
-def not_finite(folder: Path) -> dict[str, bool]:
+def copies_are_equal(trainer: DistTrainer) -> bool:
+    """Of the tied weight, on the first stage and the last one."""
+    line = trainer.strategy.line
+    name = "model.embed_tokens.weight" if line.rank == 0 else "lm_head.weight"
+    ((_, copy),) = gathered({name: trainer.model.get_parameter(name)}, keep=True)
+    of_stages = [torch.empty_like(copy) for _ in range(line.size)]
+    dist.all_gather(of_stages, copy, group=line.group)
+    return all_ranks(torch.equal(of_stages[0], of_stages[-1]))
+
+
+def not_finite(folder: Path, **more) -> dict[str, bool]:
     """The loss of one update is NaN, which the last stage alone sees."""
     trainer = make_trainer(
         folder, build(Case("tied", config=TIED)), max_nonfinite_steps=3, save_strategy="no",
-        compute_loss_func=lambda *given, **items: broken(*given, **items),
+        compute_loss_func=lambda *given, **items: broken(*given, **items), **more,
     )  # fmt: skip
 
     def broken(outputs, labels, num_items_in_batch=None):
@@ -284,25 +293,20 @@ def not_finite(folder: Path) -> dict[str, bool]:
 
     trainer.train()
     skipped = [line.get("nonfinite_steps") for line in trainer.state.log_history][:4]
-    is_finite = all(p.isfinite().all() for p in trainer.model.parameters())
+    is_finite = all(held_here(p).isfinite().all() for p in trainer.model.parameters())
     return {"skipped_once": all_ranks(skipped == [None, 1, 1, 1]), "is_finite": all_ranks(is_finite)}
 
 
 # ---- (5) ----
 
 
-def drawn(folder: Path) -> dict[str, bool]:
+def drawn(folder: Path, **more) -> dict[str, bool]:
     torch.manual_seed(rank())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG | TIED))
-    trainer = make_trainer(folder, model, save_strategy="no", max_steps=2)
-    copy = trainer.model.get_parameter(["model.embed_tokens.weight", "lm_head.weight"][rank()]).detach()
-    found = {}
-    for moment, run in (("before", lambda: None), ("after", trainer.train)):
-        run()
-        both = [torch.empty_like(copy), torch.empty_like(copy)]
-        dist.all_gather(both, copy)
-        found[moment] = torch.equal(*both)
-    return found
+    trainer = make_trainer(folder, model, save_strategy="no", max_steps=2, **more)
+    found = {"before": copies_are_equal(trainer)}
+    trainer.train()
+    return found | {"after": copies_are_equal(trainer)}
 
 
 # ---- (6) ----
@@ -373,8 +377,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--parts", nargs="+", default=["all"])
+    parser.add_argument("--fields", type=json.loads, default={}, help="JSON: of every run but the counted ones")
     options = parser.parse_args()
-    folder, parts = options.folder, set(options.parts)
+    folder, parts, fields = options.folder, set(options.parts), options.fields
     if parts == {"alone"}:
         (folder / "alone.json").write_text(json.dumps(compared(folder / "alone", is_alone=True)))
         return
@@ -383,6 +388,7 @@ def main() -> None:
     if rank() == 0:  # (1)
         save_base(base)
     dist.barrier()
+    cuts = fields.get("sharding") != "FULL_SHARD"  # whether schedules may that compute gradients of weights later
     everything = {
         **{
             name: lambda name=name: counted(
@@ -391,16 +397,22 @@ def main() -> None:
             )
             for name in schedules.SCHEDULES
         },
-        "resumed": lambda: resumed(base, folder / "run"),
-        "elsewhere": lambda: goes_on_elsewhere(base, folder / "run"),
-        "adapters": lambda: resumed(base, folder / "adapters", LORA, pipeline_schedule="zero_bubble"),
-        "adapters, head": lambda: resumed(base, folder / "adapters_head", LORA_AND_HEAD),
-        "frozen": lambda: frozen(base, folder / "frozen", frozen_modules=["layers.0", "layers.3", "norm"]),
-        "head": lambda: frozen(base, folder / "head", trainable_modules=["lm_head"]),
+        "resumed": lambda: resumed(base, folder / "run", **fields),
+        "elsewhere": lambda: goes_on_elsewhere(
+            base, folder / "run", pipeline_schedule="zero_bubble_v" if cuts else "interleaved_1f1b", **fields
+        ),
+        "adapters": lambda: resumed(
+            base, folder / "adapters", LORA, pipeline_schedule="zero_bubble" if cuts else "1f1b", **fields
+        ),
+        "adapters, head": lambda: resumed(base, folder / "adapters_head", LORA_AND_HEAD, **fields),
+        "frozen": lambda: frozen(
+            base, folder / "frozen", frozen_modules=["layers.0", "layers.3", "norm"], **fields
+        ),
+        "head": lambda: frozen(base, folder / "head", trainable_modules=["lm_head"], **fields),
         "streamed": lambda: streamed(folder / "streamed"),
-        "compared": lambda: compared(folder / "compared"),
-        "not_finite": lambda: not_finite(folder / "not_finite"),
-        "drawn": lambda: drawn(folder / "drawn"),
+        "compared": lambda: compared(folder / "compared", **fields),
+        "not_finite": lambda: not_finite(folder / "not_finite", **fields),
+        "drawn": lambda: drawn(folder / "drawn", **fields),
         "said": lambda: refusals(base, folder),
     }  # fmt: skip
     found = {name: run() for name, run in everything.items() if parts & {name, "all"}}

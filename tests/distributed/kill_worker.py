@@ -67,6 +67,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
         **({"save_async": True} if options.later else {}),
         **({"sharding": "HYBRID_SHARD", "sharding_group_size": 2} if options.copies else {}),
         **({"pipeline_parallel_size": 2, "gradient_cache_chunk_size": 1} if options.pipeline else {}),
+        **({"sharding": "SHARD_GRAD_OP"} if options.sharded else {}),
     )  # fmt: skip
 
     class Reporting(trainer_class):
@@ -194,6 +195,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
     modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")] + ["ddp+pipeline", "ddp+causal"]
+    modes += ["multi_gpu_3d@4+causal", "multi_gpu_pp@4+causal+sharded"]
     parser.add_argument("--mode", choices=modes, nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -205,7 +207,7 @@ def main(words: list[str] | None = None) -> None:
     for mode in options.mode:
         draw, options.frozen, options.later = random.Random(options.seed), "+frozen" in mode, "+async" in mode
         options.copies, options.zero, options.is_causal = "hsdp" in mode, "zero" in mode, "causal" in mode
-        options.pipeline = options.is_causal or "pipeline" in mode
+        options.pipeline, options.sharded = options.is_causal or "pipeline" in mode, "+sharded" in mode
         if options.zero:
             import deepspeed  # noqa: F401, once, before the forks
         with TemporaryDirectory() as folder:

@@ -124,7 +124,6 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
 
     if has_groups:
         attempts = {
-            "adapters": lambda: worker.make_trainer(has_adapters=True, **options),
             "optimizer": lambda: worker.make_trainer(optim="adafactor", **options),
             "one pipeline": lambda: worker.make_trainer(sharding="FULL_SHARD", **options),
             "processes": lambda: worker.make_trainer(pipeline_parallel_size=4, **options),

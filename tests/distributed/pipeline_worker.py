@@ -39,7 +39,7 @@ from tests.tiny_models import CHECKPOINTING, model_config
 ROWS, BATCH, LAYERS = 36, 6, 6
 WIDTHS = {"query": 8, "positive": 16}  # tokens of what is counted
 CONFIG = model_config("qwen3", num_hidden_layers=LAYERS, attention_dropout=0.1, vocab_size=99)
-LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"], lora_dropout=0.1)
 
 
 def save_base(folder: Path, **more) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import mesh_worker, pipeline_worker
@@ -59,7 +58,7 @@ def folder(layout: str) -> TemporaryDirectory:
     only = ["resumed", "held", "not_finite", "draws", "frozen"] if processes == 8 else []
     if processes == 4:
         only = ["loaded", "held", "draws", "replayed", "resumed", "elsewhere", "frozen", "head", "not_finite"]
-        only += ["evaluation", "said"] + ["adapters"] * ("TP" not in layout)
+        only += ["evaluation", "said"] + ["adapters"]
     launch(preset, processes, mesh_worker.main, made.name, "--fields", json.dumps(fields), "--only", *only)
     return made
 
@@ -70,8 +69,7 @@ def found(layout: str) -> dict:
 
 FOUR = [layout for layout in RUNS if LAYOUTS[layout][1] == 4]
 KINDS = [(layout, kind) for layout in RUNS for kind in ("resumed", "frozen")]
-KINDS += [(layout, "head") for layout in FOUR]
-KINDS += [(layout, "adapters") for layout in FOUR if "TP" not in layout]
+KINDS += [(layout, kind) for layout in FOUR for kind in ("head", "adapters")]
 
 
 @slow
@@ -129,17 +127,6 @@ def test_fsdp_communicates_once_per_update_or_for_every_chunk(layout):
         else:
             assert of_rank["reduced"] == chunks * of_rank["units"]
             assert of_rank["gathered"] >= 3 * chunks * of_rank["units"]  # two forwards and a backward
-
-
-def test_a_model_with_its_own_loss_is_not_split_or_sharded_in_a_pipeline(monkeypatch):
-    args = SimpleNamespace(pipeline_parallel_size=2, sharding="SHARD_GRAD_OP")
-    with pytest.raises(UsageError, match='its own loss does not go with sharding="SHARD_GRAD_OP"'):
-        choose.in_stages(args, has_own_loss=True)
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    args.sharding = None
-    with pytest.raises(UsageError, match="its own loss does not go with tensor parallelism"):
-        choose.in_stages(args, has_own_loss=True)
 
 
 @slow
@@ -201,7 +188,6 @@ def test_retrieval_metrics_are_those_of_one_process(layout, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "what", "words"),
     [
-        ("PP 2 x TP 2", "adapters", "tensor parallelism does not go with adapters"),
         ("PP 2 x TP 2", "optimizer", "optim=adafactor.*adamw_torch"),
         ("PP 2 x TP 2", "one pipeline", "4 processes are one pipeline. Start 8 or more"),
         ("PP 2 x TP 2", "processes", "4 processes do not make pipelines of 4 .* x 2 .*multiple of 8"),

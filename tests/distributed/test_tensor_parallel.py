@@ -32,7 +32,7 @@ def found(groups: int) -> dict:
         return json.loads(Path(name, "found.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["resumed", "frozen"])
+@pytest.mark.parametrize("kind", ["resumed", "frozen", "adapters"])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_resumed_run_ends_with_the_weights_of_the_uninterrupted_one(groups, kind):
     run = found(groups)[kind]
@@ -55,6 +55,16 @@ def test_a_frozen_run_saves_whole_tensors_of_what_trains(groups):
     run = found(groups)["frozen"]
     assert "projection.weight" in run["weights"]
     assert not [name for name in run["weights"] if "embed_tokens" in name or "layers.0" in name]
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_folder_of_adapters_is_whole_and_merges(groups):
+    run = found(groups)["adapters"]
+    assert run["embeddings_differ"] < 1e-6
+    shapes = {name: shape for name, shape in run["whole"].items() if "layers.1." in name}
+    parts = {name.split(".")[-3] + name.split(".")[-2][-2:]: shape for name, shape in shapes.items()}
+    assert parts["q_proj_A"] == [2, 32] and parts["q_proj_B"] == [32, 2]
+    assert parts["down_proj_A"] == [2, 48] and parts["down_proj_B"] == [32, 2]
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -86,7 +96,6 @@ def test_retrieval_metrics_are_those_of_one_process(groups, tmp_path):
         ("optimizer", "optim=adafactor.*adamw_torch"),
         ("whole", "whole on every process.*distributed_config"),
         ("async", "save_async=true"),
-        ("adapters", "adapters"),
         ("other_rows", "hold other rows"),
         ("other_numbers", "draw other random numbers"),
     ],

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from hf_dist_ext import launched
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.tensors import gathered
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
@@ -32,9 +33,9 @@ from tests.tiny_models import CHECKPOINTING
 BATCH, WIDTH, LAYERS, LEARNING_RATE, SMOOTHING = 6, 14, 6, 0.1, 0.2
 CONFIG = dict(vocab_size=59, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2)
 CONFIG |= dict(intermediate_size=48, max_position_embeddings=64, head_dim=8, pad_token_id=0, tie_word_embeddings=False)
-LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"])
 
-pipeline_size = 1  # ranks, as --arguments say
+pipeline_size = 1  # ranks that hold the same rows: stages, as --arguments say, times those that split a layer
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Case:
     steps: int = 1
     batch: int = BATCH  # rows per pipeline and micro-batch
     last_batch_is_alone: bool = False  # in its window
+    last_is_shorter: bool = False  # the last pipeline's batches lack three rows, and so a chunk
     pads_left: bool = False
     has_lora: bool = False
     loss: str = "model"  # model | smoothed | function | subclass
@@ -71,6 +73,7 @@ CASES = [
     Case("causal LM, chunk 4, does not divide", arguments={"gradient_cache_chunk_size": 4}),
     Case("causal LM, 7 chunks, a schedule in rounds takes 8", batch=7, arguments={"gradient_cache_chunk_size": 1}),
     Case("causal LM, one chunk", arguments={"gradient_cache_chunk_size": 9}),
+    Case("causal LM, other numbers of chunks per pipeline", last_is_shorter=True),
     Case("causal LM, first layers frozen",
          arguments={"frozen_modules": ["embed_tokens", "layers.0", "layers.1", "layers.2"]}),
     Case("causal LM, later layers frozen", arguments={"frozen_modules": ["layers.2", "layers.3", "layers.4", "norm"]}),
@@ -109,6 +112,11 @@ def build(case: Case) -> nn.Module:
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)  # zero at init would make the gradient of lora_A vanish
     return model.to(getattr(torch, case.dtype)).train()
+
+
+def rows_of(case: Case, rows: list[int], group: int) -> list[int]:
+    """Those of a batch that a pipeline has."""
+    return rows[:-3] if case.last_is_shorter and group == num_groups() - 1 else rows
 
 
 def collate(rows: list[int], pads_left: bool) -> dict[str, torch.Tensor]:
@@ -163,7 +171,10 @@ def reference(case: Case, model: nn.Module, num_rows: int) -> tuple[list[dict], 
     per_update = case.arguments.get("gradient_accumulation_steps", 1) * num_groups()
     is_per_device = not case.arguments.get("average_tokens_across_devices", True)
     for start in range(0, len(batches), per_update):
-        window = [collate(rows, case.pads_left) for rows in batches[start : start + per_update]]
+        window = [
+            collate(rows_of(case, rows, number % num_groups()), case.pads_left)
+            for number, rows in enumerate(batches[start : start + per_update])
+        ]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
         optimizer.zero_grad()
         value = 0.0
@@ -189,7 +200,7 @@ class GradientRecorder(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **others):
         found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         assert all(g is not None for g in found.values()), "a trainable parameter has no gradient"
-        self.steps.append({name: gradient.clone() for name, gradient in found.items()})
+        self.steps.append(dict(gathered(found, keep=True)))
 
 
 class Overriding(DistTrainer):
@@ -219,7 +230,9 @@ def trained(case: Case, num_rows: int, **more) -> tuple[list[dict], list[float]]
         )  # fmt: skip
         trainer = (Overriding if case.loss == "subclass" else DistTrainer)(
             build(case), args, train_dataset=[{"row": row} for row in range(num_rows)], callbacks=[recorder],
-            data_collator=lambda rows: collate([row["row"] for row in rows], case.pads_left),
+            data_collator=lambda rows: collate(
+                rows_of(case, [row["row"] for row in rows], rank() // pipeline_size), case.pads_left
+            ),
             compute_loss_func=loss_of_outputs if case.loss == "function" else None,
         )  # fmt: skip
         args.remove_unused_columns = False
@@ -267,7 +280,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", help="these cases alone")
     options = parser.parse_args()
     global pipeline_size
-    pipeline_size = options.arguments["pipeline_parallel_size"]
+    pipeline_size = options.arguments["pipeline_parallel_size"] * launched.mesh_size("tp")
     errors = {}
     for case in CASES:
         if options.names and case.name not in options.names:

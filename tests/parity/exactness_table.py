@@ -41,14 +41,20 @@ DECODERS = [
     "decoder, last token, left padding", "decoder without norms in attention", "decoder, accumulation, temperature",
     "decoder, first half frozen", "decoder, frozen layers", "decoder, frozen, trained projection",
     "decoder, three columns, gradient checkpointing", "bf16 against float32, decoder, chunks: 8",
+    "decoder, LoRA", "decoder, LoRA, accumulation, clipped",
+]  # fmt: skip
+SPLIT = [  # under tensor parallelism
+    *DECODERS,
+    "chunk 4, does not divide", "three columns, 3 hard negatives", "XLM-R, three columns", "gradient checkpointing",
+    "LoRA", "max_grad_norm", "accumulation, temperature",
 ]  # fmt: skip
 # name -> preset, processes, arguments beside a schedule, cases
 LAYOUTS = {
-    "PP 2 x TP 2": ("multi_gpu_3d", 4, {}, DECODERS),
+    "PP 2 x TP 2": ("multi_gpu_3d", 4, {}, SPLIT),
     "PP 2 x FSDP2 2": ("multi_gpu_pp", 4, {"sharding": "FULL_SHARD"}, PIPELINE_CASES),
     "PP 2 x FSDP2 2 per update": ("multi_gpu_pp", 4, {"sharding": "SHARD_GRAD_OP"}, PIPELINE_CASES),
-    "PP 2 x TP 2 x DP 2": ("multi_gpu_3d", 8, {}, DECODERS),
-    "PP 2 x TP 2 x FSDP2 2": ("multi_gpu_3d", 8, {"sharding": "FULL_SHARD"}, DECODERS),
+    "PP 2 x TP 2 x DP 2": ("multi_gpu_3d", 8, {}, SPLIT),
+    "PP 2 x TP 2 x FSDP2 2": ("multi_gpu_3d", 8, {"sharding": "FULL_SHARD"}, SPLIT),
 }
 # name -> layout, schedule
 MESHES = {
@@ -91,13 +97,17 @@ def measure_pipeline(run: str, *names: str) -> dict[str, dict[str, float]]:
 
 def measure_causal(run: str, *names: str) -> dict[str, dict[str, float]]:
     """Likewise, of causal language models with their own loss: of all cases, or of these."""
-    processes, size, schedule, per_rank = PIPELINES[run]
-    arguments = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
+    if run in PIPELINES:
+        preset, (processes, size, schedule, per_rank), arguments = "multi_gpu_pp", PIPELINES[run], {}
+    else:
+        layout, schedule = MESHES[run]
+        (preset, processes, arguments, _), size, per_rank = LAYOUTS[layout], 2, None
+    pipeline = {"pipeline_parallel_size": size, "pipeline_schedule": schedule, "pipeline_stages_per_rank": per_rank}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "errors.json"
         launch(
-            "multi_gpu_pp", processes, causal_worker.main, "--output", output, "--arguments", json.dumps(arguments),
-            "--names", *names,
+            preset, processes, causal_worker.main, "--output", output, "--arguments",
+            json.dumps(arguments | pipeline), "--names", *names,
         )  # fmt: skip
         return json.loads(output.read_text())
 
@@ -120,7 +130,7 @@ def main() -> None:
     table = {run: measure(run) for run in RUNS} | {
         run: measure_pipeline(run) | measure_causal(run) for run in PIPELINES
     }
-    table |= {run: measure_mesh(run) for run in MESHES}
+    table |= {run: measure_mesh(run) | measure_causal(run) for run in MESHES}
     names = list(dict.fromkeys(name for errors in table.values() for name in errors))
     print("| configuration | bound | " + " | ".join(table) + " |")
     print("|---|---|" + "---|" * len(table))

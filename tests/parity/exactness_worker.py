@@ -18,6 +18,7 @@ import tempfile
 from dataclasses import dataclass, field
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModel, TrainerCallback
 
@@ -28,8 +29,10 @@ from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.models.dense import DenseLayer
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.strategies import adapters
 from hf_dist_ext.strategies.collectives import rank
-from hf_dist_ext.strategies.splitting import launched_config, split
+from hf_dist_ext.strategies.splitting import launched_config, split, split_adapters
+from hf_dist_ext.strategies.tensors import put
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -50,6 +53,8 @@ DENSE = [
 ]
 LLAMA = QWEN | {"model_type": "llama"}
 DECODERS = {"qwen3": QWEN, "llama": LLAMA}
+XLM_R = BERT | {"model_type": "xlm-roberta", "pad_token_id": 0, "max_position_embeddings": 64}
+TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]  # of LoRA in decoders: layers of both ways of splitting
 
 
 pipeline_size = 1  # ranks, as --arguments say
@@ -157,6 +162,10 @@ CASES = [
          worlds=(1, 2)),
     Case("decoder, three columns, gradient checkpointing", model="qwen3", columns=THREE, worlds=(1,),
          arguments={CHECKPOINTING: True}),
+    Case("decoder, LoRA", model="qwen3:16:lora", worlds=(1,)),
+    Case("decoder, LoRA, accumulation, clipped", model="qwen3:16:lora", steps=2, rows=4, worlds=(1, 2),
+         arguments={"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}),
+    Case("XLM-R, three columns", model="xlm-roberta", columns=THREE, worlds=(1, 2)),
     Case("decoder, every chunk reduced, accumulation", model="qwen3", steps=2, rows=4, worlds=(),
          arguments={"gradient_cache_fsdp": "memory", "gradient_accumulation_steps": 2}),
     Case("gradient checkpointing", arguments={CHECKPOINTING: True}),
@@ -198,6 +207,10 @@ HSDP_CASES = {
 }  # fmt: skip
 
 
+# Tensor parallelism takes all of an encoder's cases; these have each kind of layer, and adapters.
+SPLIT_ENCODERS = {"LoRA and a trained projection", "XLM-R, three columns"}
+
+
 class Scarce(EmbeddingModel):
     """Runs out of memory on the last rank when a graph holds more than 40 tokens."""
 
@@ -234,6 +247,8 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
     """`dtype`: of a decoder, which has its own before it is split."""
     torch.manual_seed(0)
     kind, _, option = kind.partition(":")
+    if distributed_config is not None:
+        return split_embedder(build_model(f"{kind}:{option}", dtype=dtype).to(dtype), distributed_config)
     if kind == "towers":
         return Towers(option or None)
     if kind == "named towers":
@@ -247,8 +262,11 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
         towers = {"query": build_model("static"), "document": EmbeddingModel.from_config(BERT, projection_dim=16)}
         return TowerModel(towers, {"query": "query", "positive": "document"}).double()
     if kind in DECODERS:
-        backbone = build_decoder(kind, distributed_config, dtype)
-        return EmbeddingModel(backbone, pooling="last", projection_dim=int(option) if option else None)
+        backbone, (width, _, lora) = build_decoder(kind, dtype), option.partition(":")
+        model = EmbeddingModel(backbone, pooling="last", projection_dim=int(width) if width else None)
+        return with_lora(model, TARGETS) if lora else model
+    if kind == "xlm-roberta":
+        return EmbeddingModel.from_config(XLM_R | {"num_hidden_layers": BERT["num_hidden_layers"]})
     if kind == "scarce":
         Scarce.failures = 0
         return Scarce.from_config(BERT)
@@ -264,20 +282,36 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
         return model
     model = EmbeddingModel.from_config(BERT, projection_dim=16)
     if kind == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(
-            model, LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=float(option or 0))
-        )
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter)  # zero at init would make the gradient of lora_A vanish
+        return with_lora(model, ["query", "value"], dropout=float(option or 0))
     return model
 
 
-def build_decoder(kind: str, distributed_config=None, dtype: torch.dtype = torch.float64) -> nn.Module:
-    model = _with_norms_in_its_own_precision(AutoModel.from_config(AutoConfig.for_model(**DECODERS[kind]))).to(dtype)
-    return model if distributed_config is None else split(model, distributed_config)
+def with_lora(model: nn.Module, targets: list[str], dropout: float = 0.0) -> nn.Module:
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=dropout))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)  # zero at init would make the gradient of lora_A vanish
+    return model
+
+
+def split_embedder(whole: nn.Module, distributed_config) -> nn.Module:
+    """The model with its backbone split, with the same weights; adapters are put in when it is."""
+    has_adapters = hasattr(whole, "peft_config")
+    if has_adapters:
+        config, weights = whole.peft_config["default"], adapters.held_here(whole)
+        whole = whole.unload()
+    model = EmbeddingModel(split(whole.backbone, distributed_config), whole.pooling, whole.embedding_dim)
+    model.projection = whole.projection
+    if has_adapters:
+        backbone, model = model.backbone, get_peft_model(model, config)
+        split_adapters(model, backbone, backbone._mesh_manager.get_mesh("tp"))
+        for name, factor in adapters.held_here(model).items():
+            put(factor, weights[name])
+    return model
+
+
+def build_decoder(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    return _with_norms_in_its_own_precision(AutoModel.from_config(AutoConfig.for_model(**DECODERS[kind]))).to(dtype)
 
 
 def _with_norms_in_its_own_precision(model: nn.Module) -> nn.Module:
@@ -450,7 +484,7 @@ def measure(case: Case) -> float:
         return model.train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype)
 
     if case.same_masks:
-        expected = trained_gradients(case, *build(), num_rows, gradient_cache_keep_graph=99)
+        expected = trained_gradients(case, *build(is_split=True), num_rows, gradient_cache_keep_graph=99)
     else:
         model, loss = build()
         if plan := plan_freezing(model, *(case.arguments.get(f"{kind}_modules") for kind in ("trainable", "frozen"))):
@@ -485,7 +519,8 @@ def names_of_all(of_step: dict) -> set[str]:
 def runs_here(case: Case, is_fsdp: bool) -> bool:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if launched.mesh_size("tp") > 1:
-        return case.model.partition(":")[0] in DECODERS and (num_groups() in case.worlds or not case.worlds)
+        is_split = case.model.partition(":")[0] in DECODERS or case.name in SPLIT_ENCODERS
+        return is_split and (num_groups() in case.worlds or not case.worlds)
     if is_fsdp and world > 2:
         return case.name in HSDP_CASES
     if is_fsdp:

@@ -296,8 +296,14 @@ def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F8
     words = 4 * 151936 * 2048
     assert split.gradients - words == pytest.approx((whole.gradients - words) / 4, rel=0.01)  # words are whole
     assert {one.pipeline.parts for one in pipelines.candidates(work, hardware)} == {1, 2, 4, 8}
-    lora = make_run(DECODER, **LARGE, pipeline_parallel_size=2, later={"use_lora": True, "lora_r": 4})
-    assert {one.pipeline.parts for one in pipelines.candidates(workload(lora), hardware)} == {1}
+    later = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["q_proj", "o_proj"]}
+    lora = workload(make_run(DECODER, **LARGE, pipeline_parallel_size=2, later=later))
+    assert {one.pipeline.parts for one in pipelines.candidates(lora, hardware)} == {1, 2, 4, 8}
+    whole, split = (lora.parameters(parts) for parts in (1, 4))
+    for layer, divided in (("q_proj", "lora_B"), ("o_proj", "lora_A")):  # of the other factor each device has all
+        for side in ("lora_A", "lora_B"):
+            name = next(name for name in whole if name.endswith(f"0.self_attn.{layer}.{side}.weight"))
+            assert whole[name].elements == (4 if side == divided else 1) * split[name].elements
     sent = pipelines.traffic(work, four, hardware, Settings())
     assert sent.collectives["all_reduce"] > 100
 

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import causal_lm
-from hf_dist_ext.strategies import choose, own_loss_stages, pipeline_own_loss, stages
+from hf_dist_ext.strategies import choose, own_loss_stages, stages
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
 from hf_dist_ext.strategies.pipeline_own_loss import cut_rows
-from hf_dist_ext.strategies.pipeline_passes import _first_row
+from hf_dist_ext.strategies.pipeline_passes import first_row
 from tests.parity.causal_worker import TIED, Case, build, collate
 
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -126,19 +125,7 @@ def test_a_batch_is_cut_into_rows():
     assert all(chunk.features["scale"] == 2 and chunk.features["name"] == "all" for chunk in chunks)
 
 
-@pytest.mark.parametrize(
-    ("parts", "sharding", "words"),
-    [(1, "FULL_SHARD", 'sharding="FULL_SHARD"'), (2, None, "tensor parallelism")],
-)
-def test_stages_that_are_split_or_sharded_are_refused(parts, sharding, words, monkeypatch):
-    monkeypatch.setattr(pipeline_own_loss, "shape_of", lambda args: SimpleNamespace(parts=parts))
-    with pytest.raises(UsageError, match=f"own loss does not go with {words}"):
-        pipeline_own_loss.check(SimpleNamespace(sharding=sharding))
-    monkeypatch.setattr(pipeline_own_loss, "shape_of", lambda args: SimpleNamespace(parts=1))
-    pipeline_own_loss.check(SimpleNamespace(sharding="NO_SHARD"))
-
-
 def test_an_idle_chunk_takes_numbers_of_a_batch_as_they_are():
     chunk = cut_rows({"input_ids": torch.arange(12).view(3, 4), "factor": torch.tensor(2.0)}, 2)[1]
-    features = _first_row(chunk).features
+    features = first_row(chunk).features
     assert features["input_ids"].tolist() == [[8, 9, 10, 11]] and features["factor"] == 2
