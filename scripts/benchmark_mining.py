@@ -1,13 +1,16 @@
 #!/usr/bin/env python
-"""What mined negatives are worth: the code-search model trained on, with them and without, over several seeds.
+"""What mined negatives are worth: one model trained on with them, with random ones, and with none, over several seeds.
 
-    python scripts/benchmark_mining.py --folder /tmp/mining --seeds 1 2 3
+    python scripts/benchmark_mining.py --folder outputs/mining --validate --seeds 0      # to choose settings
+    python scripts/benchmark_mining.py --folder outputs/mining --seeds 1 2 3             # the held-out functions
 
 For each seed
-(1) the model of configs/code_search.json is trained
-(2) `hf-dist mine` finds negatives for its training rows with it
-(3) the model is trained on, with as many steps on as many rows: once on the rows, once on the rows with negatives
-(4) both are evaluated on the held-out functions, which neither has seen
+(1) the model of configs/code_search.json is trained for `--base_steps`
+(2) `hf-dist mine` finds negatives for its training rows with it: the hardest ones, and as many drawn at random
+(3) the model is trained on three times, with as many steps on as many rows: without negatives, with random ones, and
+    with mined ones. The batches of the last two hold as many texts
+(4) all are evaluated on functions that none of them has seen: with `--validate` on 500 of the training functions,
+    which are then taken out, else on the 500 that the dataset holds out
 
 A run that is in the folder already is not repeated.
 """
@@ -17,88 +20,120 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
+from train_hf import main as train_hf
+
+from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
+from hf_dist_ext.data.hard_negatives import Wanted
+from hf_dist_ext.tasks.mine import Mine
+from hf_dist_ext.tasks.mine import main as mine
+
 ROOT = Path(__file__).resolve().parents[1]
-QUIET = {"accelerate_config": "single_gpu", "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-HELD_OUT = {"eval_dataset_name": "code-search", "eval_split": "test", "eval_strategy": "no"}
+QUIET = {"accelerate_config": "single_gpu", "report_to": "none", "save_strategy": "no", "eval_strategy": "no"}
+LENGTHS = {"query": 64, "positive": 128}
+ARMS = ("without", "random", "mined")
+EVALUATED = 500  # functions
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--validate", action="store_true", help="leave the held-out functions alone")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--base_steps", type=int, default=36, help="of (1) (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=90, help="of (3) (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=128, help="rows of a step of (3) (default: %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="of (3)")
+    parser.add_argument("--base_steps", type=int, default=9, help="of (1), 1,024 rows each (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=180, help="of (3) (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="rows of a step of (3) (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="of (3) (default: %(default)s)")
     parser.add_argument("--negatives", type=int, default=2, help="of a row (default: %(default)s)")
+    parser.add_argument("--rank_min", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--rank_max", type=int, default=50, help="(default: %(default)s)")
-    parser.add_argument("--relative_margin", default="0.05", help="(default: %(default)s)")
+    parser.add_argument("--relative_margin", type=float, default=0.05, help="(default: %(default)s)")
     options = parser.parse_args(words)
+    folder = (options.folder / ("validation" if options.validate else "held_out")).absolute()
+    rows = write_rows(folder, options.validate)
+    print(f"| seed | before | {' | '.join(options.arms)} |\n|---|---|{'---|' * len(options.arms)}")
     table = []
     for seed in options.seeds:
-        folder = options.folder / str(seed)
-        folder.mkdir(parents=True, exist_ok=True)
-        base = folder / "base"
-        train(base, base_fields(options, seed))  # (1)
-        pairs, mined = mine(folder, base, options)  # (2)
-        on = {
-            "model_name_or_path": str(base), "max_length": {"query": 64, "positive": 128}, "seed": seed,
-            "per_device_train_batch_size": options.batch, "gradient_cache_chunk_size": 64,
-            "per_device_eval_batch_size": 256, "max_steps": options.steps, "learning_rate": options.learning_rate,
-            "warmup_steps": 0.1, "logging_steps": 10,
-        }  # fmt: skip
-        lengths = {"max_length": on["max_length"] | {"negative": 128}}
-        without = train(folder / "without", on | {"dataset_name": str(pairs)})  # (3)
-        with_them = train(folder / "with", on | lengths | {"dataset_name": str(mined)})
-        table.append((seed, without["before"], without["after"], with_them["after"]))
-        print(row(seed, *(one["mrr@10"] for one in table[-1][1:])), flush=True)
-    columns = list(zip(*table, strict=True))[1:]
-    print(row("mean", *(statistics.mean(one["mrr@10"] for one in column) for column in columns)))
-    names = ("seed", "before", "without", "with")
-    results = [dict(zip(names, line, strict=True)) for line in table]
-    (options.folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        base = folder / f"seed{seed}" / f"base{options.base_steps}"
+        before = train(base, base_fields(options.base_steps) | rows | {"seed": seed})["after"]  # (1)
+        found = {arm: rows["dataset_name"] for arm in options.arms} | mined(base, rows, options)  # (2)
+        after = {arm: train_on(base, arm, rows | {"dataset_name": found[arm]}, seed, options) for arm in options.arms}
+        table.append({"seed": seed, "before": before, **after})
+        print(line(seed, [figures["mrr@10"] for figures in (before, *after.values())]), flush=True)
+    columns = [[row[arm]["mrr@10"] for row in table] for arm in ("before", *options.arms)]
+    print(line("mean", [statistics.mean(column) for column in columns]))
+    if len(table) > 1:
+        print(line("standard deviation", [statistics.stdev(column) for column in columns]))
+    settings = {name: str(value) for name, value in vars(options).items()}
+    report = {"settings": settings, "results": table}
+    (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def row(seed: int | str, before: float, without: float, with_them: float) -> str:
-    return f"| {seed} | {before:.3f} | {without:.3f} | {with_them:.3f} | {with_them - without:+.3f} |"
+def line(name: object, values: list[float]) -> str:
+    return f"| {name} | {' | '.join(f'{value:.3f}' for value in values)} |"
 
 
-def base_fields(options: argparse.Namespace, seed: int) -> dict:
+def write_rows(folder: Path, validate: bool) -> dict[str, str]:
+    """The fields of a run that name its data and tokenizer: rows to train on, and rows to evaluate on."""
+    paths = {name: folder / f"{name}.jsonl" for name in ("train", "evaluated")}
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        splits = load_code_search()
+        if validate:
+            splits = splits["train"].train_test_split(EVALUATED, seed=0)
+        train_tokenizer([*splits["train"]["query"], *splits["train"]["positive"]]).save_pretrained(
+            folder / "tokenizer"
+        )
+        for path, split in zip(paths.values(), ("train", "test"), strict=True):
+            splits[split].select_columns(["query", "positive"]).to_json(str(path))
+    return {
+        "dataset_name": str(paths["train"]),
+        "eval_dataset_name": str(paths["evaluated"]),
+        "tokenizer_name": str(folder / "tokenizer"),
+    }
+
+
+def base_fields(steps: int) -> dict:
     fields = json.loads((ROOT / "configs" / "code_search.json").read_text(encoding="utf-8"))
-    fields = {name: value for name, value in fields.items() if not name.startswith("_")}
-    return fields | {"seed": seed, "max_steps": options.base_steps}
+    return {name: value for name, value in fields.items() if not name.startswith("_")} | {"max_steps": steps}
 
 
 def train(folder: Path, fields: dict) -> dict:
-    """The report of a run, which begins and ends with an evaluation on the held-out functions."""
+    """The report of a run, which begins and ends with an evaluation."""
     if not (folder / "metrics.json").is_file():
-        path = folder.with_suffix(".json")
-        path.write_text(json.dumps(fields | QUIET | HELD_OUT | {"output_dir": str(folder)}), encoding="utf-8")
-        call(sys.executable, str(ROOT / "scripts" / "train_hf.py"), "--config", str(path), log=folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "fields.json"
+        path.write_text(json.dumps(fields | QUIET | {"output_dir": str(folder)}), encoding="utf-8")
+        train_hf(["--config", str(path)])
     return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
 
 
-def mine(folder: Path, model: Path, options: argparse.Namespace) -> tuple[Path, Path]:
-    """The training rows, and the same rows with negatives."""
-    pairs, mined = folder / "pairs.jsonl", folder / "mined.jsonl"
-    if not mined.is_file():
-        from hf_dist_ext.data.code_search import load_code_search
+def mined(base: Path, rows: dict[str, str], options: argparse.Namespace) -> dict[str, str]:
+    """Arm -> the training rows with its negatives."""
+    hardest = Wanted(options.negatives, options.rank_min, options.rank_max, options.relative_margin)
+    drawn = Wanted(options.negatives, 0, 5000, None, "random")  # of nearly all documents
+    found = {}
+    for arm, wanted in (("mined", hardest), ("random", drawn)):
+        name = "-".join(map(str, (arm, wanted.negatives, wanted.rank_min, wanted.rank_max, wanted.relative_margin)))
+        path = base.parent / f"{base.name}-{name}.jsonl"
+        if arm in options.arms and not path.is_file():
+            mine(Mine(model=str(base), data=rows["dataset_name"], output=str(path), wanted=wanted))
+        found[arm] = str(path)
+    return found
 
-        load_code_search()["train"].select_columns(["query", "positive"]).to_json(str(pairs))
-        named = {"model": model, "data": pairs, "output": mined, "negatives": options.negatives}
-        named |= {"rank_max": options.rank_max, "relative_margin": options.relative_margin}
-        flags = [word for name, value in named.items() for word in (f"--{name}", str(value))]
-        call(sys.executable, "-m", "hf_dist_ext.cli", "mine", *flags, log=mined)
-    return pairs, mined
 
-
-def call(*command: str, log: Path) -> None:
-    with open(log.with_suffix(".log"), "w", encoding="utf-8") as file:
-        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=True, cwd=ROOT)
+def train_on(base: Path, arm: str, rows: dict[str, str], seed: int, options: argparse.Namespace) -> dict:
+    words = (options.steps, options.batch, options.learning_rate, Path(rows["dataset_name"]).stem)
+    fields = {
+        "model_name_or_path": str(base), "seed": seed, "max_steps": options.steps, "logging_steps": 10,
+        "max_length": LENGTHS if arm == "without" else LENGTHS | {"negative": LENGTHS["positive"]},
+        "temperature": 0.05, "learning_rate": options.learning_rate, "warmup_steps": 0.1,
+        "per_device_train_batch_size": options.batch, "per_device_eval_batch_size": 256,
+        "gradient_cache_chunk_size": 64, "gradient_cache_keep_graph": 10**6,
+    }  # fmt: skip
+    return train(base.parent / "-".join([base.name, *map(str, words)]), fields | rows)["after"]
 
 
 if __name__ == "__main__":

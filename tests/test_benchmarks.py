@@ -117,6 +117,26 @@ def test_the_order_is_numbered_once_and_drawn_by_every_process(tmp_path):
         assert found["file that all map, MB"] == 4 * 2 * 120_000 / 1e6 and found["order, CPU seconds"] > 0
 
 
+every_training = pytest.mark.parametrize(
+    "comparison", ["tiny", *[pytest.param(name, marks=pytest.mark.slow) for name in ("mnr", "cosent", "gist", "late")]]
+)
+
+
+@every_training
+def test_trainers_that_are_compared_compute_the_same_losses(tmp_path, comparison):
+    pytest.importorskip("sentence_transformers")
+    sizes = ("--rows", 8, "--turns", 1, "--mini_batches", 4, "--mini_batch_tokens", "--chunk_tokens", 128)
+    options = ("--comparisons", comparison, "--code_root", CODE, "--output", tmp_path)
+    output = run("benchmark_training.py", *sizes, *options)
+    (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
+    theirs, ours = result["contestants"].values()
+    assert len(ours["losses"]) == len(theirs["losses"]) == 3 and len(set(ours["losses"])) == 3
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-4) and result["losses_differ_by"] < 1e-4
+    assert theirs["time"] == theirs["cpu_time"] == 1 and ours["time"] > 0
+    assert min(one[key] for one in (ours, theirs) for key in ("peak_bytes", "grown_bytes", "rows_per_second")) > 0
+    assert f"| {ours['time']:.2f} | {ours['cpu_time']:.2f} |" in output
+
+
 def test_a_preset_that_needs_a_gpu_says_so_in_one_line():
     said = run("benchmark_gradient_cache.py", "--preset", "gpu", code=2)
     assert "no CUDA device" in said and "Traceback" not in said

@@ -72,6 +72,24 @@ def headings(page: Path) -> list[str]:
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
+def test_what_the_comparison_is_shown_by_exists(capsys):
+    rows = re.findall(r"^\|(.+)\|$", text_of(ROOT / "docs" / "compared.md"), re.MULTILINE)
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    features = [row for row in cells if row[0] not in ("feature", "---")]
+    assert len(features) > 35 and {len(row) for row in features} == {4}
+    for feature, *_, shown in features:
+        (shown,) = re.findall(r"^`(.+)`$", shown)
+        path, _, name = shown.removeprefix("python ").partition("::")
+        if shown.startswith("hf-dist "):
+            with pytest.raises(SystemExit) as end:
+                hf_dist([*shown.split()[1:2], "--help"])
+            assert end.value.code == 0, feature
+        elif shown.startswith("python "):
+            assert (ROOT / path).is_file(), feature
+        else:
+            assert f"\ndef {name}(" in text_of(ROOT / path), feature
+
+
 def test_the_readme_names_every_package_once():
     section = text_of(ROOT / "README.md").partition("## Where things are")[2]
     named = re.findall(r"^\| `([\w/.]+)` \|", section, re.MULTILINE)

@@ -18,11 +18,15 @@ import importlib
 import inspect
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_dist_ext.engine.chunks import Chunk, ChunkLimits
+from hf_dist_ext.engine.gradient_cache import encode_without_graph
+from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_LACK_LABEL, RATED_PAIRS, REFUSED
@@ -204,20 +208,18 @@ class _Guide:
         if without:
             raise UsageError(f'GISTEmbedLoss: its guide reads texts, and column "{without[0]}" has none.')
         self.model.to(next(iter(batch.values()))["input_ids"].device)
-        return {name: self._embedded(features) for name, features in batch.items()}
+        chunked = lay_out(batch, ChunkLimits(max_rows=self.batch_size))  # rows of about one length go together
+        return encode_without_graph(chunked, self._embedded, lambda _: nullcontext())
 
-    def _embedded(self, features: Mapping[str, Tensor]) -> Tensor:
-        parts = []
-        for start in range(0, max(len(features["input_ids"]), 1), self.batch_size):
-            part = {key: value[start : start + self.batch_size] for key, value in features.items()}
-            if self.must_retokenize:
-                texts = self.tokenizer.batch_decode(part["input_ids"], skip_special_tokens=True)
-                part = {
-                    key: value.to(self.model.device) if isinstance(value, Tensor) else value
-                    for key, value in self.model.preprocess(texts).items()
-                }
-            parts.append(self.model(part)["sentence_embedding"])
-        return torch.cat(parts)
+    def _embedded(self, chunk: Chunk) -> Tensor:
+        part = dict(chunk.features)
+        if self.must_retokenize:
+            texts = self.tokenizer.batch_decode(part["input_ids"], skip_special_tokens=True)
+            part = {
+                key: value.to(self.model.device) if isinstance(value, Tensor) else value
+                for key, value in self.model.preprocess(texts).items()
+            }
+        return self.model(part)["sentence_embedding"]
 
 
 def _one_row_each(own: Mapping[str, Tensor], everyone: Mapping[str, Tensor]) -> list[Tensor]:

@@ -169,11 +169,16 @@ def test_every_loss_of_sentence_transformers_is_compared_or_refused():
 def test_a_guide_reads_every_row_once_and_is_no_part_of_the_loss(guides):
     guide, seen = guides["same"], []
     loss = SentenceTransformersLoss("GISTEmbedLoss", WIDTH, tokenizer=guide.tokenizer, max_length=24, guide=guide)
-    batch = {name: guide.tokenizer(rows, padding=True, return_tensors="pt") for name, rows in texts(3, 70).items()}
-    with_hook = guide.register_forward_hook(lambda module, given, output: seen.append(len(given[0]["input_ids"])))
+    rows_of = {
+        name: [row if i % 2 else f"{row} {row}" for i, row in enumerate(rows)] for name, rows in texts(3, 70).items()
+    }
+    batch = {name: guide.tokenizer(rows, padding=True, return_tensors="pt") for name, rows in rows_of.items()}
+    with_hook = guide.register_forward_hook(lambda module, given, output: seen.append(given[0]["input_ids"].shape))
     of_guide = loss.targets_of(batch)
     with_hook.remove()
-    assert sum(seen) == 3 * 70 and max(seen) == 32
+    assert sum(rows for rows, _ in seen) == 3 * 70 and max(rows for rows, _ in seen) == 32
+    padded = sum(features["input_ids"].numel() for features in batch.values())
+    assert sum(rows * tokens for rows, tokens in seen) < 0.9 * padded  # rows of about one length go together
     assert {name: rows.shape for name, rows in of_guide.items()} == dict.fromkeys(batch, (70, WIDTH))
     assert not list(loss.parameters()) and not loss.state_dict() and not of_guide["query"].requires_grad
 

@@ -1,0 +1,365 @@
+#!/usr/bin/env python
+"""Training as users train: `SentenceTransformerTrainer` beside `DistTrainer`, time and memory in one run, on the CPU.
+
+    python scripts/benchmark_training.py --output outputs/training               # two cores: some ten minutes
+    python scripts/benchmark_training.py --comparisons tiny --turns 5
+
+(1) data: (docstring, function) pairs of the standard library, cut at 256 tokens; a saved model, which both sides load
+(2) contestants: their cached loss with its mini-batch swept, and this project's cache with its chunks swept; each has
+    its trainer, loss, loader and optimizer in a process of its own
+(3) their steps are taken in turns (turns.py); a step holds the loading of its batch too
+
+Weights, batches and their order, optimizer, learning rate and clipping are the same on both sides, and dropout is 0
+unless `--dropout` says otherwise, so that the losses of all contestants must agree: the report has the largest
+difference. A ratio is the median of the ratios within a turn, so that a busy machine slows both sides of it, to the
+contestant of sentence-transformers that takes the fewest CPU seconds, which other programs change less than wall time.
+
+Memory is given twice: the bytes of all tensors that a step makes and that are alive together (gradients included;
+weights, optimizer state and batch not), counted in the last step; and by how much the process grew from before
+training to its peak, which holds optimizer state and what an allocator keeps, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer import losses
+from torch import nn
+from torch.utils.data import DataLoader, SequentialSampler
+from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers.utils import logging as transformers_logging
+from turns import Turns, ratio, take_turns
+
+from hf_dist_ext import DistTrainer, DistTrainingArguments, EmbeddingModel, InfoNCELoss, SentenceTransformersLoss
+from hf_dist_ext.data import ContrastiveCollator
+from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
+from hf_dist_ext.engine import ChunkLimits, LateInteractionLoss, cached_step, lay_out
+
+TEMPERATURE = 0.05
+LEARNING_RATE = 1e-3
+LENGTH = 256  # tokens
+TOKEN_DIM = 128  # of late interaction
+COLUMNS = ["query", "positive"]
+THEIRS, OURS = "sentence-transformers", "hf_dist_ext"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all contestants of a comparison are given."""
+
+    folder: Path  # of the saved model
+    guide: Path
+    tokenizer: PreTrainedTokenizerBase
+    rows: Dataset
+    batch: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`theirs` and `ours` take the work, a setting and a callback of the trainer, and return what trains."""
+
+    title: str
+    theirs: Callable[..., Callable]
+    ours: Callable[..., Callable]
+    width: int = 256
+    layers: int = 4
+    batches: int = 1  # rows of a step, in batches of --rows
+    are_rated: bool = False  # rows of the data; no loss of theirs over rated pairs has a cache
+
+
+# (1) -----------------------------------------------------------------------------------------------------------------
+
+
+def make_models(folder: Path, tokenizer: PreTrainedTokenizerBase, width: int, layers: int, dropout: float) -> None:
+    """The model, and another one, which guides."""
+    config = {
+        "model_type": "bert", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": max(2, width // 64),
+        "intermediate_size": 4 * width, "max_position_embeddings": LENGTH,
+        "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
+    }  # fmt: skip
+    for seed, name in enumerate(("model", "guide")):
+        torch.manual_seed(seed)
+        model = EmbeddingModel.from_config(config)
+        model.save_pretrained(folder / f"{name}{width}", tokenizer=tokenizer, max_length=LENGTH)
+
+
+def make_rows(pairs: Dataset, number: int, are_rated: bool) -> Dataset:
+    """Rows of a docstring and its function; rated ones have a score, and every second one, of score 0, the function of
+    the next docstring."""
+    rows = [pairs[i % len(pairs)] for i in range(number + 1)]
+    columns = {"query": [row["query"] for row in rows[:-1]], "positive": [row["positive"] for row in rows[:-1]]}
+    if are_rated:
+        columns["score"] = [1.0 - i % 2 for i in range(number)]
+        columns["positive"] = [rows[i + i % 2]["positive"] for i in range(number)]
+    return Dataset.from_dict(columns)
+
+
+# (2) -----------------------------------------------------------------------------------------------------------------
+
+
+def in_order(dataset: Dataset, batch_size: int, drop_last: bool, **_: Any) -> DefaultBatchSampler:
+    return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
+
+
+def common(work: Work) -> dict[str, Any]:
+    return dict(
+        output_dir=str(work.folder / f"run{os.getpid()}"), max_steps=work.steps, seed=0, use_cpu=True,
+        learning_rate=LEARNING_RATE, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        per_device_train_batch_size=work.batch, dataloader_drop_last=True,
+    )  # fmt: skip
+
+
+def without_pooler(module: nn.Module) -> nn.Module:
+    """BERT's pooler, which nobody reads: our model has none."""
+    if getattr(module.model, "pooler", None) is not None:
+        module.model.pooler = None
+    return module
+
+
+def their_model(folder: Path) -> SentenceTransformer:
+    model = SentenceTransformer(str(folder), device="cpu")
+    without_pooler(model[0])
+    return model
+
+
+def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
+    model = their_model(work.folder)
+    guide = {"guide": their_model(work.guide), "temperature": TEMPERATURE} if "GIST" in loss else {}
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(batch_sampler=in_order, **common(work)),
+        train_dataset=work.rows.select_columns(columns),
+        loss=getattr(losses, loss)(model, **guide, **setting),
+        callbacks=[callback],
+    )
+    return trainer.train
+
+
+def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
+    model = EmbeddingModel.from_pretrained(work.folder)
+    label = next((name for name in columns if name not in COLUMNS), None)
+    if loss == "infonce":
+        scored = InfoNCELoss(temperature=TEMPERATURE)
+    else:
+        guide = {"guide": str(work.guide), "temperature": TEMPERATURE} if "GIST" in loss else {}
+        scored = SentenceTransformersLoss(
+            loss, model.embedding_dim, tokenizer=work.tokenizer, max_length=LENGTH, **guide
+        )
+    trainer = DistTrainer(
+        model,
+        DistTrainingArguments(
+            train_sampling_strategy="sequential", no_duplicates_in_batch=False, **setting, **common(work)
+        ),
+        loss=scored,
+        train_dataset=work.rows,
+        data_collator=ContrastiveCollator(work.tokenizer, COLUMNS, max_length=LENGTH, label_column=label),
+        callbacks=[callback],
+    )
+    return trainer.train
+
+
+def projection(width: int) -> torch.Tensor:
+    """(TOKEN_DIM, width), the same on both sides."""
+    return torch.randn(TOKEN_DIM, width, generator=torch.Generator().manual_seed(0)) / width**0.5
+
+
+def their_multi_vector_trainer(work: Work, setting: dict, callback: Turns) -> Callable:
+    first = without_pooler(Transformer(str(work.folder), max_seq_length=LENGTH))
+    width = first.get_embedding_dimension()
+    dense = Dense(
+        width, TOKEN_DIM, bias=False, activation_function=None, init_weight=projection(width),
+        module_input_name="token_embeddings",
+    )  # fmt: skip
+    modules = [first, dense, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
+    model = MultiVectorEncoder(modules=modules, device="cpu")
+    trainer = MultiVectorEncoderTrainer(
+        model=model,
+        args=MultiVectorEncoderTrainingArguments(batch_sampler=in_order, **common(work)),
+        train_dataset=work.rows.select_columns(COLUMNS),
+        loss=multi_vector_losses.CachedMultiVectorMultipleNegativesRankingLoss(model, **setting),
+        callbacks=[callback],
+    )
+    return trainer.train
+
+
+def our_token_loop(work: Work, setting: dict, callback: Turns) -> Callable:
+    """Late interaction on the cached step, in a loop with what Trainer does in a step."""
+    model = EmbeddingModel.from_pretrained(work.folder).train()
+    project = nn.Linear(model.embedding_dim, TOKEN_DIM, bias=False)
+    project.weight.data.copy_(projection(model.embedding_dim))
+    parameters = [*model.parameters(), *project.parameters()]
+    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=0.0, fused=True)
+    schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=work.steps)
+    loss, limits = LateInteractionLoss(), ChunkLimits(max_tokens=setting["gradient_cache_chunk_tokens"])
+    collate = ContrastiveCollator(work.tokenizer, COLUMNS, max_length=LENGTH)
+    loader = DataLoader(work.rows, work.batch, collate_fn=collate, drop_last=True)
+
+    def encode(chunk) -> dict[str, torch.Tensor]:
+        return {"vectors": project(model.tokens(**chunk.features)), "mask": chunk.features["attention_mask"].bool()}
+
+    def train() -> None:
+        callback.begin()
+        for batch in islice(cycle(loader), work.steps):
+            callback.begin_step()
+            ids = batch.pop("ids")
+            step = cached_step(lay_out(batch, limits), encode, partial(loss, ids=ids))
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            callback.losses.append(step.loss.item())
+            callback.end_step()
+
+    return train
+
+
+COMPARISONS = {
+    "mnr": Comparison(
+        "MultipleNegativesRanking",
+        partial(their_trainer, "CachedMultipleNegativesRankingLoss", COLUMNS),
+        partial(our_trainer, "infonce", COLUMNS),
+    ),
+    "cosent": Comparison(
+        "CoSENT",
+        partial(their_trainer, "CoSENTLoss", [*COLUMNS, "score"]),
+        partial(our_trainer, "CoSENTLoss", [*COLUMNS, "score"]),
+        are_rated=True,
+    ),
+    "gist": Comparison(
+        "GIST, the guide as large as the model",
+        partial(their_trainer, "CachedGISTEmbedLoss", COLUMNS),
+        partial(our_trainer, "GISTEmbedLoss", COLUMNS),
+    ),
+    "late": Comparison("late interaction", their_multi_vector_trainer, our_token_loop),
+    "tiny": Comparison(
+        "MultipleNegativesRanking, one layer of width 64",
+        partial(their_trainer, "CachedMultipleNegativesRankingLoss", COLUMNS),
+        partial(our_trainer, "infonce", COLUMNS),
+        width=64,
+        layers=1,
+        batches=4,
+    ),
+}
+
+
+# (3) ------------------------------------------------------------------------------------------------------------
+
+
+def contestants(comparison: Comparison, work: Work, options: argparse.Namespace) -> dict[str, Callable]:
+    """Name -> what makes its trainer, for `take_turns`."""
+    found = {}
+    if comparison.are_rated:
+        found[f"{THEIRS}, not cached"] = partial(comparison.theirs, work, {})
+    else:
+        settings = {f"{n} rows": {"mini_batch_size": n} for n in options.mini_batches}
+        settings |= {f"{n} tokens": {"mini_batch_num_tokens": n} for n in options.mini_batch_tokens}
+        found = {f"{THEIRS}, cached, {name}": partial(comparison.theirs, work, one) for name, one in settings.items()}
+    for n in options.chunk_tokens:
+        found[f"{OURS}, {n} tokens"] = partial(comparison.ours, work, {"gradient_cache_chunk_tokens": n})
+    return found
+
+
+# the report ----------------------------------------------------------------------------------------------------------
+
+
+def summary(comparison: Comparison, work: Work, figures: dict[str, dict]) -> dict:
+    theirs = [name for name in figures if name.startswith(THEIRS)]
+    fastest = min(theirs, key=lambda name: statistics.median(figures[name]["cpu_seconds"]))
+    losses = list(zip(*(entry["losses"] for entry in figures.values()), strict=True))
+    apart = max(max(of_step) - min(of_step) for of_step in losses)
+    print(f"\n**{comparison.title}**, {work.batch} pairs a step\n")
+    print("| contestant | rows/s | time | CPU time | tensors, MiB | process, MiB |\n|---|---|---|---|---|---|")
+    for name, entry in figures.items():
+        entry["rows_per_second"] = work.batch / statistics.median(entry["seconds"])
+        entry["time"] = ratio(figures, name, fastest)
+        entry["cpu_time"] = ratio(figures, name, fastest, "cpu_seconds")
+        memory = " | ".join(f"{entry[key] / 2**20:,.0f}" for key in ("peak_bytes", "grown_bytes"))
+        speed = f"{entry['rows_per_second']:.1f} | {entry['time']:.2f} | {entry['cpu_time']:.2f}"
+        print(f"| {name} | {speed} | {memory} |")
+    print(f"\nThe losses of all steps differ by {apart:.1e} at most, and go from {losses[0][0]:.3f} to ", end="")
+    print(f"{losses[-1][0]:.3f}.", flush=True)
+    return {"title": comparison.title, "batch": work.batch, "losses_differ_by": apart, "contestants": figures}
+
+
+def machine() -> str:
+    words = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
+    return f"{words}, {torch.backends.cpu.get_cpu_capability()}, no GPU used; {packages}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comparisons", nargs="+", choices=list(COMPARISONS), default=list(COMPARISONS))
+    parser.add_argument("--rows", type=int, default=64, help="pairs of a step; of the tiny model four times as many")
+    parser.add_argument("--turns", type=int, default=3, help="turns that are timed")
+    parser.add_argument("--mini_batches", type=int, nargs="*", default=[8, 32], help="theirs, in rows")
+    parser.add_argument("--mini_batch_tokens", type=int, nargs="*", default=[1024], help="theirs, in tokens")
+    parser.add_argument("--chunk_tokens", type=int, nargs="+", default=[1024, 4096], help="ours")
+    parser.add_argument("--dropout", type=float, default=0.0, help="losses differ where it is not 0")
+    parser.add_argument("--code_root", help="read functions from this folder instead of the standard library")
+    parser.add_argument("--output", type=Path, help="write results.json into this folder")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    print(machine())
+    pairs = load_code_search(held_out=1, root=options.code_root)["train"].shuffle(seed=0)
+    tokenizer = train_tokenizer((t for name in COLUMNS for t in pairs[name]), model_max_length=LENGTH)
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for comparison in (COMPARISONS[one] for one in options.comparisons):
+            width = comparison.width
+            models = folder / f"model{width}", folder / f"guide{width}"
+            if not models[0].is_dir():  # in a process of its own: one that has run OpenMP's threads must not fork
+                shape = (width, comparison.layers, options.dropout)
+                maker = multiprocessing.get_context("fork").Process(
+                    target=make_models, args=(folder, tokenizer, *shape)
+                )
+                maker.start()
+                maker.join()
+            batch, steps = options.rows * comparison.batches, options.turns + 2
+            work = Work(*models, tokenizer, make_rows(pairs, batch * steps, comparison.are_rated), batch, steps)
+            figures = take_turns(contestants(comparison, work, options), steps, folder)
+            results.append(summary(comparison, work, figures))
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+        settings = {
+            name: value if isinstance(value, (int, float, list)) else str(value)
+            for name, value in vars(options).items()
+        }
+        report = {"machine": machine(), "settings": settings, "results": results}
+        (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
