@@ -57,8 +57,11 @@ setup(
         "tracking": TRACKING,
     },
     # The presets live in configs/accelerate, where a user looks for them; a wheel carries them inside the package.
-    packages=[*find_namespace_packages(include=["hf_dist_ext*"], exclude=["*__pycache__*"]), "hf_dist_ext._configs"],
+    packages=[
+        *find_namespace_packages(include=["hf_dist_ext*"], exclude=["*__pycache__*", "hf_dist_ext.examples*"]),
+        "hf_dist_ext._configs",
+    ],
     package_dir={"hf_dist_ext._configs": "configs/accelerate"},
-    package_data={"hf_dist_ext._configs": ["*.yaml"]},
+    package_data={"hf_dist_ext._configs": ["*.yaml"], "hf_dist_ext": ["examples/**/*"]},
     entry_points={"console_scripts": ["hf-dist = hf_dist_ext.cli:main"]},
 )

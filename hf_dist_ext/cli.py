@@ -11,6 +11,7 @@ from pathlib import Path
 from hf_dist_ext import __version__
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.run import examples
 
 TAKES_A_RUN = ("train", "plan", "config")
 
@@ -24,6 +25,22 @@ def main(argv: list[str] | None = None) -> None:
     train = commands.add_parser("train", help=summary, allow_abbrev=False, add_help=False)
     _add_run(train, is_required=False)
     train.set_defaults(act=_train)
+
+    summary = "go on with the run of an output_dir, from its newest checkpoint; --field value go over its run file"
+    resume = commands.add_parser("resume", help=summary, allow_abbrev=False)
+    resume.add_argument("folder", metavar="DIR", help="the output_dir of a run")
+    resume.set_defaults(act=_resume)
+
+    init = commands.add_parser("init", help="a run file to begin with and ten rows of data, which train as they are")
+    kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in examples.KINDS.items())
+    init.add_argument(
+        "kind", choices=examples.KINDS, nargs="?", default="text", help=f"{kinds} (default: %(default)s)"
+    )
+    init.add_argument("folder", nargs="?", default=".", metavar="DIR", help="where to (default: this folder)")
+    init.set_defaults(act=_init)
+
+    env = commands.add_parser("env", help="versions, devices and links here, for a report of an error")
+    env.set_defaults(act=_env)
 
     summary = "the JSON Schema of run files, or what one run file resolves to"
     config = commands.add_parser("config", help=summary, allow_abbrev=False)
@@ -72,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
-    if overrides and arguments.command != "train" and not getattr(arguments, "run", None):
+    if overrides and arguments.command not in ("train", "resume") and not getattr(arguments, "run", None):
         parser.error(f"unexpected arguments: {' '.join(overrides)}")
     with exit_on_usage_error():
         arguments.act(arguments, overrides)
@@ -155,6 +172,26 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.train import MODULE, main
 
     main([*(["--config", arguments.run] if arguments.run else []), *overrides], MODULE)
+
+
+def _resume(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.run.record import resume
+    from hf_dist_ext.train import MODULE, main
+
+    main(resume(Path(arguments.folder), overrides), MODULE)
+
+
+def _init(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    folder = Path(arguments.folder)
+    for path in examples.copy(arguments.kind, folder):
+        print(path)
+    print("train it:  " + (f"cd {folder} && " if folder != Path() else "") + "hf-dist train run.json")
+
+
+def _env(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.planner.environment import lines
+
+    print("\n".join(lines()))
 
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from hf_dist_ext import launched
 from hf_dist_ext.failures import exit_on_usage_error, first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
+from hf_dist_ext.run import record
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import StopSignals, exit_code
 from hf_dist_ext.run.read import load_run
@@ -62,8 +63,10 @@ def train(run: Run) -> None:
     is_main = launched.rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    for line in run.echo if is_main else ():
-        print(line)
+    if is_main:
+        record.write(run)
+        for line in run.echo:
+            print(line)
     to_load = hints(run)
     if run.stages:
         report = summary(run_stages(run, train_once))
@@ -76,7 +79,6 @@ def train(run: Run) -> None:
     if is_main:
         output_dir = Path(run.training["output_dir"])
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (output_dir / "run.json").write_text(json.dumps(run.flat(), indent=2) + "\n", encoding="utf-8")
         model_card.write(output_dir, run, report, to_load)
         print_end(report, to_load, output_dir)
     leave_together()  # else gloo aborts some exits, and a launcher restarts them

@@ -58,6 +58,13 @@ def links() -> str:
     return "nvlink" if re.search(r"\bNV\d+\b", _ask("topo", "-m")) else "pcie"
 
 
+def described() -> list[str]:
+    """Names, memory and driver of the installed NVIDIA devices, and the links between them, as the driver says."""
+    listed = _ask("--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
+    topology = _ask("topo", "-m") if listed else ""
+    return [f"GPU {line}" for line in listed.splitlines()] + topology.splitlines()
+
+
 def _ask(*words: str) -> str:
     if not shutil.which("nvidia-smi"):
         return ""

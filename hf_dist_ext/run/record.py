@@ -1,0 +1,52 @@
+"""`run.json` in output_dir: what a run was started with, and how `hf-dist resume` starts it again.
+
+It is written before training, so that a run which ended early has it too. Relative paths in it count from the folder
+that the run was started in, which is noted beside them; secrets are masked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import Run
+from hf_dist_ext.run.fields import is_secret
+from hf_dist_ext.run.files import read_fields
+
+NAME, STARTED_IN = "run.json", "_started_in"
+
+
+def write(run: Run) -> None:
+    folder = Path(run.training["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({STARTED_IN: os.getcwd()} | run.flat(), indent=2, ensure_ascii=False)
+    (folder / f"_{NAME}").write_text(content + "\n", encoding="utf-8")
+    os.replace(folder / f"_{NAME}", folder / NAME)  # whole whenever it is there
+
+
+def resume(folder: Path, overrides: list[str]) -> list[str]:
+    """The words of a command line that goes on with the run of an output_dir, from any folder and wherever output_dir
+    was moved. The process then is in the folder that the run was started in. Raises UsageError."""
+    path = folder.resolve() / NAME
+    if not path.is_file():
+        raise UsageError(
+            f"{folder} holds no {NAME}, so it is no output_dir of a run file. Give the run file: hf-dist train "
+            "RUN.json --resume_from_checkpoint auto"
+        )
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in overrides if word.startswith("--")}
+    fields = read_fields(path)
+    if secret := [name for name, value in fields.items() if is_secret(name) and value and name not in given]:
+        raise UsageError(f"{secret[0]} is a secret, so {path} does not hold it. Give it again: --{secret[0]} VALUE")
+    started_in = json.loads(path.read_text(encoding="utf-8")).get(STARTED_IN)
+    if started_in is not None:
+        if not Path(started_in).is_dir():
+            raise UsageError(
+                f"the run of {folder} was started in {started_in}, which is gone, and its relative paths count from "
+                f"there. Go where they are right and give: hf-dist train {path} --output_dir {path.parent} "
+                "--resume_from_checkpoint auto"
+            )
+        os.chdir(started_in)
+    words = ["--config", str(path), "--output_dir", str(path.parent), "--resume_from_checkpoint", "auto"]
+    return [*words, *overrides]

@@ -1,0 +1,101 @@
+"""Run files to begin with train as they are, and an output_dir knows what its run was started with."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hf_dist_ext import cli
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run import examples, record
+from hf_dist_ext.run.read import load_run
+
+QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--use_cpu"]
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """begun(kind): the folder of an example, where this process is, without a launcher."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))]:
+        monkeypatch.delenv(name)
+
+    def begun(kind: str) -> Path:
+        (tmp_path / kind).mkdir()
+        monkeypatch.chdir(tmp_path / kind)
+        cli.main(["init", kind])
+        return tmp_path / kind
+
+    return begun
+
+
+@pytest.mark.parametrize("kind", [
+    "text", pytest.param("image-text", marks=pytest.mark.slow), pytest.param("projector", marks=pytest.mark.slow)
+])  # fmt: skip
+def test_an_example_trains_as_it_is_and_goes_on_from_another_folder(begun, monkeypatch, tmp_path, kind):
+    folder = begun(kind)
+    rows = next(path for path in folder.glob("*.jsonl")).read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 10
+    cli.main(["train", "run.json", *QUIET])
+    output = folder / "outputs" / kind
+    found = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
+    figure, sign = ("mrr@10", 1) if kind != "projector" else ("loss", -1)
+    assert sign * found["after"][figure] > sign * found["before"][figure]
+
+    moved = tmp_path / "moved"
+    shutil.copytree(output, moved)
+    shutil.rmtree(moved / "checkpoint-40")
+    (moved / "metrics.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    cli.main(["resume", "moved", "--max_steps", "30", *QUIET])
+    assert sorted(path.name for path in moved.glob("checkpoint-*")) == ["checkpoint-20", "checkpoint-30"]
+    assert json.loads((moved / "metrics.json").read_text(encoding="utf-8"))["after"]
+    assert Path.cwd() == folder
+
+
+@pytest.mark.parametrize("kind", examples.KINDS)
+def test_an_example_is_a_run_file_and_overwrites_nothing(begun, kind):
+    begun(kind)
+    assert load_run(["--config", "run.json"]).given["output_dir"] == f"outputs/{kind}"
+    Path("run.json").write_text("mine", encoding="utf-8")
+    Path("there").mkdir()
+    Path("there", "run.json").write_text("mine", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        cli.main(["init", kind, "there"])
+    assert [path.name for path in Path("there").iterdir()] == ["run.json"]
+    assert Path("there", "run.json").read_text(encoding="utf-8") == "mine"
+
+
+def recorded(folder: Path, **fields) -> Path:
+    given = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}, "output_dir": str(folder)} | fields
+    (folder.parent / "given.json").write_text(json.dumps(given), encoding="utf-8")
+    record.write(load_run(["--config", str(folder.parent / "given.json")]))
+    return folder
+
+
+def test_what_cannot_be_resumed_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match=r"no run\.json.*hf-dist train RUN\.json"):
+        record.resume(tmp_path, [])
+    (tmp_path / "start").mkdir()
+    monkeypatch.chdir(tmp_path / "start")
+    folder = recorded(tmp_path / "out", hub_token="secret")
+    assert "secret" not in (folder / "run.json").read_text(encoding="utf-8")
+    with pytest.raises(UsageError, match="hub_token is a secret"):
+        record.resume(folder, [])
+    monkeypatch.chdir(tmp_path)
+    words = record.resume(Path("out"), ["--hub-token=secret"])
+    assert Path.cwd() == tmp_path / "start" and str(folder) in words and words[-1] == "--hub-token=secret"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "start").rmdir()
+    with pytest.raises(UsageError, match="which is gone"):
+        record.resume(folder, ["--hub_token", "secret"])
+
+
+def test_env_shows_versions_and_no_secret(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    cli.main(["env"])
+    said = capsys.readouterr().out
+    assert "hidden" not in said and "HF_TOKEN: ***" in said and "NCCL_DEBUG: WARN" in said
+    assert all(f"\n{name}: " in f"\n{said}" for name in ("torch", "transformers", "python", "visible GPUs"))
