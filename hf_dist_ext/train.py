@@ -135,7 +135,7 @@ def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="held out")
+    table = Table(title="evaluation")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="right" if heading else "left")
     lives = {f"{stage['name']}: ": stage for stage in report.get("stages", ())} or {"": report}
