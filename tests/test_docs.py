@@ -245,7 +245,14 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             assert load_run(words[1:]).training["output_dir"].startswith("outputs/")
         elif program == "python":
             assert Path(words[0]).is_file()
-        elif program == "hf-dist" and words[0] not in ("search", "merge", "mine", "encode"):  # of a trained model
+        elif program == "hf-dist" and words[0] not in (
+            "init",
+            "resume",
+            "search",
+            "merge",
+            "mine",
+            "encode",
+        ):  # of a trained model
             with pytest.raises(SystemExit) if "--help" in words else nullcontext():
                 hf_dist(words)
             assert capsys.readouterr().out

@@ -21,7 +21,6 @@ PACKAGES = (
 SETTINGS = (
     "ACCELERATE_",
     "CUDA_",
-    "FSDP_",
     "GLOO_",
     "HF_",
     "HIP_",
