@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ from hf_dist_ext.run.read import load_run
 if TYPE_CHECKING:
     from hf_dist_ext.tasks.parts import Parts
     from hf_dist_ext.training.arguments import DistTrainingArguments
+    from hf_dist_ext.training.model_card import Life
     from hf_dist_ext.training.trainer import DistTrainer
 
 
@@ -68,29 +70,33 @@ def train(run: Run) -> None:
         for line in run.echo:
             print(line)
     to_load = hints(run)
+    lives: list[model_card.Life] = []
     if run.stages:
-        report = summary(run_stages(run, train_once))
+        report = summary(run_stages(run, partial(train_once, lives=lives)))
     else:
         args = make_arguments(run)
-        trainer, report = train_once(run, args, build_parts(run, args))
+        trainer, report = train_once(run, args, build_parts(run, args), lives)
         final_model.save(trainer.save_model, trainer.model, args)  # (4)
         if not trainer.saves_complete_model:
             to_load = ["merge it: hf-dist merge {folder} --output {folder}-merged      # the complete model"]
     if is_main:
         output_dir = Path(run.training["output_dir"])
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        model_card.write(output_dir, run, report, to_load)
+        model_card.write(output_dir, run, report, to_load, lives)
         print_end(report, to_load, output_dir)
     leave_together()  # else gloo aborts some exits, and a launcher restarts them
 
 
-def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[DistTrainer, dict]:
-    """One life of a trainer, and its report."""
+def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[Life]) -> tuple[DistTrainer, dict]:
+    """One life of a trainer, and its report. What the model's card says of it goes to `lives`."""
     from hf_dist_ext.strategies.tensors import num_elements
+    from hf_dist_ext.training.model_card import data_of, life_of
 
     trainer = parts.make_trainer(args)  # (2)
     trainer.stage = run.name or None
     trains = [(num_elements(p), p.requires_grad) for p in trainer.model.parameters()]
+
+    data = data_of(trainer) if args.process_index == 0 else []
 
     # (3)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -103,19 +109,24 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts) -> tuple[Dis
     for line in trainer.state.log_history:
         if line["step"] == 0:
             before |= line
+    trained, everything = sum(n for n, is_on in trains if is_on), sum(n for n, _ in trains)
     report = {
         "before": {name: before.get(f"eval_{name}") for name in names},
         "after": {name: after.get(f"eval_{name}") for name in names},
         "train_seconds": round(result.metrics["train_runtime"], 2),
         "world_size": args.world_size,
         "per_device_train_batch_size": args.train_batch_size,
-        "trained_share": round(sum(n for n, is_on in trains if is_on) / sum(n for n, _ in trains), 4),
+        "trained_share": round(trained / everything, 4),
+        "trained_parameters": trained,
+        "parameters": everything,
     }
     if views := trainer.evaluations.by_view(after):
         report["views"] = views
     report |= trainer.scaling.report
     if parts.loss is not None:
         report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
+    if args.process_index == 0:
+        lives.append(life_of(trainer, data))
     return trainer, report
 
 

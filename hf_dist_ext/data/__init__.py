@@ -9,8 +9,8 @@ resume. `mixture.py` holds several datasets, `source_order.py` and `source_strea
 `image_text_collator.py` make batches, which `padding.py` pads, and `routed_collator.py` those of columns with
 tokenizers of their own.
 `hard_negatives.py` finds negatives by a model's embeddings. `evaluations.py` reads the corpora that a run is judged
-by, `evaluation_rows.py` the rows, both as `items.py`. `bad_rows.py` and `storage.py` deal with rows and files
-that can not be read.
+by, `evaluation_rows.py` the rows, both as `items.py`. `statistics.py` describes rows for a model's card. `bad_rows.py`
+and `storage.py` deal with rows and files that can not be read.
 """
 
 from hf_dist_ext.lazy import handed_on

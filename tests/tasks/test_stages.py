@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import LlavaForConditionalGeneration
 
 from hf_dist_ext import train
@@ -248,3 +249,14 @@ def test_sharded_weights_are_whole_in_the_next_stage(tmp_path):
             assert stage[when]["answer_accuracy"] == pytest.approx(other[when]["answer_accuracy"], abs=0.051)
     captions, align, tune = (weights(folders[0] / "out" / name) for name in ("stage_0_captions", "stage_1_align", "."))
     assert changed(captions, align) == PROJECTOR and changed(align, tune) == PROJECTOR | LANGUAGE
+
+
+def test_the_card_has_the_figures_and_the_losses_of_every_stage(digits):
+    out, report = digits
+    card, data = (out / "README.md").read_text(), ModelCard.load(out / "README.md").data
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "image-text-to-text")
+    for stage in report["stages"]:
+        name = stage["name"]
+        assert f"| {name}: answer_accuracy | {stage['before']['answer_accuracy']:.4f} |" in card
+        assert f"{name}: {stage['trained_share']:.2%} of the parameters ({stage['trained_parameters']:,} of" in card
+    assert "pictures, 8 x 8 pixels" in card and "AutoModelForImageTextToText.from_pretrained" in card
