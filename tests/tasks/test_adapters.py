@@ -29,8 +29,8 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed import forked
 from tests.distributed.forked import Run
-from tests.launching import launch
-from tests.tasks.test_stages import CONFIG, SCRIPT, main, weights, write_config
+from tests.launching import ROOT, launch
+from tests.tasks.test_stages import CONFIG, main, weights, write_config
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 from tests.tiny_vision_language import tiny_llava
 
@@ -335,10 +335,10 @@ def test_adapters_of_two_processes_are_those_of_one(run_file, tmp_path, strategy
 @pytest.mark.slow
 def test_adapters_under_ddp_resume_bit_for_bit(run_file, tmp_path):
     arguments = "--config", run_file(batch_size=4), "--accelerate_config", "ddp", "--num_processes", 2
-    launch("python", 1, SCRIPT, *arguments)
+    launch("python", 1, ROOT / "scripts" / "train_hf.py", *arguments)
     whole = adapters(tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
-    launch("python", 1, SCRIPT, *arguments, "--resume_from_checkpoint", "true")
+    launch("python", 1, ROOT / "scripts" / "train_hf.py", *arguments, "--resume_from_checkpoint", "true")
     again = adapters(tmp_path / "out")
     assert whole and all(torch.equal(again[name], value) for name, value in whole.items())
 
