@@ -28,7 +28,7 @@ def kind_of(folder: Path, task: str) -> str:
     """Which of LIBRARIES a folder is; "part" holds what was trained, and the rest is needed to load it."""
     if (folder / "trainable.safetensors").is_file():
         return "part"
-    kinds = {"towers.json": "towers", "modules.json": "sentence-transformers"}
+    kinds = {"modules.json": "sentence-transformers", "towers.json": "towers"}
     found = next((kind for name, kind in kinds.items() if (folder / name).is_file()), task)
     return found if found in LIBRARIES else "part"
 

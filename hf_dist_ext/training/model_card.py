@@ -202,8 +202,18 @@ def _fields(what: str, given: Mapping[str, Any], names: Sequence[str]) -> list[s
 
 
 def _usage(folder: Path, run: Run, data: Sequence[Described]) -> list[str]:
-    kind = kind_of(folder, run.options.task)
-    if kind == "sentence-transformers":
+    kind, towers = kind_of(folder, run.options.task), _towers(folder)
+    if kind == "sentence-transformers" and "image" in towers:
+        code = [
+            "from PIL import Image",
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            f'model = SentenceTransformer("{folder}")',
+            'words = model.encode(["a few words"])',
+            'pictures = model.encode([Image.new("RGB", (64, 64))])',
+            "print(model.similarity(words, pictures))",
+        ]
+    elif kind == "sentence-transformers":
         query, document = _example(data)
         code = [
             "from sentence_transformers import SentenceTransformer",
@@ -214,23 +224,11 @@ def _usage(folder: Path, run: Run, data: Sequence[Described]) -> list[str]:
             "print(model.similarity(queries, documents))",
         ]
     elif kind == "towers":
-        text, image = (
-            next(column for column, tower in _columns(folder).items() if tower == name) for name in ("text", "image")
-        )
         code = [
-            "import torch",
-            "from PIL import Image",
-            "from transformers import AutoProcessor",
             "from hf_dist_ext import TowerModel",
             "",
             f'model = TowerModel.from_pretrained("{folder}")',
-            f'processor = AutoProcessor.from_pretrained("{folder}")',
-            'words = processor.tokenizer(["a few words"], return_tensors="pt")',
-            'pictures = processor.image_processor([Image.new("RGB", (64, 64))], return_tensors="pt")',
-            "with torch.no_grad():",
-            f'    texts = model(column="{text}", input_ids=words["input_ids"]).embeddings',
-            f'    images = model(column="{image}", **pictures).embeddings',
-            "print(texts @ images.T)",
+            "print(model.column_to_tower)  # model(column=..., **features).embeddings",
         ]
     elif kind == "image-text-to-text":
         code = [
@@ -245,8 +243,9 @@ def _usage(folder: Path, run: Run, data: Sequence[Described]) -> list[str]:
     return ["```python", *code, "```", ""]
 
 
-def _columns(folder: Path) -> dict[str, str]:
-    return json.loads((folder / "towers.json").read_text(encoding="utf-8"))["column_to_tower"]
+def _towers(folder: Path) -> list[str]:
+    path = folder / "towers.json"
+    return list(json.loads(path.read_text(encoding="utf-8"))["towers"]) if path.is_file() else []
 
 
 def _example(data: Sequence[Described]) -> Sequence[str]:

@@ -91,7 +91,7 @@ def test_the_card_of_a_pair_of_towers_embeds_words_and_pictures(pairs_file, tmp_
     test_image_pairs.main(pairs_file(logging_steps=1))
     card = (tmp_path / "out" / "README.md").read_text()
     data = ModelCard.load(tmp_path / "out" / "README.md").data
-    assert (data.library_name, data.pipeline_tag) == ("hf_dist_ext", "feature-extraction")
+    assert (data.library_name, data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
     assert "| positive | pictures, 20 x 20 pixels |" in card and "a picture of 20 x 20 pixels" in card
     assert "tensor([[" in run_examples(card, capsys)
 
