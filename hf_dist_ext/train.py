@@ -57,6 +57,8 @@ def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
 
 
 def train(run: Run) -> None:
+    from transformers.utils import logging as transformers_logging
+
     from hf_dist_ext.strategies.collectives import leave_together
     from hf_dist_ext.tasks.parts import build_parts, hints, make_arguments
     from hf_dist_ext.tasks.stages import run_stages, summary
@@ -65,6 +67,7 @@ def train(run: Run) -> None:
     is_main = launched.rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()  # of files that are read and written: the run has a bar of its own
     if is_main:
         record.write(run)
         for line in run.echo:

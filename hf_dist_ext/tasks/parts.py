@@ -22,6 +22,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
+from hf_dist_ext.training import console
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.meter import MetricsFile
 from hf_dist_ext.training.nonfinite import LIMIT
@@ -64,7 +65,24 @@ class Parts:
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         trainer.remove_callback(MetricsFile)  # a run from a file has it always, a DistTrainer when it uses our parts
         trainer.add_callback(MetricsFile())
+        for stock in console.STOCK:
+            trainer.remove_callback(stock)
+        trainer.add_callback(console.Console(lambda: self._facts(trainer)))
         return trainer
+
+    def _facts(self, trainer: DistTrainer) -> dict[str, str]:
+        """What the run is made of, for people."""
+        args, sharding = trainer.args, trainer.strategy.name
+        rows = f"{len(self.train_dataset):,} rows" if hasattr(self.train_dataset, "__len__") else "a stream"
+        if hasattr(self.eval_dataset, "__len__"):
+            rows += f", {len(self.eval_dataset):,} to evaluate on"
+        facts = {
+            "data": rows,
+            "devices": f"{args.world_size} x {args.device.type}" + (f", {sharding}" if sharding != "none" else ""),
+        }
+        if trainer.loss is not None and args.gradient_cache_chunk_size is not None:
+            facts["chunks"] = f"{args.gradient_cache_chunk_size} rows in memory at a time"
+        return facts
 
 
 def make_arguments(run: Run) -> DistTrainingArguments:  # (1)

@@ -1,0 +1,96 @@
+"""What a run says on the console while it trains: a line per logged step, evaluations, one progress bar on a terminal.
+
+Everything else that is logged is in metrics.jsonl and the trackers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from tqdm import tqdm
+from transformers import TrainerCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+STOCK = (PrinterCallback, ProgressCallback)  # of Trainer: all that is logged, and a bar for every evaluation
+NOT_SHOWN = ("_runtime", "_per_second", "_model_preparation_time")  # of evaluations
+PER_LINE = 6
+
+
+class Console(TrainerCallback):
+    """On the first process; the others are silent. A bar is drawn on a terminal, unless `disable_tqdm`.
+
+    `facts()`: what the run is made of, name -> words, printed when training begins.
+    """
+
+    def __init__(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        self.facts = facts
+        self.bar: tqdm | None = None
+        self.is_training = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.is_training, self.began_at, self.began = state.is_world_process_zero, state.global_step, time.monotonic()
+        if self.is_training:
+            begin = f", from {state.global_step} on" if state.global_step else ""
+            steps = f"{state.max_steps:,} ({state.num_train_epochs} epochs at most){begin}"
+            for name, words in (dict(self.facts()) | {"steps": steps, "output": args.output_dir}).items():
+                print(f"{name:8}{words}", flush=True)
+        if self.is_training and sys.stderr.isatty() and not args.disable_tqdm:
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.bar is not None:
+            self.bar.set_description(None, refresh=False)
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.bar is not None and self.bar.desc == "":
+            self.bar.set_description("evaluating")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **others: Any) -> None:
+        if not self.is_training or not logs or "train_runtime" in logs:
+            return
+        begin = f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
+        if "loss" in logs:
+            text = "  ".join([begin, *step_words(logs), f"left {self._left(state)}"])
+        else:
+            text = evaluation_lines(begin, logs)
+        if text:
+            tqdm.write(text)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.is_training = False
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def _left(self, state: Any) -> timedelta:
+        per_step = (time.monotonic() - self.began) / max(1, state.global_step - self.began_at)
+        return timedelta(seconds=round(per_step * (state.max_steps - state.global_step)))
+
+
+def step_words(logs: dict[str, Any]) -> list[str]:
+    words = [f"loss {float(logs['loss']):.4g}"]
+    if "accuracy" in logs:
+        words.append(f"accuracy {logs['accuracy']:.3f}")
+    if "rows_per_second" in logs:
+        words.append(f"{logs['rows_per_second']:,.0f} rows/s")
+    if "peak_memory_gib" in logs:
+        words.append(f"{logs['peak_memory_gib']:.1f} GiB")
+    return words
+
+
+def evaluation_lines(begin: str, logs: dict[str, Any]) -> str:
+    """A figure after the other, `PER_LINE` on a line; nothing where there is no figure."""
+    figures = {
+        name.removeprefix("eval_"): value
+        for name, value in logs.items()
+        if name.startswith("eval_") and not name.endswith(NOT_SHOWN) and isinstance(value, (int, float))
+    }
+    cells = [f"{name} {value:.4g}" for name, value in figures.items()]
+    lines = ["  ".join(cells[at : at + PER_LINE]) for at in range(0, len(cells), PER_LINE)]
+    begin += "  evaluation: "
+    return begin + f"\n{' ' * len(begin)}".join(lines) if lines else ""
