@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
 DEFAULT_COLUMNS = ("query", "positive", "negative")
+PARTS = ("text", "image")  # of a row that has both; data/text_with_image.py joins them
 
 AnyDataset = Dataset | IterableDataset
-Source = str | list[str]  # one dataset column, or several that are joined into a list per row
+# One dataset column, several that are joined into a list per row, or {"text": column, "image": column}.
+Source = str | list[str] | dict[str, str]
 
 
 def column_names(run: RunConfig, dataset: AnyDataset) -> list[str]:
@@ -54,6 +56,9 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
             raise UsageError(
                 f'columns: the name "{column}" is reserved for the rows\' {column}. Call that column something else.'
             )
+        if isinstance(source, Mapping):
+            check_parts(column, source, available, name)
+            continue
         if not isinstance(source, str) and index < NUM_PAIR_COLUMNS:
             raise UsageError(
                 f'columns["{column}"] is a list, but a row has one {column}. Only negatives may be several.'
@@ -61,6 +66,15 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
         for dataset_column in [source] if isinstance(source, str) else source:
             require_column(dataset_column, available, name, f'columns["{column}"]')
     return dict(columns)
+
+
+def check_parts(column: str, source: Mapping[str, str], available: list[str], name: str) -> None:
+    if not source or set(source) - {*PARTS}:
+        raise UsageError(
+            f'columns["{column}"] is {dict(source)}. It takes {{"text": "a column", "image": "a column"}}, or one.'
+        )
+    for part, dataset_column in source.items():
+        require_column(dataset_column, available, name, f'columns["{column}"]["{part}"]')
 
 
 def require_column(column: str, available: list[str], name: str, option: str) -> None:

@@ -2,6 +2,7 @@
 
     dataset = load_glyphs()                                     # test: 500 characters that train does not have
     processor = build_processor(dataset["train"]["query"])      # a tokenizer of these names, and an image processor
+    chat = build_chat_processor(dataset["train"]["query"], 8)   # the same for LLaVA, with a chat template
 
 (1) The characters of fonts that matplotlib comes with are drawn in white on black, 32 x 32 pixels
 (2) A row is the name that `unicodedata` gives a character, in lower case, and its picture
@@ -34,13 +35,18 @@ from hf_dist_ext.errors import UsageError
 if TYPE_CHECKING:
     from datasets import DatasetDict
     from PIL.Image import Image
-    from transformers import CLIPProcessor, PreTrainedTokenizerFast
+    from transformers import CLIPImageProcessorPil, CLIPProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 NAME = "glyph-search"
 FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
 SIDE, BASELINE, EM = 32, 24, 22  # pixels: of a picture, from its top to the line that letters stand on, of the font
 ALIKE = 0.02  # of the squared difference of two pictures, in shares of the brighter one's squares
 MIN_COUNT, MAX_LENGTH = 8, 32  # times in train; tokens
+IMAGE_TOKEN = "<image>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+)
 SPECIAL_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[CLS]", "eos_token": "[SEP]"}
 
 
@@ -119,11 +125,26 @@ def _pixels(rows: list[dict]) -> np.ndarray:
 
 def build_processor(names: Iterable[str], side: int | None = None) -> CLIPProcessor:
     """A tokenizer of the names, and pictures with values from -1 to 1, of `side` pixels (None: as they are)."""
-    from transformers import CLIPImageProcessorPil, CLIPProcessor
+    from transformers import CLIPProcessor
+
+    return CLIPProcessor(_pictures(side), build_tokenizer(names))
+
+
+def build_chat_processor(names: Iterable[str], patch_size: int, side: int | None = None) -> LlavaProcessor:
+    """The same for a LLaVA that cuts pictures into patches of so many pixels, with a chat template."""
+    from transformers import LlavaProcessor
+
+    tokenizer = build_tokenizer(names)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    options = {"patch_size": patch_size, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(_pictures(side), tokenizer, chat_template=CHAT_TEMPLATE, **options)
+
+
+def _pictures(side: int | None) -> CLIPImageProcessorPil:
+    from transformers import CLIPImageProcessorPil
 
     size = dict.fromkeys(("height", "width"), side or SIDE)
-    pictures = CLIPImageProcessorPil(size=size, crop_size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    return CLIPProcessor(pictures, build_tokenizer(names))
+    return CLIPImageProcessorPil(size=size, crop_size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 def build_tokenizer(names: Iterable[str]) -> PreTrainedTokenizerFast:

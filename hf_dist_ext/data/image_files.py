@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,33 +57,45 @@ def _is_file(path: str) -> bool:
         return False
 
 
-def with_images(dataset: Any, sources: dict[str, str | list[str]], run: RunConfig, check: RowCheck) -> Any:
-    """The dataset with the columns behind `run.image_columns` as pictures; `sources` come from `resolve_columns`."""
+def with_images(dataset: Any, sources: Mapping[str, Any], run: RunConfig, check: RowCheck) -> Any:
+    """The dataset with the columns behind `run.image_columns`, and those of images beside texts, as pictures.
+
+    `sources` come from `resolve_columns`.
+    """
     if run.image_folder is not None and not os.path.isdir(run.image_folder):
         raise UsageError(f'image_folder="{run.image_folder}" is no folder. Paths start at {Path.cwd()}.')
     for column in run.image_columns or ():
         if column not in sources:
             raise UsageError(f'image_columns has "{column}", which is no column of this run: {", ".join(sources)}.')
-        source = sources[column]
-        if not isinstance(source, str):
+        if isinstance(sources[column], list):
             raise UsageError(f'columns["{column}"] is a list; a column of images is one column of the dataset.')
-        feature = (dataset.features or {}).get(source)
-        if isinstance(feature, datasets.Image):
-            continue
-        if isinstance(feature, datasets.Value) and "string" not in feature.dtype:
-            raise UsageError(f'{check.name}, column "{source}" holds {feature.dtype}, not names of image files.')
-        if isinstance(dataset, Dataset):
-            files = dataset[source]
-            check.rows(files, lambda file: find_image(file, run.image_folder), source)  # (2)
-            join = {"column": source, "folder": run.image_folder}
-            dataset = dataset.map(_join, fn_kwargs=join, batched=True).cast_column(source, datasets.Image())  # (3)
-        else:
-            dataset = _stream_with_images(dataset, source, run.image_folder, check.name)
+    beside_texts = [
+        source["image"] for source in sources.values() if isinstance(source, Mapping) and "image" in source
+    ]
+    named = [sources[column] for column in run.image_columns or () if isinstance(sources[column], str)]
+    for source in dict.fromkeys([*beside_texts, *named]):
+        dataset = _with_pictures(dataset, source, run.image_folder, check, may_lack=source not in named)
     return dataset
 
 
-def _join(rows: dict[str, list], column: str, folder: str | None) -> dict[str, list]:
-    return {column: [_joined(file, folder) for file in rows[column]]}
+def _with_pictures(dataset: Any, source: str, folder: str | None, check: RowCheck, may_lack: bool) -> Any:
+    """One column as pictures; `may_lack`: a row may have none."""
+    feature = (dataset.features or {}).get(source)
+    if isinstance(feature, datasets.Image):
+        return dataset
+    if isinstance(feature, datasets.Value) and "binary" in feature.dtype:  # the files themselves
+        return dataset.cast_column(source, datasets.Image())
+    if isinstance(feature, datasets.Value) and "string" not in feature.dtype:
+        raise UsageError(f'{check.name}, column "{source}" holds {feature.dtype}, not names of image files.')
+    if not isinstance(dataset, Dataset):
+        return _stream_with_images(dataset, source, folder, check.name, may_lack)
+    check.rows(dataset[source], lambda file: (file or not may_lack) and find_image(file, folder), source)  # (2)
+    join = {"column": source, "folder": folder, "may_lack": may_lack}
+    return dataset.map(_join, fn_kwargs=join, batched=True).cast_column(source, datasets.Image())  # (3)
+
+
+def _join(rows: dict[str, list], column: str, folder: str | None, may_lack: bool) -> dict[str, list]:
+    return {column: [_joined(file, folder) if file or not may_lack else None for file in rows[column]]}
 
 
 def _joined(file: str | None, folder: str | None) -> str:
@@ -93,20 +106,26 @@ def _joined(file: str | None, folder: str | None) -> str:
         return os.path.join(os.path.abspath(folder or ""), "outside-of-image-folder", os.path.basename(file or ""))
 
 
-def _stream_with_images(stream: Any, column: str, folder: str | None, name: str) -> Any:
+def _stream_with_images(stream: Any, column: str, folder: str | None, name: str, may_lack: bool) -> Any:
     if not stream.features:
         stream = stream._resolve_features()
     features = datasets.Features({**stream.features, column: datasets.Image(decode=False)})
     # Through Arrow: after a map() over rows `datasets` would not decode.
     joined = stream.with_format("arrow").map(
-        _join_table, batched=True, features=features, fn_kwargs={"column": column, "folder": folder, "name": name}
+        _join_table,
+        batched=True,
+        features=features,
+        fn_kwargs={"column": column, "folder": folder, "name": name, "may_lack": may_lack},
     )
     return joined.with_format(None).decode(num_threads=0)
 
 
-def _join_table(table: pa.Table, column: str, folder: str | None, name: str) -> pa.Table:
+def _join_table(table: pa.Table, column: str, folder: str | None, name: str, may_lack: bool) -> pa.Table:
     pictures = []
     for file in table.column(column).to_pylist():
+        if may_lack and not file:
+            pictures.append(None)
+            continue
         try:
             pictures.append({"bytes": None, "path": image_path(file or "", folder)})
         except UsageError as error:

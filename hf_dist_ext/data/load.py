@@ -35,6 +35,7 @@ from hf_dist_ext.data.row_check import (
     first_of_node,
 )
 from hf_dist_ext.data.storage import with_retries
+from hf_dist_ext.data.text_with_image import join_parts
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.losses import OWN, label_column
 
@@ -224,8 +225,9 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
         require_column(label, available, check.name, "label_column")
         if label in columns:
             raise UsageError(f'label_column="{label}" is also a name in columns. Call that column something else.')
-    if run.image_columns:
-        dataset = with_images(dataset, columns, run, check)
+    kept = {name: name for name in (run.id_column, label) if name is not None}
+    dataset = with_images(dataset, columns, run, check)
+    dataset, columns = join_parts(dataset, columns, list(kept))
     if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
         for index, (column, source) in enumerate(columns.items()):
             check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, check)
@@ -236,8 +238,7 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
                 check_no_nulls(dataset, option, name, check)
         if label is not None:
             check_labels(dataset, label, check)
-    kept = {name: name for name in (run.id_column, label) if name is not None}
-    return rename(dataset, columns | kept, available)
+    return rename(dataset, columns | kept, columns_of(dataset))
 
 
 def refuse_empty(dataset: AnyDataset, name: str) -> None:

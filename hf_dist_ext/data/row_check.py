@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import torch.distributed as dist
 from datasets import Dataset
 
-from hf_dist_ext.data.columns import Source, arrow_batches, type_name
+from hf_dist_ext.data.columns import PARTS, Source, arrow_batches, type_name
 from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -150,9 +150,12 @@ def check_labels(dataset: Dataset, column: str, check: RowCheck) -> None:
 
 
 def column_kind(feature: Any) -> str | None:
-    """ "text", "texts" (a list per row), "image", or None for what can not be embedded."""
+    """ "text", "texts" (a list per row), "image", "both" (text and image), or None for what can not be embedded."""
     if isinstance(feature, datasets.Image):
         return "image"
+    if isinstance(feature, dict):
+        is_both = feature and all(column_kind(of_part) == part for part, of_part in feature.items())
+        return "both" if is_both else None
     if isinstance(feature, datasets.Value):
         # A column of nothing but nulls is typed "null"; the row check names its first row.
         return "text" if "string" in feature.dtype or feature.dtype == "null" else None
@@ -167,6 +170,9 @@ def content_mask(values: pa.ChunkedArray) -> np.ndarray:
         return content_counts(values) > 0
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
         return pc.fill_null(pc.greater(pc.binary_length(values), 0), False).to_numpy(zero_copy_only=False)
+    if pa.types.is_struct(values.type) and {field.name for field in values.type} <= {*PARTS}:
+        parts = [content_mask(pc.struct_field(values, field.name)) for field in values.type]
+        return np.logical_or.reduce(parts)
     return pc.is_valid(values).to_numpy(zero_copy_only=False)
 
 

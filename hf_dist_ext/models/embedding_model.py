@@ -69,7 +69,7 @@ class EmbeddingModel(PreTrainedModel):
     (`DenseLayer`s, or mappings of their fields).
     `max_length` (int, or one per column: queries first), `prompts` and `matryoshka_dims` change nothing here: they are
     kept for `save_pretrained`, which tells servers about them. `lengths` are those of "query" and "document", where
-    they differ.
+    they differ; `messages` says how sentence-transformers reads chat messages and pictures (model_folder.py).
     """
 
     base_model_prefix = "backbone"
@@ -110,6 +110,7 @@ class EmbeddingModel(PreTrainedModel):
         self.max_length = max_length
         self.lengths = lengths_by_role(max_length)
         self.prompts = dict(prompts or {})
+        self.messages: dict[str, object] = {}
         self.matryoshka_dims = list(matryoshka_dims) if matryoshka_dims else None
         if self.matryoshka_dims and not all(1 <= dim <= self.embedding_dim for dim in self.matryoshka_dims):
             raise UsageError(f"matryoshka_dims={self.matryoshka_dims} must lie between 1 and {self.embedding_dim}.")
@@ -233,10 +234,12 @@ class EmbeddingModel(PreTrainedModel):
             load_weights(model.projection, folder.projection, source=f"the Dense module of {name_or_path}")
         if "max_length" not in given:
             model.lengths = dict(folder.lengths)
+        model.messages = dict(folder.messages)
         if folder.is_plain:
             logger.info("%s is a plain transformers model: %s", name_or_path, model.describe())
         if folder.has_adapters:
             model = adapter_folder.with_adapters(model, folder.backbone_folder).merge_and_unload()
+            model.requires_grad_(True)  # peft froze the base
             model.config._name_or_path = str(name_or_path)
         return put_back(model).eval()
 
@@ -363,6 +366,7 @@ class EmbeddingModel(PreTrainedModel):
             lengths=self.lengths if max_length is None else lengths_by_role(max_length),
             prompts=dict(self.prompts),
             matryoshka_dims=self.matryoshka_dims,
+            messages=dict(self.messages),
         )
 
     # ---- what a wrapper has to hand on ----

@@ -54,6 +54,8 @@ STATIC = "StaticEmbedding"
 VECTOR = "sentence_embedding"  # what sentence-transformers calls a row's vector between its modules
 OF_LINEAR = ("weight", "bias")
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
+# Keys of sentence_bert_config.json by which release 6 of sentence-transformers reads chat messages and pictures.
+MESSAGES = ("transformer_task", "modality_config", "module_output_name", "processing_kwargs")
 HUB_IGNORE = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.bin", "*.safetensors"]
 
 
@@ -76,6 +78,7 @@ class ModelFolder:
     prompts: dict[str, str] = field(default_factory=dict)
     matryoshka_dims: list[int] | None = None
     dtype: str | None = None  # of a base with adapters while they were trained
+    messages: dict[str, object] = field(default_factory=dict)  # how rows of texts and pictures are read; see MESSAGES
 
 
 def resolve_folder(name_or_path: str | Path, revision: str | None = None) -> Path:
@@ -126,9 +129,10 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
     if contents.normalize:
         chain.append("Normalize")
     lengths = {f"{role}_length": length for role, length in contents.lengths.items() if length is not None}
-    if contents.max_length is not None or lengths:
+    if contents.max_length is not None or lengths or contents.messages:
         whole = {} if contents.max_length is None else {"max_seq_length": contents.max_length}
-        write_json(folder / "sentence_bert_config.json", whole | {"do_lower_case": False} | lengths)
+        content = whole | {"do_lower_case": False} | lengths | contents.messages
+        write_json(folder / "sentence_bert_config.json", content)
     of_adapters = {"matryoshka_dimensions": contents.matryoshka_dims, "dtype": contents.dtype}
     more = (of_adapters if contents.has_adapters else {}) | (multi_vector.SETTINGS if has_tokens else {})
     write_prompts(folder, contents.prompts, contents.normalize, **more)
@@ -235,6 +239,7 @@ def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
         matryoshka_dims=_read_matryoshka_dims(backbone_folder) if is_ours else own.get("matryoshka_dimensions"),
         dtype=own.get("dtype"),
         has_adapters=has_adapters,
+        messages={key: length[key] for key in MESSAGES if key in length},
     )
 
 

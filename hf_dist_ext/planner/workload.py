@@ -17,7 +17,7 @@ from hf_dist_ext.planner.knobs import Knobs, knobs_of
 from hf_dist_ext.planner.tape import Cost, Layer, Lora, Parameter, Recipe, Tape
 from hf_dist_ext.planner.text_architectures import Rows
 from hf_dist_ext.planner.tower_architectures import num_patches
-from hf_dist_ext.planner.vision_language import assumption, image_tokens
+from hf_dist_ext.planner.vision_language import TOWERS, assumption, image_tokens
 from hf_dist_ext.planner.who_trains import depth, lora_of, who_trains
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
@@ -310,6 +310,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
             notes.append(said)
         return (Column("rows", rows, length, images=1 if per_image else 0),)
     names = _names(fields, notes)
+    pictured = set() if has_towers else _pictured(fields, names, config, notes)
     columns = []
     for i, (name, source) in enumerate(names.items()):
         length = fields.max_length.get(name) if isinstance(fields.max_length, dict) else fields.max_length
@@ -319,13 +320,36 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
             columns.append(Column(name, count, num_patches(config["vision_config"]), tower="image", images=1))
             continue
         if length is None:
-            length = min(longest, DEFAULT_LENGTH)
+            length = min(longest, DEFAULT_LENGTH + (image_tokens(config) if name in pictured else 0))
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
         length = min(int(length), longest)
         multiple = given.get("gradient_cache_width_multiple") or 8
         length = -(-length // multiple) * multiple
-        columns.append(Column(name, count, length, "text" if has_towers else "backbone"))
+        tower, images = "text" if has_towers else "backbone", int(name in pictured)
+        columns.append(Column(name, count, length, tower, images=images))
     return tuple(columns)
+
+
+def _pictured(fields: RunConfig, names: Mapping[str, Any], config: Mapping[str, Any], notes: list[str]) -> set[str]:
+    """The columns whose rows hold a picture each, of a model that embeds texts and pictures alike."""
+    if not config.get("vision_config"):
+        return set()
+    found = {name for name, source in names.items() if isinstance(source, dict) and "image" in source}
+    found |= {*(fields.image_columns or ())} & {*names}
+    if fields.dataset_name == "glyph-search":
+        found |= {list(names)[1]}
+    if not found:
+        notes.append(
+            'no column is said to hold pictures (image_columns, or "image" in columns): counted as texts alone.'
+        )
+        return set()
+    if config["model_type"] not in TOWERS:
+        notes.append(f'pictures of a "{config["model_type"]}" can not be counted: what they take comes on top.')
+        return set()
+    if said := assumption(config):
+        notes.append(said)
+    notes.append(f"every row of {', '.join(sorted(found))} is counted with one picture.")
+    return found
 
 
 def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:

@@ -95,13 +95,21 @@ class RunConfig:
     eval_split: str | None = option(None, "Split to evaluate on.")
     eval_dataset_name: str | None = option(None, "Evaluate on another dataset than dataset_name.")
     eval_holdout: int | None = option(None, "Rows of the train split kept for evaluation, without an eval split.")
-    columns: dict[str, str | list[str]] | None = option(
+    columns: dict[str, str | list[str] | dict[str, str]] | None = option(
         None,
-        'Dataset columns to use: {"query": "question", "positive": "answer", "negative": ["n1", "n2"]}. Null: those '
-        "named query, positive and negative.",
+        'Dataset columns to use: {"query": "question", "positive": "answer", "negative": ["n1", "n2"]}; for a '
+        'vision-language model also {"query": {"text": "question", "image": "photo"}}. Null: those named query, '
+        "positive and negative.",
     )
     prompts: dict[str, str] | None = option(
-        None, 'Text put before each row of a column: {"query": "search: "}. Null: the model\'s.'
+        None,
+        'Text put before each row of a column: {"query": "search: "}; of a vision-language model the message of the '
+        "system. Null: the model's.",
+    )
+    processing_kwargs: dict[str, dict[str, Any]] | None = option(
+        None,
+        "Options of a vision-language model's processor and chat template, as sentence-transformers takes them: "
+        '{"image": {...}, "text": {...}, "chat_template": {"add_generation_prompt": true}}. Null: the model\'s.',
     )
     id_column: str | None = option(None, "Rows with the same value here are never negatives of each other.")
     max_length: int | dict[str, int] | None = option(

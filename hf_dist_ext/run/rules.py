@@ -26,7 +26,7 @@ OF_TASK = {
     "embedding": [
         *CONTRASTIVE_FIELDS,
         *"pooling projection_dim normalize id_column image_columns no_duplicates_in_batch evaluations".split(),
-        *"datasets datasets_temperature".split(),
+        *"datasets datasets_temperature processing_kwargs".split(),
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
 }
@@ -62,7 +62,8 @@ def check_rules(run: Run) -> None:
         raise UsageError('model_config has no "model_type". Add one, such as "model_type": "bert".')
     if config.model_config is not None and config.model_revision is not None:
         raise UsageError(f"model_revision={show(config.model_revision)} is of a hub model, and model_config of none.")
-    if config.task == "embedding" and config.image_folder is not None and not config.image_columns:
+    has_images = config.image_columns or any(isinstance(source, dict) for source in (config.columns or {}).values())
+    if config.task == "embedding" and config.image_folder is not None and not has_images:
         raise UsageError(f"image_folder={show(config.image_folder)} is where image_columns are read from. Name them.")
     check_sources(run)
     if config.dataset_name is None and config.datasets is None:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from datasets import Image
 from transformers.utils import logging
 
 from hf_dist_ext.data.code_search import train_tokenizer
@@ -14,6 +13,7 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
+from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
 from hf_dist_ext.models.backbones import load_tokenizer
@@ -25,8 +25,9 @@ from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN, label_column
 from hf_dist_ext.strategies import choose
-from hf_dist_ext.tasks import image_pairs, routes
+from hf_dist_ext.tasks import image_pairs, routes, vision_language
 from hf_dist_ext.tasks.adapters import add_adapters
+from hf_dist_ext.tasks.image_text import with_vocabulary
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.tasks.sources import LoadedSources
@@ -43,7 +44,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     if config.datasets is None:
         train_dataset, eval_dataset = load_datasets(config, max_bad_rows=args.max_bad_rows or 0)
         columns = column_names(config, train_dataset)
-        pictures = [column for column in columns if isinstance((train_dataset.features or {}).get(column), Image)]
+        kinds = {column: column_kind((train_dataset.features or {}).get(column)) for column in columns}
+        pictures = [column for column, kind in kinds.items() if kind in ("image", "both")]
     else:
         image_pairs.refuse_sources(config)
         sources = LoadedSources(config, args.max_bad_rows or 0)
@@ -56,36 +58,44 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
                 f'loss="{LATE}" reads a vector of every token, and a dual encoder gives one per row. Use a text model.'
             )
         texts = [column for column in columns if column not in pictures]
-        tokenizer = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
-        model = image_pairs.build_towers(run, tokenizer, columns, pictures)
+        processor = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
+        model = image_pairs.build_towers(run, processor, columns, pictures)
         prompts = _prompts_for(model, config, columns)
-        collator = image_pairs.pair_collator(model, tokenizer, columns, prompts, config.max_length, config.id_column)
+        collator = image_pairs.pair_collator(model, processor, columns, prompts, config.max_length, config.id_column)
+        tokenizer = collator.tokenizer
         args.save_full_model |= config.use_lora and not run.name
     elif routes.has_routes(config) and not pictures:
+        _check_reads(config, None, pictures, is_cut=False)
         model = routes.build(run, columns)
         prompts = _prompts_for(model, config, columns)
         collator = routes.collator(model, columns, prompts, config)
-        tokenizer = collator.tokenizer
+        processor = tokenizer = collator.tokenizer
         args.save_full_model |= config.use_lora and not run.name
-    elif pictures:
-        raise UsageError(
-            f'column "{pictures[0]}" holds pictures, but the model embeds text only. Use a dual encoder: '
-            f"{', '.join(image_pairs.DUAL_ENCODERS)}."
-        )
     else:
-        tokenizer = build_tokenizer(run, train_dataset)
-        model = build_model(run, tokenizer, distributed_config, choose.in_stages(args))
+        texts = [column for column in columns if column not in pictures]
+        chat = vision_language.chat_processor(
+            config, bool(pictures), (text for name in texts for text in train_dataset[name])
+        )
+        in_stages = choose.in_stages(args)
+        _check_reads(config, chat, pictures, is_cut=(distributed_config or in_stages) is not None)
+        processor = chat or build_tokenizer(run, train_dataset)
+        tokenizer, make_collator = getattr(processor, "tokenizer", processor), ContrastiveCollator
+        model = build_model(run, processor, distributed_config, in_stages)
         if isinstance(model.backbone, static_backbone.StaticBackbone):
             _reads_whole_texts(config)
             static_backbone.without_special_tokens(tokenizer)
+        if chat is not None:
+            options = config.processing_kwargs or model.messages.get("processing_kwargs")
+            make_collator = vision_language.collators(chat, options)
+            model.messages = vision_language.messages_of(model.messages, options)
         # What is not given is as the model's folder says: the folder of this run will say so too.
         prompts = _prompts_for(model, config, columns)
         max_length = _lengths_of(model, config.max_length, columns)
         model.max_length, model.lengths = max_length, lengths_by_role(max_length)
         if sources is None:
-            collator = ContrastiveCollator(tokenizer, columns, prompts, max_length, config.id_column)
+            collator = make_collator(tokenizer, columns, prompts, max_length, config.id_column)
         else:
-            collator = sources.collator(tokenizer, prompts, max_length)
+            collator = sources.collator(make_collator, tokenizer, prompts, max_length)
             model.prompts |= sources.prompts_to_keep()
     normalize = _scores_cosines(run, model) if config.loss in (None, *OWN) else None
     embedding_dim, adapted = model.embedding_dim, add_adapters(model, config)
@@ -104,7 +114,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         data_collator=collator,
-        processing_class=tokenizer,
+        processing_class=processor,
         loss=loss,
         evaluations=evaluations,
         metrics=metrics if sources is None else sources.metrics(metrics),
@@ -136,6 +146,26 @@ def hints(run: Run) -> list[str]:
 
 def _to_load(kind: str) -> str:
     return f'load it:  from hf_dist_ext import {kind}; model = {kind}.from_pretrained("{{folder}}")'
+
+
+def _check_reads(config: RunConfig, chat: Any, pictures: list[str], is_cut: bool) -> None:
+    """UsageError for pictures, or options of a processor, with a model that embeds text only. `is_cut`: the model is
+    split by tensor or pipeline parallelism."""
+    if chat is not None and is_cut:
+        raise UsageError(
+            "tensor and pipeline parallelism cut one text decoder, and this is a vision-language model. Use "
+            "multi_gpu_fsdp."
+        )
+    if chat is None and pictures:
+        raise UsageError(
+            f'column "{pictures[0]}" holds pictures, but the model embeds text only. Use a dual encoder '
+            f"({', '.join(image_pairs.DUAL_ENCODERS)}) or a vision-language model whose processor has a chat template."
+        )
+    if chat is None and config.processing_kwargs is not None:
+        raise UsageError(
+            "processing_kwargs are options of a vision-language model's processor, and this model embeds text only. "
+            "Remove processing_kwargs."
+        )
 
 
 def build_tokenizer(run: Run, train_dataset: Any) -> Any:
@@ -262,7 +292,7 @@ def _distributed_config(run: Run, args: Any) -> Any:
 
 
 def build_model(
-    run: Run, tokenizer: Any, distributed_config: Any = None, in_stages: Callable[[type], type] | None = None
+    run: Run, processor: Any, distributed_config: Any = None, in_stages: Callable[[type], type] | None = None
 ) -> EmbeddingModel:
     config = run.options
     pooling = {"pooling": TOKENS} if config.loss == LATE else {}  # whatever the folder says
@@ -272,10 +302,12 @@ def build_model(
         "attn_implementation": config.attn_implementation,
     }  # fmt: skip
     if config.model_config is not None:
-        vocabulary = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-        return EmbeddingModel.from_config(
-            vocabulary | config.model_config, distributed_config=distributed_config, **options | pooling
-        )
+        if hasattr(processor, "image_processor"):
+            model_config = with_vocabulary(config.model_config, processor)
+        else:
+            vocabulary = {"vocab_size": len(processor), "pad_token_id": processor.pad_token_id}
+            model_config = vocabulary | config.model_config
+        return EmbeddingModel.from_config(model_config, distributed_config=distributed_config, **options | pooling)
     return EmbeddingModel.from_pretrained(
         config.model_name_or_path,
         revision=config.model_revision,

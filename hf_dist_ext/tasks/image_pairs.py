@@ -36,7 +36,7 @@ def has_towers(config: RunConfig) -> bool:
     if _is_of_towers(config):
         return True
     try:
-        return _config_of(config).model_type in DUAL_ENCODERS
+        return config_of(config).model_type in DUAL_ENCODERS
     except (OSError, ValueError, KeyError):  # EmbeddingModel's own loading says what is wrong
         return False
 
@@ -52,6 +52,10 @@ def build_towers(run: Run, processor: Any, columns: list[str], image_columns: li
     for name in ("pooling", "projection_dim"):
         if name in run.given:
             raise UsageError(f"{name} is given, but a model of towers ends in its own vectors. Remove {name}.")
+    if config.processing_kwargs is not None:
+        raise UsageError(
+            "processing_kwargs are options of a vision-language model, and this is a dual encoder. Remove them."
+        )
     column_to_tower = {column: IMAGE if column in image_columns else TEXT for column in columns}  # (2)
     if config.model_config is None and _is_of_towers(config):
         folder, options = Path(config.model_name_or_path), _options(config)
@@ -63,7 +67,7 @@ def build_towers(run: Run, processor: Any, columns: list[str], image_columns: li
     if config.model_config is not None:
         dual = parse_config(with_vocabulary(config.model_config, processor))
     else:
-        dual = _config_of(config)
+        dual = config_of(config)
     kinds = dict(zip((TEXT, IMAGE), DUAL_ENCODERS[dual.model_type], strict=True))
     towers = {name: _tower(config, getattr(transformers, kind), dual, name) for name, kind in kinds.items()}
     model = TowerModel(towers, column_to_tower, config.normalize)
@@ -89,7 +93,7 @@ def _options(config: RunConfig) -> dict[str, Any]:
     return options | ({"attn_implementation": config.attn_implementation} if config.attn_implementation else {})
 
 
-def _config_of(config: RunConfig) -> PreTrainedConfig:
+def config_of(config: RunConfig) -> PreTrainedConfig:
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision or "main"}
     return AutoConfig.from_pretrained(_place(config), **options)
 

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_dist_ext.data import digits
 from hf_dist_ext.data.columns import columns_of
@@ -104,5 +106,8 @@ def with_vocabulary(config: dict[str, Any], processor: Any) -> dict[str, Any]:
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    image = {"image_token_index": processor.image_token_id} if hasattr(processor, "image_token_id") else {}
+    kind, image = config.get("model_type"), {}
+    if hasattr(processor, "image_token_id") and kind in CONFIG_MAPPING:
+        known = {field.name for field in fields(CONFIG_MAPPING[kind])}
+        image = {name: processor.image_token_id for name in ("image_token_id", "image_token_index") if name in known}
     return image | config | {"text_config": text | config.get("text_config", {})}

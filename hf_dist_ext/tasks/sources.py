@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Image, IterableDataset
+from datasets import IterableDataset
 
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollator, Tagged, shares, tagged_stream
+from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import OWN, label_column
@@ -62,15 +63,18 @@ class LoadedSources:
         """The names of an evaluation's figures, by source."""
         return tuple(f"{name}_{metric}" for name in self.evaluation or () for metric in of_one)
 
-    def collator(self, tokenizer: Any, prompts: Mapping[str, str], max_length: Any) -> MixtureCollator:
-        """`prompts` and `max_length` are those of the whole run, or of the model; a source's own prompts win."""
+    def collator(
+        self, make: Callable[..., ContrastiveCollator], tokenizer: Any, prompts: Mapping[str, str], max_length: Any
+    ) -> MixtureCollator:
+        """`prompts` and `max_length` are those of the whole run, or of the model; a source's own prompts win. `make`:
+        a class of collators."""
         collators = {}
         for one in self.loaded:
             own = one.source.config.prompts
             if own is None or own is self.config.prompts:
                 own = _of_columns("prompts", prompts, one.columns, self.columns)
             lengths = _of_columns("max_length", max_length, one.columns, self.columns)
-            collators[one.source.name] = ContrastiveCollator(
+            collators[one.source.name] = make(
                 tokenizer,
                 one.columns,
                 own,
@@ -79,7 +83,7 @@ class LoadedSources:
                 label_column=label_column(one.source.config, columns_of(one.train)),
                 same_number_of_negatives=self.config.loss not in OWN,
             )
-        return MixtureCollator(collators, ContrastiveCollator(tokenizer, self.columns, prompts, max_length))
+        return MixtureCollator(collators, make(tokenizer, self.columns, prompts, max_length))
 
     def prompts_to_keep(self) -> dict[str, str]:
         """The sources' own prompts under names of their own, for the model's folder: "nli_query"."""
@@ -101,7 +105,7 @@ def _load(source: Source, max_bad_rows: int) -> Loaded:
             "Map it to another name in columns."
         )
     for column in columns:
-        if isinstance((train.features or {}).get(column), Image):
+        if column_kind((train.features or {}).get(column)) in ("image", "both"):
             raise UsageError(f'datasets: column "{column}" of "{source.name}" holds pictures; sources are texts.')
     return Loaded(source, train, evaluation, columns)
 

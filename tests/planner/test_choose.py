@@ -301,3 +301,29 @@ def test_auto_warns_when_the_run_may_not_fit(make_run, monkeypatch):
     on_machine(monkeypatch, 8)
     choice = auto.choose(make_run(per_device_train_batch_size=4096), 1)
     assert choice.preset == "single_gpu" and "gradient_cache_chunk_size" in choice.warnings[0]
+
+
+SEEING = {
+    "model_type": "llava",
+    "text_config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 64, "num_hidden_layers": 2, "image_size": 32,
+        "patch_size": 8,
+    },
+}  # fmt: skip
+
+
+def test_columns_with_pictures_are_counted_with_them_or_words_say_that_they_are_not(make_run):
+    both = {"query": {"text": "question", "image": "photo"}, "positive": "answer"}
+    seen = workload(make_run(SEEING, columns=both))
+    assert [column.images for column in seen.columns] == [1, 0]
+    assert any("every row of query is counted with one picture" in note for note in seen.notes)
+    with_picture, without = (seen.work(column).forward for column in seen.columns)
+    assert with_picture > without > 0
+    blind = workload(make_run(SEEING))
+    assert [column.images for column in blind.columns] == [0, 0]
+    assert any("no column is said to hold pictures" in note for note in blind.notes)
+    other = {**SEEING, "model_type": "aya_vision", "text_config": {**SEEING["text_config"], "model_type": "cohere2"}}
+    other["vision_config"] = {**SEEING["vision_config"], "model_type": "siglip_vision_model"}
+    unknown = workload(make_run(other, columns=both))
+    assert any('pictures of a "aya_vision" can not be counted' in note for note in unknown.notes)

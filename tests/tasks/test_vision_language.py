@@ -1,0 +1,205 @@
+"""Texts, pictures and both in one run file: a vision-language model embeds them, and its folder answers elsewhere."""
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+
+from hf_dist_ext.data.load import load_datasets
+from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run.config import RunConfig
+from tests.tasks.test_stages import main
+from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_processors import WORDS, picture, tiny_vision_language
+
+COLUMNS = {"query": {"image": "photo", "text": "question"}, "positive": "answer", "negative": "wrong"}
+
+
+def folder_of(family: str, path: Path) -> None:
+    """A model folder as the hub has them."""
+    processor, config = tiny_vision_language(family)
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config(config)
+    model.backbone.save_pretrained(path)
+    processor.save_pretrained(path)
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    def write(family: str = "llava", **more) -> Path:
+        folder_of(family, tmp_path / "model")
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        words, rows = WORDS.split(), []
+        for number in range(16):
+            picture(number % 10, 16 + number % 3).save(tmp_path / "photos" / f"{number}.png")
+            rows.append({
+                "question": f"which {words[number % 20]}" if number % 3 else "",
+                "photo": f"{number}.png" if number % 4 else None,
+                "answer": f"{words[number]} boat", "wrong": f"{words[number]} tree",
+            })  # fmt: skip
+        rows[12]["question"] = "which boat"
+        rows[0]["question"] = "which tree"
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        fields = {
+            "model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "rows.jsonl"),
+            "columns": COLUMNS, "image_folder": str(tmp_path / "photos"), "pooling": "last", "eval_holdout": 4,
+            "prompts": {"query": "find it", "positive": "", "negative": ""}, "batch_size": 4,
+            "gradient_cache_chunk_size": 3, "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2,
+            "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+        }  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps(fields | more))
+        return tmp_path / "run.json"
+
+    return write
+
+
+def changed_parts(before: Path, after: Path) -> set[str]:
+    old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert old.keys() == new.keys()
+    parts = {"vision_tower": "vision", "multi_modal_projector": "projector", "language_model": "language"}
+    return {parts[key.split(".")[0]] for key in old if not torch.equal(old[key], new[key])}
+
+
+VALUES = [
+    "a red boat",
+    picture(3),
+    {"image": picture(4, 24), "text": "which one"},
+    {"text": "of two pictures", "image": picture(5)},
+    "a tree " * 4,
+]
+
+
+def assert_same_elsewhere(folder: Path) -> None:
+    """sentence-transformers answers as our model does, with the prompts of the folder and without."""
+    ours, theirs = EmbeddingModel.from_pretrained(folder), SentenceTransformer(str(folder), device="cpu")
+    collate = VisionLanguageCollator(
+        theirs.tokenizer, ["query", "positive"], {"query": "find it", "positive": ""}, processor=theirs[0].processor,
+        processing_kwargs=ours.messages.get("processing_kwargs"),
+    )  # fmt: skip
+    for column, encode in (("query", theirs.encode_query), ("positive", theirs.encode_document)):
+        with torch.no_grad():
+            expected = ours(**collate.features(column, VALUES)).embeddings
+        assert expected.std(dim=0).max() > 1e-3
+        found = torch.as_tensor(encode(VALUES))
+        assert (found - expected).abs().max() < 1e-5
+
+
+def test_a_run_of_rows_with_texts_and_pictures_trains_and_its_folder_answers_elsewhere(run_file, tmp_path):
+    main(run_file())
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert report["num_chunks"] > 3 and 0 < report["after"]["mrr@10"] <= 1
+    assert changed_parts(tmp_path / "model", tmp_path / "out") == {"vision", "projector", "language"}
+    assert_same_elsewhere(tmp_path / "out")
+
+
+def test_a_run_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
+    path = run_file(frozen_modules=["vision"], save_full_model=True)
+    main(path)
+    assert changed_parts(tmp_path / "model", tmp_path / "out") == {"projector", "language"}
+    whole = load_file(tmp_path / "out" / "model.safetensors")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    main(path, "--resume_from_checkpoint", "true")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(again[key], value) for key, value in whole.items())
+
+
+def test_adapters_lie_on_the_language_part_and_go_on_from_their_folder(run_file, tmp_path):
+    path = run_file(use_lora=True, lora_r=2, save_strategy="no")
+    main(path)
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert names and all("language_model" in name for name in names)
+    assert_same_elsewhere(tmp_path / "out")
+    further = {"model_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "further")}
+    fields = {key: value for key, value in json.loads(path.read_text()).items() if "lora" not in key}
+    path.write_text(json.dumps(fields | further))
+    main(path)
+    assert "projector" in changed_parts(tmp_path / "model", tmp_path / "further")
+
+
+def test_options_of_the_processor_stay_with_the_folder(run_file, tmp_path):
+    options = {"chat_template": {"add_generation_prompt": True}}
+    main(run_file(processing_kwargs=options, max_steps=1, save_strategy="no"))
+    said = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
+    assert said["processing_kwargs"] == options and "message" in said["modality_config"]
+    assert_same_elsewhere(tmp_path / "out")
+    fields = {"model_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "further")}
+    path = run_file(max_steps=1, save_strategy="no")
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    main(path)
+    again = json.loads((tmp_path / "further" / "sentence_bert_config.json").read_text())
+    assert again["processing_kwargs"] == options
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_of_texts_and_pictures_become_one(run_file, tmp_path, streaming):
+    run_file()
+    run = RunConfig(
+        dataset_name=str(tmp_path / "rows.jsonl"), columns=COLUMNS, image_folder=str(tmp_path / "photos"),
+        streaming=streaming,
+    )  # fmt: skip
+    train, _ = load_datasets(run)
+    rows = sorted(train, key=lambda row: row["positive"]) if streaming else list(train)
+    assert {tuple(row) for row in rows} == {("query", "positive", "negative")}
+    assert {tuple(row["query"]) for row in rows} == {("image", "text")}
+    lacking = [row["query"]["image"] is None for row in rows]
+    assert sum(lacking) == 4 and sum(row["query"]["text"] == "" for row in rows) == 4
+    assert all(row["query"]["image"] is None or row["query"]["image"].size[1] == 16 for row in rows)
+
+
+def test_bytes_and_stored_pictures_are_read(run_file, tmp_path):
+    file = io.BytesIO()
+    picture(7).save(file, "PNG")
+    rows = {"text": ["a", "b"], "drawn": [file.getvalue()] * 2, "found": [picture(1), picture(2)]}
+    datasets.Dataset.from_dict(rows).cast_column("found", datasets.Image()).to_parquet(tmp_path / "rows.parquet")
+    both = {"text": "text", "image": "found"}
+    run = RunConfig(
+        dataset_name=str(tmp_path / "rows.parquet"), columns={"query": both, "positive": "drawn"},
+        image_columns=["positive"],
+    )  # fmt: skip
+    train, _ = load_datasets(run)
+    assert train[0]["positive"].tobytes() == picture(7).tobytes()
+    assert train[1]["query"]["text"] == "b" and train[1]["query"]["image"].tobytes() == picture(2).tobytes()
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"columns": {"query": {"text": "question", "sound": "photo"}, "positive": "answer"}}, "It takes {\"text\""),
+    ({"columns": {"query": {"text": "question", "image": "foto"}, "positive": "answer"}}, 'no column "foto"'),
+    ({"image_folder": "/nowhere"}, 'image_folder="/nowhere" is no folder'),
+    ({"processing_kwargs": {"images": {}}}, 'processing_kwargs has no "images"'),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_before_training(run_file, changes, words, capsys):
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        main(run_file(**changes))
+    assert re.search(words, str(caught.value) + capsys.readouterr().err)
+
+
+def test_a_row_without_text_and_picture_is_named(run_file, tmp_path, capsys):
+    path = run_file()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows[5] |= {"question": "", "photo": ""}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        main(path)
+    assert "row 5" in str(caught.value) + capsys.readouterr().err
+
+
+def test_pictures_need_a_model_that_sees_them(run_file, tmp_path, capsys):
+    path = run_file()
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    fields = json.loads(path.read_text()) | {
+        "model_config": model_config("bert"), "tokenizer_name": str(tmp_path / "tokenizer")
+    }  # fmt: skip
+    del fields["model_name_or_path"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises((UsageError, SystemExit)) as caught:
+        main(path)
+    assert "holds pictures, but the model embeds text only" in str(caught.value) + capsys.readouterr().err
