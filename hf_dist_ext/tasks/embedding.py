@@ -139,9 +139,11 @@ def hints(run: Run) -> list[str]:
             f"lengths:  {listed}, as encode_query and encode_document of sentence-transformers 6.2 cut texts; its "
             "encode, and other programs, cut all at the longest."
         )
-    if run.options.dataset_name == CODE_SEARCH:
-        lines.append('try it:   hf-dist search --model {folder} "parse a date string"')
-    return lines
+    asks = '"parse a date string"' if run.options.dataset_name == CODE_SEARCH else '--data FILE "words"'
+    lines.append(
+        'use it:   from sentence_transformers import SentenceTransformer; model = SentenceTransformer("{folder}")'
+    )
+    return [*lines, f"try it:   hf-dist search --model {{folder}} {asks}"]
 
 
 def _to_load(kind: str) -> str:
