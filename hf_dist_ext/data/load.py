@@ -37,7 +37,7 @@ from hf_dist_ext.data.row_check import (
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.text_with_image import join_parts
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.losses import OWN, label_column
+from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
@@ -86,7 +86,7 @@ def load_datasets(
             evaluation = preparer(evaluation, run, RowCheck(f"{eval_name} ({eval_split})", is_on=train_check.is_on))
     bad = train_check.finish()
     if evaluation is None and run.eval_holdout:
-        together, label = kept_together(run, train), label_column(run, columns_of(train))
+        together, label = kept_together(run, train), label_column_of(run, columns_of(train))
         train, evaluation = hold_out(train, run.eval_holdout, train_name, together, bad, label)
     train = first_rows(train, run.max_train_samples)
     if isinstance(train, IterableDataset):
@@ -220,7 +220,7 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
                 f'id_column="{run.id_column}" is also a name in columns. Call that column something else.'
             )
         require_column(run.id_column, available, check.name, "id_column")
-    label = label_column(run, available)
+    label = label_column_of(run, available)
     if label is not None:
         require_column(label, available, check.name, "label_column")
         if label in columns:
@@ -231,7 +231,7 @@ def prepare(dataset: AnyDataset, run: RunConfig, check: RowCheck) -> AnyDataset:
     if isinstance(dataset, Dataset):  # a stream is checked row by row, in the collator
         for index, (column, source) in enumerate(columns.items()):
             check_texts(dataset, column, source, index < NUM_PAIR_COLUMNS, check)
-            if index >= NUM_PAIR_COLUMNS and run.loss not in (None, *OWN):
+            if index >= NUM_PAIR_COLUMNS and takes_negatives_as_columns(run):
                 check_same_number(dataset, column, source, check)
         for option, name in (("id_column", run.id_column), ("label_column", label)):
             if name is not None:

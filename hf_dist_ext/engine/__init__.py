@@ -4,8 +4,9 @@ Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of co
 `chunks.py` cuts these into chunks and puts their embeddings back into the batch's order; `columns.py`, `rows.py` and
 `images.py` say which axis of a feature is the row, the token or the picture, and `families.py` what a model makes of a
 picture. `losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py` and `late_interaction.py`
-other losses; `by_hand.py` hands their gradients to autograd. `outputs.py` handles several tensors per row where a
-vector is not all. `budget.py` finds how large a chunk may be, from what `peak.py` measures.
+other losses; `by_hand.py` hands their gradients to autograd and `combined_losses.py` adds several up. `outputs.py`
+handles several tensors per row where a vector is not all. `budget.py` finds how large a chunk may be, from what
+`peak.py` measures.
 """
 
 from hf_dist_ext.lazy import handed_on
@@ -14,7 +15,9 @@ _HOMES = {
     "ChunkLimits": "chunks",
     "InfoNCELoss": "losses",
     "LateInteractionLoss": "late_interaction",
+    "LossPerSource": "combined_losses",
     "SigmoidLoss": "sigmoid_loss",
+    "SumOfLosses": "combined_losses",
     "cached_step": "gradient_cache",
     "lay_out": "layout",
 }

@@ -21,7 +21,7 @@ from hf_dist_ext.planner.vision_language import TOWERS, assumption, image_tokens
 from hf_dist_ext.planner.who_trains import depth, lora_of, who_trains
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
-from hf_dist_ext.run.sources import sources_of
+from hf_dist_ext.run.sources import all_parts, sources_of
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 PAIR = {"query": "query", "positive": "positive"}
@@ -263,6 +263,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     text = config.get("text_config") or config
+    parts = [part.config for part in all_parts(fields)] if is_embedding else []
     return Workload(
         config=config,
         columns=columns,
@@ -278,7 +279,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         optimizer=given.get("optim") or "adamw_torch_fused",
         attention=fields.attn_implementation or "sdpa",
         projection_dim=fields.projection_dim,
-        leaves_tokens=fields.loss == LATE,
+        leaves_tokens=any(part.loss == LATE for part in parts),
         embedding_dim=fields.projection_dim or config.get("projection_dim") or text["hidden_size"],
         trains=who_trains(trainable, frozen, is_lora=lora is not None),
         lora=lora,
@@ -290,7 +291,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         knobs=knobs,
         has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
-        has_tiled_loss=not compares_all_pairs(fields.loss, fields.loss_options),
+        has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
         notes=tuple(notes),
     )
 

@@ -1,9 +1,9 @@
 """The run file and what happens before torch is imported.
 
 `config.py` says what a run is, `files.py` reads its JSON or YAML and `read.py` puts the command line over that,
-`rules.py` refuses fields that contradict each other, `evaluations.py` and `sources.py` read the entries of
-`evaluations` and `datasets`, `losses.py` knows the losses by name, `help.py` tells people and editors what a run file
-may hold. The fields come from the dataclasses' source (`fields.py`). `presets.py` finds the accelerate YAML and tells
-what it does. `lease.py` lets one run write into a folder, `preemption.py` forwards the signals of a scheduler. Nothing
-here imports torch, so that help and errors come at once.
+`rules.py` refuses fields that contradict each other, `evaluations.py`, `sources.py` and `parts.py` read the entries of
+`evaluations`, `datasets` and `losses`, `losses.py` knows the losses by name, `help.py` tells people and editors what a
+run file may hold. The fields come from the dataclasses' source (`fields.py`). `presets.py` finds the accelerate YAML
+and tells what it does. `lease.py` lets one run write into a folder, `preemption.py` forwards the signals of a
+scheduler. Nothing here imports torch, so that help and errors come at once.
 """

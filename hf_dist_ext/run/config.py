@@ -147,6 +147,11 @@ class RunConfig:
     loss_options: dict[str, Any] | None = option(
         None, 'Options of a loss other than infonce: {"scale": 20.0}, as its class takes them; see docs/losses.md.'
     )
+    losses: list[dict[str, Any]] | None = option(
+        None,
+        'Several losses in place of one, added up: [{"loss": "infonce"}, {"loss": "CoSENTLoss", "weight": 0.3, '
+        '"loss_options": {...}}, ...]. Each sets loss fields over the file\'s; see docs/losses.md.',
+    )
     label_column: str | None = option(
         None,
         "Dataset column with what the loss compares scores with: a number or a list per row. Null: label, labels, "

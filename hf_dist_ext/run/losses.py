@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 LATE = "late_interaction"
 OWN = ("infonce", "siglip", LATE)
+INFONCE_FIELDS = (
+    "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
+    "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
+)  # fmt: skip
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 
 # What a label is, by the loss that cannot do without.
@@ -145,7 +149,7 @@ def compares_all_pairs(name: str | None, options: Mapping[str, Any] | None) -> b
 
 
 def label_column(config: RunConfig, available: Iterable[str]) -> str | None:
-    """The column of labels among a dataset's, None where the loss reads none.
+    """The column of labels among a dataset's, None where the loss reads none. Of several losses see run/parts.py.
 
     Raises:
         UsageError: there is none, and the loss cannot do without.

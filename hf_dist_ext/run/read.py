@@ -60,7 +60,8 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     given.setdefault("output_dir", str(Path("outputs", path.stem)))
     own = {one.name for one in dataclasses.fields(RunConfig)}
     config = RunConfig(**{name: value for name, value in given.items() if name in own})
-    loss = given.get("loss", "infonce" if config.task == "embedding" else None)
+    first = config.losses[0].get("loss") if config.losses else None
+    loss = given.get("loss", first or ("infonce" if config.task == "embedding" else None))
     config.loss = None if loss == "none" else loss
     training = {name: value for name, value in given.items() if name not in own}
     run = Run(path, config, training, echo, given)

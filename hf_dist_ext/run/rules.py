@@ -10,16 +10,13 @@ from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
-from hf_dist_ext.run.losses import check_loss
+from hf_dist_ext.run.losses import INFONCE_FIELDS
+from hf_dist_ext.run.parts import check_parts
 from hf_dist_ext.run.sources import check_sources
 
-INFONCE_FIELDS = (
-    "temperature learnable_temperature symmetric matryoshka_dims matryoshka_weights mask_false_negatives "
-    "false_negative_margin cross_device_negatives"
-).split()
 CONTRASTIVE_FIELDS = [
     *INFONCE_FIELDS,
-    *"gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches loss_options".split(),
+    *"gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches loss_options losses".split(),
     "label_column",
 ]
 OF_TASK = {
@@ -46,7 +43,7 @@ def check_rules(run: Run) -> None:
         if config.loss is None:
             raise UsageError('evaluations compare embeddings, but loss is null. Set "loss": "infonce" or remove them.')
         parse_evaluations(config.evaluations)
-    check_loss(config, given, INFONCE_FIELDS)
+    check_parts(config, given)
     if given.get("bf16") and given.get("fp16"):
         raise UsageError("bf16 and fp16 are both true. Keep one.")
     for name in ("bf16_full_eval", "fp16_full_eval"):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -14,25 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.config import BOUNDS, Run, RunConfig, all_fields
-from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, show
-from hf_dist_ext.run.losses import check_loss
+from hf_dist_ext.run.config import Run, RunConfig
+from hf_dist_ext.run.fields import show
+from hf_dist_ext.run.losses import INFONCE_FIELDS
+from hf_dist_ext.run.parts import (
+    ABOVE_ZERO,
+    OF_A_LOSS,
+    Part,
+    check_entry,
+    check_parts,
+    check_rows_are_alike,
+    parts_of,
+    with_loss,
+)
 
-OF_A_SOURCE = (
-    "dataset_name dataset_config_name train_split eval_split eval_dataset_name eval_holdout columns prompts id_column "
-    "label_column max_train_samples max_eval_samples"
-).split()
+OF_A_SOURCE = [
+    *"dataset_name dataset_config_name train_split eval_split eval_dataset_name eval_holdout columns prompts".split(),
+    *"id_column label_column max_train_samples max_eval_samples".split(),
+    *OF_A_LOSS,
+]
+OF_ENTRY = {"name": ((("str", None),), {}), "weight": ((("float", None),), ABOVE_ZERO)}
 # What the file can not set for all of its sources.
 OF_ONE = ("dataset_name", "dataset_config_name", "eval_dataset_name")
 
 
 @dataclass(frozen=True)
 class Source:
-    """`config`: of a run on this source alone. `weight`: None where sources are drawn by size."""
+    """`config`: of a run on this source alone. `weight`: None where sources are drawn by size. `has_own_loss`: it sets
+    fields of the loss, so that it is another one than the run's."""
 
     name: str
     weight: float | None
     config: RunConfig
+    has_own_loss: bool = False
 
 
 def sources_of(config: RunConfig) -> list[Source]:
@@ -45,11 +58,20 @@ def sources_of(config: RunConfig) -> list[Source]:
             name,
             fields.get("weight"),
             dataclasses.replace(
-                config, datasets=None, **{key: value for key, value in fields.items() if key in OF_A_SOURCE}
+                with_loss(config, fields),
+                datasets=None,
+                **{key: value for key, value in fields.items() if key in OF_A_SOURCE and key not in OF_A_LOSS},
             ),
+            any(name in OF_A_LOSS for name in fields),
         )
         for name, fields in zip(names, config.datasets or (), strict=True)
     ]
+
+
+def all_parts(config: RunConfig) -> list[Part]:
+    """The losses of a run that was checked, of all of its sources."""
+    configs = [source.config for source in sources_of(config)] or [config]
+    return [part for one in configs for part in parts_of(one)]
 
 
 def check_sources(run: Run) -> None:
@@ -86,15 +108,27 @@ def check_sources(run: Run) -> None:
         )
     if None in weights and config.streaming:
         raise UsageError("datasets with streaming=true: a stream has no size to draw by. Give every one a weight.")
-    pairs = []
-    for source in sources_of(config):
-        check_loss(source.config, {}, ())
+    pairs, sources = [], sources_of(config)
+    if given.get("loss") and all("loss" in fields for fields in config.datasets):
+        raise UsageError(f"loss={show(given['loss'])}, but every one of datasets has a loss of its own. Remove it.")
+    check_rows_are_alike([source.config for source in sources], "datasets")
+    for source, fields in zip(sources, config.datasets, strict=True):
+        if source.config.loss in (None, "none"):
+            raise UsageError(f'datasets: "{source.name}" has no loss. Give its name, such as "infonce".')
+        if source.has_own_loss or source.config.losses is None:
+            own = {name: value for name, value in fields.items() if name in OF_A_LOSS}
+            check_parts(source.config, own)
         if source.config.eval_holdout and (source.config.eval_split or source.config.eval_dataset_name):
             raise UsageError(
                 f'datasets: "{source.name}" has eval_holdout, which takes rows from its train split, and eval_split '
                 "or eval_dataset_name too. Keep one."
             )
         pairs.append(list(source.config.columns or ("query", "positive"))[:2])
+    useless = [name for name in INFONCE_FIELDS if given.get(name) is not None]
+    if useless and all(part.config.loss != "infonce" for part in all_parts(config)):
+        raise UsageError(
+            f"{useless[0]}={show(given[useless[0]])} is an option of infonce, and no dataset has that loss."
+        )
     if any(pair != pairs[0] for pair in pairs):
         other = next(pair for pair in pairs if pair != pairs[0])
         raise UsageError(
@@ -104,23 +138,7 @@ def check_sources(run: Run) -> None:
 
 
 def _check_fields(fields: Any, where: str) -> None:
-    if not isinstance(fields, dict):
-        raise UsageError(f"{where} is {kind_of(fields)}; it takes an object with a dataset_name.")
-    for name, value in fields.items():
-        if name.startswith("_"):
-            continue
-        if name in ("name", "weight"):
-            type_of, bounds = {"name": (("str", None),), "weight": (("float", None),)}[name], {"exclusiveMinimum": 0}
-        elif name in OF_A_SOURCE:
-            type_of, bounds = all_fields()[name].type, BOUNDS.get(name, {})
-        else:
-            near = difflib.get_close_matches(name, [*OF_A_SOURCE, "name", "weight"], 1, 0.5)
-            hint = f"Closest: {json.dumps(near[0])}." if near else f"A dataset takes {', '.join(OF_A_SOURCE)}."
-            raise UsageError(f"{where} has no field {json.dumps(name)}, or it holds for the whole run. {hint}")
-        if not accepts(type_of, value):
-            raise UsageError(f"{where}: {name}={show(value)} is {kind_of(value)}; it takes {describe(type_of)}.")
-        if broken := out_of_bounds(value, bounds):
-            raise UsageError(f"{where}: {name}={show(value)} {broken}.")
+    check_entry(fields, where, OF_A_SOURCE, OF_ENTRY, "dataset")
     if not fields.get("dataset_name"):
         raise UsageError(f"{where} has no dataset_name. Give a hub id or the path of a data file.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils import logging
@@ -14,6 +14,7 @@ from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
 from hf_dist_ext.data.row_check import column_kind
+from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
 from hf_dist_ext.models.backbones import load_tokenizer
@@ -23,7 +24,9 @@ from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.fields import show
-from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN, label_column
+from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN
+from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
+from hf_dist_ext.run.sources import all_parts
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs, routes, vision_language
 from hf_dist_ext.tasks.adapters import add_adapters
@@ -52,11 +55,13 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         train_dataset, eval_dataset, columns, pictures = sources.train, sources.evaluation, sources.columns, []
         if not evaluations:  # else all figures of the run are known where it is checked
             sources.check_metric(args.metric_for_best_model)
-    if image_pairs.has_towers(config):
-        if config.loss == LATE:
+    if image_pairs.has_towers(config) or routes.has_routes(config):
+        if _is_late(config):
             raise UsageError(
-                f'loss="{LATE}" reads a vector of every token, and a dual encoder gives one per row. Use a text model.'
+                f'loss="{LATE}" reads a vector of every token, and a model of two towers gives one per row. Use a '
+                "text model of one."
             )
+    if image_pairs.has_towers(config):
         texts = [column for column in columns if column not in pictures]
         processor = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
         model = image_pairs.build_towers(run, processor, columns, pictures)
@@ -97,18 +102,19 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         else:
             collator = sources.collator(make_collator, tokenizer, prompts, max_length)
             model.prompts |= sources.prompts_to_keep()
-    normalize = _scores_cosines(run, model) if config.loss in (None, *OWN) else None
+    parts = [part.config for part in all_parts(config)]
+    normalize = _scores_cosines(run, model) if any(part.loss in (None, *OWN) for part in parts) else None
     embedding_dim, adapted = model.embedding_dim, add_adapters(model, config)
     loss = build_loss(config, embedding_dim, tokenizer, collator.max_length, normalize)
-    if normalize is None:
-        if sources is None:
-            collator.label_column = label_column(config, columns_of(train_dataset))
-            collator.same_number_of_negatives = True
-        if loss.normalize:
-            _normalizes(run, model)
-        if config.loss == MATRYOSHKA:
-            model.matryoshka_dims = list(config.loss_options["matryoshka_dims"])
-    metrics = paired_of(loss) if eval_dataset is not None or not evaluations else ()
+    if sources is None:
+        collator.label_column = label_column_of(config, columns_of(train_dataset))
+        collator.same_number_of_negatives = takes_negatives_as_columns(config)
+    if normalize is None and loss.normalize:
+        _normalizes(run, model)
+    for part in parts:
+        if part.loss == MATRYOSHKA:
+            model.matryoshka_dims = list(part.loss_options["matryoshka_dims"])
+    is_judged = eval_dataset is not None or not evaluations
     return Parts(
         model=adapted,
         train_dataset=train_dataset,
@@ -117,8 +123,20 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         processing_class=processor,
         loss=loss,
         evaluations=evaluations,
-        metrics=metrics if sources is None else sources.metrics(metrics),
+        metrics=_figures(loss, sources) if is_judged else (),
     )
+
+
+def _figures(loss: Any, sources: LoadedSources | None) -> Sequence[str]:
+    """Names of an evaluation's, as a report shows them."""
+    if sources is None:
+        return paired_of(loss)
+    return sources.metrics(lambda name: paired_of(loss_of(loss, name)))
+
+
+def _is_late(config: RunConfig) -> bool:
+    """Whether rows are token vectors; all losses of a run agree in that."""
+    return any(part.config.loss == LATE for part in all_parts(config))
 
 
 def hints(run: Run) -> list[str]:
@@ -126,7 +144,7 @@ def hints(run: Run) -> list[str]:
         return [_to_load("TowerModel")]
     if image_pairs.has_towers(run.options):
         return [_to_load("TowerModel"), 'try it:   hf-dist search --model {folder} --data PICTURES "words"']
-    if run.options.loss == LATE:
+    if _is_late(run.options):
         return [
             _to_load("EmbeddingModel"),
             'try it:   from sentence_transformers import MultiVectorEncoder; model = MultiVectorEncoder("{folder}")',
@@ -297,7 +315,7 @@ def build_model(
     run: Run, processor: Any, distributed_config: Any = None, in_stages: Callable[[type], type] | None = None
 ) -> EmbeddingModel:
     config = run.options
-    pooling = {"pooling": TOKENS} if config.loss == LATE else {}  # whatever the folder says
+    pooling = {"pooling": TOKENS} if _is_late(config) else {}  # whatever the folder says
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
         "matryoshka_dims": config.matryoshka_dims, "dtype": config.dtype,

@@ -1,4 +1,4 @@
-"""The loss that a run file names, made for the run's model."""
+"""The loss that a run file names, made for the run's model: one, several added up, or one per dataset."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.losses import LATE
+from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE
+from hf_dist_ext.run.parts import parts_of
+from hf_dist_ext.run.sources import sources_of
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 
-OF_INFONCE = (
-    "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
-    "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
-)  # fmt: skip
 # Those of this project with options of their own.
 OWN = {
     "siglip": (SigmoidLoss, ("scale", "bias", "learnable", "mask_false_negatives")),
@@ -41,8 +40,29 @@ def build_loss(
     """
     if config.loss is None:
         return None
+    more = (embedding_dim, tokenizer, max_length, normalize)
+    sources = {source.name: source for source in sources_of(config)}
+    if own := {name: source.config for name, source in sources.items() if source.has_own_loss}:
+        made = {name: _sum_of_parts(of_source, *more) for name, of_source in own.items()}
+        return LossPerSource(made, None if len(own) == len(sources) else _sum_of_parts(config, *more))
+    return _sum_of_parts(config, *more)
+
+
+def _sum_of_parts(config: RunConfig, *more: Any) -> nn.Module:
+    parts = parts_of(config)
+    made = {part.name: _build(part.config, *more) for part in parts}
+    return made[parts[0].name] if config.losses is None else SumOfLosses(made, {p.name: p.weight for p in parts})
+
+
+def _build(
+    config: RunConfig,
+    embedding_dim: int,
+    tokenizer: Any,
+    max_length: int | Mapping[str, int] | None,
+    normalize: bool | None,
+) -> nn.Module:
     if config.loss == "infonce":
-        return InfoNCELoss(**{name: getattr(config, name) for name in OF_INFONCE}, normalize=normalize)
+        return InfoNCELoss(**{name: getattr(config, name) for name in INFONCE_FIELDS}, normalize=normalize)
     options = config.loss_options or {}
     if config.loss in OWN:
         kind, known = OWN[config.loss]

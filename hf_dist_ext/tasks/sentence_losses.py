@@ -65,7 +65,6 @@ class SentenceTransformersLoss(nn.Module):
         self.stand_in = _StandIn("sentence", embedding_dim, tokenizer, max_length)
         self._guide_rows = options.pop("guide_batch_size", GUIDE_ROWS)
         self.loss = self._made(name, options)
-        self.innermost = self.loss.loss if type(self.loss).__name__ == MATRYOSHKA else self.loss
         self.name = type(self.innermost).__name__
         self._guides: list[_Guide] = []  # a list keeps the guide's weights from being parameters of this loss
         if hasattr(self.innermost, "guide"):
@@ -74,6 +73,11 @@ class SentenceTransformersLoss(nn.Module):
             self.innermost.must_retokenize = False  # the features hold the guide's embeddings, whoever made them
             self.innermost.similarity_fct = _Cosines()
             self.targets_of = self._guides[0].embed
+
+    @property
+    def innermost(self) -> nn.Module:
+        """The loss itself, inside of MatryoshkaLoss too. No attribute: its parameters would be saved twice."""
+        return self.loss.loss if type(self.loss).__name__ == MATRYOSHKA else self.loss
 
     @property
     def normalize(self) -> bool:

@@ -15,7 +15,7 @@ from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollat
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.losses import OWN, label_column
+from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import Source, sources_of
 
 
@@ -59,9 +59,9 @@ class LoadedSources:
                 f'Put the name of one in front: "{name}_{metric.removeprefix("eval_")}".'
             )
 
-    def metrics(self, of_one: Sequence[str]) -> tuple[str, ...]:
-        """The names of an evaluation's figures, by source."""
-        return tuple(f"{name}_{metric}" for name in self.evaluation or () for metric in of_one)
+    def metrics(self, of_one: Callable[[str], Sequence[str]]) -> tuple[str, ...]:
+        """The names of an evaluation's figures, by source. `of_one`: those of a source."""
+        return tuple(f"{name}_{metric}" for name in self.evaluation or () for metric in of_one(name))
 
     def collator(
         self, make: Callable[..., ContrastiveCollator], tokenizer: Any, prompts: Mapping[str, str], max_length: Any
@@ -80,8 +80,8 @@ class LoadedSources:
                 own,
                 lengths,
                 one.source.config.id_column,
-                label_column=label_column(one.source.config, columns_of(one.train)),
-                same_number_of_negatives=self.config.loss not in OWN,
+                label_column=label_column_of(one.source.config, columns_of(one.train)),
+                same_number_of_negatives=takes_negatives_as_columns(one.source.config),
             )
         return MixtureCollator(collators, make(tokenizer, self.columns, prompts, max_length))
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_dist_ext.engine.combined_losses import LossPerSource
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.token_vectors import Compared, of_prediction, scores_of
 
@@ -147,6 +148,8 @@ def paired_of(loss: Any) -> Sequence[str]:
 
 def names_of_paired(rows: Any, compute_metrics: Any) -> Sequence[str] | None:
     """What the evaluation of rows logs, without "eval_"; None: whatever a `compute_metrics` of the user's gives."""
+    if isinstance(rows, Mapping) and isinstance(compute_metrics, MetricsOfSources):
+        return [f"{name}_{one}" for name in rows for one in ("loss", *compute_metrics.names(name))]
     if isinstance(rows, Mapping):  # each is evaluated alone
         of_each = {name: names_of_paired(one, compute_metrics) for name, one in rows.items()}
         return None if None in of_each.values() else [f"{name}_{one}" for name in of_each for one in of_each[name]]
@@ -165,8 +168,26 @@ def labels_of_rows(loss: Any, facts: Any, anchor: str, positive: str, rows: torc
     return ids_of_rows(facts.ids, anchor, positive, rows)
 
 
+class MetricsOfSources:
+    """The `compute_metrics` of a `DistTrainer` with a loss per source, each of which is evaluated alone: its labels
+    are ids of rows, or what people said of pairs."""
+
+    def __init__(self, losses: LossPerSource):
+        self.losses = losses
+        self._ranked = partial(metrics_of_prediction, normalizes=similarity_of(losses) == "cosine")
+
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        is_rated = prediction.label_ids.ndim == 1 and np.issubdtype(prediction.label_ids.dtype, np.floating)
+        return metrics_of_rated_pairs(prediction) if is_rated else self._ranked(prediction)
+
+    def names(self, source: str) -> Sequence[str]:
+        return paired_of(self.losses.of(source))
+
+
 def of_loss(loss: Any) -> Callable[[Any], dict[str, float]]:
     """The `compute_metrics` of a `DistTrainer` with this loss: of rated pairs a correlation, else retrieval's."""
+    if isinstance(loss, LossPerSource):
+        return MetricsOfSources(loss)
     if getattr(loss, "rates_pairs", False):
         return metrics_of_rated_pairs
     return partial(metrics_of_prediction, normalizes=similarity_of(loss) == "cosine")

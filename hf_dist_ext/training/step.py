@@ -22,8 +22,9 @@ from torch import nn
 from hf_dist_ext.checkpoints.loss_state import loss_parameters
 from hf_dist_ext.data.collator import RESERVED
 from hf_dist_ext.data.epoch_order import StandIn
-from hf_dist_ext.data.mixture import SOURCE
+from hf_dist_ext.data.mixture import SOURCE, source_of
 from hf_dist_ext.engine.chunks import Chunk
+from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.engine.gradient_cache import (
     SCORE,
     WHOLE_PASS,
@@ -54,6 +55,7 @@ class RowFacts(NamedTuple):
 
     ids: Mapping[str, torch.Tensor] | None
     targets: Mapping[str, torch.Tensor]
+    source: str | None = None  # of the batch, where there are several
 
 
 class Scored(NamedTuple):
@@ -116,6 +118,8 @@ class EmbeddingStep:
         step = self._healed(model, batch, facts, earlier)
         self._gradients_are_used = is_last
         if is_last:
+            for parameter in own:  # of a loss of other sources: on every number of processes its gradient is zero
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             strategy.finish_update(own)
         return step, self.layout
 
@@ -154,7 +158,7 @@ class EmbeddingStep:
 
         def score(embeddings: dict[str, Output]):
             if is_measured:
-                budget.reserve(layout.loss_bytes(self.loss, max(map(row_size, embeddings.values()))))
+                budget.reserve(layout.loss_bytes(self._loss_of(facts), max(map(row_size, embeddings.values()))))
             return self._score(embeddings, facts, layout.counts)
 
         with budget.measured_step() if is_measured else nullcontext():
@@ -213,7 +217,7 @@ class EmbeddingStep:
         layout = self.sizes.cut(batch, is_first=False)
         embeddings = self._encoded(model, layout)
         loss, _ = self._score(embeddings, facts, layout.counts)
-        return Scored(loss, {name: compared(embeddings[name], self.loss) for name in batch}, facts)
+        return Scored(loss, {name: compared(embeddings[name], self._loss_of(facts)) for name in batch}, facts)
 
     def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, Compared]:
         """column -> (rows, D) in float32, or token vectors of rows, of a batch on the device. Every rank calls it,
@@ -247,17 +251,21 @@ class EmbeddingStep:
 
     def _with_own_targets(self, batch: Batch, facts: RowFacts) -> RowFacts:
         """What a loss wants to know of the features themselves, such as a frozen guide's embeddings: once per step."""
-        if not hasattr(self.loss, "targets_of"):
+        loss = self._loss_of(facts)
+        if not hasattr(loss, "targets_of"):
             return facts
-        return facts._replace(targets={**facts.targets, **self.loss.targets_of(batch)})
+        return facts._replace(targets={**facts.targets, **loss.targets_of(batch)})
+
+    def _loss_of(self, facts: RowFacts) -> Callable:
+        return loss_of(self.loss, facts.source)
 
     def _score(self, embeddings: dict[str, Output], facts: RowFacts, counts: dict[str, list[int]]):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/epoch_order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
         anchor, ranks = next(iter(embeddings)), self.strategy().rows
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
-        everyone, row_offset, (ids, targets) = None, 0, facts
-        if ranks.size > 1 and getattr(self.loss, "cross_device_negatives", True):
+        everyone, row_offset, (ids, targets, _), scores = None, 0, facts, self._loss_of(facts)
+        if ranks.size > 1 and getattr(scores, "cross_device_negatives", True):
             rows = {name: each(embeddings[name], lambda one, n=own[name]: one[:n]) for name in embeddings}
             everyone = GatheredColumns(ranks, rows, counts)
             row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
@@ -266,12 +274,12 @@ class EmbeddingStep:
                 ids = ranks.gather_ids(ids, counts, anchor)
             targets = ranks.gather_targets(targets, counts, anchor)
         more = {"targets": targets} if targets else {}
-        if more and "targets" not in inspect.signature(getattr(self.loss, "forward", self.loss)).parameters:
+        if more and "targets" not in inspect.signature(getattr(scores, "forward", scores)).parameters:
             raise UsageError(
-                f"the batch has targets ({', '.join(targets)}), which {type(self.loss).__name__} does not read: it "
+                f"the batch has targets ({', '.join(targets)}), which {type(scores).__name__} does not read: it "
                 "has no argument `targets`. Leave out label_column, or use a loss that reads labels."
             )
-        output = self.loss(embeddings, everyone, row_offset=row_offset, ids=ids, **more)
+        output = scores(embeddings, everyone, row_offset=row_offset, ids=ids, **more)
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()
@@ -292,7 +300,7 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tenso
         raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
     ids = inputs.get("ids")
     ids = ids if ids is None else {name: values for name, values in ids.items() if name not in NOT_OF_LOSS}
-    return columns, RowFacts(ids, inputs.get("targets") or {})
+    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs))
 
 
 def _shape_of(inputs: Any) -> str:

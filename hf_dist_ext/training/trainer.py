@@ -34,6 +34,7 @@ from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sampling import sampler_without_duplicates
 from hf_dist_ext.data.source_order import sampler_of_sources
 from hf_dist_ext.engine.budget import ChunkBudget
+from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.failures import activity
 from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
@@ -702,7 +703,7 @@ class DistTrainer(Trainer):
         if prediction_loss_only:
             return loss, None, None
         anchor, positive, *_ = embeddings
-        labels = metrics.labels_of_rows(self.loss, facts, anchor, positive, embeddings[anchor])
+        labels = metrics.labels_of_rows(loss_of(self.loss, facts.source), facts, anchor, positive, embeddings[anchor])
         return loss, (as_prediction(embeddings[anchor]), as_prediction(embeddings[positive])), labels
 
     # ---- logging ----

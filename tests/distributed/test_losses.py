@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dist_ext.engine.combined_losses import SumOfLosses
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -54,6 +56,7 @@ BY_NAME = {
     "GISTEmbedLoss": (3, None, {"temperature": 0.1}),
     "siglip": (3, None, {}),
     "MatryoshkaLoss": (2, "score", {"loss": "CoSENTLoss", "matryoshka_dims": [8, 3]}),
+    "sum": (3, "score", {}),
 }
 
 
@@ -75,6 +78,9 @@ def made(name: str) -> nn.Module:
     options = BY_NAME[name][2]
     if name == "GISTEmbedLoss":
         options = options | {"guide": Guide(), "tokenizer": Guide.tokenizer, "max_length": 24}
+    if name == "sum":
+        parts = {"infonce": InfoNCELoss(0.5, learnable_temperature=True), "tuples": made("AnglELoss")}
+        return SumOfLosses(parts, {"tuples": 0.3}).double()
     if name == "siglip":
         return SigmoidLoss(bias=-2.0).double()
     return SentenceTransformersLoss(name, WIDTH, **options).double()
@@ -126,7 +132,7 @@ def run(folder, processes: int, names: list[str], chunk: int | None) -> str:
 def test_losses_by_name_are_of_the_global_batch(tmp_path):
     """In the second update the rows of the first process make one chunk and those of the other one two: DDP orders its
     buckets anew there, and must not do it inside of a forward."""
-    compare(tmp_path, ["CoSENTLoss", "EmbedDistillLoss", "GISTEmbedLoss", "siglip"], "ddp", 2, chunk=5)
+    compare(tmp_path, ["CoSENTLoss", "EmbedDistillLoss", "GISTEmbedLoss", "siglip", "sum"], "ddp", 2, chunk=5)
 
 
 @pytest.mark.slow

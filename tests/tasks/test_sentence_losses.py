@@ -11,6 +11,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 
+from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
@@ -371,3 +372,12 @@ def test_a_run_file_trains_the_sigmoid_loss_and_keeps_its_scale_and_bias(main, r
     assert found[0] == pytest.approx((5.0, -3.0)) and len(set(found)) == 4
     saved = load_file(tmp_path / "out" / "checkpoint-4" / "loss.safetensors")
     assert saved.keys() == {"log_scale", "bias"} and abs(saved["bias"] - found[-1][1]) > 1e-3
+
+
+def test_parameters_of_a_loss_are_saved_once_and_read_back(tmp_path):
+    first, second = (SentenceTransformersLoss("EmbedDistillLoss", WIDTH, projection_dim=5) for _ in range(2))
+    save_loss(first, tmp_path)
+    load_loss(second, str(tmp_path))
+    state = first.state_dict()
+    assert len(state) == len(list(first.parameters())) > 0
+    assert all(second.state_dict()[name].equal(value) for name, value in state.items())

@@ -157,7 +157,7 @@ def first(**fields):
         ({"streaming": True}, "a stream has no size to draw by"),
         ({"datasets": first(columsn={"query": "q"})}, 'has no field "columsn".* Closest: "columns"'),
         ({"datasets": first(learning_rate=1e-3)}, 'has no field "learning_rate", or it holds for the whole run'),
-        ({"datasets": first(loss="infonce")}, 'has no field "loss", or it holds for the whole run'),
+        ({"datasets": first(gradient_cache_chunk_size=2)}, "or it holds for the whole run"),
         ({"datasets": first(prompts="search")}, r'datasets\[0\]: prompts="search" is text'),
         ({"datasets": first(dataset_name="")}, r"datasets\[0\] has no dataset_name"),
         ({"datasets": first(name="code")}, r'datasets\[2\] is called "code", and so is datasets\[0\]'),

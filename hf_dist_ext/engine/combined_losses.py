@@ -1,0 +1,130 @@
+"""Several losses in a run: added up over the same rows, or one for each source of batches.
+
+    SumOfLosses({"infonce": InfoNCELoss(), "cosent": other}, {"infonce": 1.0, "cosent": 0.3})
+    LossPerSource({"nli": InfoNCELoss()}, InfoNCELoss(temperature=0.02))      # batches of "nli", and all others
+
+Parameters of all of them train. How rows are compared in an evaluation is as the first loss says.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_dist_ext.engine.losses import LossOutput
+
+
+class _Losses(nn.Module):
+    """What whoever runs a loss asks of it, asked of all."""
+
+    def __init__(self, losses: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        # A prefix, since a module can not be called as a method is.
+        self.losses = nn.ModuleDict({f"of_{name}": loss for name, loss in losses.items()})
+
+    @property
+    def _all(self) -> list[nn.Module]:
+        return list(self.losses.values())
+
+    @property
+    def normalize(self) -> bool:
+        return bool(getattr(self._all[0], "normalize", False))
+
+    @property
+    def similarity(self) -> str | None:
+        return getattr(self._all[0], "similarity", None)
+
+    @property
+    def compares_all_pairs(self) -> bool:
+        return any(getattr(loss, "compares_all_pairs", False) for loss in self._all)
+
+    @property
+    def cross_device_negatives(self) -> bool:
+        return any(getattr(loss, "cross_device_negatives", True) for loss in self._all)
+
+    @property
+    def tile_halvings(self) -> int:
+        return max(getattr(loss, "tile_halvings", 0) for loss in self._all)
+
+    @tile_halvings.setter
+    def tile_halvings(self, halvings: int) -> None:
+        for loss in self._all:
+            if hasattr(loss, "tile_halvings"):
+                loss.tile_halvings = halvings
+
+
+class SumOfLosses(_Losses):
+    """The sum of losses over the same rows, each times its weight.
+
+    losses: name -> a loss as `InfoNCELoss`. weights: name -> factor; a loss that is not named has 1.
+    """
+
+    def __init__(self, losses: Mapping[str, nn.Module], weights: Mapping[str, float] | None = None) -> None:
+        super().__init__(losses)
+        self.weights = {name: (weights or {}).get(name, 1.0) for name in losses}
+
+    @property
+    def rates_pairs(self) -> bool:
+        return bool(getattr(self._all[0], "rates_pairs", False))
+
+    def targets_of(self, batch: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What the losses want to know of the features themselves."""
+        found: dict[str, Tensor] = {}
+        for loss in self._all:
+            if hasattr(loss, "targets_of"):
+                found |= loss.targets_of(batch)
+        return found
+
+    def forward(
+        self,
+        own: Mapping[str, Tensor],
+        everyone: Mapping[str, Tensor] | None = None,
+        row_offset: int = 0,
+        ids: Mapping[str, Tensor] | None = None,
+        targets: Mapping[str, Tensor] | None = None,
+    ) -> LossOutput:
+        """Arguments as of `InfoNCELoss`; `targets` go to the losses that read them. As metrics each loss without its
+        weight, `infonce_loss`, and its own with its name in front, `infonce_accuracy`."""
+        total, metrics = 0.0, {}
+        for name, weight in self.weights.items():
+            loss = self.losses[f"of_{name}"]
+            more = {"targets": targets} if targets and _reads_targets(loss) else {}
+            part = loss(own, everyone, row_offset=row_offset, ids=ids, **more)
+            total = total + weight * part.loss
+            metrics[f"{name}_loss"] = part.loss.detach()
+            metrics |= {f"{name}_{metric}": value for metric, value in part.metrics.items()}
+        return LossOutput(total, metrics)
+
+    def extra_repr(self) -> str:
+        return f"weights={self.weights}"
+
+
+class LossPerSource(_Losses):
+    """Batches of a source have its loss. A batch is of one source on every process.
+
+    losses: source -> a loss. default: of all other sources.
+    """
+
+    def __init__(self, losses: Mapping[str, nn.Module], default: nn.Module | None = None) -> None:
+        super().__init__(losses if default is None else {**losses, "": default})
+        self.has_default = default is not None
+
+    def of(self, source: str | None) -> nn.Module:
+        """Raises KeyError for a source without a loss."""
+        key = f"of_{source}"
+        return self.losses["of_" if self.has_default and key not in self.losses else key]
+
+    def forward(self, *arguments: Any, **options: Any) -> LossOutput:
+        raise TypeError("a LossPerSource is of no one source: call of(source)")
+
+
+def loss_of(loss: Any, source: str | None) -> Any:
+    """The loss of a source's batches."""
+    return loss.of(source) if isinstance(loss, LossPerSource) else loss
+
+
+def _reads_targets(loss: nn.Module) -> bool:
+    return "targets" in inspect.signature(loss.forward).parameters

@@ -1,0 +1,125 @@
+"""`losses` of a run file: several losses that are added up, each with a weight and loss fields over those of the file.
+
+"losses": [{"loss": "infonce", "temperature": 0.02}, {"loss": "CoSENTLoss", "weight": 0.3, "loss_options": {...}}]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.config import BOUNDS, RunConfig, all_fields
+from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, show
+from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, OWN, check_loss, label_column, reads_label
+
+# What one of several losses, or a dataset, sets for itself; what all processes see is of the whole run.
+OF_A_LOSS = ("loss", "loss_options", *(name for name in INFONCE_FIELDS if name != "cross_device_negatives"))
+ABOVE_ZERO = {"exclusiveMinimum": 0}
+
+
+@dataclass(frozen=True)
+class Part:
+    """`name`: of its figures in the log. `config`: of a run with this loss alone."""
+
+    name: str
+    weight: float
+    config: RunConfig
+
+
+def parts_of(config: RunConfig) -> list[Part]:
+    """The losses of a run that was checked; one without `losses`."""
+    if config.losses is None:
+        return [Part(config.loss or "", 1.0, config)]
+    parts: list[Part] = []
+    for fields in config.losses:
+        name, number = fields["loss"], 1 + sum(part.config.loss == fields["loss"] for part in parts)
+        parts.append(
+            Part(name if number == 1 else f"{name}_{number}", fields.get("weight", 1.0), with_loss(config, fields))
+        )
+    return parts
+
+
+def with_loss(config: RunConfig, fields: Mapping[str, Any]) -> RunConfig:
+    """The config with the loss that an entry of `losses` or `datasets` says."""
+    own = {name: fields[name] for name in OF_A_LOSS if name in fields}
+    if "loss" in own:
+        own = {"losses": None, "loss_options": None} | own
+    return dataclasses.replace(config, **own)
+
+
+def label_column_of(config: RunConfig, available: Iterable[str]) -> str | None:
+    """The column of labels among a dataset's, None where no loss reads one. Raises UsageError as `label_column`."""
+    available = list(available)
+    return next(filter(None, (label_column(part.config, available) for part in parts_of(config))), None)
+
+
+def takes_negatives_as_columns(config: RunConfig) -> bool:
+    """Whether a loss takes the first, second, ... negatives of all rows as a column each."""
+    return any(part.config.loss not in (None, "", *OWN) for part in parts_of(config))
+
+
+def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
+    """UsageError for the first thing that is wrong with the loss, or with `losses`. `given`: the run's fields, or
+    those of one dataset."""
+    if config.losses is None:
+        check_loss(config, given, INFONCE_FIELDS)
+        return
+    if not config.losses:
+        raise UsageError("losses=[] is empty. Give at least one, or loss.")
+    for name in ("loss", "loss_options"):
+        if given.get(name) is not None:
+            raise UsageError(f"{name}={show(given[name])} beside losses: set it in the entries of losses.")
+    if given.get("cross_device_negatives") is False:
+        raise UsageError("cross_device_negatives=false with losses: all of them see the rows of all processes.")
+    for index, fields in enumerate(config.losses):
+        where = f"losses[{index}]"
+        check_entry(fields, where, OF_A_LOSS, {"weight": ((("float", None),), ABOVE_ZERO)}, "loss")
+        if not isinstance(fields.get("loss"), str) or fields["loss"] == "none":
+            raise UsageError(f'{where} has no loss. Give its name, such as "infonce".')
+    parts = parts_of(config)
+    for part, fields in zip(parts, config.losses, strict=True):
+        check_loss(dataclasses.replace(part.config, label_column=None), fields, INFONCE_FIELDS)
+    if config.label_column and not any(reads_label(part.config.loss, part.config.loss_options) for part in parts):
+        raise UsageError(f"label_column={show(config.label_column)}: none of losses reads a label. Remove it.")
+    check_rows_are_alike([part.config for part in parts], "losses")
+    useless = [name for name in INFONCE_FIELDS if given.get(name) is not None]
+    if useless and all(part.config.loss != "infonce" for part in parts):
+        raise UsageError(f"{useless[0]}={show(given[useless[0]])} is an option of infonce, and losses has none.")
+
+
+def check_rows_are_alike(configs: Sequence[RunConfig], field: str) -> None:
+    """A model gives one vector per row, or one per token."""
+    others = [config.loss for config in configs if config.loss != LATE]
+    if 0 < len(others) < len(configs):
+        raise UsageError(
+            f'{field}: "{LATE}" reads a vector of every token, and "{others[0]}" one of every row; a model gives one '
+            "of the two. Train them apart."
+        )
+
+
+def check_entry(fields: Any, where: str, known: Sequence[str], own: Mapping[str, tuple[Any, Any]], what: str) -> None:
+    """UsageError for an entry of a list that is no object, or has a field of another name or type. known: names of
+    fields of a run; own: others, name -> (type, bounds)."""
+    if not isinstance(fields, dict):
+        needed = "dataset_name" if what == "dataset" else what
+        raise UsageError(f"{where} is {kind_of(fields)}; it takes an object with a {needed}.")
+    for name, value in fields.items():
+        if name.startswith("_"):
+            continue
+        if name in own:
+            type_of, bounds = own[name]
+        elif name in known:
+            type_of, bounds = all_fields()[name].type, BOUNDS.get(name, {})
+        else:
+            near = difflib.get_close_matches(name, [*known, *own], 1, 0.5)
+            hint = f"Closest: {json.dumps(near[0])}." if near else f"A {what} takes {', '.join(known)}."
+            raise UsageError(f"{where} has no field {json.dumps(name)}, or it holds for the whole run. {hint}")
+        if not accepts(type_of, value):
+            raise UsageError(f"{where}: {name}={show(value)} is {kind_of(value)}; it takes {describe(type_of)}.")
+        if broken := out_of_bounds(value, bounds):
+            raise UsageError(f"{where}: {name}={show(value)} {broken}.")

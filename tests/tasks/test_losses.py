@@ -1,0 +1,126 @@
+"""Several losses in a run file: added up over the same rows, or one for each of several datasets."""
+
+import json
+
+import pytest
+
+from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.choose import make_plan
+from hf_dist_ext.planner.devices import hardware_of
+from hf_dist_ext.run.read import load_run
+from hf_dist_ext.tasks.losses import build_loss
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.test_train_script import main, run_file  # noqa: F401, fixtures
+from tests.tiny_models import WORDS
+
+RATED = [{"query": f"{w} {i}", "positive": f"text {w}", "score": i % 5 / 4} for i, w in enumerate(WORDS * 3)]
+SUM = [{"loss": "infonce", "temperature": 0.1}, {"loss": "CoSENTLoss", "weight": 0.3, "loss_options": {"scale": 5.0}}]
+PLAIN = {"learnable_temperature": ..., "columns": ..., "prompts": ...}
+
+
+def written(folder, name: str, rows: list[dict]) -> str:
+    (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / f"{name}.jsonl")
+
+
+def lines_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def made(monkeypatch) -> list:
+    """The losses of the trainers that are made."""
+    found, init = [], DistTrainer.__init__
+
+    def noting(self, *arguments, **options):
+        found.append(options["loss"])
+        init(self, *arguments, **options)
+
+    monkeypatch.setattr(DistTrainer, "__init__", noting)
+    return found
+
+
+def test_losses_are_added_up_with_their_weights_and_each_is_logged(main, run_file, made, tmp_path):  # noqa: F811
+    file = run_file(losses=SUM, dataset_name=written(tmp_path, "rated", RATED), **PLAIN)
+    main(["--config", file])
+    (loss,) = made
+    assert isinstance(loss, SumOfLosses) and loss.weights == {"infonce": 1.0, "CoSENTLoss": 0.3}
+    assert loss.losses["of_infonce"].temperature == pytest.approx(0.1)
+    lines = [line for line in lines_of(tmp_path) if "loss" in line]
+    assert len(lines) == 3
+    for line in lines:
+        total = line["infonce_loss"] + 0.3 * line["CoSENTLoss_loss"]
+        assert line["loss"] == pytest.approx(total, rel=1e-3) and 0 <= line["infonce_accuracy"] <= 1
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert "mrr@10" in report["after"], "evaluations follow the first loss"
+
+
+def test_each_dataset_has_its_loss_and_its_figures(main, run_file, made, tmp_path):  # noqa: F811
+    pairs = [{"query": f"{w} {i}", "positive": f"read {w} {i}"} for i, w in enumerate(WORDS * 3)]
+    sources = [
+        {"dataset_name": written(tmp_path, "pairs", pairs), "eval_holdout": 8},
+        {"dataset_name": written(tmp_path, "rated", RATED), "eval_holdout": 8, "loss": "CoSENTLoss"},
+        {"dataset_name": written(tmp_path, "sharp", pairs), "temperature": 0.2, "learnable_temperature": True},
+    ]
+    file = run_file(
+        datasets=sources, dataset_name=..., eval_holdout=..., temperature=0.1, num_train_epochs=1, max_steps=...,
+        batch_size=8, save_strategy="steps", save_steps=4, **PLAIN,
+    )  # fmt: skip
+    main(["--config", file])
+    (loss,) = made
+    assert isinstance(loss, LossPerSource) and loss.of("rated").name == "CoSENTLoss"
+    assert loss.of("pairs").fixed_temperature == 0.1 and loss.of("sharp").log_inverse_temperature is not None
+    assert (tmp_path / "out" / "checkpoint-4" / "loss.safetensors").is_file()
+    lines = lines_of(tmp_path)
+    for name, has in (("pairs", "accuracy"), ("sharp", "accuracy"), ("rated", None)):
+        of_source = [line for line in lines if f"loss_{name}" in line]
+        assert of_source and all((has in line) if has else "accuracy" not in line for line in of_source)
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    figures = {name for name, value in report["after"].items() if value is not None}
+    assert "rated_spearman_cosine" in figures and "pairs_mrr@10" in figures and "rated_mrr@10" not in figures
+
+
+LATE = {"loss": "late_interaction"}
+SOURCE = {"dataset_name": "code-search"}
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"losses": []}, "losses=\\[\\] is empty"),
+    ({"losses": SUM, "loss": "infonce"}, 'loss="infonce" beside losses'),
+    ({"losses": SUM, "loss_options": {"scale": 2}}, "loss_options=.* beside losses"),
+    ({"losses": [{"weight": 1.0}]}, "losses\\[0\\] has no loss"),
+    ({"losses": [{"loss": "infonce", "weight": 0}]}, "losses\\[0\\]: weight=0 must be above 0"),
+    ({"losses": [{"loss": "infonce", "wieght": 2}]}, 'has no field "wieght", .* Closest: "weight"'),
+    ({"losses": [{"loss": "infonces"}]}, 'loss="infonces" is no loss'),
+    ({"losses": [{"loss": "CoSENTLoss", "temperature": 0.1}]}, "temperature=0.1 is an option of infonce"),
+    ({"losses": [{"loss": "CoSENTLoss"}], "temperature": 0.1}, "is an option of infonce, and losses has none"),
+    ({"losses": [{"loss": "infonce"}, LATE]}, '"late_interaction" reads a vector of every token'),
+    ({"losses": [{"loss": "infonce"}], "label_column": "score"}, "none of losses reads a label"),
+    ({"losses": SUM, "cross_device_negatives": False}, "cross_device_negatives=false with losses"),
+    ({"datasets": [SOURCE | {"name": "a"}, SOURCE | LATE | {"name": "b"}]}, "datasets: .*reads a vector of every"),
+    ({"datasets": [SOURCE | {"loss": "siglip"}], "loss": "infonce"}, "every one of datasets has a loss of its own"),
+    ({"datasets": [SOURCE | {"loss": "siglip"}], "symmetric": True}, "symmetric=true is an option of infonce, and no"),
+    ({"datasets": [SOURCE | {"loss": "none"}]}, 'datasets: "code_search" has no loss'),
+    ({"datasets": [SOURCE | {"loss": "TripletLoss", "label_column": "a"}]}, "TripletLoss reads no label"),
+])  # fmt: skip
+def test_what_can_not_be_is_refused_before_anything_is_read(fields, message, run_file):  # noqa: F811
+    more = {"dataset_name": ..., "eval_holdout": ...} if "datasets" in fields else {}
+    with pytest.raises(UsageError, match=message):
+        load_run(["--config", run_file(**PLAIN | more | fields)])
+
+
+def test_two_of_the_same_loss_have_different_names(run_file):  # noqa: F811
+    twice = [{"loss": "infonce"}, {"loss": "infonce", "temperature": 0.5, "weight": 2}]
+    options = load_run(["--config", run_file(losses=twice, **PLAIN)]).options
+    loss = build_loss(options, 8, None, None, True)
+    assert loss.weights == {"infonce": 1.0, "infonce_2": 2} and loss.losses["of_infonce_2"].fixed_temperature == 0.5
+
+
+def test_a_plan_counts_a_loss_that_compares_all_pairs(run_file):  # noqa: F811
+    def held(**fields) -> float:
+        run = load_run(["--config", run_file(batch_size=2048, **PLAIN, **fields)])
+        return make_plan(run, hardware_of(1, 8.0, 1, None)).options[0].given.embeddings
+
+    whole = held(losses=[{"loss": "siglip"}, {"loss": "MultipleNegativesRankingLoss"}])
+    assert whole > 1.3 * held(losses=[{"loss": "siglip"}, {"loss": "infonce"}])
