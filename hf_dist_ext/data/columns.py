@@ -6,6 +6,7 @@ The order of the columns of a run has a meaning: the first is the query, the sec
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def columns_of(dataset: AnyDataset) -> list[str]:
 def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], name: str) -> dict[str, Source]:
     """Our column name -> the dataset's column or columns, all of which exist."""
     if columns is None:
-        columns = {column: column for column in DEFAULT_COLUMNS if column in available}
+        columns = _default_columns(available)
         if len(columns) < NUM_PAIR_COLUMNS or list(columns)[1] != "positive":
             raise UsageError(
                 f"{name} has the columns {', '.join(available)}, not query and positive. "
@@ -66,6 +67,17 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
         for dataset_column in [source] if isinstance(source, str) else source:
             require_column(dataset_column, available, name, f'columns["{column}"]')
     return dict(columns)
+
+
+def _default_columns(available: list[str]) -> dict[str, Source]:
+    """Ours, or those of sentence-transformers: anchor for query, and negative_1, negative_2, ... in their order."""
+    columns: dict[str, Source] = {column: column for column in DEFAULT_COLUMNS if column in available}
+    if "query" not in columns and "anchor" in available:
+        columns = {"query": "anchor"} | columns
+    numbered = [column for column in available if re.fullmatch(r"negative_\d+", column)]
+    if numbered and "negative" not in columns:
+        columns["negative"] = sorted(numbered, key=lambda column: int(column.rpartition("_")[2]))
+    return columns
 
 
 def check_parts(column: str, source: Mapping[str, str], available: list[str], name: str) -> None:

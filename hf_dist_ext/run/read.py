@@ -25,7 +25,7 @@ from hf_dist_ext.run.fields import Type, accepts, describe, from_text, kind_of, 
 from hf_dist_ext.run.files import YAML, read_fields
 from hf_dist_ext.run.help import help_text
 from hf_dist_ext.run.rules import check_rules
-from hf_dist_ext.run.short_names import GONE, SHORT_BOUNDS, SHORT_NAMES, in_long_names
+from hf_dist_ext.run.short_names import MEANINGS, SHORT_BOUNDS, SHORT_NAMES, in_long_names
 from hf_dist_ext.run.stages import plan_stages
 
 
@@ -112,7 +112,7 @@ def _type_of(name: str, origin: str) -> Type:
     if name in all_fields():
         return all_fields()[name].type
     near = difflib.get_close_matches(name, [*all_fields(), *SHORT_NAMES], 1, 0.5)
-    hint = GONE.get(name) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
+    hint = MEANINGS.get(name) or (f"Closest: {json.dumps(near[0])}." if near else "See --help for all fields.")
     raise UsageError(f'Unknown field {json.dumps(name)} in {origin}. {hint} (A comment begins with "_".)')
 
 

@@ -44,6 +44,11 @@ def check_rules(run: Run) -> None:
             raise UsageError('evaluations compare embeddings, but loss is null. Set "loss": "infonce" or remove them.')
         parse_evaluations(config.evaluations)
     check_parts(config, given)
+    if config.normalize and config.temperature >= 10:
+        raise UsageError(
+            f"temperature={show(config.temperature)} would make all cosines (-1 to 1) nearly equal. "
+            f"Is it a scale, as elsewhere? Then set temperature to 1 / scale: {1 / config.temperature:.4g}."
+        )
     if given.get("bf16") and given.get("fp16"):
         raise UsageError("bf16 and fp16 are both true. Keep one.")
     for name in ("bf16_full_eval", "fp16_full_eval"):

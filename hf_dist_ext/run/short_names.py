@@ -128,13 +128,75 @@ PRESET_SHORT_NAMES = {
     "zero3": "deepspeed_zero3",
 }
 
-# What people still type that is gone from TrainingArguments without a field of the same meaning.
-GONE = {
+# What people type that is no field, answered by its meaning: of earlier TrainingArguments, of sentence-transformers,
+# FlagEmbedding, GradCache, TRL, LLaMA-Factory, axolotl and LLaVA's scripts call it.
+_LENGTH = "Use max_length: one number, or one for each column."
+_ROWS = "Use dataset_name: a file, a folder or a hub id."
+_CHUNK = "Use gradient_cache_chunk_size: the rows of a batch that are in memory at a time."
+_GLOBAL = (
+    "Every row's negatives are those of the whole batch, of all devices; remove it (cross_device_negatives: false)."
+)
+_ATTENTION = 'Use "attn_implementation": "flash_attention_2".'
+_NEGATIVES = 'Map columns of negatives: "columns": {"query": "...", "positive": "...", "negative": ["...", "..."]}.'
+MEANINGS = {
     "evaluation_strategy": "Use eval_strategy.",
     "group_by_length": 'Use "train_sampling_strategy": "group_by_length".',
     "logging_dir": "Logs go to output_dir/runs; the environment variable TENSORBOARD_LOGGING_DIR moves them.",
     "no_cuda": 'Use "use_cpu": true.',
     "save_safetensors": "Weights are always saved as safetensors; remove it.",
+    "lr": "Use learning_rate.",
+    "mini_batch_size": _CHUNK,
+    "scale": "Use temperature, which is 1 / scale: 0.05 for a scale of 20.",
+    "gather_across_devices": _GLOBAL,
+    "batch_sampler": "Use no_duplicates_in_batch; equal documents are never negatives (mask_false_negatives).",
+    "multi_dataset_batch_sampler": "Use datasets, each batch of one; datasets_temperature says how they are drawn.",
+    "learning_rate_mapping": 'Use learning_rates: {"part of the model": 1e-5}.',
+    "query_max_len": _LENGTH,
+    "passage_max_len": _LENGTH,
+    "train_group_size": _NEGATIVES,
+    "negatives_cross_device": _GLOBAL,
+    "negatives_x_device": _GLOBAL,
+    "query_instruction_for_retrieval": 'Use prompts: {"query": "..."}.',
+    "sentence_pooling_method": "Use pooling.",
+    "normlized": "Use normalize.",
+    "normalized": "Use normalize.",
+    "grad_cache": _CHUNK,
+    "gc_q_chunk_size": _CHUNK,
+    "gc_p_chunk_size": _CHUNK,
+    "chunk_size": _CHUNK,
+    "max_seq_length": _LENGTH,
+    "max_seq_len": _LENGTH,
+    "model_max_length": _LENGTH,
+    "cutoff_len": _LENGTH,
+    "sequence_len": _LENGTH,
+    "dataset_text_field": "Use columns, which maps columns of the data to query, positive and negative.",
+    "dataset": _ROWS,
+    "train_file": _ROWS,
+    "train_data": _ROWS,
+    "data_path": _ROWS,
+    "media_dir": "Use image_folder.",
+    "val_size": "Use eval_holdout, a number of rows.",
+    "val_set_size": "Use eval_holdout, a number of rows.",
+    "finetuning_type": "Use use_lora, or trainable_modules for some parts; without them everything trains.",
+    "adapter": "Use use_lora.",
+    "use_peft": "Use use_lora.",
+    "lora_rank": "Use lora_r.",
+    "lora_target": "Use lora_target_modules.",
+    "lora_target_linear": 'Use "lora_target_modules": "all-linear".',
+    "base_model": "Use model_name_or_path.",
+    "micro_batch_size": "Use per_device_train_batch_size.",
+    "flash_attn": _ATTENTION,
+    "flash_attention": _ATTENTION,
+    "use_flash_attn": _ATTENTION,
+    "wandb_project": 'Use "report_to": "wandb"; the environment variable WANDB_PROJECT names the project.',
+    "freeze_vision_tower": "Use freeze_vision.",
+    "freeze_multi_modal_projector": "Use freeze_projector.",
+    "freeze_language_model": "Use freeze_language.",
+    "freeze_llm": "Use freeze_language.",
+    "freeze_backbone": 'Use "trainable_modules": ["projector"]; what is not named is frozen.',
+    "tune_mm_mlp_adapter": 'Use "trainable_modules": ["projector"]; what is not named is frozen.',
+    "mm_projector_lr": 'Use learning_rates: {"projector": 1e-5}.',
+    "mm_tunable_parts": "Use trainable_modules; what is not named is frozen.",
 }
 
 

@@ -147,6 +147,15 @@ def test_columns_can_be_swapped_and_used_twice(tmp_path):
     assert twice[0] == {"left": "query number 0", "right": "query number 0"}
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_names_of_sentence_transformers_are_taken(tmp_path, streaming):
+    rows = [{f"negative_{n}": f"n{n}" for n in (1, 2, 10)} | {"positive": "p", "anchor": f"a{i}"} for i in range(3)]
+    train, _ = load(write(tmp_path / "a.jsonl", rows), streaming=streaming)
+    assert column_names(RunConfig(), train) == ["query", "positive", "negative"]
+    first = min(train, key=lambda row: row["query"])
+    assert first == {"query": "a0", "positive": "p", "negative": ["n1", "n2", "n10"]}
+
+
 def test_csv_keeps_texts_that_pandas_reads_as_missing(tmp_path):
     (tmp_path / "a.csv").write_text("query,positive\nNA,null\nnan,None\n")
     assert load(tmp_path / "a.csv")[0]["query"][:] == ["NA", "nan"]

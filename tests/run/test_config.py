@@ -496,3 +496,21 @@ def test_what_is_wrong_in_yaml_is_one_error(tmp_path, text, words):
     (tmp_path / "run.yml").write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=words):
         load_run(["--config", str(tmp_path / "run.yml")])
+
+
+def test_names_of_other_projects_are_answered_by_their_meaning():
+    fields = {*config.all_fields(), *short_names.SHORT_NAMES}
+    for name, answer in short_names.MEANINGS.items():
+        assert name not in fields, f"{name} is a field: its answer is never given"
+        named = set(re.findall(r"[a-z_]+", answer))
+        assert named & fields or "remove it" in answer or "environment variable" in answer, name
+        with pytest.raises(UsageError, match=re.escape(answer)):
+            load_run(["--config", "run.json", f"--{name}", "1"])
+
+
+def test_a_scale_in_the_place_of_a_temperature_is_recognized(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(MINIMAL))
+    words = ["--config", str(tmp_path / "run.json"), "--temperature", "20"]
+    with pytest.raises(UsageError, match="1 / scale: 0.05"):
+        load_run(words)
+    assert load_run([*words, "--normalize", "false"]).options.temperature == 20  # scores of any size
