@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     merge.set_defaults(act=_merge)
 
     _add_mine(commands)
+    _add_export(commands)
     _add_encode(commands)
 
     # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
@@ -148,6 +149,24 @@ def _add_encode(commands: argparse._SubParsersAction) -> None:
     add("--precision", choices=precisions, default="float32", help="of the output (default: %(default)s)")
     add("--ranges", metavar="FILE", help="of an earlier int8 or uint8 output, to have the same steps")
     encode.set_defaults(act=_encode)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    summary = "which programs serve a model's folder, and a folder that they do serve"
+    export = commands.add_parser("export", help=summary, allow_abbrev=False)
+    add = export.add_argument
+    add("model", metavar="DIR", help="the output_dir of a run, or a folder or hub id of sentence-transformers")
+    add("--check", action="store_true", help="say who serves it, and why not (what is done without another option)")
+    add("--output", metavar="OUT", help="a new folder in the layout that all of them read")
+    add("--server", action="append", default=[], metavar="NAME", dest="servers", help="this one only; repeatable")
+    add("--onnx", metavar="OUT", help="a new folder with an ONNX model, for sentence-transformers")
+    export.set_defaults(act=_export)
+
+
+def _export(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.tasks.export import main
+
+    main(arguments.model, arguments.check, arguments.output, arguments.servers, arguments.onnx)
 
 
 def _number_or_none(text: str) -> float | None:

@@ -252,6 +252,7 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             "merge",
             "mine",
             "encode",
+            "export",
         ):  # of a trained model
             with pytest.raises(SystemExit) if "--help" in words else nullcontext():
                 hf_dist(words)

@@ -115,10 +115,11 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
         pooling = POOLING_NAMES[contents.pooling]
         write_json(
             folder / "1_Pooling" / "config.json",
-            # Both vocabularies: servers read the booleans, release 6 of sentence-transformers the two last keys.
+            # What all releases take: those before 5.4 stop at the key "embedding_dimension", and later ones read this
+            # name of it too. vLLM takes the first key that is true for the pooling.
             {"word_embedding_dimension": hidden_size}
             | {flag: name == pooling for name, flag in POOLING_FLAGS.items()}
-            | {"include_prompt": True, "embedding_dimension": hidden_size, "pooling_mode": pooling},
+            | {"include_prompt": True, "pooling_mode": pooling},
         )
     for number, layer in enumerate(contents.dense if contents.projection is not None else ()):
         named = multi_vector.STATES if has_tokens else {}

@@ -67,7 +67,7 @@ def write_router(folder: str | Path, normalize: bool, prompts: Mapping[str, str]
         paths = [str(Path(task, module["path"])) for module in modules]
         structure[task] = paths
         types |= {path: module["type"] for path, module in zip(paths, modules, strict=True)}
-    parameters = {"default_route": DOCUMENT, "allow_empty_key": True, "route_mappings": {}}
+    parameters = {"default_route": DOCUMENT, "allow_empty_key": True}  # releases before 5.4 stop at further keys
     write_json(folder / CONFIG, {"types": types, "structure": structure, "parameters": parameters})
     is_cosine = normalize or all(paths[-1].endswith("Normalize") for paths in structure.values())
     write_prompts(folder, prompts, is_cosine)
