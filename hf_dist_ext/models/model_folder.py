@@ -240,8 +240,14 @@ def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
         matryoshka_dims=_read_matryoshka_dims(backbone_folder) if is_ours else own.get("matryoshka_dimensions"),
         dtype=own.get("dtype"),
         has_adapters=has_adapters,
-        messages={key: length[key] for key in MESSAGES if key in length},
+        messages=_read_messages(length),
     )
+
+
+def _read_messages(reading: Mapping[str, object]) -> dict[str, object]:
+    """Release 6 says of a model of plain texts too how it is read; that is what all releases do without being told."""
+    is_plain = set(reading.get("modality_config") or ()) <= {"text"} and not reading.get("processing_kwargs")
+    return {} if is_plain else {key: reading[key] for key in MESSAGES if key in reading}
 
 
 def update_config(folder: str | Path, changes: Mapping[str, object]) -> None:

@@ -20,7 +20,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import load_tokenizer, one_line
 from hf_dist_ext.models.dual_encoders import DUAL_ENCODERS
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.model_folder import first_module, read_json, resolve_folder, write_json
+from hf_dist_ext.models.model_folder import first_module, read_json, read_model_folder, resolve_folder, write_json
 from hf_dist_ext.models.router_folder import ROUTERS
 from hf_dist_ext.models.servers import NEW_TOKENIZER, OLD_TOKENIZER, READING_KEYS, Answer, answers
 
@@ -85,6 +85,11 @@ def _rewrite(folder: Path, output: Path) -> None:
     if config.get("model_type") in DUAL_ENCODERS:
         _rewrite_dual_encoder(folder, place, output)
         return
+    if (place / "sentence_bert_config.json").is_file() and read_model_folder(folder).messages:
+        raise UsageError(
+            f"{folder} reads chat messages or pictures, which sentence-transformers alone does, from the folder as it "
+            "is: release 5.4 and later. There is nothing to export."
+        )
     model = EmbeddingModel.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
     model.save_pretrained(output, tokenizer=tokenizer)
