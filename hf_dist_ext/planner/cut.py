@@ -2,7 +2,7 @@
 
 Word embeddings are on the first stage; the norm, pooling, projection or head behind the layers on the last one. A
 stage keeps of a chunk what autograd saved of its layers, what came in and what it gave, and, under autocast, copies of
-its weights: each chunk makes its own.
+its weights: chunks share those of trained weights (strategies/pipeline_passes.py), and have their own of frozen ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from hf_dist_ext.planner.workload import Column, Workload
 
 @dataclass(frozen=True)
 class Left:
-    """On one stage by one row, but for copies of weights in the precision of the computation, which every chunk has
-    once. Bytes, but for multiply-adds."""
+    """On one stage by one row, but for copies of weights in the precision of the computation. Bytes, but for
+    multiply-adds."""
 
     saved: float  # until the row's backward, with what came in and what was given
-    casts: float  # copies of weights, as long
+    casts: float  # copies of weights, which a chunk has for as long
+    shared_casts: float  # and those that all chunks of a pass share
     working: float  # while one chunk's backward runs
     working_casts: float  # copies of weights, meanwhile
     message: float  # to the next stage; the gradient that comes back has as many
@@ -87,6 +88,8 @@ def _left_on(
     kept = [part for part in parts if part not in again]
     saved = sum(part.saved for part in kept) + sum(layer.input for layer in again)
     working, working_casts = TEMPORARY_VALUES * largest, 0.0
+    casts = sum(part.casts for part in kept)
+    own_casts = casts if again else sum(part.frozen_casts for part in kept)
     if again:
         widest = max(layer.saved - layer.input * layer.keeps_input for layer in again)
         working = widest + TEMPORARY_VALUES_CHECKPOINTED * largest
@@ -98,7 +101,8 @@ def _left_on(
     forward, backward = sum(part.products for part in parts), sum(part.backward for part in parts)
     return Left(
         saved + given + came_in,
-        sum(part.casts for part in kept),
+        own_casts,
+        casts - own_casts,
         working,
         working_casts,
         message,

@@ -173,6 +173,7 @@ def held(
     for case in live:
         saved = casts = 0.0
         for stage, count in zip(own, case, strict=True):
+            casts += max(left.shared_casts for _, left in _left(work, pipeline, settings, stage))
             chunks = sorted(_chunks(work, pipeline, settings, stage), key=lambda one: one[0], reverse=True)
             for of_chunk, of_weights, number in chunks:
                 taken = min(count, number)

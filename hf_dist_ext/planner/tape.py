@@ -92,6 +92,7 @@ class Layer:
     input: float
     saved: float = 0.0
     casts: float = 0.0
+    frozen_casts: float = 0.0  # those among them of frozen weights
     products: float = 0.0  # multiply-adds of one forward
     backward: float = 0.0  # and of its backward
     largest: float = 0.0  # bytes of the largest value made
@@ -156,6 +157,7 @@ class Tape:
     def _join(self, between: Layer) -> None:
         before = self.before
         before.saved, before.casts = before.saved + between.saved, before.casts + between.casts
+        before.frozen_casts += between.frozen_casts
         before.products, before.backward = before.products + between.products, before.backward + between.backward
         before.largest = max(before.largest, between.largest)
         self.after = Layer("", 0.0)
@@ -235,6 +237,7 @@ class Tape:
         if weight.trains or is_needed:
             self._cast_of.add(name)
             self._current.casts += weight.elements * item
+            self._current.frozen_casts += weight.elements * item * (not weight.trains)
 
     # ---- operations ----
 

@@ -208,12 +208,20 @@ class Flow:
         line = self.line
         line.num_chunks = len(self.chunks)
         order = (line.schedule, line.size, line.per_rank, len(self.chunks), line.rank)
-        with self.phase(Phase(WHOLE_PASS)):
+        with self.phase(Phase(WHOLE_PASS)), self.sharing_casts():
             for kind, stage, number in schedules.actions(*order, forward_only=not self.trains):
                 do[kind](stage, number)
             for messages in self.on_the_way.values():
                 for works, _ in messages:
                     _wait(works)
+
+    def sharing_casts(self) -> AbstractContextManager:
+        """Around a pass with backwards. Autocast keeps its copy of a trained weight until its outermost context ends:
+        with one around all forwards, chunks that are alive share it. Forwards turn it on, backwards run without it.
+        Under activation checkpointing no chunk holds copies, and none would be freed behind a layer."""
+        if not self.trains or self.line.cut.is_checkpointed:
+            return nullcontext()
+        return torch.autocast(self.line.device.type, enabled=False)
 
     # ---- forwards and backwards ----
 

@@ -244,6 +244,11 @@ class Cut:
             return self.base.tokens(**features)
 
     @property
+    def is_checkpointed(self) -> bool:
+        """Whether layers keep their input alone until their backward (activation checkpointing)."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.base.modules())
+
+    @property
     def num_layers(self) -> list[int]:
         """Of every stage."""
         stack = self.backbone_of(self.base).get_submodule(layout_of(self.backbone_of(self.base).config).stack)

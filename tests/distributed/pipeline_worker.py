@@ -277,6 +277,8 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
     counts, outputs = Counter(), watched_outputs(cut)
     cases, kept = set(), {}  # chunks held per stage; their bytes
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    casts = {}  # bytes of half-precision copies of weights
+    halves = [p.detach().bfloat16() for p in trainer.model.parameters() if p.dim() == 2]
 
     class Watched(flow):
         def forward(self, stage, number):
@@ -284,6 +286,9 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
 
             def see(tensor):
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                for half in halves if tensor.dtype == torch.bfloat16 and tensor.dim() == 2 else ():
+                    if any(one.shape == half.shape and torch.equal(one, half) for one in (tensor, tensor.mT)):
+                        casts[tensor.untyped_storage().data_ptr()] = half.nbytes
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
@@ -291,14 +296,16 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
             for tensor in self.held.get((stage, number), ()):
                 if tensor is not None:
                     see(tensor)
-            kept[stage, number] = sum(size for at, size in found.items() if at not in weights)
+            kept[stage, number] = {at: size for at, size in found.items() if at not in weights}
             held = [*self.held, *self.cut_in_two]
             if len(held) > counts["live"]:
                 cases.clear()
             if len(held) >= max(counts["live"], 1):
                 cases.add(tuple(sum(at[0] == stage for at in held) for stage in cut.own))
             counts["live"] = max(counts["live"], len(held))
-            counts["bytes"] = max(counts["bytes"], sum(kept[at] for at in held))
+            together = {at: size for of in held for at, size in kept[of].items()}
+            counts["bytes"] = max(counts["bytes"], sum(together.values()))
+            counts["casts"] = max(counts["casts"], sum(size for at, size in casts.items() if at in together))
             counts["waiting"] = max(counts["waiting"], len(self.inputs) + len(self.gradients) + len(self.leaving))
 
         def message(self, kind, tensor, stage):
@@ -345,6 +352,7 @@ def main() -> None:
         more = {"pipeline_schedule": name, "pipeline_stages_per_rank": per_rank}
         found[name] = counted(base, folder / "counted", **more)
     if options.only is None:
+        found["bf16"] = counted(base, folder / "counted", pipeline_schedule="gpipe", bf16=True)
         found["resumed"] = resumed(base, folder / "run")
         found["elsewhere"] = goes_on_elsewhere(base, folder / "run")
         found["adapters"] = resumed(base, folder / "adapters", has_adapters=True, pipeline_schedule="zero_bubble")

@@ -96,19 +96,24 @@ def test_it_holds_and_sends_what_its_schedule_says(schedule):
         assert of_rank["irecv"] == sum(kind.startswith("RECV") for kind in kinds)
 
 
-@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
-def test_a_plan_foretells_what_every_stage_holds(schedule, tmp_path):
-    """The chunks at once, stage by stage, exactly; their bytes as well as a plan knows dropout's kernel on a CPU."""
+def planned(tmp_path: Path, schedule: str, **more) -> tuple:
+    """The workload and the pipeline's option of a plan for what was counted."""
     run = {
         "dataset_name": "code-search", "model_config": worker.CONFIG, "projection_dim": 16,
         "max_length": worker.WIDTHS, "pipeline_schedule": schedule, "per_device_train_batch_size": worker.BATCH,
         "gradient_cache_chunk_size": 2, "pipeline_parallel_size": 2,
     }  # fmt: skip
-    (tmp_path / "run.json").write_text(json.dumps(run))
+    (tmp_path / "run.json").write_text(json.dumps(run | more))
     run = load_run(["--config", str(tmp_path / "run.json")])
     work = workload_of(run, read_model_config(run.options.model_config, None))
     work = dataclasses.replace(work, mask_bytes=0, has_padding=False)  # as on a CPU, with rows of equal length
-    option = next(option for option in plan_workload(work, Hardware(2)).options if option.pipeline)
+    return work, next(option for option in plan_workload(work, Hardware(2)).options if option.pipeline)
+
+
+@pytest.mark.parametrize("schedule", schedules.SCHEDULES)
+def test_a_plan_foretells_what_every_stage_holds(schedule, tmp_path):
+    """The chunks at once, stage by stage, exactly; their bytes as well as a plan knows dropout's kernel on a CPU."""
+    work, option = planned(tmp_path, schedule)
     pipeline = option.strategy.pipeline
     for rank, of_rank in enumerate(found()[schedule]):
         own = pipeline.stages_of_ranks[rank]
@@ -117,6 +122,16 @@ def test_a_plan_foretells_what_every_stage_holds(schedule, tmp_path):
         assert option.pipeline.of_ranks[rank].live_chunks == of_rank["live"]
         saved, casts = held(work, pipeline, Settings(), own, live)
         assert casts == 0 and saved == pytest.approx(of_rank["bytes"], rel=0.1)
+
+
+def test_chunks_that_are_alive_share_the_half_precision_copies_of_weights(tmp_path):
+    work, option = planned(tmp_path, "gpipe", bf16=True)
+    pipeline = option.strategy.pipeline
+    for rank, of_rank in enumerate(found()["bf16"]):
+        live = policy.live_chunks("gpipe", 2, 1, option.pipeline.chunks, rank)
+        saved, casts = held(work, pipeline, Settings(), pipeline.stages_of_ranks[rank], live)
+        assert of_rank["live"] == worker.BATCH and of_rank["replayed"]
+        assert 0 < casts == of_rank["casts"] < 0.1 * saved
 
 
 def test_1f1b_holds_fewer_chunks_than_stages_follow():

@@ -35,7 +35,7 @@ PIPELINE_CASES = [
     "decoder, frozen layers", "decoder, later layers frozen", "decoder, frozen, trained projection",
     "chunk 4, does not divide",
     "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing", "LoRA", "max_grad_norm",
-    "symmetric", "accumulation 2, short last window", "bf16 autocast",
+    "symmetric", "accumulation 2, short last window", "bf16 autocast", "dropout",
 ]  # fmt: skip
 DECODERS = [
     "decoder, last token, left padding", "decoder without norms in attention", "decoder, accumulation, temperature",
@@ -46,7 +46,7 @@ DECODERS = [
 SPLIT = [  # under tensor parallelism
     *DECODERS,
     "chunk 4, does not divide", "three columns, 3 hard negatives", "XLM-R, three columns", "gradient checkpointing",
-    "LoRA", "max_grad_norm", "accumulation, temperature",
+    "LoRA", "max_grad_norm", "accumulation, temperature", "dropout",
 ]  # fmt: skip
 # name -> preset, processes, arguments beside a schedule, cases
 LAYOUTS = {
