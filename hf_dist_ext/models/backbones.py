@@ -36,7 +36,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
 from hf_dist_ext.models.model_folder import STATIC, first_module, resolve_folder
 from hf_dist_ext.models.weights import shortened
-from hf_dist_ext.strategies import splitting
+from hf_dist_ext.strategies import plans, splitting
 
 logger = logging.getLogger(__name__)
 # of transformers' cached_file: no such file, no network, no access
@@ -106,7 +106,7 @@ def load_backbone(
             options["quantization_config"] = quantization_config
         if distributed_config is not None:
             splitting.check_can_be_split(config, distributed_config.tp_size)
-            options["distributed_config"] = splitting.with_plan(distributed_config, config)
+            options["distributed_config"] = plans.with_plan(distributed_config, config)
         with _pooler_not_reported(config):
             return _without_pooler(load_complete(backbone_class, name, config=config, dtype=dtype, **options))
 

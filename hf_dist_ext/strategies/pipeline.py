@@ -30,7 +30,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Door, Embeddings
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import adapters, collectives, mesh, sharded_stages, splitting, stages
+from hf_dist_ext.strategies import adapters, collectives, mesh, plans, sharded_stages, splitting, stages
 from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.strategies.mesh import COPIES, PARTS, STAGES
 from hf_dist_ext.strategies.pipeline_options import check_model, per_rank_of, places_of, schedule_of, size
@@ -118,7 +118,7 @@ class Pipeline(Strategy):
         places, own = places_of(args)
         firsts = stages.firsts_of(self.whole, places, args.pipeline_split, self.cut_kind)
         self.cut = self.cut_kind(self.whole, own, firsts)
-        split = splitting.planned(self.whole) if self.shape.parts > 1 else None
+        split = plans.planned(self.whole) if self.shape.parts > 1 else None
         self.mesh = getattr(split, "mesh", None) or mesh.make(args)
         self.rows = Rows(self.shape.of_a_model, self.mesh.group(COPIES))
         self._in_stages = _in_stages(args, self.mesh if self.shape.parts > 1 else None, self.staged)

@@ -8,7 +8,6 @@ and `sum_partial`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import adapters
+from hf_dist_ext.strategies import adapters, plans
 from hf_dist_ext.strategies.stages import Passed
 from hf_dist_ext.strategies.tensors import held_here, is_split
 
@@ -45,33 +44,6 @@ def launched_config() -> DistributedConfig | None:
     return DistributedConfig(tp_size=size, fsdp_size=processes // size)
 
 
-# Of encoders, for which transformers 5.23 has no plan; names as in its plans.
-_POST_NORM = {
-    "embeddings.word_embeddings": "embedding_rowwise",
-    **{f"encoder.layer.*.attention.self.{name}": "colwise" for name in ("query", "key", "value")},
-    "encoder.layer.*.attention.output.dense": "rowwise",
-    "encoder.layer.*.intermediate.dense": "colwise",
-    "encoder.layer.*.output.dense": "rowwise",
-}
-ENCODERS = dict.fromkeys(("bert", "roberta", "xlm-roberta"), _POST_NORM)
-
-
-def plan_of(model: PreTrainedModel) -> dict[str, str]:
-    """Module -> how it is split; empty where there is no plan."""
-    own = ENCODERS.get(model.config.model_type, {}) if model.base_model is model else {}
-    return dict(model.tp_plan or own)
-
-
-def planned(model: nn.Module) -> PreTrainedModel:
-    """The part of a model that has a plan: a backbone, or a causal language model with its head. Raises UsageError."""
-    from transformers import PreTrainedModel
-
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and plan_of(m)), None)
-    if found is None:
-        raise UsageError(f"no part of {type(model).__name__} has a plan of tensor parallelism. Use multi_gpu_fsdp.")
-    return found
-
-
 def is_supported() -> bool:
     """transformers 5.20 splits models too, without the plan that (2) reads; 5.23 is what was measured to be exact.
     Remove when the minimum is 5.23."""
@@ -91,11 +63,13 @@ def check_can_be_split(config: Any, size: int) -> None:
     """Of a model's config, before its weights are read. Raises UsageError."""
     check_is_supported()
     name, text = config.model_type, config.get_text_config()
-    plan = getattr(config, "base_model_tp_plan", None) or ENCODERS.get(name)
-    if not plan:
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if name in plans.ENCODERS:
+        plans.check_encoder(config, size)
+    elif not plan:
         raise UsageError(
             f'there is no tensor-parallel plan for "{name}": transformers has them for decoders such as llama and '
-            f"qwen3, and there are some for {', '.join(sorted(ENCODERS))}. Use multi_gpu_fsdp."
+            f"qwen3, and there are some for {', '.join(sorted(plans.ENCODERS))}. Use multi_gpu_fsdp."
         )
     if unknown := set(plan.values()) - EXACT_STYLES:
         raise UsageError(
@@ -111,29 +85,22 @@ def check_can_be_split(config: Any, size: int) -> None:
             )
 
 
-def with_plan(config: DistributedConfig, of_model: Any) -> DistributedConfig:
-    """With the plans of an encoder, whose config is `of_model`: what a group splits, and what FSDP2 shards."""
-    if of_model.model_type not in ENCODERS:
-        return config
-    units = dict.fromkeys(("embeddings", "encoder.layer.*"), "free_full_weight")
-    return replace(config, tp_plan=ENCODERS[of_model.model_type], fsdp_plan=units)
-
-
 def split(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedModel:
     """A model that is whole and the same on every rank, as `from_pretrained(distributed_config=config)` splits it."""
-    config, device, meshes = type(model).prepare_distribute_model(with_plan(config, model.config))
+    config, device, meshes = type(model).prepare_distribute_model(plans.with_plan(config, model.config))
     return type(model).maybe_distribute_model(model.to(device or "cpu"), config, meshes)
 
 
 def split_layers(model: PreTrainedModel, mesh: Any) -> None:
     """Split the layers that are there, whole and the same on every rank or without memory, over a mesh of one
-    dimension (torch's DeviceMesh). `model`: `planned`. Raises UsageError."""
+    dimension (torch's DeviceMesh). `model`: `plans.planned`. Raises UsageError."""
     if any(map(is_split, model.parameters())):
         return
     check_can_be_split(model.config, mesh.size())
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-    plan, modules = plan_of(model), dict(model.named_modules())
+    plans.register_styles()
+    plan, modules = plans.plan_of(model), dict(model.named_modules())
     plan = model._expand_parallel_plan(plan | {f"{name}.base_layer": style for name, style in plan.items()})
     # Not what stands for other stages (with the copy of a weight that is tied to one of this stage), nor the module
     # with adapters that peft puts around a layer, its `base_layer`.
@@ -150,17 +117,7 @@ def split_layers(model: PreTrainedModel, mesh: Any) -> None:
 
 def split_adapters(model: nn.Module, part: PreTrainedModel, mesh: Any) -> None:
     """Those of a model, in layers that are split already. `part`, `mesh`: what `split_layers` takes."""
-    adapters.split(model, part, _styles(part), mesh)
-
-
-def _styles(model: PreTrainedModel) -> dict[str, str]:
-    """Of the modules that a plan names: name -> style. peft puts one of which it trains a copy into another module, as
-    `original_module`."""
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-
-    plan, names = plan_of(model), (name.replace(".original_module", "") for name, _ in model.named_modules())
-    found = ((name, plan.get(replace_layer_number_by_wildcard(name))) for name in names)
-    return {name: style for name, style in found if style is not None}
+    adapters.split(model, part, plans.styles_of(part), mesh)
 
 
 def without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
@@ -171,7 +128,7 @@ def without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
     counted again. Remove this and `sum_partial` when it sums the new gradient only; tests/distributed/test_upstream.py
     tells.
     """
-    modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(plan_of(backbone))
+    modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(plans.plan_of(backbone))
     partial = [modules[name] for name, style in plan.items() if style == PARTIAL and name in modules]
     for module in partial:
         vars(module).pop("forward", None)  # its class's own; the style's was set on the instance
@@ -247,9 +204,11 @@ def check_what_trains(model: nn.Module, args: Any) -> None:
             "tensor parallelism with frozen parts and bf16=true needs weights in float32: what trains can not be made "
             "so once it is split. Load the model with dtype=float32."
         )
+    if getattr(args, "sharding", None) not in (None, "NO_SHARD") and hasattr(model, "config"):
+        plans.check_is_sharded(model.config, is_sharded=True)
     if adapters.configs_of(model):
-        part = planned(model)
-        adapters.check(model, part, _styles(part))
+        part = plans.planned(model)
+        adapters.check(model, part, plans.styles_of(part))
     check_optimizer(args, "tensor parallelism")
 
 

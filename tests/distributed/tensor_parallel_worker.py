@@ -32,12 +32,14 @@ from hf_dist_ext.models.adapter_folder import WEIGHTS
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.collectives import rank
-from hf_dist_ext.strategies.tensors import gathered
+from hf_dist_ext.strategies.tensors import gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
+from tests.tiny_models import model_config
 
 ROWS, BATCH = 36, 4
+ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"], lora_dropout=0.1)
 
 
@@ -156,6 +158,33 @@ def resumed(base: Path, folder: Path, **more) -> dict:
     return found
 
 
+def encoders(folder: Path) -> dict[str, dict]:
+    """Of each kind, read in parts: whether these make its weights, and how far its embeddings are off."""
+    found = {}
+    for kind in ENCODERS:
+        whole = EmbeddingModel.from_config(model_config(kind, hidden_dropout_prob=0.0))
+        if rank() == 0:
+            whole.save_pretrained(folder / kind)
+        dist.barrier()
+        whole = EmbeddingModel.from_pretrained(folder / kind)
+        try:
+            split = EmbeddingModel.from_pretrained(folder / kind, distributed_config=splitting.launched_config())
+        except UsageError as error:
+            found[kind] = {"said": str(error)}
+            continue
+        rows, theirs = collate([1, 2, 3])["positive"], whole.state_dict()
+        rows["input_ids"] %= whole.config.vocab_size
+        own = dict(gathered(split.state_dict(), keep=True))
+        with torch.no_grad():
+            difference = (split(**rows).embeddings - whole(**rows).embeddings).abs().max().item()
+        found[kind] = {
+            "equal": own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own),
+            "held": sum(held_here(p).numel() for p in split.parameters()) / sum(p.numel() for p in whole.parameters()),
+            "differ": difference,
+        }
+    return found
+
+
 def refusals(base: Path, folder: Path) -> dict[str, str]:
     said = {}
     for name, more in {
@@ -221,6 +250,7 @@ def main() -> None:
     found = {"groups": groups, "resumed": resumed(base, folder / "run")}
     found["frozen"] = resumed(base, folder / "frozen", frozen_modules=["embed_tokens", "layers.0"])
     found["adapters"] = resumed(base, folder / "adapters", adapters=LORA)
+    found["encoders"] = encoders(folder)
     found["evaluation"] = evaluated(base, folder / "eval")
     found["said"] = refusals(base, folder)
     if groups == 1:

@@ -48,12 +48,13 @@ SPLIT = [  # under tensor parallelism
     "chunk 4, does not divide", "three columns, 3 hard negatives", "XLM-R, three columns", "gradient checkpointing",
     "LoRA", "max_grad_norm", "accumulation, temperature", "dropout",
 ]  # fmt: skip
+FUSED = "ModernBERT, accumulation, clipped"  # not where FSDP2 shards what groups split
 # name -> preset, processes, arguments beside a schedule, cases
 LAYOUTS = {
-    "PP 2 x TP 2": ("multi_gpu_3d", 4, {}, SPLIT),
+    "PP 2 x TP 2": ("multi_gpu_3d", 4, {}, [*SPLIT, FUSED]),
     "PP 2 x FSDP2 2": ("multi_gpu_pp", 4, {"sharding": "FULL_SHARD"}, PIPELINE_CASES),
     "PP 2 x FSDP2 2 per update": ("multi_gpu_pp", 4, {"sharding": "SHARD_GRAD_OP"}, PIPELINE_CASES),
-    "PP 2 x TP 2 x DP 2": ("multi_gpu_3d", 8, {}, SPLIT),
+    "PP 2 x TP 2 x DP 2": ("multi_gpu_3d", 8, {}, [*SPLIT, FUSED]),
     "PP 2 x TP 2 x FSDP2 2": ("multi_gpu_3d", 8, {"sharding": "FULL_SHARD"}, SPLIT),
 }
 # name -> layout, schedule

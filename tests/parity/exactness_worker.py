@@ -55,6 +55,8 @@ DENSE = [
 LLAMA = QWEN | {"model_type": "llama"}
 DECODERS = {"qwen3": QWEN, "llama": LLAMA}
 XLM_R = BERT | {"model_type": "xlm-roberta", "pad_token_id": 0, "max_position_embeddings": 64}
+MODERN = {name: value for name, value in BERT.items() if "dropout" not in name} | {"model_type": "modernbert"}
+MODERN |= {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2}
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]  # of LoRA in decoders: layers of both ways of splitting
 
 
@@ -169,6 +171,8 @@ CASES = [
     Case("decoder, LoRA, accumulation, clipped", model="qwen3:16:lora", steps=2, rows=4, worlds=(1, 2),
          arguments={"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}),
     Case("XLM-R, three columns", model="xlm-roberta", columns=THREE, worlds=(1, 2)),
+    Case("ModernBERT, accumulation, clipped", model="modernbert", steps=2, rows=4, worlds=(1,),
+         arguments={"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}),
     Case("decoder, every chunk reduced, accumulation", model="qwen3", steps=2, rows=4, worlds=(),
          arguments={"gradient_cache_fsdp": "memory", "gradient_accumulation_steps": 2}),
     Case("gradient checkpointing", arguments={CHECKPOINTING: True}),
@@ -211,7 +215,7 @@ HSDP_CASES = {
 
 
 # Tensor parallelism takes all of an encoder's cases; these have each kind of layer, and adapters.
-SPLIT_ENCODERS = {"LoRA and a trained projection", "XLM-R, three columns"}
+SPLIT_ENCODERS = {"LoRA and a trained projection", "XLM-R, three columns", "ModernBERT, accumulation, clipped"}
 
 
 class Scarce(EmbeddingModel):
@@ -268,8 +272,9 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
         backbone, (width, _, lora) = build_decoder(kind, dtype), option.partition(":")
         model = EmbeddingModel(backbone, pooling="last", projection_dim=int(width) if width else None)
         return with_lora(model, TARGETS) if lora else model
-    if kind == "xlm-roberta":
-        return EmbeddingModel.from_config(XLM_R | {"num_hidden_layers": BERT["num_hidden_layers"]})
+    if kind in ("xlm-roberta", "modernbert"):
+        config = XLM_R if kind == "xlm-roberta" else MODERN
+        return EmbeddingModel.from_config(config | {"num_hidden_layers": BERT["num_hidden_layers"]})
     if kind == "scarce":
         Scarce.failures = 0
         return Scarce.from_config(BERT)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate import ParallelismConfig
 from torch import nn
-from transformers import LlamaConfig, LlamaModel, MixtralConfig, ModernBertConfig
+from transformers import BertConfig, DistilBertConfig, LlamaConfig, LlamaModel, MixtralConfig, ModernBertConfig
 from transformers.distributed import DistributedConfig
 
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -78,7 +78,10 @@ def test_other_splits_are_refused(tmp_path, by_init, sizes, is_inside, words):
 @pytest.mark.parametrize(
     ("config", "size", "words"),
     [
-        (ModernBertConfig(), 2, 'no tensor-parallel plan for "modernbert"'),
+        (DistilBertConfig(), 2, 'no tensor-parallel plan for "distilbert"'),
+        (BertConfig(num_attention_heads=12), 8, "num_attention_heads=12.*groups of 8"),
+        (ModernBertConfig(mlp_bias=True), 2, 'mlp_bias=true of "modernbert".*fused matrices'),
+        (ModernBertConfig(intermediate_size=1153), 2, "intermediate_size=1153.*parts of equal size"),
         (LlamaConfig(num_attention_heads=8, num_key_value_heads=2), 4, "num_key_value_heads=2.*groups of 4"),
         (MixtralConfig(), 2, "was not measured to be exact"),
     ],
