@@ -44,7 +44,16 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     # fcntl's locks, fork and POSIX signals are used throughout: Linux, macOS, and Windows through WSL.
-    classifiers=["Operating System :: POSIX", "Programming Language :: Python :: 3"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    keywords="contrastive learning, embeddings, gradient cache, transformers, distributed training",
     python_requires=">=3.10",
     install_requires=REQUIRED,
     extras_require={

@@ -21,7 +21,7 @@ from tests.distributed.forked import run_python
 from tests.launching import ROOT
 
 PACKAGE = ROOT / "hf_dist_ext"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_FILES = sorted((ROOT / "configs").glob("*.json"))
 RUNS = "<!-- test: run -->"
 
@@ -90,8 +90,12 @@ def test_what_the_comparison_is_shown_by_exists(capsys):
             assert f"\ndef {name}(" in text_of(ROOT / path), feature
 
 
-def test_the_readme_names_every_package_once():
-    section = text_of(ROOT / "README.md").partition("## Where things are")[2]
+def test_the_readme_is_short():
+    assert len(text_of(ROOT / "README.md").split()) <= 900
+
+
+def test_every_package_is_named_once():
+    section = text_of(ROOT / "CONTRIBUTING.md").partition("## Where things are")[2]
     named = re.findall(r"^\| `([\w/.]+)` \|", section, re.MULTILINE)
     here = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
     assert len(named) == len(set(named)) == 10 and set(named) == here
@@ -190,11 +194,11 @@ def messages(source: str) -> list[str]:
     return [words(node) for node in given if node is not None]
 
 
-def test_the_readme_shows_cases_of_the_exactness_table():
+def test_the_page_shows_cases_of_the_exactness_table():
     from tests.parity.exactness_table import RUNS as WAYS
     from tests.parity.exactness_worker import CASES
 
-    section = text_of(ROOT / "README.md").partition("## Exact")[2].partition("\n## ")[0]
+    section = text_of(ROOT / "docs" / "exactness.md").partition("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+?) \| (\d\w?e-\d+) \|", section, re.MULTILINE)
     bounds = {case.name: f"{case.tolerance:.0e}" for case in CASES}
     assert len(rows) > 10
