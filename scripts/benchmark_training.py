@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import statistics
@@ -32,7 +31,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +44,19 @@ from sentence_transformers import (
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
 )
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer import losses
 from torch import nn
-from torch.utils.data import DataLoader, SequentialSampler
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
-from turns import Turns, ratio, take_turns
+from turns import FORK, Turns, ratio, take_turns
 
 from hf_dist_ext import DistTrainer, DistTrainingArguments, EmbeddingModel, InfoNCELoss, SentenceTransformersLoss
 from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
-from hf_dist_ext.engine import ChunkLimits, LateInteractionLoss, cached_step, lay_out
+from hf_dist_ext.engine import LateInteractionLoss
 
 TEMPERATURE = 0.05
 LEARNING_RATE = 1e-3
@@ -91,6 +87,7 @@ class Comparison:
     ours: Callable[..., Callable]
     width: int = 256
     layers: int = 4
+    is_late: bool = False  # a vector of every token
     batches: int = 1  # rows of a step, in batches of --rows
     are_rated: bool = False  # rows of the data; no loss of theirs over rated pairs has a cache
 
@@ -98,18 +95,21 @@ class Comparison:
 # (1) -----------------------------------------------------------------------------------------------------------------
 
 
-def make_models(folder: Path, tokenizer: PreTrainedTokenizerBase, width: int, layers: int, dropout: float) -> None:
+def make_models(
+    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerBase, of: Comparison, dropout: float
+) -> None:
     """The model, and another one, which guides."""
     config = {
         "model_type": "bert", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
-        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": max(2, width // 64),
-        "intermediate_size": 4 * width, "max_position_embeddings": LENGTH,
+        "hidden_size": of.width, "num_hidden_layers": of.layers, "num_attention_heads": max(2, of.width // 64),
+        "intermediate_size": 4 * of.width, "max_position_embeddings": LENGTH,
         "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
     }  # fmt: skip
-    for seed, name in enumerate(("model", "guide")):
+    of_tokens = {"pooling": "tokens", "projection_dim": TOKEN_DIM} if of.is_late else {}
+    for seed, folder in enumerate(folders):
         torch.manual_seed(seed)
-        model = EmbeddingModel.from_config(config)
-        model.save_pretrained(folder / f"{name}{width}", tokenizer=tokenizer, max_length=LENGTH)
+        model = EmbeddingModel.from_config(config, **of_tokens)
+        model.save_pretrained(folder, tokenizer=tokenizer, max_length=LENGTH)
 
 
 def make_rows(pairs: Dataset, number: int, are_rated: bool) -> Dataset:
@@ -169,6 +169,8 @@ def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callba
     label = next((name for name in columns if name not in COLUMNS), None)
     if loss == "infonce":
         scored = InfoNCELoss(temperature=TEMPERATURE)
+    elif loss == "late_interaction":
+        scored = LateInteractionLoss()
     else:
         guide = {"guide": str(work.guide), "temperature": TEMPERATURE} if "GIST" in loss else {}
         scored = SentenceTransformersLoss(
@@ -187,59 +189,17 @@ def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callba
     return trainer.train
 
 
-def projection(width: int) -> torch.Tensor:
-    """(TOKEN_DIM, width), the same on both sides."""
-    return torch.randn(TOKEN_DIM, width, generator=torch.Generator().manual_seed(0)) / width**0.5
-
-
-def their_multi_vector_trainer(work: Work, setting: dict, callback: Turns) -> Callable:
-    first = without_pooler(Transformer(str(work.folder), max_seq_length=LENGTH))
-    width = first.get_embedding_dimension()
-    dense = Dense(
-        width, TOKEN_DIM, bias=False, activation_function=None, init_weight=projection(width),
-        module_input_name="token_embeddings",
-    )  # fmt: skip
-    modules = [first, dense, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
-    model = MultiVectorEncoder(modules=modules, device="cpu")
+def their_multi_vector_trainer(columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
+    model = MultiVectorEncoder(str(work.folder), device="cpu")
+    without_pooler(model[0])
     trainer = MultiVectorEncoderTrainer(
         model=model,
         args=MultiVectorEncoderTrainingArguments(batch_sampler=in_order, **common(work)),
-        train_dataset=work.rows.select_columns(COLUMNS),
+        train_dataset=work.rows.select_columns(columns),
         loss=multi_vector_losses.CachedMultiVectorMultipleNegativesRankingLoss(model, **setting),
         callbacks=[callback],
     )
     return trainer.train
-
-
-def our_token_loop(work: Work, setting: dict, callback: Turns) -> Callable:
-    """Late interaction on the cached step, in a loop with what Trainer does in a step."""
-    model = EmbeddingModel.from_pretrained(work.folder).train()
-    project = nn.Linear(model.embedding_dim, TOKEN_DIM, bias=False)
-    project.weight.data.copy_(projection(model.embedding_dim))
-    parameters = [*model.parameters(), *project.parameters()]
-    optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=0.0, fused=True)
-    schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=work.steps)
-    loss, limits = LateInteractionLoss(), ChunkLimits(max_tokens=setting["gradient_cache_chunk_tokens"])
-    collate = ContrastiveCollator(work.tokenizer, COLUMNS, max_length=LENGTH)
-    loader = DataLoader(work.rows, work.batch, collate_fn=collate, drop_last=True)
-
-    def encode(chunk) -> dict[str, torch.Tensor]:
-        return {"vectors": project(model.tokens(**chunk.features)), "mask": chunk.features["attention_mask"].bool()}
-
-    def train() -> None:
-        callback.begin()
-        for batch in islice(cycle(loader), work.steps):
-            callback.begin_step()
-            ids = batch.pop("ids")
-            step = cached_step(lay_out(batch, limits), encode, partial(loss, ids=ids))
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            callback.losses.append(step.loss.item())
-            callback.end_step()
-
-    return train
 
 
 COMPARISONS = {
@@ -259,7 +219,12 @@ COMPARISONS = {
         partial(their_trainer, "CachedGISTEmbedLoss", COLUMNS),
         partial(our_trainer, "GISTEmbedLoss", COLUMNS),
     ),
-    "late": Comparison("late interaction", their_multi_vector_trainer, our_token_loop),
+    "late": Comparison(
+        "late interaction, 128 dimensions",
+        partial(their_multi_vector_trainer, COLUMNS),
+        partial(our_trainer, "late_interaction", COLUMNS),
+        is_late=True,
+    ),
     "tiny": Comparison(
         "MultipleNegativesRanking, one layer of width 64",
         partial(their_trainer, "CachedMultipleNegativesRankingLoss", COLUMNS),
@@ -337,19 +302,15 @@ def main(argv: list[str] | None = None) -> None:
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for comparison in (COMPARISONS[one] for one in options.comparisons):
-            width = comparison.width
-            models = folder / f"model{width}", folder / f"guide{width}"
-            if not models[0].is_dir():  # in a process of its own: one that has run OpenMP's threads must not fork
-                shape = (width, comparison.layers, options.dropout)
-                maker = multiprocessing.get_context("fork").Process(
-                    target=make_models, args=(folder, tokenizer, *shape)
-                )
-                maker.start()
-                maker.join()
+        for key in options.comparisons:
+            comparison, models = COMPARISONS[key], (folder / key / "model", folder / key / "guide")
+            # in a process of its own: one that has run OpenMP's threads must not fork
+            maker = FORK.Process(target=make_models, args=(models, tokenizer, comparison, options.dropout))
+            maker.start()
+            maker.join()
             batch, steps = options.rows * comparison.batches, options.turns + 2
             work = Work(*models, tokenizer, make_rows(pairs, batch * steps, comparison.are_rated), batch, steps)
-            figures = take_turns(contestants(comparison, work, options), steps, folder)
+            figures = take_turns(contestants(comparison, work, options), steps, folder / key)
             results.append(summary(comparison, work, figures))
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
