@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What mined negatives are worth: one model trained on with them, with random ones, and with none, over several seeds.
 
-    python scripts/benchmark_mining.py --folder outputs/mining --validate --seeds 0      # to choose settings
+    python scripts/benchmark_mining.py --folder outputs/mining --validate --seeds 0      # settings are chosen here
     python scripts/benchmark_mining.py --folder outputs/mining --seeds 1 2 3             # the held-out functions
 
 For each seed
@@ -43,9 +43,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="of (3)")
     parser.add_argument("--base_steps", type=int, default=9, help="of (1), 1,024 rows each (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=180, help="of (3) (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=163, help="of (3) (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="rows of a step of (3) (default: %(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="of (3) (default: %(default)s)")
+    parser.add_argument("--learning_rate", type=float, default=2e-3, help="of (3) (default: %(default)s)")
     parser.add_argument("--negatives", type=int, default=2, help="of a row (default: %(default)s)")
     parser.add_argument("--rank_min", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--rank_max", type=int, default=50, help="(default: %(default)s)")

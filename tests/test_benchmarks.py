@@ -137,6 +137,17 @@ def test_trainers_that_are_compared_compute_the_same_losses(tmp_path, comparison
     assert f"| {ours['time']:.2f} | {ours['cpu_time']:.2f} |" in output
 
 
+@pytest.mark.slow
+def test_training_with_mined_negatives_starts_where_training_without_does(tmp_path):
+    options = ("--seeds", 1, "--base_steps", 1, "--steps", 1, "--batch", 8, "--arms", "without", "mined")
+    output = run("benchmark_mining.py", "--folder", tmp_path, "--validate", *options)
+    (result,) = json.loads((tmp_path / "validation" / "results.json").read_text())["results"]
+    assert f"| 1 | {result['before']['mrr@10']:.3f} | {result['without']['mrr@10']:.3f} |" in output
+    assert len({result[arm]["mrr@10"] for arm in ("before", "without", "mined")}) == 3
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("validation/seed1/base1-*/metrics.json")]
+    assert [one["before"] for one in runs] == [result["before"]] * 2
+
+
 def test_a_preset_that_needs_a_gpu_says_so_in_one_line():
     said = run("benchmark_gradient_cache.py", "--preset", "gpu", code=2)
     assert "no CUDA device" in said and "Traceback" not in said
