@@ -87,6 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     _add_mine(commands)
     _add_export(commands)
     _add_encode(commands)
+    _add_push(commands)
 
     # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
@@ -169,6 +170,17 @@ def _export(arguments: argparse.Namespace, overrides: list[str]) -> None:
     main(arguments.model, arguments.check, arguments.output, arguments.servers, arguments.onnx)
 
 
+def _add_push(commands: argparse._SubParsersAction) -> None:
+    summary = "a model's folder to the hub, as it loads: without checkpoints, optimizers and caches"
+    push = commands.add_parser("push", help=summary, allow_abbrev=False)
+    push.add_argument("folder", metavar="DIR", help="the folder that a run ended with")
+    push.add_argument("repo_id", metavar="REPO_ID", help="of the hub: someone/a-model; made if need be")
+    push.add_argument("--private", action="store_true", help="make the repository private, where it is made")
+    push.add_argument("--revision", metavar="NAME", help="branch to push to (default: main)")
+    push.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help="push these files of DIR too")
+    push.set_defaults(act=_push)
+
+
 def _number_or_none(text: str) -> float | None:
     return None if text == "none" else float(text)
 
@@ -211,6 +223,12 @@ def _env(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.planner.environment import lines
 
     print("\n".join(lines()))
+
+
+def _push(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.tasks.push import main
+
+    main(Path(arguments.folder), arguments.repo_id, arguments.private, arguments.revision, arguments.include)
 
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -8,7 +8,7 @@
 (1) read the run, and hand it over to accelerate's launcher when it asks for several processes
 (2) the task builds data, processor, model and loss; they make a trainer, one per stage where there are stages
 (3) evaluate, train, evaluate
-(4) save the model, metrics.json and a README.md; a line says how to load it
+(4) save the model, metrics.json and a README.md; a line says how to load it. With push_to_hub they go to the hub then
 
 A mistake in the run file ends it with one message from one process and exit code 2; HF_DIST_DEBUG=1 shows where.
 """
@@ -60,6 +60,7 @@ def train(run: Run) -> None:
     from transformers.utils import logging as transformers_logging
 
     from hf_dist_ext.strategies.collectives import leave_together
+    from hf_dist_ext.tasks import push
     from hf_dist_ext.tasks.parts import build_parts, hints, make_arguments
     from hf_dist_ext.tasks.stages import run_stages, summary
     from hf_dist_ext.training import final_model, model_card
@@ -74,11 +75,13 @@ def train(run: Run) -> None:
             print(line)
     to_load = hints(run)
     lives: list[model_card.Life] = []
+    pushed = None
     if run.stages:
         report = summary(run_stages(run, partial(train_once, lives=lives)))
     else:
         args = make_arguments(run)
         trainer, report = train_once(run, args, build_parts(run, args), lives)
+        pushed, args.push_to_hub = trainer if args.push_to_hub else None, False  # with its card, at the very end
         final_model.save(trainer.save_model, trainer.model, args)  # (4)
         if not trainer.saves_complete_model:
             to_load = ["merge it: hf-dist merge {folder} --output {folder}-merged      # the complete model"]
@@ -88,6 +91,8 @@ def train(run: Run) -> None:
         model_card.write(output_dir, run, report, to_load, lives)
         print_end(report, to_load, output_dir)
     leave_together()  # else gloo aborts some exits, and a launcher restarts them
+    if pushed is not None and is_main:  # the others wait for nothing
+        push.of_run(pushed, output_dir)
 
 
 def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[Life]) -> tuple[DistTrainer, dict]:

@@ -1,20 +1,30 @@
-"""What a push in the middle of a run takes to the hub.
+"""What goes to the hub: the model of a folder, and not what goes on with its run.
 
-Trainer copies the files whose names it knows from the checkpoint to output_dir, and pushes that folder. It knows no
-pooling, dense and tower folders and no files of a part that was trained, so that the hub would serve another model.
-Here every file of the checkpoint is copied that belongs to the model, and not only to going on with the run.
+(1) in the middle of a run Trainer copies the files whose names it knows from the checkpoint to output_dir, and pushes
+    that folder. It knows no pooling, dense and tower folders and no files of a part that was trained, so that the hub
+    would serve another model. Here every file of the checkpoint is copied that belongs to the model
+(2) at the end, and by `hf-dist push`, the files of a folder by which it loads as it lies there, with its card
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
+from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.trainable import FROZEN, WEIGHTS
+from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
 
@@ -23,6 +33,12 @@ TO_GO_ON = (  # files and folders at the top of a checkpoint
     "gradient_cache.json", "stream_position.json", "ddp_comm_hook_*", "global_step*", "latest", "zero_to_fp32.py",
     "pytorch_model_fsdp*", "trainable",
 )  # fmt: skip
+OF_A_RUN = (  # at the top of output_dir: what is no part of its model, and caches
+    "checkpoint-*", "stage_*", "_*", ".*", "runs", "wandb", "index", "features-*.safetensors", "training_args.bin",
+    "*.unfinished", manifest.RUN, manifest.UNFINISHED, "preempted.json",
+)  # fmt: skip
+
+# (1) ---------------------------------------------------------------------------------------------------------------
 
 
 def copy_model(checkpoint: Path, output_dir: Path) -> None:
@@ -43,3 +59,67 @@ def copy_model(checkpoint: Path, output_dir: Path) -> None:
         known = manifest.read(checkpoint) or {}
         facts = {key: value for key, value in known.items() if key not in ("format", "saved_at", "files", "checksum")}
         manifest.commit(output_dir, manifest.record(output_dir, [WEIGHTS, FROZEN]), facts)
+
+
+# (2) ---------------------------------------------------------------------------------------------------------------
+
+
+def files_of_model(folder: Path, include: Sequence[str] = ()) -> list[str]:
+    """The files to push, relative to the folder; `include`: patterns of others. UsageError where no weights are."""
+    everything = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    wanted = [
+        name
+        for name in everything
+        if not any(fnmatch(name.partition("/")[0], pattern) for pattern in (*TO_GO_ON, *OF_A_RUN))
+        or any(fnmatch(name, pattern) for pattern in include)
+    ]
+    if unknown := [one for one in include if not any(fnmatch(name, one) for name in everything)]:
+        raise UsageError(f"--include {unknown[0]} fits no file below {folder}. Give a pattern, as 'checkpoint-40/*'.")
+    if not any(name.endswith((".safetensors", ".bin")) for name in wanted):
+        raise UsageError(
+            f"{folder} holds no weights that could be pushed. Give the folder that a run ended with; hf-dist merge "
+            "makes one of a checkpoint."
+        )
+    return wanted
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    *,
+    token: str | None = None,
+    revision: str | None = None,
+    include: Sequence[str] = (),
+    message: str,
+    blocking: bool = True,
+) -> CommitInfo | Future[CommitInfo]:
+    """One commit with the model of the folder, to a repository that exists. A branch `revision` is made if need be."""
+    names, api = files_of_model(folder, include), HfApi(token=token)
+    if revision is not None and not revision.startswith("refs/"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api.upload_folder(
+        repo_id=repo_id,
+        folder_path=folder,
+        allow_patterns=[glob.escape(name) for name in names],
+        commit_message=message,
+        revision=revision,
+        run_as_future=not blocking,
+    )
+
+
+@contextlib.contextmanager
+def reached(what: str, remedy: str, token: str | None, error: type[Exception] = UsageError) -> Iterator[None]:
+    """Around what talks to the hub. `error` with the remedy is raised offline, without a token, and for what the hub
+    or the connection to it says."""
+    reason: Any = None
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        reason = "HF_HUB_OFFLINE is set, so the hub is not asked"
+    elif not (token or huggingface_hub.get_token()):
+        reason = "there is no token for the hub (HF_TOKEN, or hf auth login)"
+    else:
+        try:
+            yield
+            return
+        except (HfHubHTTPError, HTTPError, OSError) as raised:
+            reason = " ".join(str(raised).split())[:300].rstrip(".") or type(raised).__name__
+    raise error(f"{what}: {reason}. {remedy}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import Run
@@ -83,8 +84,20 @@ def check_rules(run: Run) -> None:
     if given.get("deepspeed"):
         deepspeed_install.check("deepspeed is set: ")
     offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_on(os.environ.get(name, ""))]
+    later = f"Or train without push_to_hub and push the folder afterwards: hf-dist push {run.training['output_dir']} "
+    later += given.get("hub_model_id") or "REPO_ID"
     if given.get("push_to_hub") and offline:
-        raise UsageError(f"push_to_hub is true but {offline[0]} is set. Unset one of the two.")
+        raise UsageError(f"push_to_hub is true but {offline[0]} is set. Unset one of the two. {later}")
+    if given.get("push_to_hub") and launched.rank() == 0 and not (given.get("hub_token") or _has_token()):
+        raise UsageError(
+            f"push_to_hub is true but there is no token for the hub. Set HF_TOKEN, or run hf auth login. {later}"
+        )
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
 
 
 def _is_on(text: str) -> bool:

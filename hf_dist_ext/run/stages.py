@@ -40,7 +40,7 @@ def plan_stages(run: Run, layers: list[Layer], parse: Callable[[list[Layer]], Ru
     if run.given.get("push_to_hub"):
         raise UsageError(
             "push_to_hub=true with stages would push their checkpoints, and never the model that they end with. "
-            "Upload output_dir afterwards: hf upload NAME output_dir --exclude 'stage_*'"
+            f"Push the folder afterwards: hf-dist push {run.training['output_dir']} REPO_ID"
         )
     stages: list[Run] = []
     for index, fields in enumerate(run.options.stages):

@@ -222,7 +222,7 @@ class DistTrainer(Trainer):
 
     def _add_watchers(self) -> None:
         """Callbacks. Without a loss and frozen parts the output folder holds what Trainer's would."""
-        has_loss, is_ours = self.loss is not None, self.loss is not None or self.freeze_plan is not None
+        has_loss, is_ours = self.loss is not None, self._is_ours
         if self.health.is_called_back:
             self.add_callback(self.health)
         if self.freeze_plan is not None:
@@ -261,6 +261,11 @@ class DistTrainer(Trainer):
     def _has_own_arguments(self) -> bool:
         """With transformers' own checkpoints are Trainer's, but for the loss's parameters and the token."""
         return isinstance(self.args, DistTrainingArguments)
+
+    @property
+    def _is_ours(self) -> bool:
+        """Not what Trainer would train: a loss over embeddings, or frozen parts."""
+        return self.loss is not None or self.freeze_plan is not None
 
     @property
     def bare_model(self) -> nn.Module:
@@ -634,9 +639,50 @@ class DistTrainer(Trainer):
         else:
             is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
         if not is_saved:
-            super().save_model(output_dir, _internal_call)
-        elif self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            as_trainer(str(folder))
+        if self.args.push_to_hub and not _internal_call:
+            push = self._push_saved if self._is_ours else self.push_to_hub
+            push(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        given, folder = token or self.args.hub_token, self.args.output_dir
+        later = f"hf-dist push {folder} {self.args.hub_model_id or 'REPO_ID'}"
+        remedy = f"Or train without push_to_hub, and push the folder when the hub can be reached: {later}"
+        is_asked = self._has_own_arguments and self.is_world_process_zero()
+        with hub.reached("push_to_hub=true", remedy, given) if is_asked else nullcontext():
+            super().init_hf_repo(token, private)
+
+    def push_to_hub(self, commit_message: str | None = "End of training", *arguments: Any, **options: Any):
+        if not self._is_ours:
+            return super().push_to_hub(commit_message, *arguments, **options)
+        is_asked, self.args.push_to_hub = self.args.push_to_hub, False
+        try:
+            self.save_model()
+        finally:
+            self.args.push_to_hub = is_asked
+        return self._push_saved(commit_message, *arguments, **options)
+
+    def _push_saved(
+        self,
+        commit_message: str,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Push what output_dir holds of the model. A card that lies there stays; without one Trainer's is made."""
+        args = self.args
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        if not self.is_world_process_zero():
+            return None
+        if not Path(args.output_dir, "README.md").exists():
+            self.create_model_card(**card)
+        self._finish_current_push()
+        given = {"token": token or args.hub_token, "revision": revision or args.hub_revision, "blocking": blocking}
+        return hub.upload(Path(args.output_dir), self.hub_model_id, message=commit_message, **given)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)

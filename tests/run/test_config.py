@@ -300,6 +300,8 @@ def test_secrets_are_neither_echoed_nor_stored(load):
 
 
 def test_push_to_hub_while_offline_is_refused(load, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     assert load(push_to_hub=True).training["push_to_hub"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE" in error_of(load, push_to_hub=True)
