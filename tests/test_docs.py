@@ -257,6 +257,7 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             "mine",
             "encode",
             "export",
+            "push",
         ):  # of a trained model
             with pytest.raises(SystemExit) if "--help" in words else nullcontext():
                 hf_dist(words)
