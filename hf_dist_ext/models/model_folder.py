@@ -250,6 +250,11 @@ def _read_messages(reading: Mapping[str, object]) -> dict[str, object]:
     return {} if is_plain else {key: reading[key] for key in MESSAGES if key in reading}
 
 
+def reads_messages(messages: Mapping[str, object]) -> bool:
+    """Whether rows are chat messages, with pictures or without, by what a folder says under MESSAGES."""
+    return "message" in messages.get("modality_config", {})
+
+
 def update_config(folder: str | Path, changes: Mapping[str, object]) -> None:
     """Set keys of the backbone's config.json; None removes one."""
     path = Path(folder) / "config.json"

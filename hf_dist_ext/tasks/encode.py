@@ -189,9 +189,9 @@ def _encoder(asked: Encode, are_pictures: bool) -> tuple[Callable, int, bool]:
             return rows
 
         return embed_pair, pair.model.embedding_dim, pair.model.normalize
-    if are_pictures:
+    if are_pictures and not search.sees_pictures(asked.model):
         raise UsageError(f"{asked.model} has no towers.json, so it embeds no pictures such as those of {asked.data}.")
-    model, tokenizer = search.load(asked.model)
+    model, processor = search.load(asked.model)
     prompt, length = asked.prompt or "", model.max_length
     if asked.prompt_name is not None:
         role = "document" if asked.prompt_name in search.DOCUMENT_ROLE else asked.prompt_name
@@ -201,7 +201,7 @@ def _encoder(asked: Encode, are_pictures: bool) -> tuple[Callable, int, bool]:
         prompt, length = model.prompts.get(asked.prompt_name, ""), model.lengths.get(role, length)
 
     def embed(values: list, done: Callable[[int], Any]) -> torch.Tensor:
-        return search.embed_after(prompt, model, tokenizer, values, length, done, asked.batch_size)
+        return search.embed_after(prompt, model, processor, values, length, done, asked.batch_size)
 
     return embed, model.embedding_dim, model.normalize
 

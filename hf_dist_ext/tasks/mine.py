@@ -147,7 +147,7 @@ def _corpus(asked: Mine) -> Iterable[str]:
 def _encoder(model_dir: str) -> Callable[[list[str], str], torch.Tensor]:
     """embed(texts, "query" or "document") -> (texts, D) float32 of length 1, with a progress bar."""
     try:
-        model, tokenizer = search.load(model_dir)
+        model, processor = search.load(model_dir)
     except UsageError as error:
         if (
             not (Path(model_dir) / "modules.json").is_file()
@@ -159,7 +159,7 @@ def _encoder(model_dir: str) -> Callable[[list[str], str], torch.Tensor]:
 
     def embed(texts: list[str], role: str) -> torch.Tensor:
         with tqdm(total=len(texts), desc=f"embedding, {role}", unit=" texts") as bar:
-            rows = search.embed(model, tokenizer, texts, role, done=bar.update)
+            rows = search.embed(model, processor, texts, role, done=bar.update)
         return torch.nn.functional.normalize(rows, dim=-1)
 
     return embed

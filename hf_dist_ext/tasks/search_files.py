@@ -1,7 +1,8 @@
 """Search pictures of a folder or texts of a file: `hf-dist search --model DIR --data PATH "greek small letter alpha"`.
 
 (1) what is searched: every picture below a folder, or the texts of a file, a line or a row each
-(2) the model: a pair of towers for pictures, which a picture may ask too (`--image`); for texts any embedding model
+(2) the model: a pair of towers or a vision-language model for pictures, which a picture may ask too (`--image`); for
+    texts any embedding model
 (3) the vectors of what is searched are kept in the model's folder, in a file of `index/`. They are computed again when
     the model's files, those of the base of its adapters, or what is searched have changed; names, sizes and times of
     change tell, of texts the texts
@@ -69,10 +70,10 @@ def find(
     if Path(model_dir, "towers.json").is_file():  # (2)
         pair = TowerPair.load(model_dir)
         embed, ask = pair.embed, pair.embed
-    elif documents.are_pictures or image is not None:
+    elif (documents.are_pictures or image is not None) and not search.sees_pictures(model_dir):
         raise UsageError(
             f"{model_dir} has no towers.json: pictures need the folder of a run that trained a text and an image "
-            "tower."
+            "tower, or a vision-language model that embeds both."
         )
     else:
         loaded = search.load(model_dir)

@@ -21,7 +21,7 @@ from hf_dist_ext.data import glyphs
 from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.adapter_folder import CONFIG, base_of
-from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
+from hf_dist_ext.models.model_folder import read_model_folder, reads_messages, resolve_folder
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.image_pairs import config_of
 from hf_dist_ext.tasks.image_text import load_processor
@@ -74,8 +74,7 @@ def chat_processor(config: RunConfig, has_pictures: bool, texts: Iterable[str]) 
         return glyphs.build_chat_processor(texts, vision["patch_size"], vision.get("image_size"))
     if config.model_name_or_path is not None:
         folder = read_model_folder(resolve_folder(config.model_name_or_path, config.model_revision))
-        reads = folder.messages.get("modality_config", {})
-        if not folder.is_plain and "message" not in reads:
+        if not folder.is_plain and not reads_messages(folder.messages):
             if has_pictures:
                 raise UsageError(
                     f"{config.model_name_or_path} embeds texts alone, as its sentence_bert_config.json says, and the "

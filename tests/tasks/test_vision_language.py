@@ -7,19 +7,26 @@ import shutil
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import transformer
 
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.tasks import search
+from hf_dist_ext.tasks.encode import Encode
+from hf_dist_ext.tasks.encode import main as encode
+from hf_dist_ext.tasks.search_files import find
+from hf_dist_ext.tasks.vision_language import messages_of
 from tests.tasks.test_stages import main
 from tests.tiny_models import model_config, tiny_tokenizer
-from tests.tiny_processors import WORDS, picture, tiny_vision_language
+from tests.tiny_processors import FAMILIES, WORDS, picture, tiny_vision_language
 
 COLUMNS = {"query": {"image": "photo", "text": "question"}, "positive": "answer", "negative": "wrong"}
 
@@ -78,18 +85,19 @@ VALUES = [
 ]
 
 
-def assert_same_elsewhere(folder: Path) -> None:
+def assert_same_elsewhere(folder: Path, values: list = VALUES) -> None:
     """sentence-transformers answers as our model does, with the prompts of the folder and without."""
     ours, theirs = EmbeddingModel.from_pretrained(folder), SentenceTransformer(str(folder), device="cpu")
+    assert theirs[0].model.training is False
     collate = VisionLanguageCollator(
         theirs.tokenizer, ["query", "positive"], {"query": "find it", "positive": ""}, processor=theirs[0].processor,
         processing_kwargs=ours.messages.get("processing_kwargs"),
     )  # fmt: skip
-    for column, encode in (("query", theirs.encode_query), ("positive", theirs.encode_document)):
+    for column, answer in (("query", theirs.encode_query), ("positive", theirs.encode_document)):
         with torch.no_grad():
-            expected = ours(**collate.features(column, VALUES)).embeddings
+            expected = ours(**collate.features(column, values)).embeddings
         assert expected.std(dim=0).max() > 1e-3
-        found = torch.as_tensor(encode(VALUES))
+        found = torch.as_tensor(answer(values))
         assert (found - expected).abs().max() < 1e-5
 
 
@@ -99,6 +107,65 @@ def test_a_run_of_rows_with_texts_and_pictures_trains_and_its_folder_answers_els
     assert report["num_chunks"] > 3 and 0 < report["after"]["mrr@10"] <= 1
     assert changed_parts(tmp_path / "model", tmp_path / "out") == {"vision", "projector", "language"}
     assert_same_elsewhere(tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    """The folder of an embedding model that reads messages."""
+    folder = tmp_path_factory.mktemp("untrained")
+    return folder_for_others("llava", folder)[0]
+
+
+def folder_for_others(family: str, folder: Path) -> tuple[Path, object]:
+    """Written as a run writes it, and its processor."""
+    processor, config = tiny_vision_language(family)
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config(config, pooling="last", prompts={"query": "find it", "document": ""})
+    for parameter in model.parameters():
+        if not parameter.any() and parameter.dim() > 1:
+            torch.nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection would hide the pictures
+    model.messages = messages_of({}, None)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder, processor
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_every_family_answers_elsewhere(family, tmp_path, monkeypatch):
+    """Processors that need torchvision for videos are handed over: what is tested is what goes in and comes out."""
+    folder, processor = folder_for_others(family, tmp_path)
+    monkeypatch.setattr(transformer.AutoProcessor, "from_pretrained", lambda *arguments, **options: processor)
+    assert_same_elsewhere(folder)
+
+
+def test_long_texts_are_cut_as_elsewhere(tmp_path):
+    folder, _ = folder_for_others("llava", tmp_path)
+    model = EmbeddingModel.from_pretrained(folder)
+    model.save_pretrained(folder, max_length=14)
+    assert_same_elsewhere(folder, ["a red green small round boat tree house which digit", "a boat"])
+
+
+def test_words_and_pictures_find_both_in_a_folder_of_pictures_and_in_texts(untrained, tmp_path):
+    for digit in range(4):
+        picture(digit).save(tmp_path / f"{digit}.png")
+    (tmp_path / "texts.txt").write_text("a red boat\na small tree\nwhich digit")
+    model, processor = search.load(str(untrained))
+    paths = [str(tmp_path / f"{digit}.png") for digit in range(4)]
+    documents = search.embed(model, processor, [picture(digit) for digit in range(4)], "document")
+    question = search.embed(model, processor, ["a red boat"], "query")
+    with torch.no_grad():
+        collate = VisionLanguageCollator(
+            processor.tokenizer, ["query", "text"], {"query": "find it"}, processor=processor
+        )
+        expected = model(**collate.features("query", ["a red boat"])).embeddings
+    assert torch.allclose(question, expected, atol=1e-6)
+    scores = (documents @ question[0]).tolist()
+    found = find(str(untrained), "a red boat", None, str(tmp_path))
+    assert [path for _, path in found] == [paths[i] for i in sorted(range(4), key=lambda i: -scores[i])]
+    by_picture = find(str(untrained), "", paths[2], str(tmp_path / "texts.txt"))
+    assert len(by_picture) == 3 and {text for _, text in by_picture} == {"a red boat", "a small tree", "which digit"}
+    encode(Encode(str(untrained), str(tmp_path), str(tmp_path / "found.npy")))
+    assert np.abs(np.load(tmp_path / "found.npy") - documents.numpy()).max() < 1e-6
 
 
 def test_a_run_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):
