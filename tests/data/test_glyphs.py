@@ -14,11 +14,13 @@ from PIL import Image
 from hf_dist_ext.data import glyphs, load
 from hf_dist_ext.data.glyphs import build_processor, load_glyphs, look_alike, one_row_per_picture
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.tasks import search
 from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.launching import ROOT
 from tests.tasks.test_stages import main
 
 CONFIG = ROOT / "configs" / "glyph_search.json"
+ONE_MODEL = ROOT / "configs" / "glyph_vlm.json"
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +123,9 @@ def run_file(tmp_path, splits, monkeypatch):
     """configs/glyph_search.json with other fields, on the rows that are read already."""
     monkeypatch.setitem(load.BUILT_IN_PAIRS, glyphs.NAME, lambda: splits)
 
-    def write(**fields) -> Path:
+    def write(config: Path = CONFIG, **fields) -> Path:
         quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "output_dir": str(tmp_path / "out")}
-        (tmp_path / "run.json").write_text(json.dumps(json.loads(CONFIG.read_text()) | quiet | fields))
+        (tmp_path / "run.json").write_text(json.dumps(json.loads(config.read_text()) | quiet | fields))
         return tmp_path / "run.json"
 
     return write
@@ -151,6 +153,25 @@ def test_two_updates_train_both_towers_and_the_folder_draws_a_sheet(run_file, tm
     assert "3 queries" in capsys.readouterr().out and sheet.stat().st_size < 200_000
     picture = Image.open(sheet)
     assert picture.height > 3 * glyphs.SIDE and picture.width > 8 * glyphs.SIDE
+
+
+def test_two_updates_of_one_model_for_both(run_file, tmp_path):
+    """A picture is 16 tokens of a language model, whose vocabulary is the processor's."""
+    few = {"max_steps": 2, "per_device_train_batch_size": 16, "max_eval_samples": 40, "warmup_steps": 0}
+    main(run_file(ONE_MODEL, **few, logging_steps=1))
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert report["contrastive_batch_size"] == 16 and report["after"] != report["before"]
+    model, processor = search.load(str(tmp_path / "out"))
+    assert model.config.get_text_config().vocab_size == len(processor.tokenizer)
+    features = processor(text=[glyphs.IMAGE_TOKEN], images=[Image.new("L", (32, 32)).convert("RGB")])
+    assert features["input_ids"][0].count(model.config.image_token_id) == 16
+
+
+@pytest.mark.slow
+def test_one_model_finds_pictures_of_characters_that_were_never_seen(run_file, tmp_path):
+    main(run_file(ONE_MODEL))
+    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert report["before"]["recall@10"] < 0.1 and report["after"]["recall@10"] >= 0.5
 
 
 @pytest.mark.slow
