@@ -40,7 +40,8 @@ class ContrastiveCollator:
     tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
     `label_column` holds a number per row, a list of them, or a list of such lists, as long in every row; the batch
     then has "targets": {"label": (B,), (B, K) or (B, K, D)}, float32. `same_number_of_negatives` refuses rows that
-    have fewer negatives than others, for a loss that takes the k-th negatives of all rows as a column.
+    have fewer negatives than others, for a loss that takes the k-th negatives of all rows as a column. `label_shape`
+    is that of every row's label, () for a number; None: as the rows of a batch agree.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -53,6 +54,7 @@ class ContrastiveCollator:
     processor: Any = None
     label_column: str | None = None
     same_number_of_negatives: bool = False
+    label_shape: tuple[int, ...] | None = None
 
     def __post_init__(self):
         columns, tokenizer, max_length = list(self.columns), self.tokenizer, self.max_length
@@ -107,7 +109,8 @@ class ContrastiveCollator:
         if self.with_ids:
             batch["ids"] = ids
         if self.label_column is not None:
-            batch["targets"] = {"label": labels_of(self.label_column, [row.get(self.label_column) for row in rows])}
+            labels = [row.get(self.label_column) for row in rows]
+            batch["targets"] = {"label": labels_of(self.label_column, labels, self.label_shape)}
         return batch
 
     def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
@@ -147,15 +150,30 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.pad_token = tokenizer.eos_token
 
 
-def labels_of(column: str, values: list) -> torch.Tensor:
-    """(B,), (B, K) or (B, K, D) in float32, whatever the numbers: processes send each other their labels."""
+def labels_of(column: str, values: list, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """(B,), (B, K) or (B, K, D) in float32, whatever the numbers: processes send each other their labels. `shape`:
+    that of a row's."""
     try:
-        return torch.tensor(values, dtype=torch.float32)
+        labels = torch.tensor(values, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
             f'label_column "{column}": a label must be a number, or a list of as many numbers in every row: {error}. '
             f"The first row of the batch holds {values[0]!r}. Correct the rows, or name another column."
         ) from error
+    if shape is not None and labels.shape[1:] != shape:
+        raise UsageError(
+            f'label_column "{column}": the first row of the data has a label of the shape {list(shape)}, and a later '
+            f"one of {list(labels.shape[1:])}. Every row needs as many numbers. It holds {values[0]!r}."
+        )
+    return labels
+
+
+def label_shape_of(stream: Any, column: str | None) -> tuple[int, ...] | None:
+    """Of the first row's label, where rows are read while training; None: there is none, or all rows are known."""
+    if column is None or hasattr(stream, "__len__"):
+        return None
+    label = next(iter(stream)).get(column)
+    return tuple(labels_of(column, [label]).shape[1:])
 
 
 def _check_same_number(column: str, numbers: list[int]) -> None:

@@ -42,6 +42,12 @@ class _Losses(nn.Module):
         return any(getattr(loss, "compares_all_pairs", False) for loss in self._all)
 
     @property
+    def num_columns(self) -> int | None:
+        """So many columns they read; None: all there are."""
+        numbers = [getattr(loss, "num_columns", None) for loss in self._all]
+        return None if None in numbers else max(numbers)
+
+    @property
     def cross_device_negatives(self) -> bool:
         return any(getattr(loss, "cross_device_negatives", True) for loss in self._all)
 

@@ -41,6 +41,11 @@ LABELS = {
 CLASSES = {"SoftmaxLoss"}  # whose label is a number of a class, not a measure
 MAY_LACK_LABEL = {"AnglELoss"}  # with negatives the positive is the nearer one
 RATED_PAIRS = {"CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", "ContrastiveLoss", "OnlineContrastiveLoss"}
+# Which read a query and its positive, and no further column.
+PAIRS = {
+    "CoSENTLoss", "CosineSimilarityLoss", "ContrastiveLoss", "OnlineContrastiveLoss", "SoftmaxLoss",
+    "MegaBatchMarginLoss",
+}  # fmt: skip
 WITHOUT_LABEL = {
     "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "TripletLoss", "GISTEmbedLoss",
     "MegaBatchMarginLoss", "GlobalOrthogonalRegularizationLoss",
@@ -141,6 +146,11 @@ def innermost(name: str, options: Mapping[str, Any] | None) -> str:
 def reads_label(name: str | None, options: Mapping[str, Any] | None) -> bool:
     """Whether the loss reads a label; one that this file does not know may."""
     return name is not None and name not in OWN and innermost(name, options) not in WITHOUT_LABEL
+
+
+def reads_pairs(name: str | None, options: Mapping[str, Any] | None) -> bool:
+    """Whether it reads a query and its positive, and no further column."""
+    return name is not None and innermost(name, options) in PAIRS
 
 
 def compares_all_pairs(name: str | None, options: Mapping[str, Any] | None) -> bool:

@@ -15,7 +15,15 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import BOUNDS, RunConfig, all_fields
 from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, show
-from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, OWN, check_loss, label_column, reads_label
+from hf_dist_ext.run.losses import (
+    INFONCE_FIELDS,
+    LATE,
+    OWN,
+    check_loss,
+    label_column,
+    reads_label,
+    reads_pairs,
+)
 
 # What one of several losses, or a dataset, sets for itself; what all processes see is of the whole run.
 OF_A_LOSS = ("loss", "loss_options", *(name for name in INFONCE_FIELDS if name != "cross_device_negatives"))
@@ -60,7 +68,8 @@ def label_column_of(config: RunConfig, available: Iterable[str]) -> str | None:
 
 def takes_negatives_as_columns(config: RunConfig) -> bool:
     """Whether a loss takes the first, second, ... negatives of all rows as a column each."""
-    return any(part.config.loss not in (None, "", *OWN) for part in parts_of(config))
+    parts = [part.config for part in parts_of(config)]
+    return any(p.loss not in (None, "", *OWN) and not reads_pairs(p.loss, p.loss_options) for p in parts)
 
 
 def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
@@ -68,6 +77,7 @@ def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
     those of one dataset."""
     if config.losses is None:
         check_loss(config, given, INFONCE_FIELDS)
+        _check_columns(config)
         return
     if not config.losses:
         raise UsageError("losses=[] is empty. Give at least one, or loss.")
@@ -87,9 +97,20 @@ def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
     if config.label_column and not any(reads_label(part.config.loss, part.config.loss_options) for part in parts):
         raise UsageError(f"label_column={show(config.label_column)}: none of losses reads a label. Remove it.")
     check_rows_are_alike([part.config for part in parts], "losses")
+    _check_columns(config)
     useless = [name for name in INFONCE_FIELDS if given.get(name) is not None]
     if useless and all(part.config.loss != "infonce" for part in parts):
         raise UsageError(f"{useless[0]}={show(given[useless[0]])} is an option of infonce, and losses has none.")
+
+
+def _check_columns(config: RunConfig) -> None:
+    """A third one that is named is read by a loss."""
+    _, _, *more = *(config.columns or {}), None, None
+    parts = [part.config for part in parts_of(config)]
+    if more[:-2] and all(reads_pairs(part.loss, part.loss_options) for part in parts):
+        raise UsageError(
+            f'columns has "{more[0]}", and {parts[0].loss} reads a query and its positive only. Remove it.'
+        )
 
 
 def check_rows_are_alike(configs: Sequence[RunConfig], field: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_dist_ext.data.code_search import train_tokenizer
-from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator, label_shape_of
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
@@ -108,6 +108,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     loss = build_loss(config, embedding_dim, tokenizer, collator.max_length, normalize)
     if sources is None:
         collator.label_column = label_column_of(config, columns_of(train_dataset))
+        collator.label_shape = label_shape_of(train_dataset, collator.label_column)
         collator.same_number_of_negatives = takes_negatives_as_columns(config)
     if normalize is None and loss.normalize:
         _normalizes(run, model)

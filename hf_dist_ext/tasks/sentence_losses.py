@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.engine.chunks import Chunk, ChunkLimits
 from hf_dist_ext.engine.gradient_cache import encode_without_graph
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_LACK_LABEL, RATED_PAIRS, REFUSED
+from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_LACK_LABEL, PAIRS, RATED_PAIRS, REFUSED
 
 OF_SHAPES = ("must match the size", "cannot be multiplied")  # what torch says of a teacher of another width
 GUIDE_ROWS = 32  # that a guide encodes at once, unless told otherwise
@@ -96,6 +97,11 @@ class SentenceTransformersLoss(nn.Module):
         """Whether labels say how near a pair is, so that an evaluation correlates instead of ranking documents."""
         return self.name in RATED_PAIRS
 
+    @property
+    def num_columns(self) -> int | None:
+        """So many columns it reads, the others need not be encoded; None: all there are."""
+        return NUM_PAIR_COLUMNS if self.name in PAIRS else None
+
     def forward(
         self,
         own: Mapping[str, Tensor],
@@ -110,6 +116,7 @@ class SentenceTransformersLoss(nn.Module):
         (N, ...), for the rows of everyone's anchors. `row_offset` and `ids` are not read.
         """
         everyone, targets = own if everyone is None else everyone, targets or {}
+        own = {name: own[name] for name in list(own)[: self.num_columns]}
         label = targets.get("label") if not self._guides else None
         if label is None and self.name in LABELS and (self.name not in MAY_LACK_LABEL or len(own) < 3):
             raise UsageError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.collator import ContrastiveCollator, label_shape_of
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollator, Tagged, shares, tagged_stream
@@ -74,13 +74,15 @@ class LoadedSources:
             if own is None or own is self.config.prompts:
                 own = _of_columns("prompts", prompts, one.columns, self.columns)
             lengths = _of_columns("max_length", max_length, one.columns, self.columns)
+            label = label_column_of(one.source.config, columns_of(one.train))
             collators[one.source.name] = make(
                 tokenizer,
                 one.columns,
                 own,
                 lengths,
                 one.source.config.id_column,
-                label_column=label_column_of(one.source.config, columns_of(one.train)),
+                label_column=label,
+                label_shape=label_shape_of(one.train, label),
                 same_number_of_negatives=takes_negatives_as_columns(one.source.config),
             )
         return MixtureCollator(collators, make(tokenizer, self.columns, prompts, max_length))

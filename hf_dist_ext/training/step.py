@@ -112,7 +112,7 @@ class EmbeddingStep:
         if self._gradients_are_used and isinstance(self.loss, nn.Module):
             self.loss.zero_grad()
         self._accumulated = accumulated
-        batch, facts = split(self.prepare(inputs))
+        batch, facts = self._split(inputs)
         strategy.begin_step()
         strategy.check_batch(batch, self.args.device)
         step = self._healed(model, batch, facts, earlier)
@@ -133,7 +133,7 @@ class EmbeddingStep:
         while True:
             try:
                 for inputs in again:
-                    self._attempt(model, *split(self.prepare(inputs)), is_first=not earlier)
+                    self._attempt(model, *self._split(inputs), is_first=not earlier)
                 return self._attempt(model, batch, facts, is_first=not earlier)
             except Exception as error:
                 if fitting is None or self.layout is None or not is_lack_of_memory(error):
@@ -212,7 +212,7 @@ class EmbeddingStep:
 
     def score_only(self, model: nn.Module, inputs: Any) -> Scored:
         """The loss of the training step, without a gradient. Call it without one."""
-        batch, facts = split(self.prepare(inputs))
+        batch, facts = self._split(inputs)
         facts = self._with_own_targets(batch, facts)
         layout = self.sizes.cut(batch, is_first=False)
         embeddings = self._encoded(model, layout)
@@ -233,6 +233,15 @@ class EmbeddingStep:
         return {name: each(output, as_float) for name, output in found.items()}
 
     # ---- a chunk, the loss ----
+
+    def _split(self, inputs: Any) -> tuple[Batch, RowFacts]:
+        """A batch's columns on the device, but for those that the loss does not read."""
+        batch, facts = split(self.prepare(inputs))
+        unread = list(batch)[getattr(self._loss_of(facts), "num_columns", None) or len(batch) :]
+        if not unread:
+            return batch, facts
+        ids = facts.ids if facts.ids is None else {n: ids for n, ids in facts.ids.items() if n not in unread}
+        return type(batch)({n: batch[n] for n in batch if n not in unread}), facts._replace(ids=ids)
 
     def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> Output:
         column = {"column": chunk.column} if self.sizes.takes_column else {}

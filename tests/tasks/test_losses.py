@@ -10,9 +10,10 @@ from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks.losses import build_loss
+from hf_dist_ext.training.step import EmbeddingStep
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
-from tests.tiny_models import WORDS
+from tests.tiny_models import WORDS, tiny_tokenizer
 
 RATED = [{"query": f"{w} {i}", "positive": f"text {w}", "score": i % 5 / 4} for i, w in enumerate(WORDS * 3)]
 SUM = [{"loss": "infonce", "temperature": 0.1}, {"loss": "CoSENTLoss", "weight": 0.3, "loss_options": {"scale": 5.0}}]
@@ -124,3 +125,47 @@ def test_a_plan_counts_a_loss_that_compares_all_pairs(run_file):  # noqa: F811
 
     whole = held(losses=[{"loss": "siglip"}, {"loss": "MultipleNegativesRankingLoss"}])
     assert whole > 1.3 * held(losses=[{"loss": "siglip"}, {"loss": "infonce"}])
+
+
+def test_a_column_that_no_loss_reads_is_not_encoded(main, run_file, tmp_path, monkeypatch):  # noqa: F811
+    """Of a dataset that happens to have negatives; the sum with a loss that reads them encodes all."""
+    rows = [row | {"negative": ["never read"] * (1 + i % 2)} for i, row in enumerate(RATED)]
+    seen, encode = set(), EmbeddingStep._encode
+
+    def noting(self, model, chunk, **more):
+        seen.update(map(tuple, chunk.features["input_ids"].tolist()))
+        return encode(self, model, chunk, **more)
+
+    monkeypatch.setattr(EmbeddingStep, "_encode", noting)
+    unread = tuple(tiny_tokenizer()("never read")["input_ids"])
+    for losses, is_read in ((SUM[1:], False), ([{"loss": "infonce"}, *SUM[1:]], True)):
+        seen.clear()
+        more = rows if not is_read else [row | {"negative": ["never read"]} for row in rows]
+        main(
+            [
+                "--config",
+                run_file(losses=losses, dataset_name=written(tmp_path, "rows", more), save_strategy="no", **PLAIN),
+            ]
+        )
+        found = {tuple(token for token in one if token) for one in seen}
+        assert len(found) > 10 and (unread in found) == is_read
+
+
+def test_a_column_that_is_named_and_not_read_is_refused(run_file):  # noqa: F811
+    fields = PLAIN | {"columns": {"query": "question", "positive": "answer", "negative": "wrong"}}
+    with pytest.raises(UsageError, match='columns has "negative", and CoSENTLoss reads a query and its positive only'):
+        load_run(["--config", run_file(loss="CoSENTLoss", **fields)])
+
+
+def test_labels_of_a_stream_that_are_shorter_in_a_later_batch_are_named(main, run_file, tmp_path, capsys):  # noqa: F811
+    rows = [{"query": f"{w} {i}", "positive": f"text {w}", "negative": ["read", "a date"], "scores": [1.0, 0.5, 0.2]}
+            for i, w in enumerate(WORDS * 3)]  # fmt: skip
+    for row in rows[40:]:
+        row["scores"] = row["scores"][:2]
+    file = run_file(
+        loss="DistillKLDivLoss", dataset_name=written(tmp_path, "rows", rows), streaming=True, eval_holdout=...,
+        batch_size=2, **PLAIN,
+    )  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["--config", file, "--max_steps", "30"])
+    assert "the first row of the data has a label of the shape" in capsys.readouterr().err
