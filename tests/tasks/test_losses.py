@@ -144,7 +144,12 @@ def test_a_column_that_no_loss_reads_is_not_encoded(main, run_file, tmp_path, mo
         main(
             [
                 "--config",
-                run_file(losses=losses, dataset_name=written(tmp_path, "rows", more), save_strategy="no", **PLAIN),
+                run_file(
+                    losses=losses,
+                    dataset_name=written(tmp_path, "rows", more),
+                    output_dir=str(tmp_path / str(is_read)),
+                    **PLAIN,
+                ),
             ]
         )
         found = {tuple(token for token in one if token) for one in seen}
