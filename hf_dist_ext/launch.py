@@ -167,6 +167,18 @@ def plan_launch(run: Run, devices: int, program: Sequence[str] = ("scripts/train
     return LaunchPlan(path, kind, wanted, choice)
 
 
+def in_words(run: Run) -> tuple[str, int]:
+    """What would start here, or why nothing can; and how many groups of processes would hold rows of their own."""
+    devices = 0 if run.training.get("use_cpu") else count_devices()
+    try:
+        plan = plan_launch(run, devices)
+    except UsageError as error:
+        return f"none here. {error}", 1
+    where = f"{devices} visible GPU(s)" if devices else "no GPU visible: on the CPU"
+    same_rows = _pipeline_size(run) * _group_size(load_preset(plan.path))
+    return f"{plan.num_processes} ({plan.path.stem}), {where}", plan.num_processes // same_rows
+
+
 def _pipeline_size(run: Run) -> int:
     """Processes that a run file asks a pipeline to have; 1 without one."""
     return max(int(one.training.get("pipeline_parallel_size") or 1) for one in run.stages or [run])

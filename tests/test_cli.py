@@ -21,10 +21,35 @@ def test_a_run_is_explained_with_its_overrides(tmp_path, capsys):
         json.dumps({"dataset_name": "code-search", "model_config": {"model_type": "bert"}, "hub_token": "hf_x"}),
         encoding="utf-8",
     )
-    cli.main(["config", "--explain", str(path), "--batch_size", "8"])
-    echo, _, text = capsys.readouterr().out.partition("\n")
-    assert echo == "# batch_size=8 -> per_device_train_batch_size=8"
+    words = ["--batch_size", "8", "--gradient_accumulation_steps=2", "--accelerate_config", "ddp", "--use_cpu"]
+    cli.main(["config", str(path), *words])
+    said, brace, text = capsys.readouterr().out.partition("{")
+    said, text = said.splitlines(), brace + text
+    assert said[1] == "# batch_size=8 -> per_device_train_batch_size=8"
+    assert said[2:] == [
+        "# processes: 2 (multi_gpu_ddp), no GPU visible: on the CPU",
+        "# over the file: batch_size, gradient_accumulation_steps, accelerate_config, use_cpu",
+        "# batch: 32 rows per update = 8 x 2 devices x 2 accumulated",
+        "# order of rows: random, seed 42, equal texts in different batches",
+        "# trains: all of the model",
+    ]
     assert json.loads(text)["per_device_train_batch_size"] == 8 and json.loads(text)["hub_token"] == "***"
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"accelerate_config": "multi_gpu_tp", "num_processes": 4, "streaming": True, "data_seed": 7},
+     ["= 8 x 2 devices x 1", "a stream, shuffled with seed 7"]),
+    ({"trainable_modules": ["projection"], "no_duplicates_in_batch": False, "gradient_cache_chunk_tokens": 64},
+     ["trains: only projection", "random, seed 42\n", "chunks of 64 tokens"]),
+    ({"use_lora": True, "lora_r": 4}, ["trains: adapters of rank 4"]),
+    ({"accelerate_config": "multi_gpu_pp"}, ["processes: none here. multi_gpu_pp starts processes for pipelines"]),
+])  # fmt: skip
+def test_what_a_run_comes_to_is_said_in_words(tmp_path, capsys, fields, words):
+    given = {"dataset_name": "code-search", "model_config": {"model_type": "bert"}, "use_cpu": True}
+    (tmp_path / "run.json").write_text(json.dumps(given | fields), encoding="utf-8")
+    cli.main(["config", str(tmp_path / "run.json")])
+    said = capsys.readouterr().out
+    assert [one for one in words if one not in said] == []
 
 
 def test_presets_are_listed_with_their_short_names(capsys):
@@ -49,7 +74,7 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
         (["presets", "--loud"], "unexpected arguments: --loud"),
         (["search", "--model", "out", "--top_k", "0", "x"], "--top_k 0"),
         (["search", "--model", "out", "--image", "a.png"], "--image goes with --data"),
-        (["config"], "required"),
+        (["config"], "takes a run file"),
         ([], "required"),
     ],
 )
