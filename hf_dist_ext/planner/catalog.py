@@ -116,7 +116,8 @@ def splits_layers(work: Workload, hardware: Hardware, parts: int) -> bool:
     """Whether the heads and the devices of a machine can be dealt to groups of so many."""
     config = work.config
     heads = [config.get(name) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
-    has_plan = "rms_norm_eps" in config and "text_config" not in config  # transformers has plans for decoders
+    is_decoder = "rms_norm_eps" in config and "text_config" not in config  # for which transformers has plans
+    has_plan = is_decoder or config["model_type"] in policy.SPLIT_ENCODERS
     has_experts = any("experts" in name for name in config)  # whose styles are refused (strategies/splitting.py)
     divides = not any(number % parts for number in [*heads, hardware.per_node])
     return has_plan and not has_experts and divides

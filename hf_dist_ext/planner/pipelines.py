@@ -39,18 +39,19 @@ def why_none(work: Workload) -> str:
 
 
 def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
-    """Pipelines that the devices can be dealt to: of the size that the run asks for, else of powers of two."""
+    """Pipelines that the devices can be dealt to: of the size that the run asks for, else of every size."""
     if hardware.num_devices < 2 or work.has_towers or work.leaves_tokens or isinstance(work, TracedWorkload):
         return []
     if work.config["model_type"] not in policy.IN_STAGES:
         return []
-    asked, sizes = work.knobs.pipeline_size, [2**power for power in range(1, hardware.num_devices.bit_length())]
+    asked, devices = work.knobs.pipeline_size, hardware.num_devices
+    sizes = [size for size in range(2, devices + 1) if devices % size == 0]
     found = []
     for ranks in [asked] if asked > 1 else sizes:
         for parts in (1, *(size for size in sizes if size <= MOST_PARTS and splits_layers(work, hardware, size))):
             pipeline = _pipeline(work, ranks, parts)
-            if hardware.num_devices % pipeline.devices == 0 and _can_be_cut(work, pipeline):
-                found.append(_strategy(pipeline, hardware.num_devices // pipeline.devices))
+            if devices % pipeline.devices == 0 and _can_be_cut(work, pipeline):
+                found.append(_strategy(pipeline, devices // pipeline.devices))
     return found
 
 

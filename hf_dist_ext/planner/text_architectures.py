@@ -55,8 +55,9 @@ def bert(tape: Tape, config: Config, rows: Rows) -> Value:
     for i in range(config["num_hidden_layers"]):
         with tape.layer(f"encoder.layer.{i}", x):
             with tape.module("attention"):
-                query, key, value = (tape.linear(name, x, width) for name in names[:3])
                 heads, drop_scores = config["num_attention_heads"], config["attention_probs_dropout_prob"]
+                inner = heads * (config.get("head_dim") or width // heads)
+                query, key, value = (tape.linear(name, x, inner) for name in names[:3])
                 kind = "eager" if is_mpnet else None  # its scores have a bias that no kernel takes
                 attended = tape.attention(query, key, value, heads, rows.length, drop_scores, kind=kind)
                 attended = tape.dropout(tape.linear(names[3], attended, width), drop)

@@ -19,14 +19,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import TrainerCallback
 
 from hf_dist_ext import launched
+from hf_dist_ext.models.adapter_folder import WEIGHTS
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.strategies import choose
+from hf_dist_ext.strategies import adapters, choose
 from hf_dist_ext.strategies.collectives import rank
-from hf_dist_ext.strategies.tensors import bare_optimizer, held_here
+from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.tensor_parallel_worker import DrawsByRank
@@ -110,6 +112,26 @@ def replayed(base: Path, folder: Path, **fields) -> list[bool]:
     return everyone(worker.are_replayed(outputs, trainer.strategy.cut.own))
 
 
+def adapters_elsewhere(base: Path, folder: Path, **fields) -> dict[str, bool]:
+    """The end of a finished run with adapters, read by processes that have other stages."""
+    trainer, found = worker.make_trainer(base, folder, has_adapters=True, **fields), {}
+
+    class Read(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **others):
+            saved, inner = load_file(folder / "checkpoint-4" / WEIGHTS), "base_model.model."
+            own = dict(gathered(adapters.held_here(model), keep=True))
+            own = {name.replace(f"{inner}backbone.", inner): value for name, value in own.items()}
+            of_optimizer = bare_optimizer(trainer.optimizer).state
+            moments = [of_optimizer[p]["exp_avg_sq"] for p in model.parameters() if p.requires_grad]
+            equal = [torch.equal(value, saved[name]) for name, value in own.items() if name in saved]
+            found["weights"] = worker.all_ranks(len(equal) > 4 and all(equal))
+            found["moments"] = worker.all_ranks(all(held_here(moment).norm() > 0 for moment in moments))
+
+    trainer.add_callback(Read())
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return found
+
+
 # ---- (4) ----
 
 
@@ -167,6 +189,9 @@ def main() -> None:
         "frozen": lambda: worker.resumed(base, folder / "frozen", **fields, **frozen),
         "head": lambda: worker.resumed(base, folder / "head", **fields, trainable_modules=["projection"]),
         "adapters": lambda: worker.resumed(base, folder / "adapters", has_adapters=True, **fields),
+        "adapters_elsewhere": lambda: adapters_elsewhere(
+            base, folder / "adapters", **({"pipeline_schedule": "interleaved_1f1b"} | fields)
+        ),
         "not_finite": lambda: worker.not_finite(base, folder / "not_finite", **fields),
         "evaluation": lambda: worker.evaluated(base, folder / "eval", **fields),
         "said": lambda: refusals(base, folder),

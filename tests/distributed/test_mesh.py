@@ -58,7 +58,7 @@ def folder(layout: str) -> TemporaryDirectory:
     only = ["resumed", "held", "not_finite", "draws", "frozen"] if processes == 8 else []
     if processes == 4:
         only = ["loaded", "held", "draws", "replayed", "resumed", "elsewhere", "frozen", "head", "not_finite"]
-        only += ["evaluation", "said"] + ["adapters"]
+        only += ["evaluation", "said"] + ["adapters", "adapters_elsewhere"]
     launch(preset, processes, mesh_worker.main, made.name, "--fields", json.dumps(fields), "--only", *only)
     return made
 
@@ -163,6 +163,7 @@ def test_an_update_that_is_not_finite_on_one_stage_is_skipped_on_all(layout):
 @pytest.mark.parametrize("layout", FOUR)
 def test_a_checkpoint_is_read_by_processes_that_have_other_stages(layout):
     assert found(layout)["elsewhere"] == {"weights": True, "moments": True, "moved": True}
+    assert found(layout)["adapters_elsewhere"] == {"weights": True, "moments": True}
 
 
 @slow

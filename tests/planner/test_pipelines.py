@@ -18,7 +18,7 @@ from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.memory import Settings, model_of
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.strategies import schedules, stages
+from hf_dist_ext.strategies import plans, schedules, stages
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
 from tests.planner.test_choose import DECODER, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import model_config
@@ -306,6 +306,30 @@ def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F8
             assert whole[name].elements == (4 if side == divided else 1) * split[name].elements
     sent = pipelines.traffic(work, four, hardware, Settings())
     assert sent.collectives["all_reduce"] > 100
+
+
+def test_encoders_are_split_in_a_plan_as_in_a_run(make_run):  # noqa: F811
+    own = {kind for kind, plan in plans.ENCODERS.items() if "packed_colwise" not in plan.values()}
+    assert policy.SPLIT_ENCODERS == own
+    work = workload(make_run(model_config("bert"), projection_dim=8))
+    whole, split = work.parameters(1), work.parameters(2)
+    divided = {  # by the plan of a run: what of a layer each of two devices has half of
+        f"{name}.{part}".replace("*", "0")
+        for name, style in plans.ENCODERS["bert"].items()
+        for part in (("weight", "bias") if style == "colwise" else ("weight",))
+    }
+    words = "embeddings.word_embeddings.weight"  # its gradient is whole, so a plan counts it so
+    names = {name.removeprefix("backbone."): name for name in whole if "layer.0." in name or words in name}
+    assert divided <= names.keys() and len(names) > len(divided)
+    for name, full in names.items():
+        times = 2 if name in divided - {words} else 1
+        assert whole[full].elements == times * split[full].elements, name
+
+
+def test_pipelines_are_as_long_as_the_devices_can_be_dealt_to(make_run):  # noqa: F811
+    found = pipelines.candidates(workload(make_run(DECODER, **LARGE)), Hardware(12, 80 * GIB))
+    assert {one.pipeline.ranks for one in found} == {2, 3, 4, 6, 12}
+    assert all(12 % one.pipeline.devices == 0 for one in found)
 
 
 def test_copies_that_shard_their_stages_divide_state(make_run):  # noqa: F811
