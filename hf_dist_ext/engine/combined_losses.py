@@ -1,6 +1,7 @@
 """Several losses in a run: added up over the same rows, or one for each source of batches.
 
     SumOfLosses({"infonce": InfoNCELoss(), "cosent": other}, {"infonce": 1.0, "cosent": 0.3})
+    SumOfLosses({"infonce": InfoNCELoss(), "tokens": LateInteractionLoss()}, outputs={"infonce": "dense", ...})
     LossPerSource({"nli": InfoNCELoss()}, InfoNCELoss(temperature=0.02))      # batches of "nli", and all others
 
 Parameters of all of them train. How rows are compared in an evaluation is as the first loss says.
@@ -15,6 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_dist_ext.engine.losses import LossOutput
+from hf_dist_ext.engine.outputs import PartOfColumns, part_of
+from hf_dist_ext.errors import UsageError
 
 
 class _Losses(nn.Module):
@@ -66,15 +69,31 @@ class SumOfLosses(_Losses):
     """The sum of losses over the same rows, each times its weight.
 
     losses: name -> a loss as `InfoNCELoss`. weights: name -> factor; a loss that is not named has 1.
+    outputs: name -> which of several outputs per row the loss reads, a key ("dense") or a group of keys ("tokens" of
+        "tokens.vectors" and "tokens.mask"); a loss that is not named is given all that a row encodes to.
     """
 
-    def __init__(self, losses: Mapping[str, nn.Module], weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        losses: Mapping[str, nn.Module],
+        weights: Mapping[str, float] | None = None,
+        outputs: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(losses)
+        for option, given in (("weights", weights), ("outputs", outputs)):
+            if alien := [name for name in given or () if name not in losses]:
+                raise UsageError(f'{option} has "{alien[0]}", which is none of the losses: {", ".join(losses)}.')
+        self.outputs = dict(outputs or {})
         self.weights = {name: (weights or {}).get(name, 1.0) for name in losses}
 
     @property
     def rates_pairs(self) -> bool:
         return bool(getattr(self._all[0], "rates_pairs", False))
+
+    @property
+    def evaluated_output(self) -> str | None:
+        """Which of several outputs evaluations compare: that of the first loss."""
+        return self.outputs.get(next(iter(self.weights)))
 
     def targets_of(self, batch: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """What the losses want to know of the features themselves."""
@@ -98,7 +117,11 @@ class SumOfLosses(_Losses):
         for name, weight in self.weights.items():
             loss = self.losses[f"of_{name}"]
             more = {"targets": targets} if targets and _reads_targets(loss) else {}
-            part = loss(own, everyone, row_offset=row_offset, ids=ids, **more)
+            rows, all_rows, output = own, everyone, self.outputs.get(name)
+            if output is not None:
+                rows = {column: part_of(own[column], output) for column in own}
+                all_rows = None if everyone is None else PartOfColumns(everyone, output)
+            part = loss(rows, all_rows, row_offset=row_offset, ids=ids, **more)
             total = total + weight * part.loss
             metrics[f"{name}_loss"] = part.loss.detach()
             metrics |= {f"{name}_{metric}": value for metric, value in part.metrics.items()}

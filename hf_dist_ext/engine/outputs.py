@@ -11,7 +11,7 @@ Letters: b chunk rows, R rows of a column, T entries of the second axis.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
+from hf_dist_ext.errors import UsageError
 
 Output = Tensor | Mapping[str, Tensor]
 
@@ -38,6 +39,33 @@ def row_size(output: Output) -> RowSize:
     floating = [tensor for tensor in output.values() if tensor.is_floating_point()]
     tokens = max((tensor.shape[1] for tensor in output.values() if tensor.dim() > 2), default=0)
     return RowSize(sum(prod(tensor.shape[1:]) for tensor in floating), tokens)
+
+
+def part_of(output: Output, name: str) -> Output:
+    """One of several outputs: the tensor of that name, or of the keys that begin with it and a dot what follows."""
+    keys, start = list(output) if isinstance(output, Mapping) else [], f"{name}."
+    if name in keys:
+        return output[name]
+    found = {key.removeprefix(start): output[key] for key in keys if key.startswith(start)}
+    if not found:
+        raise UsageError(f'the model gives no output "{name}" of a row; it gives {", ".join(keys) or "one"}.')
+    return found
+
+
+class PartOfColumns(Mapping):
+    """column -> `part_of` its outputs, looked up when asked for, since that may gather them."""
+
+    def __init__(self, columns: Mapping[str, Mapping[str, Tensor]], name: str):
+        self._columns, self._name = columns, name
+
+    def __getitem__(self, column: str) -> Output:
+        return part_of(self._columns[column], self._name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
 
 
 def tensors_of(output: Output) -> list[Tensor]:
@@ -61,7 +89,9 @@ def to_columns(batch: ChunkedBatch, outputs: Sequence[Output], chunks: Sequence[
     for key in outputs[0]:
         tensors = [output[key] for output in outputs]
         widths = [tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors]
-        widest = _widest(batch, widths, chunks)
+        # Of one width in all chunks: it is no number of tokens, and a column without rows has it too.
+        is_fixed = len(set(widths)) == 1
+        widest = dict.fromkeys(columns, widths[0]) if is_fixed else _widest(batch, widths, chunks)
         for name, rows in batch.to_columns(_as_wide(tensors), chunks).items():
             columns[name][key] = rows[:, : widest[name]] if rows.dim() > 1 else rows
     return columns

@@ -189,6 +189,20 @@ def test_dropout_of_several_outputs_is_replayed():
         assert_close(one, other)
 
 
+def test_a_column_without_rows_has_the_width_of_a_vector():
+    """On a process whose rows have no negatives the dense vectors of none have their dimensions."""
+    seen, batch = {}, batch_of()
+    batch["negative"] = {key: value[:0] for key, value in batch["negative"].items()}
+
+    def score(embeddings):
+        seen.update({key: tuple(one.shape) for key, one in embeddings["negative"].items()})
+        return sum(one["dense"].square().sum() for one in embeddings.values()), {}
+
+    encoder = Encoder().double().eval()
+    cached_step(lay_out(batch, ChunkLimits(max_rows=3)), lambda c: encoder(**c.features), score)
+    assert seen["dense"] == (0, DIMENSIONS) and seen["number"] == (0,) and seen["vectors"][::2] == (0, DIMENSIONS)
+
+
 def test_columns_are_as_wide_as_their_own_rows():
     seen = {}
 
