@@ -38,15 +38,20 @@ Vectors = Mapping[str, Tensor]  # "vectors": (rows, T, D), "mask": (rows, T), tr
 
 
 class LateInteractionLoss(nn.Module):
-    """InfoNCE over ColBERT's scores; rows are mappings of "vectors" and "mask".
+    """InfoNCE over late interaction's scores (ColBERT, https://huggingface.co/papers/2004.12832, section 3.3).
+
+    A row is several vectors: a column is a mapping of "vectors" (rows, T, D) and "mask" (rows, T), true where a token
+    is real. A query's score for a document is the sum, over its tokens, of the best match among the document's.
 
     The first column holds the queries, the second their positives, further ones hard negatives.
 
-    temperature: divides the scores, which are sums over a query's tokens; ColBERT's is 1.
-    cross_device_negatives: as of `InfoNCELoss`.
-    normalize: every token vector is L2-normalised here.
-    mask_false_negatives: with `ids`, leaves out the pairs that `InfoNCELoss` leaves out.
-    queries_per_tile, documents_per_tile: so many rows meet with all their tokens at once.
+    Args:
+        temperature: divides the scores, which are sums over a query's tokens; ColBERT's is 1.
+        cross_device_negatives: as of `InfoNCELoss`.
+        normalize: every token vector is L2-normalised here.
+        mask_false_negatives: with `ids`, leaves out the pairs that `InfoNCELoss` leaves out.
+        queries_per_tile: so many queries meet `documents_per_tile` documents, with all their tokens, at once.
+        documents_per_tile: see `queries_per_tile`.
     """
 
     similarity = "maxsim"  # by which evaluations compare

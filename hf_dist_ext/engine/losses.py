@@ -36,26 +36,29 @@ class InfoNCELoss(nn.Module):
     The first column holds the anchors, the second their positives (row i belongs to row i), every further column hard
     negatives, in any number. An anchor's candidates are everyone's positives and everyone's hard negatives.
 
-    temperature: divides the similarities.
-    learnable_temperature: trains `log_inverse_temperature` (one element, float32), from log(1 / temperature). Every
-        call first holds it within [0, log 100], CLIP's bounds: a temperature from 0.01 to 1.
-    symmetric: also scores own positives against everyone's anchors; the loss is the mean of both directions. Hard
-        negatives do not join the reverse direction: they are nobody's positive, so they have no anchor to find.
-    matryoshka_dims, matryoshka_weights: the loss is the weighted mean (weights are divided by their sum; None = equal)
-        of the whole loss, margin included, on the first d dimensions, normalised again, for each d listed. The full
-        width counts only if it is listed. Metrics are those of the widest listed.
-    mask_false_negatives: with `ids`, leaves out of anchor i's sum every candidate, other than its own positive, that
-        has the text of i's positive, or is the positive of a row with i's anchor text or i's group. The reverse
-        direction leaves out the same pairs.
-    false_negative_margin: leaves out every candidate more similar than (i's positive - margin). Which ones is a
-        constant of the gradient. None = off.
-    cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
-    normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros stays
-        zeros and gets no gradient: it has no direction to turn.
-    rows_per_tile, candidates_per_tile: memory is at most 4 buffers of rows_per_tile x candidates, of which
-        candidates_per_tile at a time should fit the cache. None = 512 and 512 on a CPU (fastest or within 2 % of it at
-        2,048 to 16,384 rows of width 128 to 768), else 1024 rows and whole columns (few kernel launches; a choice, not
-        a measurement); fewer rows where the buffers would take more than policy.LOSS_TILE_BYTES.
+    Args:
+        temperature: divides the similarities.
+        learnable_temperature: trains `log_inverse_temperature` (one element, float32), from log(1 / temperature).
+            Every call first holds it within [0, log 100], CLIP's bounds: a temperature from 0.01 to 1.
+        symmetric: also scores own positives against everyone's anchors; the loss is the mean of both directions. Hard
+            negatives do not join the reverse direction: they are nobody's positive, so they have no anchor to find.
+        matryoshka_dims: the loss is the weighted mean of the whole loss, margin included, on the first d dimensions,
+            normalised again, for each d listed. The full width counts only if it is listed. Metrics are those of the
+            widest listed.
+        matryoshka_weights: of each of `matryoshka_dims`, divided by their sum; None: equal.
+        mask_false_negatives: with `ids`, leaves out of anchor i's sum every candidate, other than its own positive,
+            that has the text of i's positive, or is the positive of a row with i's anchor text or i's group. The
+            reverse direction leaves out the same pairs.
+        false_negative_margin: leaves out every candidate more similar than (i's positive - margin). Which ones is a
+            constant of the gradient. None = off.
+        cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
+        normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros
+            stays zeros and gets no gradient: it has no direction to turn.
+        rows_per_tile: memory is at most 4 buffers of this times the candidates. None: 512 on a CPU (fastest or within
+            2 % of it at 2,048 to 16,384 rows of width 128 to 768), else 1024; fewer where the buffers would take more
+            than policy.LOSS_TILE_BYTES.
+        candidates_per_tile: so many at a time should fit the cache. None: 512 on a CPU, else whole columns (chosen,
+            not measured).
     """
 
     def __init__(

@@ -31,13 +31,18 @@ from hf_dist_ext.errors import UsageError
 
 
 class SigmoidLoss(nn.Module):
-    """Columns are those of `InfoNCELoss`: anchors, their positives, and any hard negatives, which belong to nobody.
+    """SigLIP's sigmoid loss (https://huggingface.co/papers/2303.15343, section 3.1) over columns of embeddings.
 
-    scale, bias: s and b at the start; the paper's values.
-    learnable: trains `log_scale` and `bias` (one element each, float32).
-    mask_false_negatives: with `ids`, leaves out the pairs that `InfoNCELoss` leaves out.
-    normalize: L2-normalise here.
-    rows_per_tile, candidates_per_tile: memory is a few buffers of one times the other.
+    Columns are those of `InfoNCELoss`: anchors, their positives, and any hard negatives, which belong to nobody.
+
+    Args:
+        scale: s at the start; the paper's value.
+        bias: b at the start; the paper's value.
+        learnable: trains `log_scale` and `bias` (one element each, float32).
+        mask_false_negatives: with `ids`, leaves out the pairs that `InfoNCELoss` leaves out.
+        normalize: L2-normalise here.
+        rows_per_tile: memory is a few buffers of this times `candidates_per_tile`.
+        candidates_per_tile: see `rows_per_tile`.
     """
 
     def __init__(

@@ -62,14 +62,25 @@ class EmbeddingOutput(ModelOutput):
 
 
 class EmbeddingModel(PreTrainedModel):
-    """Backbone, pooling, projection, normalization; see the head of this file.
+    """A transformers backbone, pooling, a projection and normalisation: each row of tokens becomes one vector.
 
-    `pooling` is "mean", "cls" (first real token), "last" (last real token) or "tokens" (a vector of every real token);
-    `projection_dim` None means none, and `dense` says what a projection is that is more than one linear map
-    (`DenseLayer`s, or mappings of their fields).
-    `max_length` (int, or one per column: queries first), `prompts` and `matryoshka_dims` change nothing here: they are
-    kept for `save_pretrained`, which tells servers about them. `lengths` are those of "query" and "document", where
-    they differ; `messages` says how sentence-transformers reads chat messages and pictures (model_folder.py).
+    `model(input_ids=..., attention_mask=...).embeddings` is (B, D), at least float32; with pooling "tokens" it is a
+    mapping of "vectors" (B, T, D) and "mask" (B, T), for late interaction.
+
+    Args:
+        backbone: what embeds tokens; this model shares its config.
+        pooling: "mean", "cls" (first real token), "last" (last real token) or "tokens" (a vector of every real token).
+        projection_dim: D of one linear map after pooling. None: no map, D is the backbone's width.
+        projection_bias: of that map.
+        normalize: divides by the L2 norm.
+        max_length: tokens of a row, or of each column (queries first). This, `prompts` and `matryoshka_dims` change
+            nothing here: `save_pretrained` tells servers about them.
+        prompts: column -> text before every row.
+        matryoshka_dims: widths that embeddings may be cut to.
+        dense: a projection of more than one linear map: `DenseLayer`s, or mappings of their fields.
+
+    Raises:
+        UsageError: a pooling or a width that cannot be.
     """
 
     base_model_prefix = "backbone"

@@ -42,12 +42,14 @@ class SentenceTransformersLoss(nn.Module):
     The columns are what the loss calls its inputs: anchor, positive, negatives. A label travels with the batch as
     `targets["label"]` (see `ContrastiveCollator`), and means what it means to the loss.
 
-    name: the class or its name, such as "CoSENTLoss".
-    embedding_dim: D of the model.
-    tokenizer, max_length: those of the model, for losses with a guide.
-    options: what the class takes. Functions and distances may be given by name ("pairwise_dot_score", "COSINE"), and
-        `guide` as a folder or hub id; `guide_batch_size` (32) rows go through it at once. MatryoshkaLoss takes
-        `loss`, a name, with `loss_options`.
+    Args:
+        name: the class or its name, such as "CoSENTLoss".
+        embedding_dim: D of the model.
+        tokenizer: the model's, for losses with a guide.
+        max_length: the model's, for losses with a guide.
+        options: what the class takes. Functions and distances may be given by name ("pairwise_dot_score", "COSINE"),
+            and `guide` as a folder or hub id; `guide_batch_size` (32) rows go through it at once. MatryoshkaLoss takes
+            `loss`, a name, with `loss_options`.
 
     Raises:
         UsageError: sentence-transformers is missing, has no such loss, or refuses the options; the loss must see the
