@@ -13,7 +13,8 @@ written, go an hour back or forth between its starts; each must begin at the new
 
 `--stock` runs transformers' own classes instead, a mode that ends in `+frozen` freezes a layer; in one that ends in
 `+async` files are written, slowly, while training goes on, and a save ends with its commit. `ddp+pipeline` cuts an
-embedding model in two, `ddp+causal` a language model with its own loss and one weight on both processes.
+embedding model in two, `ddp+causal` a language model with its own loss and one weight on both processes;
+`multi_gpu_3d@8+pipeline` are two pipelines of two stages of which two processes each have half of every layer.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     modes = [mode + frozen + later for mode in MODES | HSDP for frozen in ("", "+frozen") for later in ("", "+async")]
     modes += [mode + frozen for mode in ZERO for frozen in ("", "+frozen")] + ["ddp+pipeline", "ddp+causal"]
-    modes += ["multi_gpu_3d@4+causal", "multi_gpu_pp@4+causal+sharded"]
+    modes += ["multi_gpu_3d@4+causal", "multi_gpu_pp@4+causal+sharded", "multi_gpu_3d@8+pipeline"]
     parser.add_argument("--mode", choices=modes, nargs="+", required=True)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)

@@ -180,6 +180,7 @@ def main() -> None:
     parts = {
         "loaded": lambda: loaded(base, folder / "loaded", **fields),
         "held": lambda: held(base, folder / "held", **fields),
+        "counted": lambda: worker.counted(base, folder / "counted", **fields),
         "draws": lambda: draws(base, folder / "draws", **fields),
         "replayed": lambda: replayed(base, folder / "replayed", **fields),
         "resumed": lambda: worker.resumed(base, folder / "run", **fields),

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -220,6 +221,17 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
     return said
 
 
+def check_one_process_goes_on(base: Path, checkpoint: Path, folder: Path, name: str) -> None:
+    """From the weights of this checkpoint, unchanged, and from nothing else of it; `name`: of how it was trained."""
+    more = {"resume_weights_only": True, "learning_rate": 0.0, "save_strategy": "no"}
+    trainer = make_trainer(base, folder, is_alone=True, **more)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    saved, own = EmbeddingModel.from_pretrained(checkpoint).state_dict(), trainer.model.state_dict()
+    assert own.keys() == saved.keys() and all(torch.equal(p, saved[name]) for name, p in own.items())
+    with pytest.raises(UsageError, match=rf"saved as a pipeline \({name}\).*resume_weights_only"):
+        make_trainer(base, folder, is_alone=True).train(resume_from_checkpoint=str(checkpoint))
+
+
 def trained_twice(base: Path, folder: Path) -> list[float]:
     """Losses of two trainings of one trainer."""
     trainer = make_trainer(base, folder, save_strategy="no", max_steps=2)
@@ -276,20 +288,21 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
     flow, all_reduce = pipeline_passes.Flow, dist.all_reduce
     counts, outputs = Counter(), watched_outputs(cut)
     cases, kept = set(), {}  # chunks held per stage; their bytes
-    weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    weights = {held_here(p).untyped_storage().data_ptr() for p in trainer.model.parameters()}
     casts = {}  # bytes of half-precision copies of weights
-    halves = [p.detach().bfloat16() for p in trainer.model.parameters() if p.dim() == 2]
+    halves = [held_here(p).detach().bfloat16() for p in trainer.model.parameters() if p.dim() == 2]
 
     class Watched(flow):
         def forward(self, stage, number):
             found = {}
 
-            def see(tensor):
+            def see(saved):
+                tensor = held_here(saved)
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
                 for half in halves if tensor.dtype == torch.bfloat16 and tensor.dim() == 2 else ():
                     if any(one.shape == half.shape and torch.equal(one, half) for one in (tensor, tensor.mT)):
                         casts[tensor.untyped_storage().data_ptr()] = half.nbytes
-                return tensor
+                return saved
 
             with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
                 super().forward(stage, number)
@@ -313,7 +326,8 @@ def counted(base: Path, folder: Path, **more) -> list[dict]:
             return super().message(kind, tensor, stage)
 
     def watched_reduce(tensor, *arguments, **options):
-        counts["reductions"] += options.get("group") is trainer.strategy.rows.peers
+        peers = trainer.strategy.rows.peers
+        counts["reductions"] += peers is not None and options.get("group") is peers
         return all_reduce(tensor, *arguments, **options)
 
     pipeline_passes.Flow, dist.all_reduce = Watched, watched_reduce

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import mesh_worker, pipeline_worker
@@ -55,12 +57,17 @@ def folder(layout: str) -> TemporaryDirectory:
     fields, made = {"pipeline_parallel_size": 2} | fields, TemporaryDirectory()
     if "SHARD_GRAD_OP" in fields.values():
         fields["pipeline_schedule"] = "zero_bubble_v"
-    only = ["resumed", "held", "not_finite", "draws", "frozen"] if processes == 8 else []
+    only = ["resumed", "held", "counted", "not_finite", "draws", "frozen"] if processes == 8 else []
     if processes == 4:
-        only = ["loaded", "held", "draws", "replayed", "resumed", "elsewhere", "frozen", "head", "not_finite"]
-        only += ["evaluation", "said"] + ["adapters", "adapters_elsewhere"]
+        only = ["loaded", "held", "counted", "draws", "replayed", "resumed", "elsewhere", "frozen", "head"]
+        only += ["not_finite", "evaluation", "said", "adapters", "adapters_elsewhere"]
     launch(preset, processes, mesh_worker.main, made.name, "--fields", json.dumps(fields), "--only", *only)
     return made
+
+
+def name_of(layout: str) -> str:
+    """What a checkpoint says of it."""
+    return layout.lower().replace("fsdp2", "fsdp").removesuffix(" per update")
 
 
 def found(layout: str) -> dict:
@@ -93,13 +100,44 @@ def test_the_folder_of_the_end_is_whole_and_loads_on_one_process(layout, kind):
 
 @slow
 @pytest.mark.parametrize("layout", RUNS)
+def test_one_process_goes_on_from_the_weights_of_a_checkpoint(layout, tmp_path):
+    base, checkpoint = (Path(folder(layout).name, *parts) for parts in (("base",), ("run", "checkpoint-4")))
+    pipeline_worker.check_one_process_goes_on(base, checkpoint, tmp_path, name_of(layout))
+
+
+@slow
+@pytest.mark.parametrize("layout", RUNS)
+def test_it_holds_and_sends_what_its_schedule_says_and_copies_reduce_once(layout):
+    ranks, (pipelines, parts) = found(layout)["counted"], RUNS[layout]
+    schedule = "zero_bubble_v" if "per update" in layout else policy.PIPELINE_SCHEDULE
+    assert len(ranks) == 2 * pipelines * parts
+    for rank, of_rank in enumerate(ranks):
+        stages, per_rank, chunks = (
+            Shape(pipelines, 2, parts).place(rank).stages,
+            of_rank["per_rank"],
+            of_rank["chunks"],
+        )
+        assert chunks == pipeline_worker.BATCH
+        assert of_rank["live"] == sum(policy.live_chunks(schedule, 2, per_rank, chunks, stages)[0])
+        kinds = [
+            action.kind
+            for forward_only in (True, False)
+            for action in schedules.actions(schedule, 2, per_rank, chunks, stages, forward_only)
+        ]
+        assert of_rank["isend"] == sum(kind.startswith("SEND") for kind in kinds) > 0
+        # Of all gradients; where FSDP2 has reduced those of the stages, of the temperature.
+        assert of_rank.get("reductions", 0) == (pipelines > 1)
+
+
+@slow
+@pytest.mark.parametrize("layout", RUNS)
 def test_rows_are_counted_once_per_pipeline(layout):
     run, (pipelines, parts) = found(layout)["resumed"], RUNS[layout]
     assert run["rows_per_step"] == run["logged_batch"] == pipelines * pipeline_worker.BATCH
     facts = run["facts"]
     sizes = ("world_size", "data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     assert [facts[name] for name in sizes] == [2 * pipelines * parts, pipelines, parts, 2]
-    assert facts["sharding"] == layout.lower().replace("fsdp2", "fsdp").removesuffix(" per update")
+    assert facts["sharding"] == name_of(layout)
 
 
 @slow

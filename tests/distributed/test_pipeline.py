@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
@@ -170,14 +169,7 @@ def test_a_checkpoint_is_read_by_processes_that_have_other_stages():
 
 def test_one_process_goes_on_from_the_weights_of_a_pipeline(tmp_path):
     base, checkpoint = (Path(folder().name, *parts) for parts in (("base",), ("run", "checkpoint-4")))
-    trainer = worker.make_trainer(
-        base, tmp_path, is_alone=True, resume_weights_only=True, learning_rate=0.0, save_strategy="no"
-    )
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    saved = EmbeddingModel.from_pretrained(checkpoint).state_dict()
-    assert all(torch.equal(p, saved[name]) for name, p in trainer.model.state_dict().items())
-    with pytest.raises(UsageError, match=r"saved as a pipeline \(pp 2\).*resume_weights_only"):
-        worker.make_trainer(base, tmp_path, is_alone=True).train(resume_from_checkpoint=str(checkpoint))
+    worker.check_one_process_goes_on(base, checkpoint, tmp_path, "pp 2")
 
 
 def test_a_pipeline_does_not_continue_a_run_without_one():
