@@ -26,12 +26,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import LossOutput, keys_of
-from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
+from hf_dist_ext.engine.tiled_infonce import gradient_of_raw, normalized, softmax_of_tile
 from hf_dist_ext.errors import UsageError
 
 Vectors = Mapping[str, Tensor]  # "vectors": (rows, T, D), "mask": (rows, T), true where a token is real
@@ -145,7 +144,7 @@ def _loss_and_gradients(
             )
             scores.append(column * plan.inverse_temperature)  # (b, N)
             places.append([place for _, place in parts])
-        weights = _softmax(plan, scores, first, loss, metrics)  # (3)
+        weights = softmax_of_tile(scores, plan.keys, first, loss, metrics)  # (3)
         if not needs_gradients:
             continue
         for column, unit in enumerate(documents):  # (4)
@@ -180,28 +179,6 @@ def _at_matches(weights: Tensor, place: Tensor, real: Tensor, width: int) -> Ten
     of_tokens = (weights[:, None] * real[..., None])[..., None]  # (b, T, n, 1)
     matched = weights.new_zeros(b, tokens, n, width).scatter_(3, place[..., None], of_tokens)
     return matched.view(b * tokens, n * width)
-
-
-def _softmax(plan: _Plan, scores: list[Tensor], first: int, loss: Tensor, metrics: Tensor) -> list[Tensor]:
-    """Adds the tile's loss and metrics up; of every column d(loss of a row)/d(score / temperature), (b, N)."""
-    blocks = [Block(column, 0, values.shape[1], values) for column, values in enumerate(scores)]
-    if plan.keys:
-        for block in blocks:
-            mask = Block(block.column, 0, block.high, torch.empty_like(block.values))
-            compare_keys(mask, plan.keys[block.column], first)
-            block.values.masked_fill_(mask.values > 0, -math.inf)
-            metrics[1] += mask.values.sum()
-    positives = blocks[0].positives(first)[1].clone()  # (b,)
-    blocks[0].positives(first)[1].fill_(-math.inf)
-    others = torch.cat(scores, dim=1)
-    lead = positives - others.logsumexp(dim=1)
-    loss -= logsigmoid(lead).sum()
-    metrics[0] += (positives > others.amax(dim=1)).sum()
-    wrong = torch.sigmoid(-lead)[:, None]
-    weights = [torch.softmax(others, dim=1).nan_to_num(0.0) * wrong][0].split([v.shape[1] for v in scores], dim=1)
-    weights = [weight.clone() for weight in weights]
-    Block(0, 0, scores[0].shape[1], weights[0]).positives(first)[1].copy_(-wrong[:, 0])
-    return weights
 
 
 def _checked(own: Mapping[str, Vectors], everyone: Mapping[str, Vectors]) -> list[str]:

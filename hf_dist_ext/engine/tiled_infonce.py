@@ -27,6 +27,7 @@ Shapes: B own rows, N all ranks' rows, D embedding, M candidates (N positives an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -173,6 +174,36 @@ def compare_keys(mask: Block, keys: list[tuple[Tensor, Tensor]], first: int) -> 
             mask.values, torch.eq(tile_keys, candidate_keys[mask.low : mask.high], out=same), out=mask.values
         )
     mask.positives(first)[1].zero_()
+
+
+def softmax_of_tile(
+    scores: list[Tensor], keys: list[list[tuple[Tensor, Tensor]]], first: int, loss: Tensor, metrics: Tensor
+) -> list[Tensor]:
+    """InfoNCE of rows whose scores over the temperature are given, (T, N) of every column, and overwritten.
+
+    Adds the rows' loss (), and the number of right answers and of masked pairs (2,), up. Returns
+    d(loss of a row) / d(score), (T, N) of every column.
+
+    keys: of `Plan`. first: the first row's positive is this candidate of the first column, and so on.
+    """
+    blocks = [Block(column, 0, values.shape[1], values) for column, values in enumerate(scores)]
+    if keys:
+        for block in blocks:
+            mask = Block(block.column, 0, block.high, torch.empty_like(block.values))
+            compare_keys(mask, keys[block.column], first)
+            block.values.masked_fill_(mask.values > 0, -math.inf)
+            metrics[1] += mask.values.sum()
+    positives = blocks[0].positives(first)[1].clone()  # (T,)
+    blocks[0].positives(first)[1].fill_(-math.inf)
+    others = torch.cat(scores, dim=1)
+    lead = positives - others.logsumexp(dim=1)
+    loss -= logsigmoid(lead).sum()
+    metrics[0] += (positives > others.amax(dim=1)).sum()
+    wrong = torch.sigmoid(-lead)[:, None]
+    weights = (torch.softmax(others, dim=1).nan_to_num(0.0) * wrong).split([v.shape[1] for v in scores], dim=1)
+    weights = [weight.clone() for weight in weights]
+    Block(0, 0, scores[0].shape[1], weights[0]).positives(first)[1].copy_(-wrong[:, 0])
+    return weights
 
 
 def _score(blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:

@@ -46,12 +46,23 @@ OF_LOSS = {
     archivePrefix={arXiv},
     primaryClass={cs.IR}
 }""",
+    "SparseLoss": """@misc{chen2024m3,
+    title={BGE M3-Embedding: Multi-Lingual, Multi-Functionality, Multi-Granularity Text Embeddings},
+    author={Jianlv Chen and Shitao Xiao and Peitian Zhang and Kun Luo and Defu Lian and Zheng Liu},
+    year={2024},
+    eprint={2402.03216},
+    archivePrefix={arXiv},
+    primaryClass={cs.CL}
+}""",
 }
+
+
+AROUND_OTHERS = ("SentenceTransformersLoss", "SumOfLosses", "LossPerSource")
 
 
 def names_of(loss: Any) -> list[str]:
     """The loss and those inside of it, by their classes."""
-    return [type(one).__name__ for one in _chain(loss) if type(one).__name__ != "SentenceTransformersLoss"]
+    return [type(one).__name__ for one in _chain(loss) if type(one).__name__ not in AROUND_OTHERS]
 
 
 def citations_of(loss: Any, is_cached: bool) -> list[str]:
@@ -65,8 +76,10 @@ def citations_of(loss: Any, is_cached: bool) -> list[str]:
 
 
 def _chain(loss: Any) -> list[Any]:
-    found = []
-    while loss is not None and loss not in found:
-        found.append(loss)
-        loss = getattr(loss, "loss", None)
+    found, waiting = [], [loss]
+    while waiting:
+        one = waiting.pop(0)
+        if one is not None and one not in found:
+            found.append(one)
+            waiting = [*getattr(one, "losses", {}).values(), getattr(one, "loss", None), *waiting]
     return found

@@ -1,4 +1,5 @@
-"""A model with a dense vector and token vectors per row, trained by a sum of losses: two processes are one."""
+"""A model with a dense vector, term weights and token vectors per row, trained by a sum of losses: two processes are
+one."""
 
 import json
 from functools import partial
@@ -12,6 +13,7 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.sparse_loss import SparseLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -19,32 +21,35 @@ from tests.distributed.forked import Run
 from tests.distributed.test_late_interaction import BATCH, table
 from tests.tiny_models import tiny_tokenizer
 
-OUTPUTS = {"infonce": "dense", "late": "tokens"}
+OUTPUTS = {"infonce": "dense", "late": "tokens", "terms": "sparse"}
 
 
-class Both(nn.Module):
-    """As bge-m3: a dense vector, and a vector of every token by a head of its own."""
+class M3(nn.Module):
+    """As bge-m3: a dense vector, and a weight and a vector of every token by heads of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.mix = nn.Embedding(32, 8), nn.Linear(8, 8)
-        self.dense, self.tokens = nn.Linear(8, 5), nn.Linear(8, 4)
+        self.dense, self.tokens, self.sparse = nn.Linear(8, 5), nn.Linear(8, 4), nn.Linear(8, 1)
 
     def forward(self, input_ids, attention_mask):
         hidden, mask = self.mix(self.words(input_ids)).tanh(), attention_mask.bool()
         mean = (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
         tokens = {"tokens.vectors": self.tokens(hidden), "tokens.mask": mask}
-        return {"embeddings": {"dense": self.dense(mean), **tokens}}
+        weights = self.sparse(hidden).squeeze(2).relu()
+        sparse = {"sparse.terms": input_ids, "sparse.weights": weights, "sparse.mask": mask & (input_ids > 4)}
+        return {"embeddings": {"dense": self.dense(mean), **tokens, **sparse}}
 
 
 def loss_of(outputs: dict[str, str] = OUTPUTS) -> SumOfLosses:
     losses = {"infonce": InfoNCELoss(0.3, learnable_temperature=True), "late": LateInteractionLoss(0.7)}
-    return SumOfLosses(losses, {"late": 0.4}, outputs).double()
+    losses["terms"] = SparseLoss(0.2, queries_per_tile=4)
+    return SumOfLosses(losses, {"late": 0.4, "terms": 0.6}, outputs).double()
 
 
 def train(say, folder: Path, processes: int, chunk: int | None) -> str:
     torch.manual_seed(0)
-    model, loss = Both().double(), loss_of()
+    model, loss = M3().double(), loss_of()
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=1,
         per_device_train_batch_size=BATCH // processes, per_device_eval_batch_size=BATCH // processes,
@@ -64,7 +69,7 @@ def train(say, folder: Path, processes: int, chunk: int | None) -> str:
         return ""
     assert all((after[name] - before[name]).abs().max() > 1e-6 for name in before), "something was not trained"
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    parts = [(line["infonce_loss"], line["late_loss"], line["late_accuracy"]) for line in lines]
+    parts = [[line[f"{name}_{what}"] for name in OUTPUTS for what in ("loss", "accuracy")] for line in lines]
     return json.dumps([[v for n in sorted(after) for v in after[n].flatten().tolist()], parts, figures])
 
 
@@ -86,7 +91,7 @@ def test_two_processes_are_one(tmp_path, mode, processes, chunk):
 
 
 def test_an_output_that_there_is_not_is_named(tmp_path):
-    with pytest.raises(UsageError, match='outputs has "sparse", which is none of the losses: infonce, late'):
+    with pytest.raises(UsageError, match='outputs has "sparse", which is none of the losses: infonce, late, terms'):
         loss_of({"sparse": "dense"})
     batch = {name: torch.zeros(2, 3, dtype=torch.float64) for name in ("query", "positive")}
     with pytest.raises(UsageError, match='gives no output "dense" of a row; it gives one'):
