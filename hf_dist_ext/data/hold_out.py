@@ -63,10 +63,16 @@ def kept_together(run: RunConfig, dataset: AnyDataset) -> list[str]:
     """Columns whose equal values must not be in training and in evaluation: pictures and the id."""
     features = dataset.features or {}
     is_conversation = run.task == "image-text-to-text"
-    pictures = [name for name, one in features.items() if isinstance(getattr(one, "feature", one), datasets.Image)]
+    pictures = [name for name, one in features.items() if _holds_pictures(one)]
     named = [(run.columns or {}).get("image", "image")] if is_conversation else []
     ids = [run.id_column] if run.id_column else []
     return [name for name in dict.fromkeys([*pictures, *named, *ids]) if name in features]
+
+
+def _holds_pictures(feature: Any) -> bool:
+    """One per row, several, or one beside a text."""
+    of_image = feature.get("image") if isinstance(feature, dict) else getattr(feature, "feature", feature)
+    return isinstance(of_image, datasets.Image)
 
 
 def _groups(dataset: Dataset, columns: Sequence[str]) -> list[list[int]]:
@@ -93,6 +99,8 @@ def _groups(dataset: Dataset, columns: Sequence[str]) -> list[list[int]]:
 
 def _values(value: Any) -> list:
     """What of a row's value another row may share: each of several pictures, none where there is none."""
+    if isinstance(value, dict) and "image" in value:  # beside a text
+        value = value["image"]
     stored = [one["bytes"] or one["path"] if isinstance(one, dict) else one for one in as_list(value)]
     return [content_id(one) if isinstance(one, bytes) else one for one in stored if one not in (None, "")]
 

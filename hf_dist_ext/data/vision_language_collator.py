@@ -33,6 +33,7 @@ STORED = {"bytes", "path"}  # the keys of a picture as `datasets` stores it
 # What a processor calls the tokens that it writes for a tile (or for an image, where it cuts none into tiles).
 TOKENS_PER_TILE = ("image_seq_length", "image_seq_len")
 OF_PROCESSOR = ("text", "image", "common", "chat_template")
+OF_OTHERS = ("audio", "video")  # of rows that are not read here; a folder may have options for them
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class VisionLanguageCollator(ContrastiveCollator):
     `processor` has a tokenizer, an image processor and a chat template; `tokenizer` is its tokenizer. `prompts` are
     instructions, which the template writes as the message of the system. `max_length` counts a picture's tokens too.
     `processing_kwargs` as in sentence-transformers: {"chat_template": {...}, "text": {...}, "image": {...},
-    "common": {...}}, options of the template and of the processor.
+    "common": {...}}, options of the template and of the processor. Those of "audio" and "video" concern no row here.
     """
 
     processing_kwargs: Mapping[str, Mapping[str, Any]] | None = None
@@ -53,16 +54,18 @@ class VisionLanguageCollator(ContrastiveCollator):
         check_processor(self.processor)
         super().__post_init__()
         self.processing_kwargs = dict(self.processing_kwargs or {})
-        if alien := [name for name in self.processing_kwargs if name not in OF_PROCESSOR]:
+        if alien := [name for name in self.processing_kwargs if name not in (*OF_PROCESSOR, *OF_OTHERS)]:
             raise UsageError(f'processing_kwargs has no "{alien[0]}". It takes {", ".join(OF_PROCESSOR)}.')
         options = {name: dict(self.processing_kwargs.get(name, {})) for name in OF_PROCESSOR}
         self._of_template, self._of_image = options["chat_template"], options["image"]
+        self._keeps_tail = self._of_template.pop("restore_suffix", True)  # sentence-transformers' name of (4)
         # Rows are cut and padded here.
         own = {"padding": False, "truncation": False, "verbose": False}
         self._of_text = {**options["common"], **options["text"], **own}
         self._limit = self._of_text.pop("max_length", None)
         self._side = self._of_text.get("padding_side", self._usual_side())
-        self._of_text.pop("return_tensors", None)
+        for name in ("return_tensors", "logits_to_keep"):
+            self._of_text.pop(name, None)
         # Gemma's processors call the token before an image theirs; the tokenizer knows the one for its patches.
         places = [getattr(one, "image_token_id", None) for one in (self.tokenizer, self.processor)]
         self._image_id = next((place for place in places if place is not None), None)
@@ -148,7 +151,7 @@ class VisionLanguageCollator(ContrastiveCollator):
                     "use smaller or fewer images."
                 )
         of_tokens = [value for value in encoded.values() if is_per_token(value, ids)]
-        tails = [0 if images[row] else min(self._tail(prompt), limit) for row in long]
+        tails = [min(self._tail(prompt), limit) if self._keeps_tail and not images[row] else 0 for row in long]
         for value in of_tokens:
             for row, tail in zip(long, tails, strict=True):
                 value[row] = value[row][: limit - tail] + value[row][len(value[row]) - tail :]

@@ -14,6 +14,7 @@ from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
 from hf_dist_ext.data.row_check import column_kind
+from hf_dist_ext.data.vision_language_collator import OF_OTHERS
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
@@ -181,6 +182,10 @@ def _check_reads(config: RunConfig, chat: Any, pictures: list[str], is_cut: bool
         raise UsageError(
             f'column "{pictures[0]}" holds pictures, but the model embeds text only. Use a dual encoder '
             f"({', '.join(image_pairs.DUAL_ENCODERS)}) or a vision-language model whose processor has a chat template."
+        )
+    if others := {*(config.processing_kwargs or {})} & {*OF_OTHERS}:
+        raise UsageError(
+            f'processing_kwargs has "{min(others)}", and rows hold texts and pictures alone. Remove "{min(others)}".'
         )
     if chat is None and config.processing_kwargs is not None:
         raise UsageError(

@@ -237,11 +237,26 @@ def test_bytes_and_stored_pictures_are_read(run_file, tmp_path):
     assert train[1]["query"]["text"] == "b" and train[1]["query"]["image"].tobytes() == picture(2).tobytes()
 
 
+def test_rows_that_share_a_picture_are_held_out_together(run_file, tmp_path):
+    run_file()
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["photo"] = f"{number % 5}.png" if number % 5 else "10.png"
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = RunConfig(
+        dataset_name=str(tmp_path / "rows.jsonl"), columns=COLUMNS, image_folder=str(tmp_path / "photos"),
+        eval_holdout=6,
+    )  # fmt: skip
+    held, kept = ({row["query"]["image"].tobytes() for row in split} for split in load_datasets(run))
+    assert held and kept and not held & kept
+
+
 @pytest.mark.parametrize("changes, words", [
     ({"columns": {"query": {"text": "question", "sound": "photo"}, "positive": "answer"}}, "It takes {\"text\""),
     ({"columns": {"query": {"text": "question", "image": "foto"}, "positive": "answer"}}, 'no column "foto"'),
     ({"image_folder": "/nowhere"}, 'image_folder="/nowhere" is no folder'),
     ({"processing_kwargs": {"images": {}}}, 'processing_kwargs has no "images"'),
+    ({"processing_kwargs": {"video": {}}}, 'processing_kwargs has "video", and rows hold texts and pictures alone'),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_before_training(run_file, changes, words, capsys):
     with pytest.raises((UsageError, SystemExit)) as caught:
