@@ -68,7 +68,8 @@ def _class_name(model: Any) -> str:
 
 def dtype_of_base(model: nn.Module) -> str:
     """That of the first weights that do not train: what the base was loaded in."""
-    parameters = sorted(model.parameters(), key=lambda parameter: parameter.requires_grad)
+    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]  # others are quantized
+    parameters = sorted(floating, key=lambda parameter: parameter.requires_grad)
     return str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
 
 

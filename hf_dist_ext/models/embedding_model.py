@@ -134,6 +134,7 @@ class EmbeddingModel(PreTrainedModel):
         self.supports_gradient_checkpointing = backbone.supports_gradient_checkpointing
         self._no_split_modules = repeated_layer_classes(backbone)
         self._keys_to_ignore_on_save = {f"backbone.{key}" for key in backbone._keys_to_ignore_on_save or ()}
+        self.is_loaded_in_4bit = getattr(backbone, "is_loaded_in_4bit", False)  # peft asks
         for name in ("_is_distributed_loading_by_transformers", "_tp_size", "_fsdp_size"):  # of tensor parallelism
             setattr(self, name, getattr(backbone, name, None))
         tied_keys = getattr(backbone, "all_tied_weights_keys", None) or {}

@@ -74,6 +74,11 @@ class RunConfig:
         "(in a vision-language model for its language model).",
     )
 
+    load_in_4bit: bool = option(
+        False,
+        "Keep the base under the adapters of use_lora in 4 bits (QLoRA, by bitsandbytes). One process, or DDP.",
+    )
+
     # --- Data ---
     dataset_name: str | None = option(
         None,

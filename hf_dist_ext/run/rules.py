@@ -24,7 +24,7 @@ OF_TASK = {
     "embedding": [
         *CONTRASTIVE_FIELDS,
         *"pooling projection_dim normalize id_column image_columns no_duplicates_in_batch evaluations".split(),
-        *"datasets datasets_temperature processing_kwargs".split(),
+        *"datasets datasets_temperature processing_kwargs load_in_4bit".split(),
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
 }
@@ -116,6 +116,8 @@ def check_task_fields(task: str, given: dict[str, Any]) -> None:
     lora = [name for name in given if name.startswith("lora_") and given[name] is not None]
     if lora and not given.get("use_lora"):
         raise UsageError(f"{lora[0]}={show(given[lora[0]])} needs adapters. Set use_lora: true, or remove {lora[0]}.")
+    if given.get("load_in_4bit") and not given.get("use_lora"):
+        raise UsageError("load_in_4bit: weights in 4 bits do not train. Set use_lora: true, or remove load_in_4bit.")
     if task != "image-text-to-text":
         return
     if given.get("loss") not in (None, "none"):

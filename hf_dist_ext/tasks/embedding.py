@@ -30,7 +30,7 @@ from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import all_parts
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs, routes, vision_language
-from hf_dist_ext.tasks.adapters import add_adapters
+from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
 from hf_dist_ext.tasks.image_text import with_vocabulary
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
@@ -62,6 +62,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
                 f'loss="{LATE}" reads a vector of every token, and a model of two towers gives one per row. Use a '
                 "text model of one."
             )
+        if config.load_in_4bit:
+            raise UsageError("load_in_4bit: a model of two towers ends with its adapters merged. Remove load_in_4bit.")
     if image_pairs.has_towers(config):
         texts = [column for column in columns if column not in pictures]
         processor = image_pairs.load_pair_processor(config, (text for name in texts for text in train_dataset[name]))
@@ -86,7 +88,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         _check_reads(config, chat, pictures, is_cut=(distributed_config or in_stages) is not None)
         processor = chat or build_tokenizer(run, train_dataset)
         tokenizer, make_collator = getattr(processor, "tokenizer", processor), ContrastiveCollator
-        model = build_model(run, processor, distributed_config, in_stages)
+        model = build_model(run, processor, distributed_config, in_stages, quantization_of(run, args))
         if isinstance(model.backbone, static_backbone.StaticBackbone):
             _reads_whole_texts(config)
             static_backbone.without_special_tokens(tokenizer)
@@ -318,7 +320,11 @@ def _distributed_config(run: Run, args: Any) -> Any:
 
 
 def build_model(
-    run: Run, processor: Any, distributed_config: Any = None, in_stages: Callable[[type], type] | None = None
+    run: Run,
+    processor: Any,
+    distributed_config: Any = None,
+    in_stages: Callable[[type], type] | None = None,
+    quantization_config: Any = None,
 ) -> EmbeddingModel:
     config = run.options
     pooling = {"pooling": TOKENS} if _is_late(config) else {}  # whatever the folder says
@@ -340,6 +346,7 @@ def build_model(
         trust_remote_code=config.trust_remote_code,
         distributed_config=distributed_config,
         in_stages=in_stages,
+        quantization_config=quantization_config,
         # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
         **{name: value for name, value in options.items() if name in run.given}
         | {"dtype": config.dtype or "float32"}

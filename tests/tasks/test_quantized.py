@@ -1,0 +1,93 @@
+"""QLoRA: adapters over a base in 4 bits. What needs bitsandbytes is skipped where it is not installed."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run.read import load_run
+from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
+from hf_dist_ext.tasks.embedding import build_model
+from hf_dist_ext.tasks.parts import make_arguments
+from tests.models.test_model_folder import TEXTS, embed
+from tests.tasks.test_folders import resumed, write_run
+from tests.tasks.test_stages import main
+from tests.tiny_models import model_config, tiny_tokenizer
+
+needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    torch.manual_seed(0)
+    config = model_config("qwen3", hidden_size=64, intermediate_size=128, head_dim=32)
+    EmbeddingModel.from_config(config, pooling="last").save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    return write_run(tmp_path, model_name_or_path=str(tmp_path / "model"), use_lora=True, load_in_4bit=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--use_lora", "false"), "weights in 4 bits do not train"),
+        (("--save_full_model", "true"), "load_in_4bit does not go with save_full_model"),
+        (("--trainable_modules", ".*projection"), "load_in_4bit does not go with trainable_modules"),
+        ((), "load_in_4bit needs bitsandbytes, which is not installed: pip install bitsandbytes"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_a_weight_is_read(run_file, more, words, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name)
+    )
+    monkeypatch.setattr(EmbeddingModel, "from_pretrained", None)
+    with pytest.raises(SystemExit):
+        main(run_file, *more)
+    assert words in capsys.readouterr().err
+
+
+@needs_bitsandbytes
+def test_adapters_train_on_a_base_in_4_bits_and_the_run_is_resumed(run_file, tmp_path):
+    main(run_file)
+    base = EmbeddingModel.from_pretrained(tmp_path / "model")
+    after = EmbeddingModel.from_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config_sentence_transformers.json").read_text())["dtype"] == "float32"
+    assert (embed(after, tiny_tokenizer(), TEXTS) - embed(base, tiny_tokenizer(), TEXTS)).abs().max() > 1e-3
+    again = resumed(run_file, tmp_path, EmbeddingModel)
+    for name, value in after.state_dict().items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6)
+
+
+@needs_bitsandbytes
+def test_cached_gradients_are_those_of_the_whole_batch(run_file):
+    from bitsandbytes.nn import Linear4bit
+
+    run = load_run(["--config", str(run_file)])
+    model = build_model(run, None, quantization_config=quantization_of(run, make_arguments(run)))
+    model = add_adapters(model, run.options).train()
+    assert sum(isinstance(module, Linear4bit) for module in model.modules()) == 14
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    for name, one in trained.items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(one, std=0.02)  # zero at the start, and the gradient of lora_A with it
+    texts = {"query": TEXTS * 2, "positive": [text + " sort" for text in TEXTS * 2]}
+    batch = {name: dict(tiny_tokenizer()(of, padding=True, return_tensors="pt")) for name, of in texts.items()}
+    with torch.no_grad():  # as evaluations do, after which training goes on
+        evaluated = {name: model.eval()(**features).embeddings for name, features in batch.items()}
+    embeddings = {name: model.train()(**features).embeddings for name, features in batch.items()}
+    for name, value in evaluated.items():
+        torch.testing.assert_close(value, embeddings[name], rtol=0, atol=1e-5)
+    loss = InfoNCELoss(temperature=0.1)
+    loss(embeddings)[0].backward()
+    plain = {name: one.grad.clone() for name, one in trained.items()}
+    model.zero_grad()
+    chunked = lay_out(batch, ChunkLimits(max_rows=2))
+    cached_step(chunked, encode=lambda chunk: model(**chunk.features).embeddings, score=loss)
+    for name, one in trained.items():
+        assert plain[name].abs().max() > 0
+        torch.testing.assert_close(one.grad, plain[name], rtol=1e-4, atol=1e-6)
