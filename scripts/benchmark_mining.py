@@ -9,8 +9,8 @@ For each seed
 (2) `hf-dist mine` finds negatives for its training rows with it: the hardest ones, and as many drawn at random
 (3) the model is trained on three times, with as many steps on as many rows: without negatives, with random ones, and
     with mined ones. The batches of the last two hold as many texts
-(4) all are evaluated on functions that none of them has seen: with `--validate` on 500 of the training functions,
-    which are then taken out, else on the 500 that the dataset holds out
+(4) all are evaluated with functions that none of them has seen: with `--validate` 500 of the training functions, which
+    are then taken out, else the 500 that the dataset holds out. MRR@10 is given among these, and among all functions
 
 A run that is in the folder already is not repeated.
 """
@@ -20,8 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from datasets import load_dataset
+from sentence_transformers import SentenceTransformer
 from train_hf import main as train_hf
 
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
@@ -57,22 +60,28 @@ def main(words: list[str] | None = None) -> None:
     table = []
     for seed in options.seeds:
         base = folder / f"seed{seed}" / f"base{options.base_steps}"
-        before = train(base, base_fields(options.base_steps) | rows | {"seed": seed})["after"]  # (1)
-        found = {arm: rows["dataset_name"] for arm in options.arms} | mined(base, rows, options)  # (2)
-        after = {arm: train_on(base, arm, rows | {"dataset_name": found[arm]}, seed, options) for arm in options.arms}
-        table.append({"seed": seed, "before": before, **after})
-        print(line(seed, [figures["mrr@10"] for figures in (before, *after.values())]), flush=True)
-    columns = [[row[arm]["mrr@10"] for row in table] for arm in ("before", *options.arms)]
-    print(line("mean", [statistics.mean(column) for column in columns]))
+        train(base, base_fields(options.base_steps) | rows | {"seed": seed})  # (1)
+        data = {arm: rows["dataset_name"] for arm in options.arms} | mined(base, rows, options)  # (2)
+        ends = {"before": base}
+        for arm in options.arms:
+            ends[arm] = train_on(base, arm, rows | {"dataset_name": data[arm]}, seed, options)  # (3)
+        table.append({"seed": seed} | {arm: figures(folder, rows) for arm, folder in ends.items()})  # (4)
+        print(line(seed, table[-1:], options.arms, lambda values: values[0]), flush=True)
+    print(line("mean", table, options.arms, statistics.mean))
     if len(table) > 1:
-        print(line("standard deviation", [statistics.stdev(column) for column in columns]))
+        print(line("standard deviation", table, options.arms, statistics.stdev))
     settings = {name: str(value) for name, value in vars(options).items()}
     report = {"settings": settings, "results": table}
     (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def line(name: object, values: list[float]) -> str:
-    return f"| {name} | {' | '.join(f'{value:.3f}' for value in values)} |"
+def line(name: object, table: list[dict], arms: Sequence[str], summed_up: Callable[[list[float]], float]) -> str:
+    """A line of the printed table: both figures of every arm."""
+    cells = [
+        " / ".join(f"{summed_up([row[arm][key] for row in table]):.3f}" for key in ("mrr@10", "mrr@10 among all"))
+        for arm in ("before", *arms)
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def write_rows(folder: Path, validate: bool) -> dict[str, str]:
@@ -100,14 +109,33 @@ def base_fields(steps: int) -> dict:
     return {name: value for name, value in fields.items() if not name.startswith("_")} | {"max_steps": steps}
 
 
-def train(folder: Path, fields: dict) -> dict:
-    """The report of a run, which begins and ends with an evaluation."""
+def train(folder: Path, fields: dict) -> None:
+    """A run, which ends with an evaluation and the model in its folder."""
     if not (folder / "metrics.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "fields.json"
         path.write_text(json.dumps(fields | QUIET | {"output_dir": str(folder)}), encoding="utf-8")
         train_hf(["--config", str(path)])
-    return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+
+
+def figures(folder: Path, rows: dict[str, str]) -> dict[str, float]:
+    """Those of a run's end, and MRR@10 among all functions."""
+    path = folder / "among_all.json"
+    if not path.is_file():
+        evaluated, trained = (
+            load_dataset("json", data_files=rows[name], split="train")
+            for name in ("eval_dataset_name", "dataset_name")
+        )
+        model = SentenceTransformer(str(folder))
+        options = {"convert_to_tensor": True, "show_progress_bar": False}
+        queries = model.encode_query(evaluated["query"][:], **options)
+        documents = model.encode_document([*evaluated["positive"], *trained["positive"]], **options)
+        scores = queries @ documents.T  # (queries, documents); document i is the right one of query i
+        places = (scores > scores.diagonal()[:, None]).sum(dim=1)
+        reciprocal = (places < 10) / (places + 1)
+        path.write_text(json.dumps(reciprocal.mean().item()), encoding="utf-8")
+    report = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    return report["after"] | {"mrr@10 among all": json.loads(path.read_text(encoding="utf-8"))}
 
 
 def mined(base: Path, rows: dict[str, str], options: argparse.Namespace) -> dict[str, str]:
@@ -124,7 +152,8 @@ def mined(base: Path, rows: dict[str, str], options: argparse.Namespace) -> dict
     return found
 
 
-def train_on(base: Path, arm: str, rows: dict[str, str], seed: int, options: argparse.Namespace) -> dict:
+def train_on(base: Path, arm: str, rows: dict[str, str], seed: int, options: argparse.Namespace) -> Path:
+    """The run's folder."""
     words = (options.steps, options.batch, options.learning_rate, Path(rows["dataset_name"]).stem)
     fields = {
         "model_name_or_path": str(base), "seed": seed, "max_steps": options.steps, "logging_steps": 10,
@@ -133,7 +162,9 @@ def train_on(base: Path, arm: str, rows: dict[str, str], seed: int, options: arg
         "per_device_train_batch_size": options.batch, "per_device_eval_batch_size": 256,
         "gradient_cache_chunk_size": 64, "gradient_cache_keep_graph": 10**6,
     }  # fmt: skip
-    return train(base.parent / "-".join([base.name, *map(str, words)]), fields | rows)["after"]
+    folder = base.parent / "-".join([base.name, *map(str, words)])
+    train(folder, fields | rows)
+    return folder
 
 
 if __name__ == "__main__":

@@ -142,8 +142,11 @@ def test_training_with_mined_negatives_starts_where_training_without_does(tmp_pa
     options = ("--seeds", 1, "--base_steps", 1, "--steps", 1, "--batch", 8, "--arms", "without", "mined")
     output = run("benchmark_mining.py", "--folder", tmp_path, "--validate", *options)
     (result,) = json.loads((tmp_path / "validation" / "results.json").read_text())["results"]
-    assert f"| 1 | {result['before']['mrr@10']:.3f} | {result['without']['mrr@10']:.3f} |" in output
-    assert len({result[arm]["mrr@10"] for arm in ("before", "without", "mined")}) == 3
+    arms, keys = ("before", "without", "mined"), ("mrr@10", "mrr@10 among all")
+    cells = [" / ".join(f"{result[arm][key]:.3f}" for key in keys) for arm in arms]
+    assert f"| 1 | {' | '.join(cells)} |" in output
+    assert len({result[arm]["mrr@10"] for arm in arms}) == 3
+    assert all(0 < result[arm]["mrr@10 among all"] < result[arm]["mrr@10"] for arm in arms)  # more are in the way
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("validation/seed1/base1-*/metrics.json")]
     assert [one["before"] for one in runs] == [result["before"]] * 2
 
