@@ -51,6 +51,9 @@ setup(
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     keywords="contrastive learning, embeddings, gradient cache, transformers, distributed training",
@@ -72,6 +75,6 @@ setup(
         "hf_dist_ext._configs",
     ],
     package_dir={"hf_dist_ext._configs": "configs/accelerate"},
-    package_data={"hf_dist_ext._configs": ["*.yaml"], "hf_dist_ext": ["examples/**/*"]},
+    package_data={"hf_dist_ext._configs": ["*.yaml"], "hf_dist_ext": ["examples/**/*", "py.typed"]},
     entry_points={"console_scripts": ["hf-dist = hf_dist_ext.cli:main"]},
 )

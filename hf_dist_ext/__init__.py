@@ -4,7 +4,21 @@ Names are loaded on first use: `import hf_dist_ext` costs nothing, `hf_dist_ext.
 `hf_dist_ext.DistTrainer` needs transformers.
 """
 
+from typing import TYPE_CHECKING
+
 from hf_dist_ext.lazy import handed_on
+
+if TYPE_CHECKING:  # what an editor completes and a type checker reads
+    from hf_dist_ext.engine.losses import InfoNCELoss as InfoNCELoss
+    from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss as SigmoidLoss
+    from hf_dist_ext.errors import RunError as RunError
+    from hf_dist_ext.errors import UsageError as UsageError
+    from hf_dist_ext.models.causal_lm import load_causal_lm as load_causal_lm
+    from hf_dist_ext.models.embedding_model import EmbeddingModel as EmbeddingModel
+    from hf_dist_ext.models.towers import TowerModel as TowerModel
+    from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss as SentenceTransformersLoss
+    from hf_dist_ext.training.arguments import DistTrainingArguments as DistTrainingArguments
+    from hf_dist_ext.training.trainer import DistTrainer as DistTrainer
 
 __version__ = "0.1.0"
 

@@ -15,7 +15,9 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+PAGES = {"README.md": "index.md"} | {
+    name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+}
 COPIED = ("configs/**/*.json", "LICENSE", "CITATION.cff")
 PACKAGES = ("hf_dist_ext", "hf_dist_ext.engine", "hf_dist_ext.data")
 METHODS = {  # that are shown beside their class

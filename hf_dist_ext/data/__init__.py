@@ -13,7 +13,15 @@ by, `evaluation_rows.py` the rows, both as `items.py`. `statistics.py` describes
 and `storage.py` deal with rows and files that can not be read.
 """
 
+from typing import TYPE_CHECKING
+
 from hf_dist_ext.lazy import handed_on
+
+if TYPE_CHECKING:  # what an editor completes and a type checker reads
+    from hf_dist_ext.data.code_search import train_tokenizer as train_tokenizer
+    from hf_dist_ext.data.collator import ContrastiveCollator as ContrastiveCollator
+    from hf_dist_ext.data.evaluations import read_evaluations as read_evaluations
+    from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator as VisionLanguageCollator
 
 _HOMES = {
     "ContrastiveCollator": "collator",

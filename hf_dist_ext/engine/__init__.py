@@ -9,7 +9,19 @@ up. `outputs.py` handles several tensors per row where a vector is not all. `bud
 from what `peak.py` measures.
 """
 
+from typing import TYPE_CHECKING
+
 from hf_dist_ext.lazy import handed_on
+
+if TYPE_CHECKING:  # what an editor completes and a type checker reads
+    from hf_dist_ext.engine.chunks import ChunkLimits as ChunkLimits
+    from hf_dist_ext.engine.combined_losses import LossPerSource as LossPerSource
+    from hf_dist_ext.engine.combined_losses import SumOfLosses as SumOfLosses
+    from hf_dist_ext.engine.gradient_cache import cached_step as cached_step
+    from hf_dist_ext.engine.late_interaction import LateInteractionLoss as LateInteractionLoss
+    from hf_dist_ext.engine.layout import lay_out as lay_out
+    from hf_dist_ext.engine.losses import InfoNCELoss as InfoNCELoss
+    from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss as SigmoidLoss
 
 _HOMES = {
     "ChunkLimits": "chunks",

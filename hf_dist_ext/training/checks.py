@@ -13,10 +13,12 @@ from typing import Any
 from torch import nn
 from transformers.utils import logging
 
+from hf_dist_ext import launched
 from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.policy import TOKENS
+from hf_dist_ext.run.versions import untested
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import metrics
@@ -25,6 +27,11 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 logger = logging.get_logger(__name__)
 
 LOSS_FIELDS = [*(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")), "no_duplicates_in_batch"]
+
+
+def warn_of_untested_versions() -> None:
+    for sentence in untested() if launched.rank() == 0 else ():
+        logger.warning_once(sentence)
 
 
 def refuse_without_loss(args: Any, evaluations: Sequence[Any]) -> None:

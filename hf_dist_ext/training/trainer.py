@@ -112,6 +112,7 @@ class DistTrainer(Trainer):
     def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any], evaluations: Sequence[Any]) -> None:
         """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
         embeddings adds to them."""
+        checks.warn_of_untested_versions()
         self.strategy = Strategy()
         if self.loss is None:
             checks.refuse_without_loss(args, evaluations)
@@ -650,7 +651,7 @@ class DistTrainer(Trainer):
         remedy = f"Or train without push_to_hub, and push the folder when the hub can be reached: {later}"
         is_asked = self._has_own_arguments and self.is_world_process_zero()
         with hub.reached("push_to_hub=true", remedy, given) if is_asked else nullcontext():
-            super().init_hf_repo(token, private)
+            super().init_hf_repo(token, **({} if private is None else {"private": private}))  # new in 5.23
 
     def push_to_hub(self, commit_message: str | None = "End of training", *arguments: Any, **options: Any):
         if not self._is_ours:
