@@ -72,6 +72,16 @@ def headings(page: Path) -> list[str]:
     return [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
+def test_the_glossary_is_in_order_and_of_words_that_are_used():
+    glossary = ROOT / "docs" / "glossary.md"
+    terms = re.findall(r"^## (.+)$", text_of(glossary), re.MULTILINE)
+    assert len(terms) > 50 and len(set(terms)) == len(terms)
+    assert terms == sorted(terms, key=str.casefold)
+    said = "".join(text_of(page) for page in PAGES if page != glossary).casefold()
+    words = {term: re.sub(r" \(.*\)", "", term).casefold() for term in terms}
+    assert not [term for term, word in words.items() if word not in said]
+
+
 def test_what_the_comparison_is_shown_by_exists(capsys):
     rows = re.findall(r"^\|(.+)\|$", text_of(ROOT / "docs" / "compared.md"), re.MULTILINE)
     cells = [[cell.strip() for cell in row.split("|")] for row in rows]
