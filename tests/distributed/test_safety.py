@@ -178,6 +178,26 @@ def test_a_signal_to_all_processes_is_a_checkpoint_and_no_traceback(run_file, mo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode, struck", [("multi_gpu_pp@2", 1), ("multi_gpu_3d@4", 2)])
+def test_a_signal_to_one_process_of_a_pipeline_is_a_checkpoint_from_which_it_goes_on(
+    run_file, monkeypatch, mode, struck
+):
+    monkeypatch.setenv("HF_TEST_FAIL", "nothing")
+    words, out = ["--config", str(run_file), "--pipeline_parallel_size", "2"], run_file.parent / "out"
+    run = Run(mode, run_file.parent / "log", partial(train, words=words))
+    wait_for_steps(out, lambda: True, partial(said, run))
+    os.kill(run.pids[struck], signal.SIGTERM)
+    assert statuses(run) == [REQUEUE] * len(run.pids) and "Traceback" not in said(run), said(run)
+    (checkpoint,) = checkpoints(run_file)
+    assert not missing_from_checkpoint(checkpoint)
+    last_step = int(checkpoint.name[11:]) + 2
+    words += ["--resume_from_checkpoint", "auto", "--max_steps", str(last_step)]
+    assert Run(mode, run_file.parent / "log", partial(train, words=words)).result() == "ended well"
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, last_step + 1))
+
+
+@pytest.mark.slow
 def test_ctrl_c_on_the_launcher_is_a_checkpoint_and_a_few_lines(run_file):
     with Running(run_file) as running:
         running.wait_for_steps()
