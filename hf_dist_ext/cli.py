@@ -275,7 +275,7 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.planner.choose import make_plan, run_trace
+    from hf_dist_ext.planner.choose import make_plan
     from hf_dist_ext.planner.devices import hardware_of
     from hf_dist_ext.planner.report import print_plan, to_json, write_png
     from hf_dist_ext.run.read import load_run
@@ -286,7 +286,9 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     )
     plan = make_plan(run, hardware)
     if arguments.trace:
-        plan.trace = run_trace(plan.run)
+        from hf_dist_ext.planner.traced import beside
+
+        plan.trace = beside(plan.run, plan.work)
     print(to_json(plan)) if arguments.json else print_plan(plan)
     if arguments.png:
         write_png(plan, Path(arguments.png))

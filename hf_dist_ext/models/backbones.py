@@ -49,16 +49,20 @@ def build_backbone(
     dtype: str | torch.dtype | None = None,
     attn_implementation: str | None = None,
     distributed_config: Any = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Random weights from a config, or a dict with "model_type" and that config's fields; `dtype` None is float32.
 
     `distributed_config`: transformers' DistributedConfig, to split the model over processes (tensor parallelism).
+    `trust_remote_code`: a config that names code of its own may run it.
     """
     if not isinstance(config, PreTrainedConfig):
         config = parse_config(config)  # (1)
     if distributed_config is not None:
         splitting.check_can_be_split(config, distributed_config.tp_size)
     options = _pooler_option(config) | ({"attn_implementation": attn_implementation} if attn_implementation else {})
+    if trust_remote_code:
+        options["trust_remote_code"] = True
     backbone = _without_pooler(build_from_config(_auto_class(config), config, dtype, **options))  # (2)
     return backbone if distributed_config is None else splitting.split(backbone, distributed_config)
 

@@ -15,13 +15,8 @@ knows how large a "large" model is. No weights are loaded: a laptop plans for a 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hf_dist_ext import policy
@@ -44,8 +39,9 @@ from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
 from hf_dist_ext.planner.plan import Option, Plan, changes_for, waits_for_links
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traced import TracedWorkload, traced
 from hf_dist_ext.planner.traffic import Traffic
-from hf_dist_ext.planner.workload import TracedWorkload, Workload, with_batch, workload_of
+from hf_dist_ext.planner.workload import Workload, with_batch, workload_of
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
 
@@ -64,10 +60,9 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
     config = run.options
     shape = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
     work = workload_of(run, shape)
-    if not is_known(shape):
+    if not is_known(shape) or (config.trust_remote_code and "auto_map" in shape):
         note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
-        traced = run_trace(run, "--shape")
-        work = TracedWorkload(**vars(work) | {"notes": (*work.notes, note)}, traced=traced)
+        work = traced(run, replace(work, notes=(*work.notes, note)))
     plan = plan_workload(work, hardware, available)
     plan.run = run
     return plan
@@ -91,19 +86,6 @@ def _plan_stages(run: Any, hardware: Hardware, available: Collection[str] | None
         )
     explain_stages(largest)
     return largest
-
-
-def run_trace(run: Any, *options: str) -> dict[str, Any]:
-    """tasks/trace.py in a process of its own, on what the run resolved to. Raises UsageError where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.json")
-        path.write_text(json.dumps(run.given), encoding="utf-8")
-        command = [sys.executable, "-m", "hf_dist_ext.tasks.trace", "--config", str(path), *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise UsageError(lines[-1].removeprefix("error: "))
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def plan_workload(work: Workload, hardware: Hardware, available: Collection[str] | None = None) -> Plan:

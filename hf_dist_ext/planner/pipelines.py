@@ -18,8 +18,9 @@ from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, Strategy, splits_layers
 from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, models_of_stages, num_layers
 from hf_dist_ext.planner.memory import Bytes, Settings, Sizes, framework_bytes, loss_bytes, scratch_bytes
+from hf_dist_ext.planner.traced import TracedWorkload
 from hf_dist_ext.planner.traffic import ARITHMETIC, Traffic, bandwidths, inside_layers
-from hf_dist_ext.planner.workload import TracedWorkload, Workload
+from hf_dist_ext.planner.workload import Workload
 
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
 

@@ -82,7 +82,12 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same with every default of its class, parts (text_config, vision_config) included."""
     model_type = config["model_type"]
-    defaults, renamed, parts = class_defaults(model_type)
+    try:
+        defaults, renamed, parts = class_defaults(model_type)
+    except UsageError:
+        if "auto_map" in config:  # a model with code of its own, whose configuration writes all of its fields
+            return dict(config)
+        raise
     complete = {**defaults, **{renamed.get(name, name): value for name, value in config.items()}}
     for name, (kind, more) in parts.items():
         given = complete.get(name) or {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hf_dist_ext import policy
@@ -214,24 +214,6 @@ class Workload:
         return {name: parameter for tape in tapes for name, parameter in tape.parameters.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class TracedWorkload(Workload):
-    """A model without a closed form, as torch's trace found it (`tasks/trace.py --shape`)."""
-
-    traced: Mapping[str, Any] = field(default_factory=dict)
-
-    def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
-        row = self.traced["rows"][column.name]
-        trains = any(parameter.trains for parameter in self.parameters().values())
-        casts = row["casts"] if cast == "nothing" else 0.0
-        # what backward makes meanwhile is in the trace already
-        costs = Cost(row["kept"], casts), Cost(row["kept_checkpointed"], casts)
-        return Work(*costs, 0.0, row["products"], 2 * row["products"] * trains)
-
-    def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
-        return {name: Parameter(*values) for name, values in self.traced["parameters"].items()}
-
-
 def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
     """The configuration of one rank's share of a decoder under tensor parallelism."""
     if config.get("text_config"):
@@ -280,7 +262,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         attention=fields.attn_implementation or "sdpa",
         projection_dim=fields.projection_dim,
         leaves_tokens=any(part.loss == LATE for part in parts),
-        embedding_dim=fields.projection_dim or config.get("projection_dim") or text["hidden_size"],
+        embedding_dim=fields.projection_dim or config.get("projection_dim") or text.get("hidden_size") or 0,
         trains=who_trains(trainable, frozen, is_lora=lora is not None),
         lora=lora,
         is_frozen=bool(trainable or frozen or lora),

@@ -5,5 +5,5 @@ and encoders for queries and for documents (`routes.py`), `sources.py` loads sev
 conversations about pictures. `losses.py` makes the loss, `sentence_losses.py` those of sentence-transformers.
 `adapters.py` adds LoRA, `stages.py` runs one trainer after another. `search.py` and `search_files.py` are `hf-dist
 search`, for which `tower_pair.py` asks a pair of towers. `mine.py` is `hf-dist mine`, `export.py` is `hf-dist export`,
-`encode.py` is `hf-dist encode`, `push.py` is `hf-dist push`, and `trace.py` measures a model for the planner.
+`encode.py` is `hf-dist encode`, `push.py` is `hf-dist push`, and `trace.py` counts a model for the planner.
 """

@@ -2,6 +2,7 @@
 
     python tests/parity/memory_table.py            # all of it, about three minutes
     python tests/parity/memory_table.py single     # one way to run
+    COUNT_BY_TRACE=1 python tests/parity/memory_table.py single     # the trace in place of arithmetic, but for towers
 
 A cell is measured bytes and how far the closed form is off. `tests/planner/test_memory.py` holds some of the cases to
 10 %.
@@ -30,7 +31,12 @@ SMALL = {
     "max_position_embeddings": 128,
 }
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BERT = {"model_type": "bert", **SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = {"model_type": "bert", **SMALL, **NO_DROPOUT}
+T5 = {
+    "model_type": "t5", "vocab_size": 64, "d_model": 64, "num_layers": 4, "num_heads": 4, "d_kv": 16, "d_ff": 160,
+    "dropout_rate": 0.0,
+}  # fmt: skip
 LLAMA = {"model_type": "llama", **SMALL, **IDS, "num_key_value_heads": 2}
 QWEN = {"model_type": "qwen3", **SMALL, **IDS, "num_key_value_heads": 2, "head_dim": 16}
 GEMMA = {"model_type": "gemma3_text", **SMALL, **IDS, "num_key_value_heads": 1, "head_dim": 16}
@@ -98,6 +104,14 @@ CASES = [
     case("clip", CLIP),
     case("clip, image tower frozen", CLIP, ["towers.text"], trainable_modules=["text"]),
     case("siglip", SIGLIP),
+    case("mixtral, bf16 weights", EXPERTS, dtype="bfloat16"),
+    case("electra", {"model_type": "electra", **SMALL, **NO_DROPOUT, "embedding_size": 32}),
+    case("deberta-v2", {"model_type": "deberta-v2", **SMALL, **NO_DROPOUT}),
+    case("olmo2", {"model_type": "olmo2", **SMALL, **IDS, "num_key_value_heads": 2}),
+    case("olmo2, bf16 autocast", {"model_type": "olmo2", **SMALL, **IDS, "num_key_value_heads": 2}, bf16=True),
+    case("qwen2_moe", {**QWEN, "model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 96}),
+    case("t5's encoder", T5),
+    case("t5's encoder, checkpointing", T5, gradient_checkpointing=True),
 ]
 TWICE = (
     "bert",

@@ -26,7 +26,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 from hf_dist_ext.planner import catalog, memory
+from hf_dist_ext.planner.architectures import is_known
 from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traced import TracedWorkload
 from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
 
@@ -118,6 +120,8 @@ def run_of(case: dict, folder: str):
     path.write_text(json.dumps(content), encoding="utf-8")
     run = load_run(["--config", str(path)])
     run.given |= who  # applied by `build` itself, so that what is measured is independent of frozen/plan.py
+    for name in who.keys() & vars(run.options).keys():
+        setattr(run.options, name, who[name])
     return run
 
 
@@ -125,6 +129,11 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
     config = run.options
     shape = read_model_config(config.model_config, config.model_name_or_path)
     work = replace(workload_of(run, shape), mask_bytes=0)  # a CPU's dropout masks are of the values' own type
+    if not is_known(shape) or (os.environ.get("COUNT_BY_TRACE") and not work.has_towers):
+        from hf_dist_ext.tasks import trace
+
+        found = trace.shape(run, work)
+        work = TracedWorkload(**vars(work) | {"embedding_dim": found["embedding_dim"]}, found=found)
     hardware = catalog.Hardware(world)
     settings = memory.Settings(is_checkpointed=work.is_checkpointed)
     chosen = next(one for one in catalog.STRATEGIES if one.name == strategy)
