@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_dist_ext.data.tokens import KEPT, MASK, TokenizedText, Tokens, silence_threads, threads_of_tokenizer
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ class ContrastiveCollator:
                 raise UsageError(f"max_length={limit} is no multiple of pad_to_multiple_of={multiple}.")
         if tokenizer is not None:
             ensure_padding(tokenizer)
-        # Loader workers tokenize in parallel already; the tokenizer's own threads do not survive their fork.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        silence_threads()
 
     def __call__(self, rows: list[dict]) -> dict[str, dict[str, torch.Tensor]]:
         batch, ids = {}, {}
@@ -130,13 +129,42 @@ class ContrastiveCollator:
         return {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
 
     def text_features(self, column: str, texts: list[str]) -> dict[str, torch.Tensor]:
-        prompt = self.prompts.get(column, "")
+        """(rows, T) per key of the tokenizer."""
+        tokenizer, multiple = self.tokenizer_of(column), self.pad_to_multiple_of
+        if not self.gives_tokens(column):
+            options = {"padding": True, "pad_to_multiple_of": multiple, "return_tensors": "pt"}
+            return dict(self._tokenized(column, texts, **options))
+        fill = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
+        return self.tokens(column, texts).padded(fill, tokenizer.padding_side, multiple)
+
+    # ---- tokens ----
+
+    def tokenizer_of(self, column: str) -> PreTrainedTokenizerBase:
+        return self.tokenizer
+
+    def gives_tokens(self, column: str) -> bool:
+        """Whether texts become ids and a mask, and nothing else that only their tokenizer could pad."""
+        names = set(getattr(self.tokenizer_of(column), "model_input_names", ()))
+        return {"input_ids", MASK} <= names <= {*KEPT, MASK}
+
+    def limit_of(self, column: str) -> int | None:
+        """The longest text in tokens, None without a limit."""
         limit = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
-        limit = limit or self.tokenizer.model_max_length
-        has_limit = limit < 10**9  # transformers writes "no limit" as 1e30
-        options = {"truncation": has_limit, "max_length": limit if has_limit else None}
-        options |= {"padding": True, "pad_to_multiple_of": self.pad_to_multiple_of, "return_tensors": "pt"}
-        return dict(self.tokenizer([prompt + text for text in texts], **options))
+        limit = limit or self.tokenizer_of(column).model_max_length
+        return limit if limit < 10**9 else None  # transformers writes "no limit" as 1e30
+
+    def tokens(self, column: str, texts: list[str]) -> Tokens:
+        """Those that the texts carry, or of the tokenizer."""
+        if all(isinstance(text, TokenizedText) for text in texts):
+            return Tokens.of_texts(texts)
+        return Tokens.of_rows(self._tokenized(column, texts, padding=False))
+
+    def _tokenized(self, column: str, texts: list[str], **options: Any) -> Mapping[str, Any]:
+        prompt, limit = self.prompts.get(column, ""), self.limit_of(column)
+        with threads_of_tokenizer():
+            return self.tokenizer_of(column)(
+                [prompt + text for text in texts], truncation=limit is not None, max_length=limit, **options
+            )
 
 
 def ensure_padding(tokenizer: PreTrainedTokenizerBase) -> None:

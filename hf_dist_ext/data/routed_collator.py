@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from hf_dist_ext.data.collator import ContrastiveCollator, ensure_padding
 
@@ -23,7 +20,5 @@ class RoutedCollator(ContrastiveCollator):
         for tokenizer in self.tokenizers.values():
             ensure_padding(tokenizer)
 
-    def text_features(self, column: str, texts: list[str]) -> dict[str, torch.Tensor]:
-        one = copy(self)
-        one.tokenizer = self.tokenizers[column]
-        return ContrastiveCollator.text_features(one, column, texts)
+    def tokenizer_of(self, column: str) -> Any:
+        return self.tokenizers[column]

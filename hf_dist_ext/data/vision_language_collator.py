@@ -89,6 +89,9 @@ class VisionLanguageCollator(ContrastiveCollator):
     def text_features(self, column: str, texts: list[str]) -> dict[str, Any]:
         return self.features(column, texts)
 
+    def gives_tokens(self, column: str) -> bool:
+        return False  # of a text alone: the template and the pictures have a part in them
+
     def _length(self, column: str) -> int | None:
         given = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
         limit = given or self._limit or self.tokenizer.model_max_length

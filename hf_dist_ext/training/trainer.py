@@ -33,6 +33,7 @@ from hf_dist_ext.data.mixture import Mixture, source_of
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sampling import sampler_without_duplicates
 from hf_dist_ext.data.source_order import sampler_of_sources
+from hf_dist_ext.data.tokenized import tokenized_once
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.failures import activity
@@ -362,6 +363,8 @@ class DistTrainer(Trainer):
             rows, wanted = position.rows_per_micro_batch, self.args.no_duplicates_in_batch
             checks.check_rows(dataset, wanted, self._train_batch_size, rows)
         self._fill_feature_cache()
+        if self.loss is not None:
+            self.train_dataset = tokenized_once(dataset, collate, self.args, position.rows_per_micro_batch)
         try:
             loader = self._loader_in_one_order() if position.reads_in_one_order else self._loader_of_rest()
         finally:

@@ -1,0 +1,199 @@
+"""A run that reads its rows more than once tokenizes their texts once: `datasets` keeps the tokens in its cache.
+
+(1) The file of the tokens is named after all that they depend on: the rows, and for each column the tokenizer, the
+    prompt and the length. A later run on the same rows finds it
+(2) The first process to come makes it, with the tokenizer's own threads; the others wait for its lock
+(3) A row's texts then carry their tokens to the collator (tokens.py), mapped from the file
+
+Texts are tokenized as they are read, by the collator and so in the loader's workers, where that is no more work (one
+pass over the rows, a stream) or the tokens may be others each time (BPE dropout, a tokenizer with code of its own).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import tokenizers
+import torch
+import transformers
+from datasets import Dataset, Features, List, Value
+from filelock import FileLock
+from transformers.utils import logging
+
+from hf_dist_ext.data.collator import ContrastiveCollator, is_empty
+from hf_dist_ext.data.mixture import Mixture, MixtureCollator
+from hf_dist_ext.data.row_check import column_kind
+from hf_dist_ext.data.tokens import KEPT, MASK, TokenizedText
+
+logger = logging.get_logger(__name__)
+
+VERSION = 1  # of the file
+
+
+def tokenized_once(dataset: Any, collator: Any, args: Any, rows_per_micro_batch: int) -> Any:
+    """The dataset, or one whose rows' texts are `TokenizedText`. Every process calls it.
+
+    `args`: the trainer's, which say how many rows the run reads.
+    """
+    if not hasattr(dataset, "__len__"):
+        return dataset
+    rows = math.ceil(args.num_train_epochs * len(dataset))
+    if args.max_steps > 0:
+        rows = args.max_steps * args.gradient_accumulation_steps * rows_per_micro_batch
+    return _tokenized(dataset, collator) if rows > len(dataset) else dataset
+
+
+def _tokenized(dataset: Any, collator: Any) -> Any:
+    if isinstance(dataset, Mixture) and isinstance(collator, MixtureCollator):
+        sources = {name: _tokenized(one, collator.collators[name]) for name, one in dataset.sources.items()}
+        return Mixture(sources, dataset.shares)
+    if not isinstance(dataset, Dataset) or dataset.format["type"] is not None:
+        return dataset  # a transform of the user's may give other texts each time
+    if not isinstance(collator, ContrastiveCollator) or not datasets.is_caching_enabled():
+        return dataset
+    kinds = {name: column_kind(dataset.features[name]) for name in collator.columns if name in dataset.features}
+    kinds = {name: kind for name, kind in kinds.items() if kind in ("text", "texts") and collator.gives_tokens(name)}
+    how = {id(one): _how(one) for one in map(collator.tokenizer_of, kinds)}
+    kinds = {name: kind for name, kind in kinds.items() if how[id(collator.tokenizer_of(name))] is not None}
+    if not kinds:
+        return dataset
+    facts = [VERSION, transformers.__version__, tokenizers.__version__, dataset._fingerprint, len(dataset)]
+    for name, kind in kinds.items():
+        facts += [name, kind, collator.prompts.get(name, ""), collator.limit_of(name)]
+        facts += [how[id(collator.tokenizer_of(name))]]
+    path = _file(facts)
+    try:
+        tokens = _kept(path, dataset, collator, kinds)
+    except OSError as error:
+        logger.warning(
+            f"tokens can not be kept in {path.parent} ({error}): texts are tokenized again in every epoch. Set "
+            "HF_DATASETS_CACHE to a folder with room."
+        )
+        return dataset
+    return TokenizedRows(dataset, tokens, kinds)
+
+
+# ---- (1) ----
+
+
+def _how(tokenizer: Any) -> list | None:
+    """All that a text's tokens depend on; None where that is not known, or they may be others each time."""
+    if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    if backend["model"].get("dropout"):
+        return None
+    for of_last_call in ("padding", "truncation"):
+        backend.pop(of_last_call)
+    split = getattr(tokenizer, "split_special_tokens", None)
+    return [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.truncation_side, split, backend]
+
+
+def _file(facts: list) -> Path:
+    name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+    return Path(datasets.config.HF_DATASETS_CACHE) / "hf_dist_ext" / f"tokens_{name}.arrow"
+
+
+# ---- (2) ----
+
+
+def _kept(path: Path, dataset: Dataset, collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Dataset:
+    """The tokens in the file, which is made where there is none."""
+    if path.is_file():  # perhaps of others, in a folder that can only be read
+        return Dataset.from_file(str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):  # dropped by the system when its holder dies
+        return dataset.map(
+            partial(_tokens_of, collator=collator, kinds=kinds),
+            batched=True,
+            remove_columns=dataset.column_names,
+            features=_features(collator, kinds),
+            cache_file_name=str(path),
+            new_fingerprint=path.stem,
+            desc="tokens",
+        )
+
+
+def _features(collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Features:
+    features = Features()
+    for column, kind in kinds.items():
+        for key in _keys(collator, column):
+            of_text = List(Value(np.dtype(KEPT[key]).name))
+            features[f"{column}.{key}"] = of_text if kind == "text" else List(of_text)
+    return features
+
+
+def _keys(collator: ContrastiveCollator, column: str) -> list[str]:
+    return [key for key in collator.tokenizer_of(column).model_input_names if key != MASK]
+
+
+def _tokens_of(rows: Mapping[str, list], collator: ContrastiveCollator, kinds: Mapping[str, str]) -> pa.Table:
+    """Columns "query.input_ids", ...: a list per row, or for several texts in a row a list of lists."""
+    table = {}
+    for column, kind in kinds.items():
+        if kind == "text":
+            texts = [text or "" for text in rows[column]]  # of a row without a text no tokens are asked for
+        else:
+            of_rows = [_filled(texts) for texts in rows[column]]
+            texts = [text for of_row in of_rows for text in of_row]
+        tokens = collator.tokens(column, texts)
+        for key in _keys(collator, column):
+            values = pa.ListArray.from_arrays(_offsets(tokens.lengths), pa.array(tokens.values[key]))
+            if kind == "texts":
+                values = pa.ListArray.from_arrays(_offsets([len(of_row) for of_row in of_rows]), values)
+            table[f"{column}.{key}"] = values
+    return pa.table(table)
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+
+
+def _filled(texts: list | None) -> list[str]:
+    return [text for text in texts or () if not is_empty(text)]
+
+
+# ---- (3) ----
+
+
+class TokenizedRows(torch.utils.data.Dataset):
+    """The rows of a `datasets.Dataset`, whose texts carry tokens. Whatever else is asked of it is the dataset's.
+
+    `kinds`: of the columns that have tokens, "text" or "texts".
+    """
+
+    def __init__(self, dataset: Dataset, tokens: Dataset, kinds: Mapping[str, str]):
+        self.dataset, self.tokens, self.kinds = dataset, tokens.with_format("arrow"), dict(kinds)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("dataset", "tokens", "kinds"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__getitems__([key])[0] if isinstance(key, int) else self.dataset[key]
+
+    def __getitems__(self, numbers: list[int]) -> list[dict[str, Any]]:
+        rows, table = self.dataset.__getitems__(numbers), self.tokens[numbers]
+        for column, kind in self.kinds.items():
+            keys = [key for key in KEPT if f"{column}.{key}" in table.column_names]
+            kept = [table.column(f"{column}.{key}").to_numpy() for key in keys]  # (rows,) arrays, or arrays of arrays
+            for row, *of_row in zip(rows, *kept, strict=True):
+                if kind == "texts":
+                    texts = zip(_filled(row[column]), *of_row, strict=True)
+                    row[column] = [TokenizedText(text, dict(zip(keys, own, strict=True))) for text, *own in texts]
+                elif row[column] is not None:
+                    row[column] = TokenizedText(row[column], dict(zip(keys, of_row, strict=True)))
+        return rows

@@ -1,0 +1,98 @@
+"""The tokens of some texts, end to end and without padding, and the texts that carry theirs with them.
+
+A `TokenizedText` is a text: whatever takes texts takes it, and a text that is made of it (a slice, a lower-case copy)
+is a plain one again, whose tokens nobody knows. Letters: R texts, N tokens of all, T tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+# What a tokenizer gives per token, and with which type it is kept. The attention mask follows from lengths.
+KEPT = {"input_ids": np.int32, "token_type_ids": np.uint8}
+MASK = "attention_mask"
+
+
+class TokenizedText(str):
+    """`tokens`: key -> (tokens of this text,), as a collator's tokenizer gives them for its prompt and length."""
+
+    tokens: Mapping[str, np.ndarray]
+
+    def __new__(cls, text: str, tokens: Mapping[str, np.ndarray]):
+        made = super().__new__(cls, text)
+        made.tokens = tokens
+        return made
+
+
+@dataclass
+class Tokens:
+    """`values`: key -> (N,). `lengths`: (R,)."""
+
+    values: dict[str, np.ndarray]
+    lengths: np.ndarray
+
+    @classmethod
+    def of_rows(cls, rows: Mapping[str, Sequence[Sequence[int]]]) -> Tokens:
+        """`rows`: key -> the numbers of each text."""
+        lengths = np.fromiter(map(len, rows["input_ids"]), np.int64, len(rows["input_ids"]))
+        count = int(lengths.sum())
+        return cls(
+            {key: np.fromiter(chain.from_iterable(rows[key]), KEPT[key], count) for key in rows if key != MASK},
+            lengths,
+        )
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[TokenizedText]) -> Tokens:
+        keys = texts[0].tokens.keys()
+        values = {key: np.concatenate([text.tokens[key] for text in texts]) for key in keys}
+        lengths = np.fromiter((len(text.tokens["input_ids"]) for text in texts), np.int64, len(texts))
+        return cls(values, lengths)
+
+    def padded(self, fill: Mapping[str, int], side: str, multiple: int | None = None) -> dict[str, torch.Tensor]:
+        """key -> (R, T) int64, the attention mask included; T may be rounded up to a multiple."""
+        multiple = multiple or 1
+        width = -(-int(self.lengths.max(initial=0)) // multiple) * multiple
+        place, lengths = np.arange(width), self.lengths[:, None]
+        is_real = place >= width - lengths if side == "left" else place < lengths  # (R, T)
+        features = {}
+        for key, values in self.values.items():
+            table = np.full(is_real.shape, fill[key], dtype=np.int64)
+            table[is_real] = values
+            features[key] = torch.from_numpy(table)
+        return features | {MASK: torch.from_numpy(is_real.astype(np.int64))}
+
+
+# ---- the threads of a tokenizer ----
+
+# Read by the tokenizers library, which takes it as "false"; a user would write that word.
+_OFF, _VARIABLE = "off", "TOKENIZERS_PARALLELISM"
+_IMPORTED_BY = os.getpid()
+
+
+def silence_threads() -> None:
+    """No thread of a tokenizer runs outside of `threads_of_tokenizer`, unless the user has said otherwise: after one
+    has, the library warns at every fork, such as that of a loader's worker."""
+    os.environ.setdefault(_VARIABLE, _OFF)
+
+
+@contextmanager
+def threads_of_tokenizer() -> Iterator[None]:
+    """Inside, texts are tokenized by as many threads as there are cores. Not in a loader's worker, beside which others
+    work already, nor in any forked process, which has no threads; and not where the user has decided."""
+    is_forked = os.getpid() != _IMPORTED_BY or multiprocessing.parent_process() is not None
+    if is_forked or os.environ.get(_VARIABLE) != _OFF:
+        yield
+        return
+    os.environ[_VARIABLE] = "true"
+    try:
+        yield
+    finally:
+        os.environ[_VARIABLE] = _OFF
