@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dist_ext.data.tokens import KEPT, MASK, TokenizedText, Tokens, silence_threads, threads_of_tokenizer
+from hf_dist_ext.data.tokens import (
+    KEPT,
+    MASK,
+    TokenizedText,
+    Tokens,
+    silence_threads,
+    threads_of_tokenizer,
+    without_rows,
+)
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +49,8 @@ class ContrastiveCollator:
     `label_column` holds a number per row, a list of them, or a list of such lists, as long in every row; the batch
     then has "targets": {"label": (B,), (B, K) or (B, K, D)}, float32. `same_number_of_negatives` refuses rows that
     have fewer negatives than others, for a loss that takes the k-th negatives of all rows as a column. `label_shape`
-    is that of every row's label, () for a number; None: as the rows of a batch agree.
+    is that of every row's label, () for a number; None: as the rows of a batch agree. `flat`: texts are not padded, so
+    that a batch takes the memory of its real tokens (engine/flat.py); DistTrainer asks for it.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -55,6 +64,7 @@ class ContrastiveCollator:
     label_column: str | None = None
     same_number_of_negatives: bool = False
     label_shape: tuple[int, ...] | None = None
+    flat: bool = False
 
     def __post_init__(self):
         columns, tokenizer, max_length = list(self.columns), self.tokenizer, self.max_length
@@ -114,7 +124,7 @@ class ContrastiveCollator:
 
     def features(self, column: str, values: list) -> dict[str, torch.Tensor]:
         if not values:  # no row of this batch has a negative; rows of other processes may
-            return {name: value[:0] for name, value in self.text_features(column, [""]).items()}
+            return without_rows(self.text_features(column, [""]))
         if all(isinstance(value, str) for value in values):
             return self.text_features(column, values)
         for value in values:
@@ -129,13 +139,14 @@ class ContrastiveCollator:
         return {name: value for name, value in images.items() if isinstance(value, torch.Tensor)}
 
     def text_features(self, column: str, texts: list[str]) -> dict[str, torch.Tensor]:
-        """(rows, T) per key of the tokenizer."""
+        """(rows, T) per key of the tokenizer; with `flat` (tokens of all rows,)."""
         tokenizer, multiple = self.tokenizer_of(column), self.pad_to_multiple_of
         if not self.gives_tokens(column):
             options = {"padding": True, "pad_to_multiple_of": multiple, "return_tensors": "pt"}
             return dict(self._tokenized(column, texts, **options))
         fill = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
-        return self.tokens(column, texts).padded(fill, tokenizer.padding_side, multiple)
+        tokens = self.tokens(column, texts)
+        return (tokens.flat if self.flat else tokens.padded)(fill, tokenizer.padding_side, multiple)
 
     # ---- tokens ----
 

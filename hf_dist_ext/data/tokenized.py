@@ -11,6 +11,7 @@ pass over the rows, a stream) or the tokens may be others each time (BPE dropout
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -31,6 +32,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.data.collator import ContrastiveCollator, is_empty
 from hf_dist_ext.data.mixture import Mixture, MixtureCollator
+from hf_dist_ext.data.routed_collator import RoutedCollator
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.data.tokens import KEPT, MASK, TokenizedText
 
@@ -80,6 +82,19 @@ def _tokenized(dataset: Any, collator: Any) -> Any:
         )
         return dataset
     return TokenizedRows(dataset, tokens, kinds)
+
+
+def with_flat_texts(collator: Any) -> Any:
+    """The collator, or one that makes the same batches without padding their texts. One of the user's own, which may
+    look into the batches that it inherits, stays."""
+    flat = copy.copy(collator)
+    if type(collator) is MixtureCollator:
+        flat.collators = {name: with_flat_texts(one) for name, one in collator.collators.items()}
+    elif type(collator) in (ContrastiveCollator, RoutedCollator):
+        flat.flat = True
+    else:
+        return collator
+    return flat
 
 
 # ---- (1) ----

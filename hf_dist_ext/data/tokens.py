@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,8 +59,7 @@ class Tokens:
 
     def padded(self, fill: Mapping[str, int], side: str, multiple: int | None = None) -> dict[str, torch.Tensor]:
         """key -> (R, T) int64, the attention mask included; T may be rounded up to a multiple."""
-        multiple = multiple or 1
-        width = -(-int(self.lengths.max(initial=0)) // multiple) * multiple
+        width = self._width(multiple)
         place, lengths = np.arange(width), self.lengths[:, None]
         is_real = place >= width - lengths if side == "left" else place < lengths  # (R, T)
         features = {}
@@ -68,6 +68,25 @@ class Tokens:
             table[is_real] = values
             features[key] = torch.from_numpy(table)
         return features | {MASK: torch.from_numpy(is_real.astype(np.int64))}
+
+    def flat(self, fill: Mapping[str, int], side: str, multiple: int | None = None) -> dict[str, Any]:
+        """The same as features that take the memory of the real tokens; engine/flat.py tells what they are."""
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
+        known = {"lengths": self.lengths, "width": self._width(multiple), "pads_left": side == "left"}
+        values = {key: torch.from_numpy(values) for key, values in self.values.items()}
+        return values | {"offsets": torch.from_numpy(offsets), "flat": known | {"fill": dict(fill)}}
+
+    def _width(self, multiple: int | None) -> int:
+        longest, multiple = int(self.lengths.max(initial=0)), multiple or 1
+        return -(-longest // multiple) * multiple
+
+
+def without_rows(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Features of the same kind, of no row."""
+    if (known := features.get("flat")) is None:
+        return {name: value[:0] for name, value in features.items()}
+    known, offsets = known | {"lengths": known["lengths"][:0]}, features["offsets"][:1]
+    return {name: features[name][:0] for name in KEPT if name in features} | {"offsets": offsets, "flat": known}
 
 
 # ---- the threads of a tokenizer ----

@@ -3,10 +3,10 @@
 Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of columns into tables of sorted rows,
 `chunks.py` cuts these into chunks and puts their embeddings back into the batch's order; `columns.py`, `rows.py` and
 `images.py` say which axis of a feature is the row, the token or the picture, and `families.py` what a model makes of a
-picture. `losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py`, `late_interaction.py`
-and `sparse_loss.py` other losses; `by_hand.py` hands their gradients to autograd and `combined_losses.py` adds several
-up. `outputs.py` handles several tensors per row where a vector is not all. `budget.py` finds how large a chunk may be,
-from what `peak.py` measures.
+picture. `flat.py` reads rows that travel end to end. `losses.py` and `tiled_infonce.py` hold the loss and its
+gradient, `sigmoid_loss.py`, `late_interaction.py` and `sparse_loss.py` other losses. `by_hand.py` hands their
+gradients to autograd and `combined_losses.py` adds several up. `outputs.py` handles several tensors per row where a
+vector is not all. `budget.py` finds how large a chunk may be, from what `peak.py` measures.
 """
 
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.engine.layout import lay_out as lay_out
     from hf_dist_ext.engine.losses import InfoNCELoss as InfoNCELoss
     from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss as SigmoidLoss
+    from hf_dist_ext.engine.sparse_loss import SparseLoss as SparseLoss
 
 _HOMES = {
     "ChunkLimits": "chunks",

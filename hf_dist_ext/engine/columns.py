@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from hf_dist_ext.engine import images
+from hf_dist_ext.engine import flat, images
 from hf_dist_ext.engine.families import reads_fixed_width
+from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.errors import UsageError
 
@@ -45,7 +46,7 @@ class Column:
     num_rows: int
     width: int
     extents: list[tuple[int, int]]  # per row: first real token, one past the last
-    rows: dict[str, tuple[torch.Tensor, RowLayout]]
+    rows: dict[str, tuple[torch.Tensor | FlatRows, RowLayout]]
     units: dict[str, tuple[Any, UnitLayout]]
     has_vision: list[bool]  # per row: whether vision layers run for it
     patches: list[tuple[int, int]]  # per row: entries, patches in the longest
@@ -65,6 +66,7 @@ def read_columns(
     Raises:
         UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
     """
+    batch = {name: flat.unfolded(features) for name, features in batch.items()}
     asked = {
         (name, key): value
         for name, features in batch.items()
@@ -111,7 +113,7 @@ def _read_column(
         place=place,
         num_rows=num_rows,
         width=width,
-        extents=[(first, last) for first, last in host["extents"]] if "extents" in host else [(0, width)] * num_rows,
+        extents=_known_extents(features, host) or [(0, width)] * num_rows,
         rows={},
         units={},
         has_vision=[False] * num_rows,
@@ -191,9 +193,10 @@ def _check_features(column: str, features: Mapping[str, Any]) -> None:
     bad = [
         key
         for key, value in features.items()
-        if not (isinstance(value, torch.Tensor) and value.dim()) and not (isinstance(value, list) and key in lists)
+        if not (isinstance(value, torch.Tensor | FlatRows) and value.dim())
+        and not (isinstance(value, list) and key in lists)
     ]
-    if bad or not any(isinstance(value, torch.Tensor) for value in features.values()):
+    if bad or not any(isinstance(value, torch.Tensor | FlatRows) for value in features.values()):
         raise UsageError(
             f"column {column!r}: {bad or 'no features'} can not be cut into chunks; a column is a mapping of tensors "
             "whose first axis is the row."
@@ -220,7 +223,7 @@ def _token_width(features: Mapping[str, Any]) -> int:
 def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
     """(R, 2): first real token and one past the last, per row."""
     mask, width = features.get("attention_mask"), _token_width(features)
-    if mask is None or mask.dim() != 2 or width == 0:
+    if mask is None or mask.dim() != 2 or width == 0 or isinstance(mask, FlatRows):
         return None
     real = mask != 0  # (R, L)
     position = torch.arange(width, device=mask.device)
@@ -228,6 +231,14 @@ def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
     last = torch.where(real, position + 1, 0).amax(dim=1)
     empty = last == 0  # a row without a real token keeps its first one, so that it has a shape
     return torch.stack([torch.where(empty, 0, first), torch.where(empty, 1, last)], dim=1)
+
+
+def _known_extents(features: Mapping[str, Any], host: Mapping[str, list]) -> list[tuple[int, int]]:
+    """Of rows that travelled flat without asking, of others as the host was told; none where nothing is known."""
+    mask = features.get("attention_mask")
+    if isinstance(mask, FlatRows):
+        return mask.places.extents() if mask.places.width else []
+    return [(first, last) for first, last in host.get("extents", ())]
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_dist_ext.engine.columns import RowLayout
+from hf_dist_ext.engine.flat import FlatRows
 
 Run = tuple[int, torch.Tensor | slice]  # column's number, its rows
 
@@ -62,7 +63,7 @@ class ChunkOrder:
 class RowFeature:
     """One key of a table: the collator's tensor of every column, and where they stand in the table's width."""
 
-    values: list[torch.Tensor]
+    values: list[torch.Tensor | FlatRows]
     layout: RowLayout
     first_tokens: list[int]  # per column: the table's token at which its own first one stands
     fill: int = 0  # of tokens that a column does not have
@@ -75,19 +76,26 @@ class RowFeature:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.layout.row_axis)
 
     def _piece(self, column: int, rows: torch.Tensor | slice, left: int, right: int) -> torch.Tensor:
-        value, row_axis, token_axis = self.values[column], self.layout.row_axis, self.layout.token_axis
-        before = after = 0
+        value, token_axis = self.values[column], self.layout.token_axis
+        before = after = first = last = 0
         if token_axis is not None:
             first, last = left - self.first_tokens[column], right - self.first_tokens[column]
             before, after = max(0, -first), max(0, last - value.shape[token_axis])
-            value = value.narrow(token_axis, first + before, last - after - first - before)
-        if isinstance(rows, slice):
-            value = value.narrow(row_axis, rows.start, rows.stop - rows.start)
+        if isinstance(value, FlatRows):
+            value = value.piece(rows, first + before, last - after)
         else:
-            value = value.index_select(row_axis, rows)
+            value = self._cut(value, rows, first + before, last - after)
         if before or after:
             value = torch.cat([self._padding(value, before), value, self._padding(value, after)], token_axis)
         return value
+
+    def _cut(self, value: torch.Tensor, rows: torch.Tensor | slice, first: int, last: int) -> torch.Tensor:
+        row_axis, token_axis = self.layout.row_axis, self.layout.token_axis
+        if token_axis is not None:
+            value = value.narrow(token_axis, first, last - first)
+        if isinstance(rows, slice):
+            return value.narrow(row_axis, rows.start, rows.stop - rows.start)
+        return value.index_select(row_axis, rows)
 
     def _padding(self, value: torch.Tensor, tokens: int) -> torch.Tensor:
         shape = list(value.shape)

@@ -19,6 +19,7 @@ from itertools import islice
 
 import torch
 
+from hf_dist_ext.engine import flat
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import held_here
@@ -99,8 +100,8 @@ def describe_rows(inputs: object, tokenizer: object = None) -> str:
     features = next((part for part in (inputs, *columns) if "input_ids" in part), None)
     if features is None or not hasattr(tokenizer, "batch_decode"):
         return "not known"
-    texts = tokenizer.batch_decode(features["input_ids"][:SHOWN_ROWS].tolist(), skip_special_tokens=True)
-    return _some((repr(text[:SHOWN_CHARACTERS]) for text in texts), len(features["input_ids"]))
+    texts = tokenizer.batch_decode(flat.first_rows(features, SHOWN_ROWS), skip_special_tokens=True)
+    return _some((repr(text[:SHOWN_CHARACTERS]) for text in texts), flat.num_rows(features))
 
 
 def _some(words: Iterable[str], count: int) -> str:

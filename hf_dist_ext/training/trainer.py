@@ -29,11 +29,11 @@ from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
+from hf_dist_ext.data import tokenized
 from hf_dist_ext.data.mixture import Mixture, source_of
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sampling import sampler_without_duplicates
 from hf_dist_ext.data.source_order import sampler_of_sources
-from hf_dist_ext.data.tokenized import tokenized_once
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.failures import activity
@@ -363,15 +363,23 @@ class DistTrainer(Trainer):
             rows, wanted = position.rows_per_micro_batch, self.args.no_duplicates_in_batch
             checks.check_rows(dataset, wanted, self._train_batch_size, rows)
         self._fill_feature_cache()
-        if self.loss is not None:
-            self.train_dataset = tokenized_once(dataset, collate, self.args, position.rows_per_micro_batch)
         try:
+            self._prepare_texts()
             loader = self._loader_in_one_order() if position.reads_in_one_order else self._loader_of_rest()
         finally:
             self.train_dataset, self.data_collator = dataset, collate
         if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
             self.health.bad_rows.watch(loader, dataset)
         return loader
+
+    def _prepare_texts(self) -> None:
+        """Texts are tokenized once where they are read again, and travel without padding."""
+        if self.loss is None or self.feature_cache is not None:
+            return
+        rows = self.data_position.rows_per_micro_batch
+        self.train_dataset = tokenized.tokenized_once(self.train_dataset, self.data_collator, self.args, rows)
+        if not self.accelerator.dataloader_config.dispatch_batches:  # such a batch is cut by rows of its tensors
+            self.data_collator = tokenized.with_flat_texts(self.data_collator)
 
     def _fill_feature_cache(self) -> None:
         """Where frozen features are kept, batches are to hold them."""

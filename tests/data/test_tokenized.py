@@ -16,8 +16,8 @@ from hf_dist_ext.data.routed_collator import RoutedCollator
 from hf_dist_ext.data.tokenized import TokenizedRows, tokenized_once
 from hf_dist_ext.data.tokens import TokenizedText, threads_of_tokenizer
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.training import trainer
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.tiny_models import WORDS, tiny_tokenizer
 from tests.training.test_trainer import Tiny
@@ -192,10 +192,10 @@ def test_a_training_over_two_epochs_tokenizes_once_and_learns_the_same(tmp_path,
     trained = {}
     for name in ("once", "as read"):
         if name == "as read":
-            monkeypatch.setattr(trainer, "tokenized_once", lambda dataset, *others: dataset)
+            monkeypatch.setattr(tokenized, "tokenized_once", lambda dataset, *others: dataset)
         torch.manual_seed(0)
         asked.clear()
-        one = trainer.DistTrainer(
+        one = DistTrainer(
             Tiny(), DistTrainingArguments(
                 str(tmp_path / name), num_train_epochs=2, per_device_train_batch_size=8, gradient_cache_chunk_size=3,
                 save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
