@@ -157,7 +157,7 @@ def save_trainer_state(state: TrainerState, parts: Iterable[Any], folder: Path) 
     for part in parts:
         if isinstance(part, ExportableState):
             name = type(part).__name__
-            if isinstance(states[name], list):
+            if isinstance(states.get(name), list):
                 states[name].append(part.state())
             else:
                 states[name] = part.state()

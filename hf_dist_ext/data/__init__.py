@@ -10,8 +10,8 @@ resume. `mixture.py` holds several datasets, `source_order.py` and `source_strea
 tokenizers of their own. `tokens.py` holds texts' tokens before they are padded, and `tokenized.py` makes them once for
 a run that reads its rows again.
 `hard_negatives.py` finds negatives by a model's embeddings. `evaluations.py` reads the corpora that a run is judged
-by, `evaluation_rows.py` the rows, both as `items.py`. `statistics.py` describes rows for a model's card. `bad_rows.py`
-and `storage.py` deal with rows and files that can not be read.
+by, `evaluation_rows.py` the rows, both as `items.py`, and `mteb_tasks.py` tasks of MTEB. `statistics.py` describes
+rows for a model's card. `bad_rows.py` and `storage.py` deal with rows and files that can not be read.
 """
 
 from typing import TYPE_CHECKING

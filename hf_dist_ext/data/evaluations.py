@@ -29,9 +29,10 @@ import pyarrow.json
 from hf_dist_ext.data.evaluation_rows import read_reranking, read_similarity, read_triplets
 from hf_dist_ext.data.items import Items, choose_split
 from hf_dist_ext.data.load import loading_errors
+from hf_dist_ext.data.mteb_tasks import read_mteb
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.evaluations import Evaluation, Reranking, Retrieval, Similarity, Triplet, parse_evaluations
+from hf_dist_ext.run.evaluations import Evaluation, Mteb, Reranking, Retrieval, Similarity, Triplet, parse_evaluations
 
 ID_COLUMNS = {"corpus": ("_id", "id", "corpus-id"), "queries": ("_id", "id", "query-id")}
 FILES = {"corpus": "corpus.jsonl", "queries": "queries.jsonl"}
@@ -116,6 +117,7 @@ READERS = {
     Similarity: read_similarity,
     Triplet: read_triplets,
     Reranking: read_reranking,
+    Mteb: read_mteb,
 }
 
 

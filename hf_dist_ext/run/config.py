@@ -191,7 +191,8 @@ _POSITIVE = (
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
     "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
     "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps "
-    "sharding_group_size ddp_power_sgd_rank lr_base_batch_size profile_steps max_bad_rows"
+    "sharding_group_size ddp_power_sgd_rank lr_base_batch_size profile_steps max_bad_rows "
+    "early_stopping_patience"
 ).split()
 _ABOVE_ZERO = (
     "step_timeout lora_alpha gradient_cache_memory_gib temperature adam_epsilon logging_steps save_steps "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -118,11 +119,27 @@ class Reranking(Sides, Rows):
     at_k: int = 10
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mteb(Sides, Evaluation):
+    """A task of the package `mteb`, whose data are the folder `path`.
+
+    Attributes:
+        task: its name in MTEB.
+        column: of the run, whose tower and length texts have that are neither queries nor documents; None: its first.
+        prompt: the text before these; None: that of `column`.
+    """
+
+    task: str
+    column: str | None = None
+    prompt: str | None = ""
+
+
 TYPES: dict[str, type[Evaluation]] = {
     "retrieval": Retrieval,
     "sts": Similarity,
     "triplet": Triplet,
     "reranking": Reranking,
+    "mteb": Mteb,
 }
 COLUMNS = {  # of the data, by their names here
     Similarity: ("sentence1", "sentence2", "score"),
@@ -149,10 +166,7 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
     given = {name: value for name, value in entry.items() if not name.startswith("_")}
     kind = given.pop("type", None)
     if kind not in TYPES:
-        hint = ""
-        if kind == "mteb":
-            hint = ' MTEB\'s tasks are read from their files: {"type": "retrieval", "path": the dataset\'s folder}.'
-        raise UsageError(f"{where} has type={json.dumps(kind)}. Types: {', '.join(TYPES)}.{hint}")
+        raise UsageError(f"{where} has type={json.dumps(kind)}. Types: {', '.join(TYPES)}.")
     fields = {field.name: parse_type(str(field.type)) for field in dataclasses.fields(TYPES[kind])}
     for name, value in given.items():
         if name not in fields:
@@ -169,6 +183,8 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
     if not given.get("path"):
         raise UsageError(f"{where} has no path. Give the folder or file with its data.")
     _check_path(given["path"], where)
+    if kind == "mteb":
+        _check_mteb(given, where)
     given.setdefault("name", re.sub(r"[^\w.-]", "-", Path(given["path"]).name.partition(".")[0]))
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", given["name"]):
         raise UsageError(f'{where} has name="{given["name"]}". Give it letters, digits, "_", "-" and ".".')
@@ -182,6 +198,19 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
     if kind == "reranking" and len(one.similarity_fn_names or ()) > 1:
         raise UsageError(f'{where}: type "reranking" compares in one way. Give similarity_fn_names one name.')
     return one
+
+
+def _check_mteb(given: dict[str, Any], where: str) -> None:
+    if not given.get("task"):
+        raise UsageError(f'{where} of type "mteb" has no task. Give its name in MTEB, such as "NFCorpus".')
+    if useless := [name for name in ("similarity_fn_names", "dims", "precisions") if given.get(name) is not None]:
+        raise UsageError(f'{where}: type "mteb" compares as MTEB does and reads no {useless[0]}. Remove it.')
+    if importlib.util.find_spec("mteb") is None:
+        raise UsageError(
+            f'{where} of type "mteb" needs the package mteb, which is not installed: pip install mteb. Without it the '
+            'folder of a retrieval task is read with {"type": "retrieval", "ignore_identical_ids": true}.'
+        )
+    given.setdefault("name", given["task"])
 
 
 def _check_path(path: str, where: str) -> None:

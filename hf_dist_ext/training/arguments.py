@@ -15,7 +15,7 @@ from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import option
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.collectives import has_accelerator, must_use_cpu
-from hf_dist_ext.training import learning_rate
+from hf_dist_ext.training import early_stopping, learning_rate
 
 logger = logging.get_logger(__name__)
 
@@ -180,6 +180,11 @@ class DistTrainingArguments(TrainingArguments):
     ddp_gradient_as_bucket_view: bool | None = option(
         None, "Gradients live in DDP's buckets instead of beside them: saves their memory once."
     )
+    early_stopping_patience: int | None = option(
+        None,
+        "End the run after so many evaluations in a row in which metric_for_best_model was no better than the best "
+        "before. Null: train to the end.",
+    )
     profile_steps: int | None = option(
         None,
         "Write a torch profiler trace of this many steps, from the third on: profile_rank<r>.json in output_dir. "
@@ -248,6 +253,7 @@ class DistTrainingArguments(TrainingArguments):
             setattr(self, yaml_precision, True)
             logger.info(f"{yaml_precision}=True, as the accelerate configuration's mixed_precision says.")
         super().__post_init__()
+        early_stopping.check(self)
         plugin = getattr(self, "deepspeed_plugin", None)
         if plugin is not None and not plugin.zero3_init_flag:
             # Else transformers 5.23 builds and loads models in parts under ZeRO-3, whatever the flag says.
@@ -261,7 +267,8 @@ class DistTrainingArguments(TrainingArguments):
             raise UsageError(
                 f"gradient_cache_chunk_size={size!r}: it is a positive number of rows, 'auto' or null (no cache)."
             )
-        for name in ("gradient_cache_chunk_tokens", "gradient_cache_chunk_patches", "gradient_cache_width_multiple"):
+        sizes = ("gradient_cache_chunk_tokens", "gradient_cache_chunk_patches", "gradient_cache_width_multiple")
+        for name in (*sizes, "early_stopping_patience"):
             if not _is_number(value := getattr(self, name), None):
                 raise UsageError(f"{name}={value!r}: it is a positive number.")
         if not _is_number(keep, "auto", 0):

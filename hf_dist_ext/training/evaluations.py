@@ -19,8 +19,10 @@ import torch
 
 from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
 from hf_dist_ext.data.evaluations import RetrievalData
+from hf_dist_ext.data.mteb_tasks import MtebData
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.training import corpus_retrieval, row_evaluations
+from hf_dist_ext.run.evaluations import Mteb
+from hf_dist_ext.training import corpus_retrieval, mteb_tasks, row_evaluations
 from hf_dist_ext.training.embedder import Embedder
 from hf_dist_ext.training.views import views_of
 
@@ -30,6 +32,7 @@ KINDS = {
     SimilarityData: (row_evaluations.similarity, row_evaluations.names_of_similarity),
     TripletData: (row_evaluations.triplets, row_evaluations.names_of_triplets),
     RerankingData: (row_evaluations.reranking, row_evaluations.names_of_reranking),
+    MtebData: (mteb_tasks.run, mteb_tasks.names),
 }
 
 
@@ -126,6 +129,11 @@ class Evaluations:
 
 
 def _check_token_vectors(options: Any) -> None:
+    if isinstance(options, Mteb):
+        raise UsageError(
+            f'evaluation "{options.name}": tasks of mteb are evaluated with one vector per row, and the loss compares '
+            "token vectors. Remove it."
+        )
     given = [field for field in ("similarity_fn_names", "dims", "precisions") if getattr(options, field)]
     if given:
         raise UsageError(

@@ -45,6 +45,7 @@ from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import checks, learning_rate, loss_scale, metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import Embedder
 from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
@@ -239,6 +240,8 @@ class DistTrainer(Trainer):
             self.add_callback(MetricsFile())
         if is_ours or getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
+        if patience := getattr(self.args, "early_stopping_patience", None):
+            self.add_callback(EarlyStop(patience))
         if getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(self.args.profile_steps))
         if has_loss or self.own_loss is not None:

@@ -1,6 +1,7 @@
 """The entries of `evaluations` in a run file: strict, as the file itself, and each field documented."""
 
 import dataclasses
+import importlib.util
 import json
 
 import pytest
@@ -15,7 +16,8 @@ MODEL = {"model_config": {"model_type": "bert"}, "dataset_name": "code-search"}
 
 @pytest.mark.parametrize("entry, words", [
     ({"path": "a/b"}, r"evaluations\[1\] has type=null. Types: retrieval"),
-    ({"type": "mteb", "name": "NFCorpus"}, "MTEB's tasks are read from their files"),
+    ({"type": "mteb", "path": "a/b"}, "has no task. Give its name in MTEB"),
+    ({"type": "mteb", "path": "a/b", "task": "NFCorpus", "dims": [8]}, 'type "mteb" .* reads no dims'),
     ({"type": "retrieval"}, "has no path"),
     ({"type": "retrieval", "path": "./nowhere"}, 'path="./nowhere": there is no such file or folder'),
     ({"type": "retrieval", "path": "a/b", "ndcg_at": [1]}, 'has no field "ndcg_at". Closest: "ndcg_at_k"'),
@@ -57,3 +59,11 @@ def test_the_page_lists_every_field():
         assert f'`"{kind}"`' in page
         for field in dataclasses.fields(of):
             assert f"`{field.name}`" in page, field.name
+
+
+def test_a_task_of_mteb_is_refused_where_mteb_is_not_installed(monkeypatch):
+    find = importlib.util.find_spec
+    missing = {"mteb": lambda *more: None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: missing.get(name, find)(name, *more))
+    with pytest.raises(UsageError, match="needs the package mteb, which is not installed.*retrieval"):
+        parse_evaluations([{"type": "mteb", "task": "NFCorpus", "path": "a/b"}])

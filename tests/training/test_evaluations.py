@@ -17,7 +17,7 @@ from sentence_transformers.sentence_transformer.evaluation import (
     TripletEvaluator,
 )
 from torch.distributed.tensor import distribute_tensor
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.data.collator import ContrastiveCollator
@@ -412,8 +412,8 @@ def best(folder: Path, made: Path) -> dict:
     more = dict(max_steps=9, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, logging_steps=1)
     more |= dict(load_best_model_at_end=True, metric_for_best_model="c_cosine_ndcg@10", save_total_limit=2)
     evaluations = [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}]
-    patience = EarlyStoppingCallback(early_stopping_patience=2)
-    of = trainer(folder, evaluations, made / "cosine", callbacks=[Steps(good), patience], learning_rate=1e-2, **more)
+    more |= dict(early_stopping_patience=2, learning_rate=1e-2)
+    of = trainer(folder, evaluations, made / "cosine", callbacks=[Steps(good)], **more)
     of.train()
     weights = of.whole_weights()
     return {

@@ -167,3 +167,25 @@ def test_a_checkpoint_of_weights_alone_has_those_of_the_loss(tmp_path):
     assert made.loss.temperature == trained
     loss_state.load_loss(made.loss, str(tmp_path / "checkpoint-1"))
     assert made.loss.temperature != trained
+
+
+def test_a_run_that_gets_no_better_ends_and_a_resumed_one_goes_on_counting(tmp_path):
+    def run(folder, resume=None, **more):
+        steps = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, max_steps=9)
+        of = trainer(tmp_path / folder, metric_for_best_model="loss", learning_rate=0.0, **steps, **more)
+        of.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+        return of.state.global_step
+
+    assert run("patient", early_stopping_patience=3) == 4, "the first is the best, and three are no better"
+    assert run("resumed", "patient/checkpoint-3", early_stopping_patience=3) == 4
+    assert run("plain") == 9
+    assert run("later", "plain/checkpoint-3", early_stopping_patience=3) == 6
+
+
+@pytest.mark.parametrize("given, words", [
+    ({}, "Set eval_strategy and metric_for_best_model"),
+    ({"eval_strategy": "steps", "eval_steps": 1}, "Set metric_for_best_model"),
+])  # fmt: skip
+def test_a_patience_that_nothing_is_counted_for_is_refused(given, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        trainer(tmp_path, early_stopping_patience=2, **given)

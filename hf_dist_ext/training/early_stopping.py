@@ -1,0 +1,36 @@
+"""The end of a run that does not get better: `early_stopping_patience`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import EarlyStoppingCallback
+
+from hf_dist_ext.errors import UsageError
+
+
+def check(args: Any) -> None:
+    """UsageError for a patience that nothing would be counted for."""
+    if args.early_stopping_patience is None:
+        return
+    missing = {"eval_strategy": args.eval_strategy != "no", "metric_for_best_model": bool(args.metric_for_best_model)}
+    if wrong := [name for name, is_given in missing.items() if not is_given]:
+        raise UsageError(
+            f"early_stopping_patience={args.early_stopping_patience} counts evaluations in which "
+            f"metric_for_best_model was no better than before. Set {' and '.join(wrong)}, or remove it."
+        )
+
+
+class EarlyStop(EarlyStoppingCallback):
+    """Trainer's, whose count goes on at a resume. An evaluation without the figure (one of several datasets) does not
+    count."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        super().on_train_begin(args, state, control, **others)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is not None:
+            self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict, **others: Any) -> None:
+        if f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics:
+            super().on_evaluate(args, state, control, metrics, **others)
