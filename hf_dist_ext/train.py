@@ -140,12 +140,13 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[
 
 def views_tables(views: dict) -> list:
     """A table for every set of dimensions and precisions: figures after training."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     tables: dict[tuple, Table] = {}
     for figure, of_views in views.items():
         if tuple(of_views) not in tables:
-            tables[tuple(of_views)] = Table("", *of_views, title="after training")
+            names = Column(overflow="fold")  # they are long, and cut they would all look alike
+            tables[tuple(of_views)] = Table(names, *of_views, title="after training")
         tables[tuple(of_views)].add_row(figure, *[f"{value:.4f}" for value in of_views.values()])
     return list(tables.values())
 

@@ -72,10 +72,8 @@ def _task(options: Mteb) -> Any:
             f"the task {options.task} is the mean of {len(parts)} with datasets of their own. Give each an entry: "
             f"{', '.join(parts)}."
         )
-    if set(task.metadata.modalities) != {"text"}:
-        raise UsageError(
-            f"the task {options.task} is about {', '.join(task.metadata.modalities)}; only tasks of texts are run."
-        )
+    if (kinds := sorted(task.metadata.modalities)) != ["text"]:
+        raise UsageError(f"the task {options.task} is about {' and '.join(kinds)}; only tasks of texts are run.")
     if options.split is not None:
         if options.split not in task.eval_splits:
             raise UsageError(

@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -101,9 +103,13 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     if run.options.use_lora and run.options.model_config is not None and not run.name:
         training.setdefault("save_full_model", True)  # the base of the adapters is nowhere else
     try:
-        return DistTrainingArguments(**training)
+        args = DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here
         raise UsageError(str(error)) from error
+    if "trackio" in args.report_to and args.run_name is None:
+        # Trainer's callback ends trackio's run with the training; by its name the evaluation after it finds that run.
+        args.run_name = f"{Path(args.output_dir).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return args
 
 
 def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
