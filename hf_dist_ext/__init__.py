@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.errors import UsageError as UsageError
     from hf_dist_ext.models.causal_lm import load_causal_lm as load_causal_lm
     from hf_dist_ext.models.embedding_model import EmbeddingModel as EmbeddingModel
+    from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel as HybridEmbeddingModel
     from hf_dist_ext.models.towers import TowerModel as TowerModel
     from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss as SentenceTransformersLoss
     from hf_dist_ext.training.arguments import DistTrainingArguments as DistTrainingArguments
@@ -26,6 +27,7 @@ _HOMES = {
     "DistTrainer": "training.trainer",
     "DistTrainingArguments": "training.arguments",
     "EmbeddingModel": "models.embedding_model",
+    "HybridEmbeddingModel": "models.hybrid_model",
     "InfoNCELoss": "engine.losses",
     "RunError": "errors",
     "SentenceTransformersLoss": "tasks.sentence_losses",

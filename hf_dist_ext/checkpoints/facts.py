@@ -15,6 +15,7 @@ from torch import nn
 
 from hf_dist_ext.strategies.base import Strategy
 
+EMBEDDING_MODELS = ("EmbeddingModel", "HybridEmbeddingModel")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 
 
@@ -41,7 +42,7 @@ def of_model(model: nn.Module) -> dict[str, Any]:
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {
         "model": _class_name(bare),
-        "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
+        "embedding": embedding_options(bare) if _class_name(bare) in EMBEDDING_MODELS else None,
         "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
         "dtype": dtype_of_base(bare),
         "base_model": base_model(model),
@@ -74,8 +75,10 @@ def dtype_of_base(model: nn.Module) -> str:
 
 
 def embedding_options(model: Any) -> dict[str, Any]:
-    """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`."""
+    """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`; a `HybridEmbeddingModel`
+    has more."""
     names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
+    names += tuple(name for name in ("special_ids", "token_dim") if hasattr(model, name))
     layers = model.dense
     width, has_bias = (layers[-1].out_features, layers[-1].bias) if layers else (None, False)
     options = {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}

@@ -27,6 +27,7 @@ from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP, load_whole
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import adapter_folder
 from hf_dist_ext.models.embedding_model import EmbeddingModel, can_keep_adapters_alone
+from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
 from hf_dist_ext.models.router_folder import is_router, read_routes
 from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_route, load_tower
@@ -75,7 +76,7 @@ def whole_model(name_or_path: str) -> EmbeddingModel:
     if not is_part or (folder / "modules.json").is_file():
         return EmbeddingModel.from_pretrained(name_or_path)
     facts = _verified(folder)
-    if facts["model"] != EmbeddingModel.__name__:
+    if facts["embedding"] is None:
         raise UsageError(f"{folder} is of a {facts['model']}, not of a text embedding model.")
     model, _ = _complete_model(folder, facts, None, {}, False)
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
@@ -232,7 +233,8 @@ def _has_whole_weights(folder: Path) -> bool:
 
 
 def _model_class(facts: dict) -> Any:
-    model_class = {"EmbeddingModel": EmbeddingModel}.get(facts["model"]) or getattr(transformers, facts["model"], None)
+    own = {one.__name__: one for one in (EmbeddingModel, HybridEmbeddingModel)}
+    model_class = own.get(facts["model"]) or getattr(transformers, facts["model"], None)
     if model_class is None:
         raise UsageError(f"{facts['model']} is neither an EmbeddingModel nor a class of transformers.")
     return model_class
@@ -247,8 +249,8 @@ def _load(facts: dict, folder: Path, options: dict, is_base: bool = False) -> An
 
 def _from_shards(checkpoint: Path, facts: dict, options: dict, trust: bool) -> Any:
     config = transformers.AutoConfig.from_pretrained(checkpoint, **options)
-    if facts["model"] == "EmbeddingModel":
-        model = EmbeddingModel.from_config(config, **facts["embedding"])
+    if facts["embedding"] is not None:
+        model = _model_class(facts).from_config(config, **facts["embedding"])
     else:
         model = _model_class(facts)(config)
     load_whole(model, checkpoint, trust)

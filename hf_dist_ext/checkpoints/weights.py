@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.towers import TowerModel, load_tower
 from hf_dist_ext.models.weights import load_weights
 
@@ -30,7 +31,7 @@ def weights_in_memory_names(model: nn.Module, folder: str) -> dict[str, torch.Te
     """The weights of a folder under the model's own names; None when the file has these names already."""
     if isinstance(model, EmbeddingModel):
         is_there = Path(folder, "modules.json").is_file()
-        return EmbeddingModel.from_pretrained(folder, **classes(model)).state_dict() if is_there else None
+        return own_class(model).from_pretrained(folder, **classes(model)).state_dict() if is_there else None
     if isinstance(model, TowerModel):
         if not Path(folder, "towers.json").is_file():
             return None
@@ -60,7 +61,10 @@ def load_in_memory_names(model: nn.Module, folder: str) -> bool:
 
 def classes(model: nn.Module) -> dict[str, type]:
     """The option of `from_pretrained` that makes another model of the classes that this one has."""
-    return {"backbone_class": own_class(model.backbone)} if isinstance(model, EmbeddingModel) else {}
+    if not isinstance(model, EmbeddingModel):
+        return {}
+    special = {"special_ids": model.special_ids} if isinstance(model, HybridEmbeddingModel) else {}
+    return {"backbone_class": own_class(model.backbone), **special}
 
 
 def own_class(model: nn.Module) -> type:

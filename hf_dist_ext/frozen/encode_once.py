@@ -18,7 +18,6 @@ from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
-from hf_dist_ext.policy import TOKENS
 
 
 def frozen_columns(model: nn.Module, columns: Mapping[str, object]) -> set[str]:
@@ -32,7 +31,7 @@ def frozen_columns(model: nn.Module, columns: Mapping[str, object]) -> set[str]:
 def has_frozen_backbone(model: nn.Module) -> bool:
     """Whether pooled vectors are constants of the run: the model goes on from them. Token vectors would take the
     memory that the cache saves."""
-    is_one = isinstance(model, EmbeddingModel) and model.pooling != TOKENS
+    is_one = isinstance(model, EmbeddingModel) and model.gives_one_vector
     return is_one and model.projection is not None and _is_frozen(model.backbone)
 
 

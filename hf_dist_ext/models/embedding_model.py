@@ -260,6 +260,11 @@ class EmbeddingModel(PreTrainedModel):
         """What the projection is made of; empty for none."""
         return layers_of(self.projection)
 
+    @property
+    def gives_one_vector(self) -> bool:
+        """Of a row, and no vector of each of its tokens."""
+        return self.pooling != TOKENS
+
     def describe(self) -> str:
         """What follows the backbone, in words."""
         projection = f"a projection to {self.embedding_dim}" if self.dense else "no projection"

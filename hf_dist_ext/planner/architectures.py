@@ -42,10 +42,15 @@ def is_known(config: Config) -> bool:
 
 
 def embed(
-    tape: Tape, config: Config, rows: Rows, projection_dim: int | None = None, leaves_tokens: bool = False
+    tape: Tape,
+    config: Config,
+    rows: Rows,
+    projection_dim: int | None = None,
+    leaves_tokens: bool = False,
+    token_dim: int | None = None,
 ) -> Value:
     """An `EmbeddingModel`: backbone, pooling to one vector per row (`leaves_tokens`: one per token), an optional
-    projection, normalization."""
+    projection, normalization. `token_dim`: of a `HybridEmbeddingModel`, whose heads stand beside the projection."""
     with tape.module("backbone"):
         x = _family(config)(tape, config, rows)
     if leaves_tokens:
@@ -53,7 +58,13 @@ def embed(
         tape.keep_bytes(8 * x.rows * x.flows)
     else:
         pooled = tape.new(rows.count, x.width, 4, x.flows)
-    if projection_dim:
+    if token_dim:
+        if projection_dim:
+            dense = tape.new(rows.count, x.width, x.item, x.flows)
+            tape.linear("projection", dense, projection_dim, bias=False)
+        tape.linear("sparse_linear", pooled, 1)
+        pooled = tape.linear("colbert_linear", pooled, token_dim)
+    elif projection_dim:
         pooled = tape.linear("projection", tape.cast(pooled, x.item), projection_dim, bias=False)
     return _normalized(tape, pooled)
 

@@ -21,6 +21,7 @@ from hf_dist_ext.planner.vision_language import TOWERS, assumption, image_tokens
 from hf_dist_ext.planner.who_trains import depth, lora_of, who_trains
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
+from hf_dist_ext.run.parts import outputs_of
 from hf_dist_ext.run.sources import all_parts, sources_of
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -71,6 +72,7 @@ class Workload:
     projection_dim: int | None
     embedding_dim: int
     leaves_tokens: bool  # a vector of every token, for late interaction
+    token_dim: int | None  # of these where a row has a dense vector and term weights too
     trains: Callable[[str], bool]
     lora: Lora | None
     is_frozen: bool  # freezing fields or LoRA are given
@@ -196,7 +198,7 @@ class Workload:
         elif self.has_towers:
             embed_tower(tape, config, of_row, is_image=column.tower == "image")
         else:
-            embed(tape, config, of_row, self.projection_dim, self.leaves_tokens)
+            embed(tape, config, of_row, self.projection_dim, self.leaves_tokens, self.token_dim)
         return tape
 
     @functools.cache  # noqa: B019
@@ -245,6 +247,8 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     text = config.get("text_config") or config
+    width = text.get("hidden_size") or 0
+    token_dim = (fields.token_dim or width) if is_embedding and outputs_of(fields) else None
     parts = [part.config for part in all_parts(fields)] if is_embedding else []
     return Workload(
         config=config,
@@ -262,7 +266,8 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         attention=fields.attn_implementation or "sdpa",
         projection_dim=fields.projection_dim,
         leaves_tokens=any(part.loss == LATE for part in parts),
-        embedding_dim=fields.projection_dim or config.get("projection_dim") or text.get("hidden_size") or 0,
+        token_dim=token_dim,
+        embedding_dim=token_dim or fields.projection_dim or config.get("projection_dim") or width,
         trains=who_trains(trainable, frozen, is_lora=lora is not None),
         lora=lora,
         is_frozen=bool(trainable or frozen or lora),

@@ -1,7 +1,7 @@
 """The losses that a run file may name: what each reads of a row beside its texts, and which are refused and why.
 
-The names in OWN are this project's (engine/losses.py, sigmoid_loss.py, late_interaction.py). Every other name ends
-with "Loss" and is a class of sentence-transformers, which tasks/sentence_losses.py runs on embeddings.
+The names in OWN are this project's (engine/losses.py, sigmoid_loss.py, late_interaction.py, sparse_loss.py). Every
+other name ends with "Loss" and is a class of sentence-transformers, which tasks/sentence_losses.py runs on embeddings.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hf_dist_ext.run.fields import show
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
-LATE = "late_interaction"
-OWN = ("infonce", "siglip", LATE)
+LATE, SPARSE = "late_interaction", "sparse"
+OWN = ("infonce", "siglip", LATE, SPARSE)
 INFONCE_FIELDS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
     "mask_false_negatives", "false_negative_margin", "cross_device_negatives",

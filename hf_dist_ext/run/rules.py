@@ -12,7 +12,7 @@ from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import INFONCE_FIELDS
-from hf_dist_ext.run.parts import check_parts
+from hf_dist_ext.run.parts import check_parts, outputs_of
 from hf_dist_ext.run.sources import check_sources
 
 CONTRASTIVE_FIELDS = [
@@ -23,8 +23,8 @@ CONTRASTIVE_FIELDS = [
 OF_TASK = {
     "embedding": [
         *CONTRASTIVE_FIELDS,
-        *"pooling projection_dim normalize id_column image_columns no_duplicates_in_batch evaluations".split(),
-        *"datasets datasets_temperature processing_kwargs load_in_4bit".split(),
+        *"pooling projection_dim token_dim normalize id_column image_columns no_duplicates_in_batch".split(),
+        *"evaluations datasets datasets_temperature processing_kwargs load_in_4bit".split(),
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
 }
@@ -45,6 +45,11 @@ def check_rules(run: Run) -> None:
             raise UsageError('evaluations compare embeddings, but loss is null. Set "loss": "infonce" or remove them.')
         parse_evaluations(config.evaluations)
     check_parts(config, given)
+    if config.token_dim is not None and not outputs_of(config):
+        raise UsageError(
+            f"token_dim={show(config.token_dim)} is of a model of several outputs per row, and this run's has one. "
+            'For "late_interaction" alone the dimensions of token vectors are projection_dim.'
+        )
     if config.normalize and config.temperature >= 10:
         raise UsageError(
             f"temperature={show(config.temperature)} would make all cosines (-1 to 1) nearly equal. "

@@ -166,10 +166,11 @@ class Cut:
                 f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. "
                 "Use EmbeddingModel, or multi_gpu_fsdp."
             )
-        if getattr(base, "pooling", None) == policy.TOKENS:
+        if not getattr(base, "gives_one_vector", True):
+            what = 'pooling="tokens"' if base.pooling == policy.TOKENS else type(base).__name__
             raise UsageError(
                 "a pipeline's last stage gives one vector per row, and this model gives one per token "
-                '(pooling="tokens"). Use multi_gpu_ddp or multi_gpu_fsdp.'
+                f"({what}). Use multi_gpu_ddp or multi_gpu_fsdp."
             )
         return base
 

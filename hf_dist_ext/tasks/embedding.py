@@ -20,13 +20,14 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
 from hf_dist_ext.models.backbones import load_tokenizer
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
+from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN
-from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
+from hf_dist_ext.run.parts import label_column_of, outputs_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import all_parts
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs, routes, vision_language
@@ -139,7 +140,7 @@ def _figures(loss: Any, sources: LoadedSources | None) -> Sequence[str]:
 
 
 def _is_late(config: RunConfig) -> bool:
-    """Whether rows are token vectors; all losses of a run agree in that."""
+    """Whether a loss reads token vectors; all losses of a run do, but for a model of several outputs per row."""
     return any(part.config.loss == LATE for part in all_parts(config))
 
 
@@ -148,12 +149,13 @@ def hints(run: Run) -> list[str]:
         return [_to_load("TowerModel")]
     if image_pairs.has_towers(run.options):
         return [_to_load("TowerModel"), 'try it:   hf-dist search --model {folder} --data PICTURES "words"']
-    if _is_late(run.options):
+    several = bool(outputs_of(run.options))
+    if _is_late(run.options) and not several:
         return [
             _to_load("EmbeddingModel"),
             'try it:   from sentence_transformers import MultiVectorEncoder; model = MultiVectorEncoder("{folder}")',
         ]
-    lines = [_to_load("EmbeddingModel")]
+    lines = [_to_load("HybridEmbeddingModel" if several else "EmbeddingModel")]
     lengths = run.options.max_length
     if isinstance(lengths, Mapping) and (len(lengths) < NUM_PAIR_COLUMNS or len(set(lengths.values())) > 1):
         listed = ", ".join(f"{column} {length} tokens" for column, length in lengths.items())
@@ -310,7 +312,11 @@ def _distributed_config(run: Run, args: Any) -> Any:
     config, split = run.options, choose.launched_split(args)
     if split is None:
         return None
-    given = {"loss=null": config.loss is None, "towers": image_pairs.has_towers(config)}
+    given = {
+        "loss=null": config.loss is None,
+        "towers": image_pairs.has_towers(config),
+        "losses over several outputs of a row": bool(outputs_of(config)),
+    }
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise UsageError(
             f"tensor parallelism does not go with {wrong[0]}: it splits one text model, trained by a loss over "
@@ -327,7 +333,9 @@ def build_model(
     quantization_config: Any = None,
 ) -> EmbeddingModel:
     config = run.options
-    pooling = {"pooling": TOKENS} if _is_late(config) else {}  # whatever the folder says
+    several = outputs_of(config)
+    pooling = {"pooling": TOKENS} if _is_late(config) and not several else {}  # whatever the folder says
+    model_class = HybridEmbeddingModel if several else EmbeddingModel
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
         "matryoshka_dims": config.matryoshka_dims, "dtype": config.dtype,
@@ -339,8 +347,9 @@ def build_model(
         else:
             vocabulary = {"vocab_size": len(processor), "pad_token_id": processor.pad_token_id}
             model_config = vocabulary | config.model_config
-        return EmbeddingModel.from_config(model_config, distributed_config=distributed_config, **options | pooling)
-    return EmbeddingModel.from_pretrained(
+        more = pooling | _of_heads(config, processor)
+        return model_class.from_config(model_config, distributed_config=distributed_config, **options | more)
+    return model_class.from_pretrained(
         config.model_name_or_path,
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
@@ -350,5 +359,18 @@ def build_model(
         # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
         **{name: value for name, value in options.items() if name in run.given}
         | {"dtype": config.dtype or "float32"}
-        | pooling,
+        | pooling
+        | _of_heads(config, processor),
     )
+
+
+def _of_heads(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """Options of a `HybridEmbeddingModel` alone."""
+    if not outputs_of(config):
+        return {}
+    if getattr(tokenizer, "cls_token_id", None) is None:
+        raise UsageError(
+            "losses read several outputs of a row, as of bge-m3, whose rows begin with a cls token that has no vector "
+            "among the token vectors; this model's tokenizer has no cls token. Use an encoder, such as XLM-RoBERTa."
+        )
+    return {"special_ids": tokenizer.all_special_ids, "token_dim": config.token_dim}

@@ -11,16 +11,18 @@ from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
+from hf_dist_ext.engine.sparse_loss import SparseLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE
-from hf_dist_ext.run.parts import parts_of
+from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, SPARSE
+from hf_dist_ext.run.parts import outputs_of, parts_of
 from hf_dist_ext.run.sources import sources_of
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 
 # Those of this project with options of their own.
 OWN = {
     "siglip": (SigmoidLoss, ("scale", "bias", "learnable", "mask_false_negatives")),
+    SPARSE: (SparseLoss, ("temperature", "mask_false_negatives", "queries_per_tile")),
     LATE: (LateInteractionLoss, ("temperature", "mask_false_negatives", "queries_per_tile", "documents_per_tile")),
 }
 
@@ -51,7 +53,9 @@ def build_loss(
 def _sum_of_parts(config: RunConfig, *more: Any) -> nn.Module:
     parts = parts_of(config)
     made = {part.name: _build(part.config, *more) for part in parts}
-    return made[parts[0].name] if config.losses is None else SumOfLosses(made, {p.name: p.weight for p in parts})
+    if config.losses is None:
+        return made[parts[0].name]
+    return SumOfLosses(made, {part.name: part.weight for part in parts}, outputs_of(config))
 
 
 def _build(
@@ -68,7 +72,7 @@ def _build(
         kind, known = OWN[config.loss]
         if useless := sorted({*options} - {*known}):
             raise UsageError(f"loss_options: {config.loss} has no option {useless[0]}. It has {', '.join(known)}.")
-        return kind(**options, normalize=normalize)
+        return kind(**options) if config.loss == SPARSE else kind(**options, normalize=normalize)
     lengths = max_length.values() if isinstance(max_length, Mapping) else [max_length]
     longest = max(filter(None, lengths), default=getattr(tokenizer, "model_max_length", None))
     return SentenceTransformersLoss(config.loss, embedding_dim, tokenizer=tokenizer, max_length=longest, **options)

@@ -86,7 +86,11 @@ def build(run: Any, work: Workload, cast: Cast = "nothing") -> nn.Module:
 def _embedding_model(config: Any, fields: Any, work: Workload, options: dict[str, Any]) -> nn.Module:
     from hf_dist_ext.models.backbones import build_backbone
     from hf_dist_ext.models.embedding_model import EmbeddingModel
+    from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 
+    if work.token_dim is not None:
+        heads = {"special_ids": (), "token_dim": work.token_dim, "projection_dim": fields.projection_dim}
+        return HybridEmbeddingModel(build_backbone(config, **options), pooling=fields.pooling, **heads)
     pooling = TOKENS if work.leaves_tokens else fields.pooling
     backbone = build_backbone(config, **options)
     return EmbeddingModel(backbone, pooling=pooling, projection_dim=fields.projection_dim)

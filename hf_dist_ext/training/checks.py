@@ -194,13 +194,18 @@ def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
 
 
 def check_outputs(model: nn.Module, loss: Any) -> None:
-    """The losses of this project, and the model's rows: one vector each, or token vectors."""
+    """The losses of this project, and the model's rows: one vector each, token vectors, or several outputs."""
     many, reads_many = getattr(model, "pooling", None) == TOKENS, metrics.similarity_of(loss) == "maxsim"
     name = type(loss).__name__
     if many and hasattr(loss, "normalize") and not reads_many:
         raise UsageError(
             f'the model gives token vectors (pooling="{TOKENS}"), and {name} reads one vector per row. Use '
             '"loss": "late_interaction", or another pooling.'
+        )
+    if not (many or getattr(model, "gives_one_vector", True) or getattr(loss, "outputs", None)):
+        raise UsageError(
+            f"{type(model).__name__} gives several outputs of a row, and {name} does not say which it reads. Use "
+            'SumOfLosses({"infonce": ..., ...}, outputs={"infonce": "dense", ...}).'
         )
     if reads_many and getattr(model, "pooling", TOKENS) != TOKENS:
         raise UsageError(
