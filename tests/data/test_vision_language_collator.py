@@ -12,6 +12,7 @@ from hf_dist_ext.data.collator import content_id
 from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
@@ -53,14 +54,29 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     for side, limits in [("right", ChunkLimits(1)), ("left", ChunkLimits(max_tokens=90))]
 ])  # fmt: skip
 def test_cached_gradients_are_those_of_the_whole_batch(family, side, limits, double_precision):
+    assert_cached_is_plain(family, side, limits, InfoNCELoss(temperature=0.1), pooling="last")
+
+
+@pytest.mark.parametrize("family, side", [
+    pytest.param(family, side, marks=() if (family, side) == ("qwen2_5_vl", "left") else pytest.mark.slow)
+    for family in FAMILIES
+    for side in ("right", "left")
+])  # fmt: skip
+def test_cached_gradients_of_token_vectors_are_those_of_the_whole_batch(family, side, double_precision):
+    """Every token of words and pictures has a vector, as in ColQwen and ColPali."""
+    loss = LateInteractionLoss(temperature=0.5)
+    assert_cached_is_plain(family, side, ChunkLimits(max_tokens=60), loss, pooling="tokens", projection_dim=6)
+
+
+def assert_cached_is_plain(family: str, side: str, limits: ChunkLimits, loss: nn.Module, **options) -> None:
     collate, config = made(family, side)
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config, dtype=torch.float64, pooling="last").train()
+    model = EmbeddingModel.from_config(config, dtype=torch.float64, **options).train()
+    loss = loss.double()
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:
             nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection, through which pictures would not be seen
     batch = {name: features for name, features in collate([mixed_row(i) for i in range(6)]).items() if name != "ids"}
-    loss = InfoNCELoss(temperature=0.1).double()
     embeddings = {name: model(**features).embeddings for name, features in batch.items()}
     expected = gradients(model, loss(embeddings)[0])
     vision = [g for name, g in expected.items() if "visual" in name or "vision" in name]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import transformer
 
 from hf_dist_ext.data.load import load_datasets
@@ -116,11 +116,12 @@ def untrained(tmp_path_factory):
     return folder_for_others("llava", folder)[0]
 
 
-def folder_for_others(family: str, folder: Path) -> tuple[Path, object]:
+def folder_for_others(family: str, folder: Path, **options) -> tuple[Path, object]:
     """Written as a run writes it, and its processor."""
     processor, config = tiny_vision_language(family)
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config, pooling="last", prompts={"query": "find it", "document": ""})
+    options = {"pooling": "last", "prompts": {"query": "find it", "document": ""}} | options
+    model = EmbeddingModel.from_config(config, **options)
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:
             torch.nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection would hide the pictures
@@ -136,6 +137,38 @@ def test_a_folder_of_every_family_answers_elsewhere(family, tmp_path, monkeypatc
     folder, processor = folder_for_others(family, tmp_path)
     monkeypatch.setattr(transformer.AutoProcessor, "from_pretrained", lambda *arguments, **options: processor)
     assert_same_elsewhere(folder)
+
+
+def assert_same_vectors_elsewhere(folder: Path) -> None:
+    """MultiVectorEncoder gives every token of words and pictures the vector that our model does."""
+    ours, theirs = EmbeddingModel.from_pretrained(folder), MultiVectorEncoder(str(folder), device="cpu")
+    collate = VisionLanguageCollator(
+        theirs.tokenizer, ["query", "positive"], {"query": "find it", "positive": ""}, processor=theirs[0].processor
+    )
+    for column, answer in (("query", theirs.encode_query), ("positive", theirs.encode_document)):
+        with torch.no_grad():
+            found = ours(**collate.features(column, VALUES))
+        rows = [vectors[mask] for vectors, mask in zip(found.vectors, found.mask, strict=True)]
+        assert len({len(row) for row in rows}) > 3 and rows[1].shape[1] == 8 and rows[1].std(dim=0).max() > 1e-3
+        for row, expected in zip(answer(VALUES), rows, strict=True):
+            assert row.shape == expected.shape and (torch.as_tensor(row) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_a_folder_of_token_vectors_answers_elsewhere(family, tmp_path, monkeypatch):
+    folder, processor = folder_for_others(family, tmp_path, pooling="tokens", projection_dim=8)
+    monkeypatch.setattr(transformer.AutoProcessor, "from_pretrained", lambda *arguments, **options: processor)
+    assert_same_vectors_elsewhere(folder)
+
+
+def test_late_interaction_trains_adapters_and_projection_and_its_folder_answers_elsewhere(run_file, tmp_path):
+    """As ColQwen and ColPali are trained."""
+    main(run_file(
+        loss="late_interaction", pooling="tokens", projection_dim=8, use_lora=True, lora_r=2,
+        trainable_modules=["projection"], save_full_model=True, save_strategy="no",
+    ))  # fmt: skip
+    assert changed_parts(tmp_path / "model", tmp_path / "out") == {"language"}
+    assert_same_vectors_elsewhere(tmp_path / "out")
 
 
 def test_long_texts_are_cut_as_elsewhere(tmp_path):
