@@ -150,12 +150,22 @@ def _watch_launcher(launcher: int, seconds: float, poll_seconds: float) -> None:
     os._exit(1)
 
 
+_collective_timeout = timedelta(minutes=30)
+
+
 def set_collective_timeout(seconds: float) -> None:
     """transformers 5.23 gives ddp_timeout to the process group unless use_cpu is set: gloo keeps its 30 minutes."""
     import torch.distributed as dist
 
+    global _collective_timeout
+    _collective_timeout = timedelta(seconds=seconds)
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        dist.distributed_c10d._set_pg_timeout(_collective_timeout)
+
+
+def collective_timeout() -> timedelta:
+    """Of a group that is made beside the default one."""
+    return _collective_timeout
 
 
 class Watchdog:

@@ -54,6 +54,11 @@ def tokenized_once(dataset: Any, collator: Any, args: Any, rows_per_micro_batch:
     return _tokenized(dataset, collator) if rows > len(dataset) else dataset
 
 
+def rows_of(dataset: Any) -> Any:
+    """The dataset of the user, of which Trainer's samplers ask what it is."""
+    return dataset.dataset if isinstance(dataset, TokenizedRows) else dataset
+
+
 def _tokenized(dataset: Any, collator: Any) -> Any:
     if isinstance(dataset, Mixture) and isinstance(collator, MixtureCollator):
         sources = {name: _tokenized(one, collator.collators[name]) for name, one in dataset.sources.items()}

@@ -82,12 +82,12 @@ class FeatureCache:
 
     # ---- filling ----
 
-    def load_everyones(self, device: torch.device) -> None:
+    def load_everyones(self) -> None:
         """Of all ranks: a folder on the network may show another machine's files a little later."""
         for wait in (0, *WAITS):
             time.sleep(wait)
             self.store.load()
-            seen = [row[0] for row in collectives.exchange([len(self.store)], device)]
+            seen = [row[0] for row in collectives.exchange([len(self.store)])]
             if min(seen) == max(seen):
                 return
         if collectives.rank() == 0:
@@ -210,7 +210,7 @@ def filled(
     """
     cache = FeatureCache(model, args)
     agreed.together(lambda: cache.fill(model, dataset, collate, args, autocast))
-    cache.load_everyones(args.device)
+    cache.load_everyones()
     part = cache.part
     if isinstance(part, ImageEncoder) and stand_in is not None:
         with torch.no_grad(), autocast():

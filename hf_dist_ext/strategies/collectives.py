@@ -11,12 +11,14 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.failures import collective_timeout
 
 # ---- processes without an accelerator ----
 
@@ -73,14 +75,28 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchange(numbers: list[int], device: torch.device) -> list[list[int]]:
-    """Every rank's list of integers, in rank order: one small all-gather and one copy to the host."""
+_OF_CPUS: dict[Any, Any] = {}  # the default group -> one of the same ranks over gloo
+
+
+def exchange(numbers: list[int]) -> list[list[int]]:
+    """Every rank's list of integers, in rank order: one small all-gather between CPUs, while an accelerator goes on
+    with what is in its queue."""
     if world_size() == 1:
         return [numbers]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    mine = torch.tensor(numbers, dtype=torch.int64)
     everyone = mine.new_empty(world_size() * len(numbers))
-    all_gather(everyone, mine)
+    all_gather(everyone, mine, group=_group_of_cpus())
     return everyone.view(world_size(), -1).tolist()
+
+
+def _group_of_cpus() -> Any:
+    """None: the default group, which is one of CPUs. Every rank comes here first with its first `exchange`."""
+    if dist.get_backend() == "gloo":
+        return None
+    if (world := dist.group.WORLD) not in _OF_CPUS:
+        _OF_CPUS.clear()  # of a group that was destroyed
+        _OF_CPUS[world] = dist.new_group(backend="gloo", timeout=collective_timeout())
+    return _OF_CPUS[world]
 
 
 def exchange_later(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -163,6 +179,7 @@ def choose_mode(needed: float) -> str:
 def leave_together() -> None:
     """At the end of a script, on every rank: gloo aborts a process whose peers have left while its threads still talk
     to them, and the groups of a mesh live until they are collected."""
+    _OF_CPUS.clear()
     gc.collect()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()

@@ -186,12 +186,12 @@ class Pipeline(Strategy):
         if self._has_checked_rows:
             return
         ranks = self.shape.of_a_model
-        if not self.rows.hold_the_same(batch, device):
+        if not self.rows.hold_the_same(batch):
             raise UsageError(
                 f"ranks of a pipeline of {ranks} hold other rows than each other. Let the order of rows depend on "
                 f"the pipeline, not on the rank: rank // {ranks}."
             )
-        if self.shape.parts > 1 and not Rows(self.shape.parts).say_the_same(collectives.random_state(device), device):
+        if self.shape.parts > 1 and not Rows(self.shape.parts).say_the_same(collectives.random_state(device)):
             raise UsageError(
                 f"{self.shape.parts} ranks that split a stage's layers draw other random numbers than each other. "
                 f"Let what is drawn depend on the stage, not on the rank: rank // {self.shape.parts}."

@@ -83,7 +83,7 @@ class OwnLossPipeline(Pipeline):
     def _run(self, batch: Mapping[str, Any], score: Score, phase: Door, **options: Any) -> _OwnLossFlow:
         chunks = cut_rows(batch, self.rows_per_chunk)
         if self.forwards_are_collective:  # copies with fewer rows run idle chunks
-            of_ranks = collectives.exchange([len(chunks)], self.line.device)
+            of_ranks = collectives.exchange([len(chunks)])
             chunks += [first_row(chunks[-1])] * (max(count for (count,) in of_ranks) - len(chunks))
         if not self.line.trains:
             self.line.look(chunks[0])

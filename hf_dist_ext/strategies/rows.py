@@ -49,16 +49,16 @@ class Rows:
         """What all ranks say -> what those say that hold different rows."""
         return list(of_ranks[:: self.shared_by])
 
-    def hold_the_same(self, batch: Mapping[str, Mapping[str, Any]], device: torch.device) -> bool:
+    def hold_the_same(self, batch: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether all ranks of every group have the same rows. Every rank calls it."""
         tensors = [t for features in batch.values() for t in features.values() if isinstance(t, torch.Tensor)]
         content = b"".join(tensor.detach().float().cpu().numpy().tobytes() for tensor in tensors)
-        return self.say_the_same(content, device)
+        return self.say_the_same(content)
 
-    def say_the_same(self, content: bytes, device: torch.device) -> bool:
+    def say_the_same(self, content: bytes) -> bool:
         """Whether `content` is equal on all ranks of every group. Every rank calls it."""
         number = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
-        everyone = [said for (said,) in collectives.exchange([number], device)]
+        everyone = [said for (said,) in collectives.exchange([number])]
         groups = zip(*[iter(everyone)] * self.shared_by, strict=True)
         return all(len(set(group)) == 1 for group in groups)
 

@@ -121,7 +121,7 @@ class TensorParallel(Sharded):
             for tensor in features.values()
             if isinstance(tensor, torch.Tensor)
         )
-        everyone = collectives.exchange([_number(rows), _number(collectives.random_state(device))], device)
+        everyone = collectives.exchange([_number(rows), _number(collectives.random_state(device))])
         size = self.rows.shared_by
         groups = [everyone[start : start + size] for start in range(0, len(everyone), size)]
         for i, what in enumerate(("hold other rows", "draw other random numbers")):

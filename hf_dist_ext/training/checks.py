@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.utils import logging
 
@@ -105,6 +106,9 @@ def prepare_arguments(args: DistTrainingArguments) -> None:
     if args.accelerator_config.dispatch_batches is None:
         # A dispatched batch is cut by rows of its first tensor; columns may hold different numbers of rows.
         args.accelerator_config.dispatch_batches = False
+    if torch.cuda.is_available() and args.dataloader_pin_memory:
+        # From pinned memory a copy that does not wait is safe; one that waits drains the GPU's queue for each tensor.
+        args.accelerator_config.non_blocking = True
     if args.n_gpu > 1:
         raise UsageError(
             f"{args.n_gpu} GPUs are visible to one process, which Trainer would wrap in nn.DataParallel: no negatives "

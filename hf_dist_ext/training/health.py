@@ -206,7 +206,7 @@ class Health(TrainerCallback):
         self._num_evaluation_batches += 1
         if self.stop is None or not self.stop.finishes_steps or self._num_evaluation_batches % EVALUATION_BATCHES:
             return
-        if any(row[0] for row in collectives.exchange([int(self.stop.received is not None)], args.device)):
+        if any(row[0] for row in collectives.exchange([int(self.stop.received is not None)])):
             logger.warning("asked to stop: the evaluation is left.")
             self._stop_at_step, self.was_preempted = state.global_step, True
             raise LeaveEvaluation
@@ -222,7 +222,7 @@ class Health(TrainerCallback):
         """Before a checkpoint is written. Raises RunError for weights that are not finite."""
         activity.leave_step("writing a checkpoint")
         if self.guard is not None:
-            check_weights(model.named_parameters(), f"checkpoint-{self.progress()[0]}", self.args.device)
+            check_weights(model.named_parameters(), f"checkpoint-{self.progress()[0]}")
 
     @contextlib.contextmanager
     def finalizing(self, state: Any) -> Iterator[None]:

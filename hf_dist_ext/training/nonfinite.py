@@ -66,10 +66,10 @@ def bad_ranks(losses: Sequence[float]) -> list[int]:
     return [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
 
 
-def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str, device: torch.device) -> None:
+def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str) -> None:
     """Raises RunError, on every rank, when a trained weight is not finite on any. Called before `what` is saved.
 
-    One pass over the weights where they are, one number to the host; `device` is the one that ranks exchange on.
+    One pass over the weights where they are, one number to the host.
     """
     held = {name: held_here(p).detach() for name, p in named if p.requires_grad}
     trained = {name: weight for name, weight in held.items() if weight.numel()}
@@ -79,7 +79,7 @@ def check_weights(named: Iterable[tuple[str, torch.nn.Parameter]], what: str, de
     # The largest magnitude of a tensor is finite exactly when all of it is; a sum of squares may overflow.
     largest = [torch.stack(torch._foreach_norm(group, math.inf)) for group in groups.values()]
     is_bad = not all(values.isfinite().all().item() for values in largest)
-    ranks = [row[0] for row in collectives.exchange([int(is_bad)], device)]
+    ranks = [row[0] for row in collectives.exchange([int(is_bad)])]
     if not any(ranks):
         return
     names = [name for name, weight in trained.items() if not weight.isfinite().all()]

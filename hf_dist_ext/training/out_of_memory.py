@@ -100,14 +100,14 @@ class FittingSizes:
     def __init__(self, args: Any, loss: Any):
         self.path = Path(args.output_dir, FILE)
         self.given = {name: getattr(args, f"gradient_cache_{name}") for name in FIELDS}
-        self.device, self.loss = args.device, loss
+        self.loss = loss
         self.now, self.place, self.cause = Sizes(), ENCODE, ""
         self._run = 0  # number of this start, the same on all ranks
 
     def begin(self) -> None:
         """At the start of training, on every rank."""
         own, smallest = astuple(self._smallest_stored(Sizes())), Sizes()
-        everyone = collectives.exchange([*map(int, own), random.SystemRandom().getrandbits(60)], self.device)
+        everyone = collectives.exchange([*map(int, own), random.SystemRandom().getrandbits(60)])
         self._run = everyone[0][-1]
         for halvings, kept, widens, tiles, _ in everyone:
             smallest = smallest.smallest(Sizes(halvings, kept, bool(widens), tiles))

@@ -138,7 +138,7 @@ class StepSizes:
             place = self._place_out_of_memory(bare, encode, layout)
             left = layout.left_to_shrink()
             answer = [PLACES.index(place) if place else -1, left["can_halve"], left["num_kept"]]
-            everyone = collectives.exchange(answer, self.args.device)
+            everyone = collectives.exchange(answer)
             failed = [rank for rank, (number, *_) in enumerate(everyone) if number >= 0]
             step, first = self.progress()
             if not failed:
@@ -179,9 +179,7 @@ class StepSizes:
         needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
         layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
         needs_more = any(now > before for now, before in zip(layout.demand, self._proven, strict=True))
-        everyone = collectives.exchange(
-            [self.may_widen, layout.num_kept, needs_more, *rows.values(), *chain(*needed)], self.args.device
-        )
+        everyone = collectives.exchange([self.may_widen, layout.num_kept, needs_more, *rows.values(), *chain(*needed)])
         may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
         self.may_widen = all(may_widen)
         # Every rank runs as many as the one that needs most.
@@ -221,7 +219,7 @@ class StepSizes:
         budget, was_measuring = self.budget, self.budget.is_measuring
         if torch.is_grad_enabled() and is_first:
             budget.propose(may_settle=self.progress()[0] > 0)
-        everyone = collectives.exchange([longest_row(chunked), budget.proposed], self.args.device)
+        everyone = collectives.exchange([longest_row(chunked), budget.proposed])
         longest, tokens = max(row[0] for row in everyone), min(row[1] for row in everyone)
         limits = budget.limits(longest, tokens, self._limits(), self.fitting.now.share)
         if was_measuring and not budget.is_measuring:

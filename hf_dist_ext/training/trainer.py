@@ -137,7 +137,7 @@ class DistTrainer(Trainer):
             self._rows_of_micro_batch,
             self.accelerator.dataloader_config,
             splits_last_batch=loss is not None,
-            exchange=partial(collectives.exchange, device=args.device),
+            exchange=collectives.exchange,
             read_manifest=manifest.read,
         )
         self.keeper = Keeper(args, loss, lease.check)
@@ -417,7 +417,7 @@ class DistTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is not None:
-            dataset = self.train_dataset if train_dataset is None else train_dataset
+            train_dataset = dataset = tokenized.rows_of(self.train_dataset if train_dataset is None else train_dataset)
             window = self.data_position.rows_per_micro_batch
             if isinstance(dataset, Mixture):
                 return sampler_of_sources(self.args, dataset, self.data_collator, window)
@@ -790,5 +790,5 @@ class DistTrainer(Trainer):
             # host numbers of this rank's chunks, so counting costs no synchronisation but the gather itself
             real, computed = self.meter.last_tokens
             seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
-            everyone = self.strategy.rows.one_of_each(collectives.exchange([seen], self.args.device))
+            everyone = self.strategy.rows.one_of_each(collectives.exchange([seen]))
             self.state.num_input_tokens_seen += sum(row[0] for row in everyone)

@@ -287,12 +287,12 @@ def test_more_than_the_disk_holds_is_refused_before_it_is_computed(tmp_path, mon
 
 def test_a_folder_that_processes_do_not_share_is_said(tmp_path, monkeypatch):
     said, answers = [], iter([[[5], [3]], [[5], [5]], *[[[5], [3]]] * 4])
-    monkeypatch.setattr(feature_cache.collectives, "exchange", lambda numbers, device: next(answers))
+    monkeypatch.setattr(feature_cache.collectives, "exchange", lambda numbers: next(answers))
     monkeypatch.setattr(feature_cache.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(feature_cache.logger, "warning", said.append)
     cache = object.__new__(feature_cache.FeatureCache)
     cache.store = FeatureStore(tmp_path)
-    cache.load_everyones(torch.device("cpu"))
+    cache.load_everyones()
     assert not said, "it came a little later"
-    cache.load_everyones(torch.device("cpu"))
+    cache.load_everyones()
     assert len(said) == 1 and "from 3 to 5 stored rows" in said[0]

@@ -158,7 +158,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
         trainer._save_checkpoint(trainer.model, None)
     assert not (tmp_path / "checkpoint-3").exists()
     trainer.model.line.bias.requires_grad_(False)  # frozen: not what this run trained
-    check_weights(trainer.model.named_parameters(), "it", torch.device("cpu"))
+    check_weights(trainer.model.named_parameters(), "it")
 
 
 def test_rows_are_named_by_index_or_by_their_text():

@@ -1,0 +1,179 @@
+"""A training process reads next to nothing back from its tensors: a read waits for all that a device has queued.
+
+Tensors without values (FakeTensorMode) raise where one is read, so that a step that runs on them reads nothing. What
+`Trainer` and the guard read beside the step is counted. On a GPU torch itself tells (the `cuda` test).
+"""
+
+import sys
+from collections import Counter
+from datetime import timedelta
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.engine import gradient_cache
+from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.failures import set_collective_timeout
+from hf_dist_ext.strategies import collectives
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.forked import Run
+from tests.tiny_models import WORDS, tiny_tokenizer
+from tests.training.test_trainer import Tiny
+
+COLUMNS = ("query", "positive", "negative")
+
+
+def rows(count: int) -> list[dict]:
+    def text(start: int, words: int) -> str:
+        return " ".join(WORDS[(start + i) % len(WORDS)] for i in range(words))
+
+    return [
+        {"query": text(i, 1 + i % 5), "positive": text(i, 2 + i % 17), "negative": [text(i + 1, 3)] * (i % 3)}
+        for i in range(count)
+    ]
+
+
+def collator_of(flat: bool) -> ContrastiveCollator:
+    return ContrastiveCollator(tiny_tokenizer(), COLUMNS, id_column="query", flat=flat)
+
+
+def without_values(mode: FakeTensorMode, value: object) -> object:
+    if isinstance(value, dict):
+        return {name: without_values(mode, one) for name, one in value.items()}
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def test_a_step_runs_on_tensors_without_values(monkeypatch):
+    monkeypatch.setattr(gradient_cache.RandomState, "__init__", lambda self, device: setattr(self, "device", device))
+    monkeypatch.setattr(gradient_cache.RandomState, "is_now", lambda self: True)
+    with FakeTensorMode() as mode:
+        model, loss = Tiny(), InfoNCELoss(learnable_temperature=True, symmetric=True)
+        for flat in (True, False):
+            made = without_values(mode, collator_of(flat)(rows(9)))
+            ids = made.pop("ids")
+
+            def step(batch=made, ids=ids):
+                cached_step(
+                    lay_out(batch, ChunkLimits(max_tokens=60)),
+                    encode=lambda chunk: model(**chunk.features),
+                    score=lambda embeddings: tuple(loss(embeddings, ids=ids)),
+                    loss_parameters=loss.parameters(),
+                )
+
+            if flat:
+                step()
+                assert model.tokens.weight.grad is not None and loss.log_inverse_temperature.grad is not None
+            else:  # a padded batch is asked for its mask
+                with pytest.raises(DataDependentOutputException):
+                    step()
+
+
+class Reads(TorchFunctionMode):
+    """Counts what brings a tensor's values to the host, by the line that asks."""
+
+    NAMES = frozenset(
+        "item tolist numpy cpu __bool__ __int__ __float__ __index__ __array__ nonzero masked_select unique allclose"
+        .split()
+    )  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.lines = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in self.NAMES:
+            frame = sys._getframe(1)
+            self.lines[f"{frame.f_code.co_filename}:{frame.f_lineno}"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(tmp_path, monkeypatch, batch: int, chunk: int) -> tuple[int, Counter]:
+    """The number of chunks, and the reads of a whole update in the middle of a training, its loading included."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    args = DistTrainingArguments(
+        str(tmp_path), per_device_train_batch_size=batch, gradient_cache_chunk_size=chunk, max_steps=3, use_cpu=True,
+        save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=100, no_duplicates_in_batch=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer = DistTrainer(
+        Tiny(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator_of(False),
+        train_dataset=datasets.Dataset.from_list(rows(3 * batch)),
+    )  # fmt: skip
+    run, counted = trainer.get_batch_samples, []
+
+    def between(*arguments):
+        if counted:
+            counted[-1].__exit__(None, None, None)
+        counted.append(Reads())
+        counted[-1].__enter__()
+        return run(*arguments)
+
+    trainer.get_batch_samples = between
+    try:
+        trainer.train()
+    finally:
+        counted[-1].__exit__(None, None, None)
+    return trainer.meter.most_chunks, counted[1].lines
+
+
+def test_a_step_reads_as_often_for_many_chunks_as_for_few(tmp_path, monkeypatch):
+    (few, first), (many, second) = (reads_of_a_step(tmp_path, monkeypatch, *sizes) for sizes in ((6, 6), (16, 1)))
+    assert many > 10 * few and first == second
+    assert 1 <= first.total() <= 3, first
+
+
+def test_ranks_of_accelerators_agree_over_one_group_of_cpus(tmp_path, monkeypatch):
+    def target(say) -> str:
+        PartialState(cpu=True)
+        assert collectives._group_of_cpus() is None  # gloo is one
+        monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+        made, make = [], dist.new_group
+        monkeypatch.setattr(dist, "new_group", lambda **options: made.append(options) or make(**options))
+        set_collective_timeout(77.0)
+        everyone = [collectives.exchange([dist.get_rank(), number]) for number in (5, 2**60 + 1)]
+        assert everyone == [[[0, 5], [1, 5]], [[0, 2**60 + 1], [1, 2**60 + 1]]]
+        assert made == [{"backend": "gloo", "timeout": timedelta(seconds=77)}]
+        monkeypatch.undo()
+        collectives.leave_together()
+        return "well"
+
+    assert Run("ddp", tmp_path / "run", target).result() == "well"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_a_gpu_between_a_batch_and_its_gradients(tmp_path, monkeypatch):
+    """The first steps may: memory is tried out, kernels are chosen."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    args = DistTrainingArguments(
+        str(tmp_path), per_device_train_batch_size=16, gradient_cache_chunk_size=4, max_steps=6, logging_steps=100,
+        save_strategy="no", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = DistTrainer(
+        Tiny(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator_of(False),
+        train_dataset=datasets.Dataset.from_list(rows(64)),
+    )  # fmt: skip
+    run, steps = trainer.step.run, []
+
+    def watched(*arguments):
+        steps.append(trainer.state.global_step)
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
+        try:
+            return run(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer.step.run = watched
+    before = trainer.model.tokens.weight.detach().clone()
+    trainer.train()
+    assert len(steps) == 6 and not torch.equal(before, trainer.model.tokens.weight)
