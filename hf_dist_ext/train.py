@@ -67,7 +67,8 @@ def train(run: Run) -> None:
 
     is_main = launched.rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "mteb"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # of files that are read and written: the run has a bar of its own
     if is_main:
         record.write(run)

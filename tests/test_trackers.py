@@ -3,12 +3,15 @@
 import importlib
 import importlib.util
 import json
+import re
 import sqlite3
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from hf_dist_ext.run.read import load_run
+from hf_dist_ext.tasks.parts import make_arguments
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -94,3 +97,13 @@ def test_what_arrives_in_trackers_is_what_the_file_holds(reported):
     for name, figures in (("wandb", of_wandb), ("trackio", of_trackio)):
         if name in INSTALLED:
             assert figures(reported) == written, name
+
+
+def test_figures_in_trackio_go_to_a_space_only_where_one_is_named(run_file):  # noqa: F811
+    """Trainer's callback would make one, open to all, when the model is pushed."""
+    named = {"run_name": "mine", "trackio_static_space_id": "me/figures"}
+    alone, asked = (
+        make_arguments(load_run(["--config", run_file(report_to="trackio", **more)])) for more in ({}, named)
+    )
+    assert alone.trackio_static_space_id is False and re.fullmatch(r"out-\d{8}-\d{6}", alone.run_name)
+    assert (asked.trackio_static_space_id, asked.run_name) == ("me/figures", "mine")

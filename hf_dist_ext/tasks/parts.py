@@ -106,10 +106,17 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
         args = DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here
         raise UsageError(str(error)) from error
-    if "trackio" in args.report_to and args.run_name is None:
+    if "trackio" in args.report_to:
+        _settle_trackio(args)
+    return args
+
+
+def _settle_trackio(args: DistTrainingArguments) -> None:
+    if args.run_name is None:
         # Trainer's callback ends trackio's run with the training; by its name the evaluation after it finds that run.
         args.run_name = f"{Path(args.output_dir).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return args
+    if args.trackio_static_space_id is None:
+        args.trackio_static_space_id = False  # else a push of the model also publishes the figures, in a Space
 
 
 def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
