@@ -6,6 +6,7 @@
 (1) one EmbeddingModel, saved, and loaded again as a SentenceTransformer
 (2) text: code-search pairs. Every cached contestant's chunk size is swept, its best goes into the turns
 (3) curves: time and memory against the batch, with the settings that (2) chose
+    ("ours, packed": the same chunks without padding, `gradient_cache_packing`)
 (4) fixed: rows of one length, where nothing can be trimmed: what the second forward costs (arithmetic says 4/3)
 (5) flat: our memory from small batches to large ones at one chunk size
 (6) the loss stage alone (benchmark_loss_stage.py), and its memory against the batch
@@ -35,7 +36,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 TEMPERATURE = 0.05
 COLUMNS = ["query", "positive"]
 ALL_GRAPHS = 10**9
-PLAIN, OURS, OURS_ALL_KEPT = "plain", "ours", "ours, all graphs kept"
+PLAIN, OURS, OURS_ALL_KEPT, OURS_PACKED = "plain", "ours", "ours, all graphs kept", "ours, packed"
 THEIR_PLAIN, THEIR_CACHED = "sentence-transformers plain", "sentence-transformers cached"
 TARGETS = {  # ratio -> (the most or the least it may be)
     "cached_over_plain": ("<=", 0.5),
@@ -405,6 +406,7 @@ def contestants(models: Models, batch: Batch, limits: ChunkLimits, their_chunks:
     steps = {
         PLAIN: plain_step(models, batch),
         OURS: our_step(models, batch, limits),
+        OURS_PACKED: our_step(models, batch, replace(limits, packs=True)),
         OURS_ALL_KEPT: our_step(models, batch, limits, ALL_GRAPHS),
         THEIR_PLAIN: their_step(models, batch),
     }
@@ -458,6 +460,7 @@ def exact_errors(size: Size, models: Models, batch_of: Callable[[int], Batch], t
     steps = {
         PLAIN: plain_step(exact, batch),
         OURS: our_step(exact, batch, ChunkLimits(max_rows=5)),
+        OURS_PACKED: our_step(exact, batch, ChunkLimits(max_rows=5, packs=True)),
         OURS_ALL_KEPT: our_step(exact, batch, ChunkLimits(max_rows=5), ALL_GRAPHS),
         THEIR_CACHED: their_step(exact, batch, mini_batch_size=5),
     }
@@ -514,6 +517,7 @@ def compare_fixed(size: Size, models: Models, turns: int) -> dict:
     steps = {
         PLAIN: plain_step(models, batch),
         OURS: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS])),
+        OURS_PACKED: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS], packs=True)),
         OURS_ALL_KEPT: our_step(models, batch, ChunkLimits(max_rows=chosen[OURS_ALL_KEPT]), ALL_GRAPHS),
         THEIR_CACHED: their_step(models, batch, mini_batch_size=chosen[OURS]),
     }
@@ -586,11 +590,13 @@ def ratios_of(size: dict, stage: dict, key: str = "seconds") -> dict[str, float]
     memory = [text[name]["peak_bytes"] for name in (OURS, THEIR_CACHED)]
     return {
         "cached_over_plain": ratio(text, OURS, PLAIN, key),
+        "cached_packed_over_padded": ratio(text, OURS_PACKED, OURS, key),
         "cached_all_graphs_over_plain": ratio(text, OURS_ALL_KEPT, PLAIN, key),
         "cached_over_sentence_transformers_cached": ratio(text, OURS, THEIR_CACHED, key),
         "cached_over_sentence_transformers_plain": ratio(text, OURS, THEIR_PLAIN, key),
         "cached_peak_memory_over_sentence_transformers_cached": memory[0] / memory[1],
         "fixed_no_graph_over_plain": ratio(fixed, OURS, PLAIN, key),
+        "fixed_packed_over_padded": ratio(fixed, OURS_PACKED, OURS, key),
         "fixed_all_graphs_over_plain": ratio(fixed, OURS_ALL_KEPT, PLAIN, key),
         "fixed_sentence_transformers_cached_over_plain": ratio(fixed, THEIR_CACHED, PLAIN, key),
         # The name holds the target's batches; results.json says which ones this preset ran.
@@ -619,7 +625,7 @@ def draw(size: Size, result: dict, output: Path) -> None:
 
     for what, label in (("time", "seconds per step"), ("memory", "peak MiB of a step")):
         figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        for name in (PLAIN, OURS, OURS_ALL_KEPT, THEIR_PLAIN, THEIR_CACHED):
+        for name in (PLAIN, OURS, OURS_PACKED, OURS_ALL_KEPT, THEIR_PLAIN, THEIR_CACHED):
             points = [(p["pairs"], p["contestants"][name]) for p in result["curves"] if name in p["contestants"]]
             values = [
                 statistics.median(entry["seconds"]) if what == "time" else entry["peak_bytes"] / 2**20

@@ -18,6 +18,7 @@ RATIOS = (
     "cached_over_sentence_transformers_cached",
     "cached_peak_memory_over_sentence_transformers_cached",
     "loss_stage_over_sentence_transformers",
+    "cached_packed_over_padded",
     "fixed_no_graph_over_plain",
     "fixed_all_graphs_over_plain",
     "activation_memory_16384_over_256",
@@ -60,7 +61,7 @@ def test_the_comparison_keeps_every_raw_figure(comparison):
 def test_all_contestants_compute_the_plain_steps_gradient(comparison):
     report, _ = comparison
     errors = report["sizes"][0]["float64_gradient_error"]
-    assert len(errors) == 3 and max(errors.values()) < 1e-10, errors
+    assert len(errors) == 4 and max(errors.values()) < 1e-10, errors
 
 
 def test_activations_do_not_grow_with_the_batch(comparison):
@@ -70,11 +71,23 @@ def test_activations_do_not_grow_with_the_batch(comparison):
     assert points[0]["activation_bytes"] == points[-1]["activation_bytes"] > 0
 
 
+def test_packed_chunks_compute_real_tokens_only(comparison):
+    report, _ = comparison
+    text = report["sizes"][0]["text"]
+    assert text["contestants"]["ours, packed"]["tokens"] == 2 * text["real_tokens"] > 0
+
+
 def test_all_graphs_kept_compute_every_token_once(comparison):
     report, _ = comparison
     fixed = report["sizes"][0]["fixed"]["contestants"]
     assert fixed["ours, all graphs kept"]["tokens"] == fixed["plain"]["tokens"] > 0
     assert fixed["ours"]["tokens"] == 2 * fixed["plain"]["tokens"]
+
+
+def test_packed_chunks_are_compared_with_padded_ones():
+    sizes = ("--models", "width 64, 1 layer", "--lengths", "64", "4 to 20", "--pairs", "4", "--turns", "1")
+    *_, equal, ragged = run("benchmark_packing.py", *sizes, "--code_root", CODE).splitlines()
+    assert " 0.000 " in equal and " 0.000 " not in ragged
 
 
 def scaling_of_forked_processes() -> None:

@@ -70,6 +70,8 @@ def without_loss(folder, **options):
     (lambda path: trainer(path, optim="galore_adamw_layerwise"), "updates weights inside of backward"),
     (lambda path: trainer(path, gradient_cache_chunk_size=None, gradient_cache_keep_graph="auto"),
      "gradient_cache_keep_graph='auto' needs a gradient cache"),
+    (lambda path: trainer(path, gradient_cache_chunk_size=None, gradient_cache_packing=True),
+     "gradient_cache_packing=true packs the chunks of a gradient cache"),
     (lambda path: trainer(path, gradient_cache_memory_gib=1.0), "nothing is automatic"),
     (lambda path: trainer(path, no_duplicates_in_batch=True, train_sampling_strategy="sequential").train(),
      "an order of its own"),

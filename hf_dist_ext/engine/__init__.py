@@ -6,7 +6,8 @@ Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of co
 picture. `flat.py` reads rows that travel end to end. `losses.py` and `tiled_infonce.py` hold the loss and its
 gradient, `sigmoid_loss.py`, `late_interaction.py` and `sparse_loss.py` other losses. `by_hand.py` hands their
 gradients to autograd and `combined_losses.py` adds several up. `outputs.py` handles several tensors per row where a
-vector is not all. `budget.py` finds how large a chunk may be, from what `peak.py` measures.
+vector is not all. `packing.py` lays rows end to end without padding. `budget.py` finds how large a chunk may be, from
+what `peak.py` measures.
 """
 
 from typing import TYPE_CHECKING

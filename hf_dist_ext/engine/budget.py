@@ -211,8 +211,7 @@ class ChunkBudget:
             return
         alive = self._alive = self._alive or _AliveGraphs(self._peak.restart())
         if phase.chunk is not None:
-            width = phase.chunk.width or 1
-            tokens = phase.chunk.num_rows * width
+            width, tokens = phase.chunk.width or 1, phase.chunk.num_tokens
             alive.tokens, alive.number, alive.width = alive.tokens + tokens, alive.number + 1, max(alive.width, width)
             self._largest_now = max(self._largest_now, tokens)
         yield

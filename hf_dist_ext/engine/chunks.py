@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from hf_dist_ext.engine.packing import PackedTokens
 from hf_dist_ext.engine.rows import ChunkOrder, RowFeature, positions_of_edges, positions_of_mask
 from hf_dist_ext.errors import UsageError
 
@@ -30,12 +31,16 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ChunkLimits:
-    """What bounds a chunk: rows, tokens (rows x width, padding included), image patches, or nothing (one chunk)."""
+    """What bounds a chunk: rows, tokens (rows x width, padding included), image patches, or nothing (one chunk).
+
+    `packs`: text rows go through the model end to end, without padding, so that tokens are real ones.
+    """
 
     max_rows: int | None = None
     max_tokens: int | None = None
     width_multiple: int = 8
     max_patches: int | None = None
+    packs: bool = False
 
     @property
     def is_bounded(self) -> bool:
@@ -53,13 +58,15 @@ class Chunk:
 
     `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so
     that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
-    `has_vision`: vision layers run. `width`: tokens per row, 0 without a token axis. `features` is what the model
-    takes; it is gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
+    `has_vision`: vision layers run. `width`: tokens of the longest row, padding included where there is any; 0 without
+    a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `features` is what the
+    model takes; it is gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
     """
 
     gather: Callable[[], dict[str, Any]]
     device: torch.device
     width: int
+    num_tokens: int
     column: str | None
     table: int
     start: int
@@ -126,12 +133,17 @@ class Table:
     pads_left: bool
     can_trim: bool
     real_tokens: int
+    packed: PackedTokens | None  # None: rows that need their padding
     device: torch.device
     bounds: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
         return sum(self.row_counts)
+
+    def packed_for(self, limits: ChunkLimits) -> PackedTokens | None:
+        """The rows without padding, where that is how they are encoded."""
+        return self.packed if limits.packs else None
 
     def window(self, start: int, stop: int, multiple: int) -> tuple[int, int]:
         """Token columns [left, right) that rows start..stop need, widened to a multiple where the table has room."""
@@ -148,6 +160,8 @@ class Table:
 
     def cost(self, start: int, stop: int, limits: ChunkLimits) -> int:
         """Tokens the chunk computes, padding included (rows when there is no token axis)."""
+        if packed := self.packed_for(limits):
+            return packed.num_tokens(start, stop)
         left, right = self.window(start, stop, limits.width_multiple)
         return (stop - start) * max(1, right - left)
 
@@ -167,7 +181,7 @@ class Table:
         """Cut greedily: a chunk closes when the next row would pass a limit. A row beyond a limit is alone."""
         given = (limits.max_rows, limits.max_tokens, limits.max_patches)
         most_rows, most_tokens, most_patches = (math.inf if size is None else size for size in given)
-        bounds, start = [], begin
+        bounds, start, packed = [], begin, self.packed_for(limits)
         first, last, entries, longest = self.width, 0, 0, 0  # of the open chunk
         for row in range(begin, end):
             (row_first, row_last), (row_entries, row_longest) = self.extents[row], self.patches[row]
@@ -175,7 +189,8 @@ class Table:
             entries, longest = entries + row_entries, max(longest, row_longest)
             left, right = self._widened(first, last, limits.width_multiple)
             rows = row + 1 - start
-            fits = rows <= most_rows and rows * (right - left) <= most_tokens and entries * longest <= most_patches
+            tokens = packed.num_tokens(start, row + 1) if packed else rows * (right - left)
+            fits = rows <= most_rows and tokens <= most_tokens and entries * longest <= most_patches
             if row > start and not fits:
                 bounds.append((start, row))
                 start, first, last, entries, longest = row, row_first, row_last, row_entries, row_longest
@@ -291,7 +306,10 @@ class ChunkedBatch:
     def orders(self) -> list[ChunkOrder]:
         """Per table the order in which chunks hold its rows."""
         if self._orders is None:
-            self._orders = [ChunkOrder(t.order, t.row_counts, t.bounds, t.device) for t in self.tables]
+            self._orders = [
+                ChunkOrder(t.order, t.row_counts, t.bounds, t.device, by_column=t.packed_for(self.limits) is None)
+                for t in self.tables
+            ]
         return self._orders
 
     def _table_chunks(self, index: int) -> Iterator[Chunk]:
@@ -302,10 +320,14 @@ class ChunkedBatch:
             if source != index:
                 start, stop = table.num_rows - 1, table.num_rows
             window = table.window(start, stop, multiple)
-            place = order.sorted_rows.index(start) if is_idle else start
-            gather = partial(table.gather, order, place, place + stop - start, window, multiple, has_vision)
-            width = window[1] - window[0]
-            yield Chunk(gather, table.device, width, own.column, index, start, stop, is_idle, has_vision)
+            if packed := table.packed_for(self.limits):
+                gather, width = partial(packed.gather, start, stop), max(packed.lengths[start:stop])
+            else:
+                place = order.sorted_rows.index(start) if is_idle else start
+                gather = partial(table.gather, order, place, place + stop - start, window, multiple, has_vision)
+                width = window[1] - window[0]
+            tokens = table.cost(start, stop, self.limits)
+            yield Chunk(gather, table.device, width, tokens, own.column, index, start, stop, is_idle, has_vision)
 
     def _like(self, empty: Table) -> int:
         """A table whose last row runs idle where other processes have hard negatives and this one has none."""
@@ -347,6 +369,5 @@ class ChunkedBatch:
         computed = 0
         for table in self.tables:
             for start, stop, _, _ in table.runs() if table.num_rows else ():
-                left, right = table.window(start, stop, self.limits.width_multiple)
-                computed += (stop - start) * (right - left)
+                computed += table.cost(start, stop, self.limits) if table.width else 0
         return sum(table.real_tokens for table in self.tables), computed

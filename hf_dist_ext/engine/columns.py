@@ -46,6 +46,7 @@ class Column:
     num_rows: int
     width: int
     extents: list[tuple[int, int]]  # per row: first real token, one past the last
+    is_dense: bool  # every row has real tokens, and no others between them
     rows: dict[str, tuple[torch.Tensor | FlatRows, RowLayout]]
     units: dict[str, tuple[Any, UnitLayout]]
     has_vision: list[bool]  # per row: whether vision layers run for it
@@ -108,12 +109,14 @@ def _read_column(
 ) -> Column:
     known = {key: value for key, value in features.items() if key not in feature_axes}
     num_rows, width = _num_rows(known or features), _token_width(features)
+    extents = _known_extents(features, host) or [(0, width, True)] * num_rows
     column = Column(
         name=name,
         place=place,
         num_rows=num_rows,
         width=width,
-        extents=_known_extents(features, host) or [(0, width)] * num_rows,
+        extents=[(first, last) for first, last, _ in extents],
+        is_dense=all(is_dense for *_, is_dense in extents),
         rows={},
         units={},
         has_vision=[False] * num_rows,
@@ -221,7 +224,7 @@ def _token_width(features: Mapping[str, Any]) -> int:
 
 
 def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
-    """(R, 2): first real token and one past the last, per row."""
+    """(R, 3): first real token, one past the last, and whether all between them are real, per row."""
     mask, width = features.get("attention_mask"), _token_width(features)
     if mask is None or mask.dim() != 2 or width == 0 or isinstance(mask, FlatRows):
         return None
@@ -229,16 +232,18 @@ def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
     position = torch.arange(width, device=mask.device)
     first = torch.where(real, position, width).amin(dim=1)
     last = torch.where(real, position + 1, 0).amax(dim=1)
+    is_dense = real.sum(dim=1) == last - first
     empty = last == 0  # a row without a real token keeps its first one, so that it has a shape
-    return torch.stack([torch.where(empty, 0, first), torch.where(empty, 1, last)], dim=1)
+    return torch.stack([torch.where(empty, 0, first), torch.where(empty, 1, last), is_dense], dim=1)
 
 
-def _known_extents(features: Mapping[str, Any], host: Mapping[str, list]) -> list[tuple[int, int]]:
-    """Of rows that travelled flat without asking, of others as the host was told; none where nothing is known."""
+def _known_extents(features: Mapping[str, Any], host: Mapping[str, list]) -> list[tuple[int, int, bool]]:
+    """As `_row_extents`: of rows that travelled flat without asking, of others as the host was told; none where
+    nothing is known."""
     mask = features.get("attention_mask")
     if isinstance(mask, FlatRows):
         return mask.places.extents() if mask.places.width else []
-    return [(first, last) for first, last in host.get("extents", ())]
+    return host.get("extents", [])
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list]:

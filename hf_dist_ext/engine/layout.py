@@ -18,6 +18,7 @@ import torch
 from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits, Table, Units
 from hf_dist_ext.engine.columns import Column, FeatureAxes, read_columns
 from hf_dist_ext.engine.images import UnitLayout
+from hf_dist_ext.engine.packing import PackedTokens, can_be_packed
 from hf_dist_ext.engine.rows import RowFeature
 
 
@@ -68,6 +69,7 @@ def lay_out(
             can_trim=can_trim and not columns[0].has_fixed_width,
             can_shift=can_shift,
             sort=sort,
+            packs=limits.packs,
         )
         for group in groups
         for columns in _unmixed_when_padded_left(group, can_shift)
@@ -111,6 +113,7 @@ def _make_table(
     can_trim: bool,
     can_shift: bool,
     sort: bool,
+    packs: bool,
 ) -> Table:
     width = max(c.width for c in columns)
     row_counts = [c.num_rows for c in columns]
@@ -135,6 +138,11 @@ def _make_table(
         key: RowFeature([c.rows[key][0] for c in columns], layout, first_tokens, pad_values.get(key, 0))
         for key, (_, layout) in columns[0].rows.items()
     }
+    packed = None
+    if packs and can_trim and not any(has_vision) and all(c.is_dense for c in columns) and can_be_packed(features):
+        laid = [(span, (number, row)) for number, c in enumerate(columns) for row, span in enumerate(c.extents)]
+        spans, rows = zip(*(laid[i] for i in order), strict=True) if laid else ((), ())
+        packed = PackedTokens(features, spans, rows, _device_of(columns[0]))
     positions = None
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
@@ -155,8 +163,13 @@ def _make_table(
         pads_left=can_shift,
         can_trim=can_trim,
         real_tokens=real_tokens,
-        device=next(iter((columns[0].rows or columns[0].units).values()))[0].device,
+        packed=packed,
+        device=_device_of(columns[0]),
     )
+
+
+def _device_of(column: Column) -> torch.device:
+    return next(iter((column.rows or column.units).values()))[0].device
 
 
 def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], order: list[int]) -> Units:

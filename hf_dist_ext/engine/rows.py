@@ -28,15 +28,22 @@ class ChunkOrder:
         order: sorted row i is row order[i] of the columns laid end to end.
         row_counts: rows per column.
         bounds: first sorted row of every chunk and one past the last; empty ones are passed over.
+        by_column: False leaves a chunk's rows in their sorted order, for those that are packed.
     """
 
     def __init__(
-        self, order: Sequence[int], row_counts: Sequence[int], bounds: Sequence[tuple[int, int]], device: torch.device
+        self,
+        order: Sequence[int],
+        row_counts: Sequence[int],
+        bounds: Sequence[tuple[int, int]],
+        device: torch.device,
+        by_column: bool = True,
     ):
         places = [(column, own) for column, count in enumerate(row_counts) for own in range(count)]
         self.sorted_rows: list[int] = []  # sorted row at every place
         for start, stop in bounds:
-            self.sorted_rows += sorted(range(start, stop), key=lambda row: places[order[row]][0])
+            rows = range(start, stop)
+            self.sorted_rows += sorted(rows, key=lambda row: places[order[row]][0]) if by_column else rows
         laid = [order[row] for row in self.sorted_rows]
         self._places = [places[row] for row in laid]
         self._is_as_laid = laid == list(range(len(laid)))

@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models import adapter_folder, static_backbone
+from hf_dist_ext.models import adapter_folder, packing, static_backbone
 from hf_dist_ext.models.backbones import build_backbone, hidden_size, load_backbone, parse_dtype
 from hf_dist_ext.models.dense import DenseLayer, layers_of, parse
 from hf_dist_ext.models.dense import build as build_projection
@@ -265,6 +265,18 @@ class EmbeddingModel(PreTrainedModel):
         """Of a row, and no vector of each of its tokens."""
         return self.pooling != TOKENS
 
+    @property
+    def why_padded(self) -> str | None:
+        """Why rows can not go end to end through the backbone; None: they can (models/packing.py)."""
+        if type(self).forward is not EmbeddingModel.forward:
+            return f"{type(self).__name__} has a forward of its own"
+        return packing.why_not(self.backbone)
+
+    @property
+    def packs_in_one_kernel(self) -> bool:
+        """Whether rows that go end to end take one call in each layer, whatever their lengths."""
+        return self.backbone.config._attn_implementation in packing.FLASH
+
     def describe(self) -> str:
         """What follows the backbone, in words."""
         projection = f"a projection to {self.embedding_dim}" if self.dense else "no projection"
@@ -279,10 +291,13 @@ class EmbeddingModel(PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         pooled: torch.Tensor | None = None,
         stops_at_pooled: bool = False,
+        packed_lengths: Sequence[int] | None = None,
+        packed_offsets: torch.Tensor | None = None,
         **features,
     ) -> EmbeddingOutput | TokenOutput:
         """Features of B rows -> `embeddings` (B, D), or token vectors with their mask. Without an attention mask every
-        token counts.
+        token counts. With `packed_lengths` and `packed_offsets` features are (1, t, ...), rows end to end, as
+        engine/packing.py lays them.
 
         `stops_at_pooled` returns what (2) gives, (B, H), and `pooled` goes on from there: a frozen backbone's vectors
         are computed once and used many times, but for token vectors. A feature the backbone has no parameter for is
@@ -290,8 +305,13 @@ class EmbeddingModel(PreTrainedModel):
         """
         mask = None
         if pooled is None:
-            tokens = self.tokens(input_ids, attention_mask, **features)  # (1): (B, T, H)
-            if self.pooling == TOKENS:
+            packed = {"packed_lengths": packed_lengths, "packed_offsets": packed_offsets}
+            tokens = self.tokens(input_ids, attention_mask, **features, **packed)  # (1): (B, T, H) or (1, t, H)
+            if packed_lengths is not None and self.pooling == TOKENS:
+                pooled, mask = packing.padded_again(tokens[0], packed_lengths)
+            elif packed_lengths is not None:
+                pooled = packing.pool_packed(tokens[0], packed_offsets, self.pooling)
+            elif self.pooling == TOKENS:
                 pooled, mask = real_in_front(tokens, attention_mask)  # (2): (B, T, H), (B, T)
             else:
                 pooled = pool_tokens(tokens, attention_mask, self.pooling)  # (2): (B, H)
@@ -307,12 +327,19 @@ class EmbeddingModel(PreTrainedModel):
         return EmbeddingOutput(embeddings=vectors) if mask is None else TokenOutput(vectors=vectors, mask=mask)
 
     def tokens(
-        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **features
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        packed_lengths: Sequence[int] | None = None,
+        packed_offsets: torch.Tensor | None = None,
+        **features,
     ) -> torch.Tensor:
         """(1): features of B rows -> (B, T, H). A pipeline calls it for the stages before the last one."""
         features = {"input_ids": input_ids, "attention_mask": attention_mask, **features}
         taken = {name: features[name] for name in features if name in self._feature_names}
         taken = {name: value for name, value in taken.items() if value is not None}
+        if packed_lengths is not None:
+            taken = packing.inputs_of(self.backbone, taken, packed_lengths, packed_offsets)
         if "use_cache" in self._feature_names:
             taken["use_cache"] = False  # a decoder would keep keys and values that nobody reads
         tokens = getattr(self.backbone(**taken), "last_hidden_state", None)

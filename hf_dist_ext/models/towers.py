@@ -73,6 +73,23 @@ class TowerModel(PreTrainedModel):
         are_text = all(isinstance(tower, EmbeddingModel) for tower in self.towers.values())
         return are_text and set(self.towers) == {router_folder.QUERY, router_folder.DOCUMENT}
 
+    @property
+    def _of_text(self) -> dict[str, PreTrainedModel]:
+        return {name: tower for name, tower in self.towers.items() if tower.main_input_name != "pixel_values"}
+
+    @property
+    def why_padded(self) -> str | None:
+        """As in `EmbeddingModel`, of the first tower of texts that says something."""
+        found = {
+            name: getattr(tower, "why_padded", f"{type(tower).__name__} is no EmbeddingModel")
+            for name, tower in self._of_text.items()
+        }
+        return next((f'in the tower "{name}", {why}' for name, why in found.items() if why), None)
+
+    @property
+    def packs_in_one_kernel(self) -> bool:
+        return all(getattr(tower, "packs_in_one_kernel", False) for tower in self._of_text.values())
+
     def get_input_embeddings(self) -> None:
         """None: every tower has its own. accelerate asks before it shards, and transformers would raise."""
 

@@ -42,6 +42,7 @@ class Strategy:
     keeps_float32 = False  # trains copies of its own of weights in half precision
     is_cut = False  # a rank has some layers of the model and no others
     syncs_replicated = False  # keeps what no mesh holds alike on all ranks, in place of Trainer
+    pads_rows = ""  # why rows can not go through the model end to end, without padding
     fixed_accumulation = ""  # why accumulation can not change after the start
     # What a checkpoint is made of.
     split = ""  # how the layers themselves are split, in words: the optimizer's groups follow it

@@ -70,6 +70,7 @@ class Pipeline(Strategy):
     """
 
     comes_with_model = is_cut = saves_by_name = syncs_replicated = True
+    pads_rows = "the stages of a pipeline send each other rows of one width"
     can_redo = False
     cut_kind, staged = stages.Cut, staticmethod(stages.staged)
     has_first_pass = True  # of chunks, without graphs

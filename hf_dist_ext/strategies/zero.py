@@ -34,6 +34,7 @@ class ZeRO(Strategy):
 
     can_redo = holds_gradients = False
     keeps_float32 = has_engine = True
+    pads_rows = "it was not compared with padded rows under DeepSpeed"
     fixed_accumulation = "DeepSpeed's accumulation is fixed when it starts"
 
     @classmethod

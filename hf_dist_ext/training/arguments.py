@@ -68,6 +68,11 @@ class DistTrainingArguments(TrainingArguments):
     gradient_cache_sort: bool = option(
         True, "Sort the rows of a batch by length before cutting it; false trims neighbours only."
     )
+    gradient_cache_packing: Literal["auto", True, False] = option(
+        "auto",
+        "Send the rows of a chunk through the model end to end, so that no padding is computed. 'auto': where the "
+        "model can and padding takes enough of a batch. True: always, and a model that can not is refused.",
+    )
     no_duplicates_in_batch: bool | None = option(
         None,
         "Order the training rows so that no global batch holds the same text twice in a column. Null: on with a loss "
@@ -286,6 +291,14 @@ class DistTrainingArguments(TrainingArguments):
         )
         if self.gradient_cache_fsdp not in ("auto", "speed", "memory"):
             raise UsageError(f"gradient_cache_fsdp={self.gradient_cache_fsdp!r}: choose 'auto', 'speed' or 'memory'.")
+        packing = self.gradient_cache_packing
+        if not (isinstance(packing, bool) or packing == "auto"):
+            raise UsageError(f"gradient_cache_packing={packing!r}: it is true, false or 'auto'.")
+        if packing is True and not self.uses_gradient_cache:
+            raise UsageError(
+                "gradient_cache_packing=true packs the chunks of a gradient cache. Set gradient_cache_chunk_size, or "
+                "remove gradient_cache_packing."
+            )
         useless = "gradient_cache_keep_graph" if keep != 0 else "gradient_cache_memory_gib"
         if (keep != 0 or memory is not None) and not self.uses_gradient_cache:
             raise UsageError(

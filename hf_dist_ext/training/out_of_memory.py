@@ -252,4 +252,4 @@ def costliest_chunks(chunked: ChunkedBatch) -> Iterator[Chunk]:
     for chunk in chunked.chunks():
         kinds.setdefault((chunk.table, chunk.has_vision), []).append(chunk)
     for chunks in kinds.values():
-        yield max(chunks, key=lambda chunk: chunk.num_rows * max(1, chunk.width))  # rows where there is no token axis
+        yield max(chunks, key=lambda chunk: chunk.num_tokens)

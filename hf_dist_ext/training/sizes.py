@@ -26,6 +26,7 @@ from hf_dist_ext.engine.outputs import Output, RowSize
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.training import packing
 from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, PLACES, FittingSizes, empty_cache, place_out_of_memory
 
 logger = logging.get_logger(__name__)
@@ -98,6 +99,7 @@ class StepSizes:
         self.takes_column, self.has_stand_in = takes_column, has_stand_in
         self.budget = self._make_budget()
         self.may_widen = True  # the pass without a graph: not where the model draws random numbers
+        self.may_pack = False  # chunks: what training/packing.py says of this run
         self._proven = [0, 0, 0, 0]  # the largest demand that was tried out
 
     def _make_budget(self) -> ChunkBudget | None:
@@ -170,6 +172,8 @@ class StepSizes:
         chunked = self._lay_out(batch)
         if self.budget is not None:
             chunked = self._with_limits_of_budget(chunked, is_first)
+        if self.may_pack:
+            chunked = packing.decided(chunked, self.args.gradient_cache_packing)
         factor = self._widening()
         wide = widened(chunked, factor) if factor > 1 and self.may_widen else None
         rows, plans = chunked.row_counts(), [chunked, wide] if factor > 1 else [chunked]
@@ -212,7 +216,7 @@ class StepSizes:
         args = self.args
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
         tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
-        limits = ChunkLimits(size, tokens, args.gradient_cache_width_multiple, patches)
+        limits = ChunkLimits(size, tokens, args.gradient_cache_width_multiple, patches, self.may_pack)
         return limits if self.fitting is None else limits.scaled(self.fitting.now.share)
 
     def _with_limits_of_budget(self, chunked: ChunkedBatch, is_first: bool) -> ChunkedBatch:

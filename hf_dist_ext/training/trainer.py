@@ -43,7 +43,7 @@ from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.run import lease
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import checks, learning_rate, loss_scale, metrics
+from hf_dist_ext.training import checks, learning_rate, loss_scale, metrics, packing
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import Embedder
@@ -216,6 +216,7 @@ class DistTrainer(Trainer):
             self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
             checks.check_model(self.model, self.args)
             checks.check_outputs(self.bare_model, self.loss)
+            self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
         if self.evaluations.given:
             paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
             self.evaluations.check(self.args.metric_for_best_model, paired, self.bare_model)

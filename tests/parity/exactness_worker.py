@@ -113,6 +113,7 @@ def rounding(num_chunks: int, model: str = "bert") -> Case:
     )  # fmt: skip
 
 
+PACKED = {"gradient_cache_packing": True}
 THREE = {"query": 1, "positive": 1, "negative": 3}
 ONE_EACH = dict.fromkeys(THREE, 1)
 CASES = [
@@ -124,6 +125,22 @@ CASES = [
     Case("chunk 100, above the batch", arguments={"gradient_cache_chunk_size": 100}),
     Case("64 tokens per chunk", arguments={"gradient_cache_chunk_size": None, "gradient_cache_chunk_tokens": 64}),
     Case("batch order, not sorted", arguments={"gradient_cache_sort": False}, worlds=(1,)),
+    Case("packed chunks, three columns", columns=THREE, arguments=PACKED),
+    Case("packed chunks of 64 tokens, a wider first pass", model="deep", worlds=(1, 2),
+         arguments=PACKED | {"gradient_cache_chunk_size": None, "gradient_cache_chunk_tokens": 64}),
+    Case("packed chunks, dropout and gradient checkpointing", model="dropout", same_masks=True,
+         arguments=PACKED | {CHECKPOINTING: True}),
+    Case("packed chunks, LoRA, decoder, accumulation", model="qwen3:16:lora", steps=2, rows=4, worlds=(1, 2),
+         arguments=PACKED | {"gradient_accumulation_steps": 2}),
+    Case("packed chunks, ModernBERT, batch order", model="modernbert", worlds=(1,),
+         arguments=PACKED | {"gradient_cache_sort": False}),
+    Case("packed chunks, XLM-R, other rows on each rank", model="xlm-roberta", shorter_on_rank=1, worlds=(2,),
+         arguments=PACKED),
+    Case("packed chunks, automatic size", worlds=(1, 2), steps=3, arguments=PACKED | {
+         "gradient_cache_chunk_size": "auto", "gradient_cache_memory_gib": 2e-4}),
+    Case("packed chunks, frozen backbone, temperature", loss={"learnable_temperature": True},
+         arguments=PACKED | {"trainable_modules": ["projection"]}, worlds=(1, 2)),
+    Case("packed chunks, routes of queries and documents", model="towers of two", arguments=PACKED, worlds=(1, 2)),
     Case("2 graphs kept", arguments={"gradient_cache_keep_graph": 2}),
     Case("all graphs kept", arguments={"gradient_cache_keep_graph": 99}),
     Case("4 layers: a wider first pass", model="deep"),
@@ -265,6 +282,9 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
         return EmbeddingModel.from_config(BERT, dense=DENSE)
     if kind == "static":
         return EmbeddingModel.from_config(STATIC, projection_dim=16)
+    if kind == "towers of two":
+        towers = {"query": build_model("xlm-roberta"), "document": build_model("modernbert")}
+        return TowerModel(towers, {"query": "query", "positive": "document"}).double()
     if kind == "towers of routes":
         towers = {"query": build_model("static"), "document": EmbeddingModel.from_config(BERT, projection_dim=16)}
         return TowerModel(towers, {"query": "query", "positive": "document"}).double()
@@ -455,7 +475,8 @@ class GradientRecorder(TrainerCallback):
 def trained_gradients(case: Case, model: nn.Module, loss: nn.Module, num_rows: int, **more) -> list:
     recorder = GradientRecorder()
     recorder.loss = loss
-    arguments = dict(gradient_cache_chunk_size=4, max_grad_norm=0, max_steps=case.steps) | case.arguments | more
+    arguments = dict(gradient_cache_chunk_size=4, gradient_cache_packing=False, max_grad_norm=0, max_steps=case.steps)
+    arguments |= case.arguments | more
     with tempfile.TemporaryDirectory() as folder:
         args = DistTrainingArguments(
             output_dir=folder, save_on_each_node=True,

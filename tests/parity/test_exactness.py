@@ -16,7 +16,8 @@ from tests.tiny_models import needs_tensor_parallelism
 WHOLE = ("single", "TP 2")
 # Each kind of chunks, column, frozen part, loss and window once. bf16 by number of chunks is in test_precision.py too.
 OF_TWO = [
-    "no cache", "chunk 4, does not divide", "64 tokens per chunk", "2 graphs kept", "4 layers: a wider first pass",
+    "no cache", "chunk 4, does not divide", "64 tokens per chunk", "packed chunks, three columns",
+    "packed chunks, dropout and gradient checkpointing", "2 graphs kept", "4 layers: a wider first pass",
     "automatic chunk size", "three columns, 3 hard negatives", "other kinds in other columns on each rank",
     "tower per column", "first tower frozen", "frozen backbone, accumulation, temperature",
     "frozen tower, encoded once", "two Dense modules, activation and residual", "static embeddings",

@@ -100,6 +100,8 @@ def test_our_training_fields_are_read_from_source():
         (["--save_total_limit", "null"], {"save_total_limit": None}),
         (["--gradient_cache_chunk_size", "auto"], {"gradient_cache_chunk_size": "auto"}),
         (["--gradient_cache_chunk_size", "32"], {"gradient_cache_chunk_size": 32}),
+        (["--gradient_cache_packing", "auto"], {"gradient_cache_packing": "auto"}),
+        (["--gradient_cache_packing", "true"], {"gradient_cache_packing": True}),
         (["--fsdp_config", "fsdp.json"], {"fsdp_config": "fsdp.json"}),
         (["--seed", "1", "--seed", "2"], {"seed": 2}),
     ],

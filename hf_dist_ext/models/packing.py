@@ -1,0 +1,183 @@
+"""Rows end to end through a backbone, as engine/packing.py lays them: attention within rows, positions, pooling.
+
+(1) transformers asks its registry for the function of an attention implementation. Those that can keep rows apart are
+    replaced there by one that does so where a forward says where rows begin, and is the former one otherwise: the
+    model's config, and so what is saved, is not touched. The kernels are
+        flash_attention_2, 3, 4   FlashAttention with the lengths that transformers hands on
+        sdpa on a GPU             torch.nn.attention.varlen in half precision, where it has no dropout to apply
+        sdpa elsewhere            scaled_dot_product_attention, once for every run of rows of equal length
+(2) a mask that is there and that nobody reads keeps transformers from making one of t x t
+(3) the mean, first or last token of every row is found by the offsets at which rows begin
+
+Shapes: b rows, t tokens of all of them, H the backbone's width, h heads of width d.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+# Model types whose layers mix tokens in attention alone, and take their positions from the caller. Each is tested.
+FAMILIES = frozenset(
+    "albert bert camembert distilbert electra ernie eurobert gemma gemma3_text granite llama ministral mistral "
+    "modernbert nomic_bert olmo2 phi3 qwen2 qwen3 roberta smollm3 starcoder2 xlm-roberta".split()
+)
+VARLEN_HEAD_WIDTH = 256  # the widest head that torch's kernel takes
+
+# ---- which models can ----
+
+
+def why_not(backbone: PreTrainedModel) -> str | None:
+    """Why rows can not go end to end through this backbone; None: they can."""
+    config = backbone.config
+    kinds = [kind.__module__ for kind in type(backbone).__mro__]
+    if config.model_type not in FAMILIES or not any(kind.startswith("transformers.models.") for kind in kinds):
+        return f'of model type "{config.model_type}" it is not known that its layers keep the rows of a sequence apart'
+    if config._attn_implementation not in ("sdpa", *FLASH):
+        return f'attn_implementation="{config._attn_implementation}" does not keep the rows of a sequence apart'
+    if not getattr(config, "is_causal", True):
+        return "its config says is_causal=false, which its layers do not know"
+    return None
+
+
+# ---- (1), (2) ----
+
+
+def inputs_of(
+    backbone: PreTrainedModel, features: dict[str, Any], lengths: Sequence[int], offsets: torch.Tensor
+) -> dict[str, Any]:
+    """What the backbone takes; `features` without a mask, each (1, t, ...)."""
+    _register()
+    embeddings = getattr(backbone, "embeddings", None)
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        ids, padding = features["input_ids"], embeddings.padding_idx
+        features["position_ids"] = _positions_of_ids(ids[0], padding, offsets).unsqueeze(0)
+    some = next(value for value in features.values() if isinstance(value, torch.Tensor))
+    unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=some.device)  # (2)
+    return {**features, "attention_mask": unread, "packed_lengths": lengths, "packed_offsets": offsets}
+
+
+def _positions_of_ids(ids: torch.Tensor, padding: int, offsets: torch.Tensor) -> torch.Tensor:
+    """(t,): as RoBERTa and its kin count, whose positions begin behind the padding token's number and leave out
+    padding tokens, which a text may hold."""
+    is_counted = ids != padding
+    counted = is_counted.cumsum(0)
+    before = pad(counted, (1, 0))[offsets[:-1].long()]  # (b,)
+    own = counted - before.repeat_interleave(offsets.diff(), output_size=len(ids))
+    return own * is_counted + padding
+
+
+@functools.cache
+def _register() -> None:
+    for name in ("sdpa", *FLASH):
+        own = _attend_with_sdpa if name == "sdpa" else _attend_with_flash
+        AttentionInterface.register(name, functools.partial(_attention, ALL_ATTENTION_FUNCTIONS[name], own))
+
+
+def _attention(
+    of_padded: Callable,
+    of_packed: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    packed_lengths: Sequence[int] | None = None,
+    packed_offsets: torch.Tensor | None = None,
+    **options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if packed_lengths is None:
+        return of_padded(module, query, key, value, attention_mask, **options)
+    return of_packed(of_padded, module, query, key, value, packed_lengths, packed_offsets, **options)
+
+
+def _attend_with_flash(
+    of_padded: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    offsets: torch.Tensor,
+    **options,
+) -> tuple[torch.Tensor, None]:
+    longest = max(lengths)
+    sizes = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+    return of_padded(module, query, key, value, None, **sizes, **options)
+
+
+def _attend_with_sdpa(
+    of_padded: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    offsets: torch.Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **options,
+) -> tuple[torch.Tensor, None]:
+    """query (1, h, t, d), key and value with as many heads or fewer -> (1, t, h, d)."""
+    is_causal = module.is_causal
+    query, key, value = query[0], key[0], value[0]
+    if query.is_cuda and query.dtype.itemsize == 2 and not dropout and query.shape[-1] <= VARLEN_HEAD_WIDTH:
+        reach = -1 if sliding_window is None else sliding_window - 1
+        attended = varlen_attn(
+            *(one.transpose(0, 1) for one in (query, key, value)), offsets, offsets, max(lengths), max(lengths),
+            scale=scaling, window_size=(reach, 0 if is_causal else reach), enable_gqa=len(key) != len(query),
+        )  # fmt: skip
+        return attended.unsqueeze(0), None
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    tokens = [length * count for length, count in runs]
+    attended = []
+    for (length, count), *parts in zip(runs, *(one.split(tokens, dim=1) for one in (query, key, value)), strict=True):
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            mask = _window(length, sliding_window, is_causal, query.device)
+        of_run = scaled_dot_product_attention(
+            *(part.unflatten(1, (count, length)).transpose(0, 1) for part in parts),  # (count, h, length, d)
+            attn_mask=mask, dropout_p=dropout, is_causal=is_causal and mask is None, scale=scaling,
+            enable_gqa=len(key) != len(query),
+        )  # fmt: skip
+        attended.append(of_run.transpose(1, 2).flatten(0, 1))
+    return torch.cat(attended).unsqueeze(0), None
+
+
+def _window(length: int, size: int, is_causal: bool, device: torch.device) -> torch.Tensor:
+    """(length, length), true where a token sees another one: fewer than `size` away, and not behind it."""
+    token = torch.arange(length, device=device)
+    distance = token[:, None] - token
+    return (distance.abs() < size) & (distance >= 0) if is_causal else distance.abs() < size
+
+
+# ---- (3) ----
+
+
+def pool_packed(tokens: torch.Tensor, offsets: torch.Tensor, pooling: str) -> torch.Tensor:
+    """(t, H) -> (b, H), at least float32."""
+    wide = torch.promote_types(tokens.dtype, torch.float32)
+    if pooling == "mean":
+        # Not index_add, whose sums on a GPU have no fixed order: pass 3 repeats pass 1 bit for bit.
+        return torch.segment_reduce(tokens.to(wide), "mean", offsets=offsets.long(), axis=0)
+    places = offsets[:-1] if pooling == "cls" else offsets[1:] - 1
+    return tokens[places.long()].to(wide)
+
+
+def padded_again(tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(t, H) -> (b, T, H) with T tokens in the longest row, and which of them are real, (b, T)."""
+    counts = torch.tensor(lengths).to(tokens.device, non_blocking=True)
+    is_real = torch.arange(max(lengths), device=tokens.device) < counts[:, None]
+    return pad_sequence(tokens.split(list(lengths)), batch_first=True), is_real

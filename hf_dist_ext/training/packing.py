@@ -1,0 +1,76 @@
+"""`gradient_cache_packing`: whether the rows of a chunk go through the model end to end, without padding.
+
+What can not is known before training: true is refused then, and "auto" pads and says once why. Batch by batch "auto"
+packs where packing was measured to be faster (docs/benchmarks.md, packed chunks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers.utils import logging
+
+from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies.base import Strategy
+
+logger = logging.get_logger(__name__)
+
+# Of the tokens that padded chunks would compute. Below it, packed and padded steps take the same time.
+PADDING_WORTH_PACKING = 0.05
+
+
+def may_pack(args: Any, model: nn.Module, strategy: Strategy) -> bool:
+    """Whether chunks of this run may be packed. Raises UsageError where they must be and can not. `model`: without its
+    wrappers."""
+    asked = args.gradient_cache_packing
+    if asked is False or not args.uses_gradient_cache:
+        return False
+    why = _why_padded(args, model, strategy)
+    if why is None:
+        return True
+    if asked is True:
+        raise UsageError(
+            f'gradient_cache_packing=true: {why}. Set it to "auto", which pads chunks where they can not be packed.'
+        )
+    logger.info(f"gradient cache: chunks are padded, not packed: {why}.")
+    return False
+
+
+def _why_padded(args: Any, model: nn.Module, strategy: Strategy) -> str | None:
+    if args.torch_compile:
+        return "torch_compile would compile again for every set of row lengths"
+    if strategy.pads_rows:
+        return strategy.pads_rows
+    if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
+        return "the adapters put tokens of their own before a batch's rows"
+    why = getattr(model, "why_padded", f"{type(model).__name__} is no EmbeddingModel")
+    is_quick = args.device.type == "cpu" or getattr(model, "packs_in_one_kernel", False)
+    if why is None and args.gradient_cache_packing == "auto" and not is_quick:
+        return (
+            "on an accelerator it was not measured but for FlashAttention, to which rows of all lengths are one call; "
+            'set attn_implementation="flash_attention_2", or gradient_cache_packing to true'
+        )
+    return why
+
+
+def decided(chunked: ChunkedBatch, asked: bool | str) -> ChunkedBatch:
+    """A batch that was laid out to be packed, or its padded chunks where "auto" expects them to be as fast.
+
+    Raises:
+        UsageError: asked for, and rows of this batch can not be packed.
+    """
+    if asked is True:
+        unpacked = [t for t in chunked.tables if t.num_rows and t.width and t.can_trim and t.packed is None]
+        if unpacked := [t for t in unpacked if t.num_text_rows == t.num_rows]:
+            raise UsageError(
+                f"gradient_cache_packing=true: rows of the columns {unpacked[0].columns} can not go end to end. Their "
+                "attention_mask leaves out tokens between real ones, or all of a row, or they have features beside "
+                'input_ids, token_type_ids and position_ids. Set it to "auto", which pads such batches.'
+            )
+        return chunked
+    padded = ChunkedBatch([replace(table) for table in chunked.tables], replace(chunked.limits, packs=False))
+    (_, tokens), (_, packed) = padded.count_tokens(), chunked.count_tokens()
+    return chunked if tokens - packed >= PADDING_WORTH_PACKING * tokens else padded

@@ -1,0 +1,192 @@
+"""A backbone that reads rows end to end gives what it gives for padded rows."""
+
+import copy
+
+import pytest
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models import packing
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from tests.tiny_models import SMALL, SPECIAL_IDS
+
+DECODER = SMALL | SPECIAL_IDS | {"num_key_value_heads": 1, "head_dim": 16}
+WINDOWS = {"sliding_window": 6, "num_hidden_layers": 3}
+CONFIGS = {
+    **dict.fromkeys(packing.FAMILIES, SMALL | SPECIAL_IDS),
+    **dict.fromkeys("eurobert gemma granite llama olmo2 phi3 qwen3 smollm3 starcoder2".split(), DECODER),
+    **dict.fromkeys(["ministral", "mistral"], DECODER | WINDOWS),
+    "gemma3_text": DECODER | WINDOWS | {"use_bidirectional_attention": True, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]},
+    "qwen2": DECODER | WINDOWS | {"use_sliding_window": True, "max_window_layers": 1},
+    "albert": SMALL | SPECIAL_IDS | {"embedding_size": 32},
+    "modernbert": SMALL | SPECIAL_IDS | {
+        "num_hidden_layers": 3, "local_attention": 8, "global_attn_every_n_layers": 3, "cls_token_id": 2,
+        "sep_token_id": 3,
+    },
+}  # fmt: skip
+SENTINELS = {"bert", "xlm-roberta", "modernbert", "qwen3"}
+EVERY = [pytest.param(name, marks=[] if name in SENTINELS else pytest.mark.slow) for name in sorted(CONFIGS)]
+
+
+def build(name: str, dropout: float = 0.0, pooling: str = "mean", **options) -> EmbeddingModel:
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config({"model_type": name, **CONFIGS[name]}, pooling=pooling, **options).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    return model
+
+
+def batch_of(model: EmbeddingModel, on_left: bool = False, device: str = "cpu") -> dict[str, dict[str, torch.Tensor]]:
+    """Two columns of 9 rows, two of them as long; a row holds the padding token among others."""
+    generator, batch = torch.Generator().manual_seed(1), {}
+    padding = model.config.pad_token_id or 0
+    for name, width in (("query", 14), ("positive", 30)):
+        lengths = [width, *torch.randint(1, width + 1, (6,), generator=generator).tolist(), 6, 6]
+        ids = torch.full((len(lengths), width), padding)
+        mask = torch.zeros_like(ids)
+        for row, length in enumerate(lengths):
+            real = slice(width - length, width) if on_left else slice(0, length)
+            ids[row, real] = torch.randint(4, 32, (length,), generator=generator)
+            mask[row, real] = 1
+        ids[8, width - 3 if on_left else 2] = padding
+        batch[name] = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    return batch
+
+
+def step(model: EmbeddingModel, batch, packs: bool, limits: ChunkLimits = ChunkLimits(4)):  # noqa: B008, frozen
+    """(loss, gradients, tokens that went through the backbone's forwards)."""
+    model.zero_grad()
+    seen, loss = [], InfoNCELoss(0.05)
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    can_shift = getattr(model.config, "rope_parameters", None) is not None
+    chunked = lay_out(batch, ChunkLimits(limits.max_rows, limits.max_tokens, packs=packs), can_shift=can_shift)
+    done = cached_step(chunked, lambda chunk: model(**chunk.features).embeddings, loss)
+    handle.remove()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert gradients.abs().max() > 0, "a comparison of zeros proves nothing"
+    return done.loss, gradients, sum(seen)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("on_left", [False, True])
+def test_packed_gradients_are_those_of_padded_rows_and_only_real_tokens_are_computed(name, on_left):
+    model = build(name, dtype=torch.float64)
+    assert model.why_padded is None
+    batch = batch_of(model, on_left)
+    _, wanted, padded_tokens = step(model, batch, packs=False)
+    _, found, tokens = step(model, batch, packs=True)
+    # Gemma's code casts to float32 inside.
+    assert (found - wanted).norm() <= (1e-8 if "gemma" in name else 1e-10) * wanted.norm()
+    real = sum(int(features["attention_mask"].sum()) for features in batch.values())
+    assert tokens == 2 * real < padded_tokens, "two forwards of every real token"
+
+
+@pytest.mark.parametrize("pooling", ["cls", "last", "tokens"])
+def test_every_pooling_finds_its_tokens_in_packed_rows(pooling):
+    model = build("qwen3", pooling=pooling, projection_dim=8, dtype=torch.float64)
+    batch = batch_of(model)
+    packed = lay_out(batch, ChunkLimits(5, packs=True), sort=False)
+    outputs = [model(**chunk.features).embeddings for chunk in packed.chunks()]
+    if pooling == "tokens":
+        outputs = [row[mask] for one in outputs for row, mask in zip(one["vectors"], one["mask"], strict=True)]
+        wanted = [model(**features).embeddings for features in batch.values()]
+        wanted = [row[mask] for one in wanted for row, mask in zip(one["vectors"], one["mask"], strict=True)]
+    else:
+        wanted = [model(**features).embeddings for features in batch.values()]
+    torch.testing.assert_close(torch.cat(outputs), torch.cat(wanted), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_dropout_is_replayed_bit_for_bit_in_packed_chunks(is_checkpointed):
+    model = build("modernbert", attn_implementation="sdpa")
+    model.config.attention_dropout = 0.3
+    for layer in model.backbone.layers:
+        layer.attn.attention_dropout = layer.attn.out_drop.p = 0.3
+    if is_checkpointed:
+        model.activation_checkpointing_enable()
+    chunked = lay_out(batch_of(model), ChunkLimits(4, packs=True))
+    passes: dict[bool, dict[int, torch.Tensor]] = {False: {}, True: {}}
+
+    def encode(chunk):
+        embeddings = model(**chunk.features).embeddings
+        passes[embeddings.requires_grad][chunk.start] = embeddings.detach().clone()
+        return embeddings
+
+    again = cached_step(chunked, encode, InfoNCELoss(0.05))
+    assert again.drew_randomness and passes[False].keys() == passes[True].keys()
+    for start, first in passes[False].items():
+        assert torch.equal(first, passes[True][start])
+    other = model(**chunked.chunks()[0].features).embeddings
+    assert not torch.equal(other, passes[True][0]), "no dropout"
+
+
+def test_checkpointed_layers_give_the_gradients_of_others():
+    """Layers run again in the backward, when the forward that told them of rows is long over."""
+    plain = build("bert", dtype=torch.float64)
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.activation_checkpointing_enable()
+    _, wanted, tokens = step(plain, batch_of(plain), packs=True)
+    _, found, _ = step(checkpointed, batch_of(plain), packs=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_padded_rows_and_the_config_are_as_before_once_rows_were_packed():
+    model = build("bert").eval()
+    features = batch_of(model)["positive"]
+    config, before = model.config.to_dict(), model(**features).embeddings
+    step(model, batch_of(model), packs=True)
+    assert torch.equal(model(**features).embeddings, before) and model.config.to_dict() == config
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("config, words", [
+    ({"model_type": "deberta-v2", **SMALL, "type_vocab_size": 0}, 'model type "deberta-v2"'),
+    ({"model_type": "bert", **SMALL, "attn_implementation": "eager"}, 'attn_implementation="eager"'),
+    ({"model_type": "qwen3", **DECODER, "is_causal": False}, "is_causal=false"),
+])  # fmt: skip
+def test_a_backbone_that_can_not_says_why(config, words):
+    implementation = config.pop("attn_implementation", None)
+    assert words in EmbeddingModel.from_config(config, attn_implementation=implementation).why_padded
+
+
+ON_GPU = [
+    pytest.param("sdpa", torch.bfloat16),
+    pytest.param("sdpa", torch.float64),
+    pytest.param("flash_attention_2", torch.bfloat16, marks=pytest.mark.skipif(
+        not is_flash_attn_2_available(), reason="needs FlashAttention")),
+]  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("implementation, dtype", ON_GPU)
+@pytest.mark.parametrize("name", sorted(SENTINELS))
+def test_on_cuda_packed_gradients_are_those_of_padded_rows(name, implementation, dtype):
+    exact = build(name, dtype=torch.float64)
+    batch = batch_of(exact)
+    _, wanted, _ = step(exact, batch, packs=False)
+    model = build(name, dtype=dtype, attn_implementation=implementation).cuda()
+    model.load_state_dict(exact.state_dict())
+    _, found, tokens = step(model, batch_of(model, device="cuda"), packs=True)
+    error = ((found.cpu().double() - wanted).norm() / wanted.norm()).item()
+    assert error <= (1e-7 if dtype == torch.float64 else 5e-2), "a bf16 rounding, as of padded rows"
+    assert tokens == 2 * sum(int(features["attention_mask"].sum()) for features in batch.values())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_host_never_waits_for_a_packed_chunk():
+    model = build("qwen3", dtype=torch.bfloat16).cuda()
+    chunk = lay_out(batch_of(model, device="cuda"), ChunkLimits(8, packs=True)).chunks()[0]
+    model(**chunk.features)  # kernels are loaded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**chunk.features).embeddings.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

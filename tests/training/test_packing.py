@@ -1,0 +1,102 @@
+"""`gradient_cache_packing`: chunks are packed where that is asked for or pays, and what can not is said or refused."""
+
+import json
+import logging
+
+import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
+
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.tiny_models import model_config, tiny_towers
+from tests.training.test_trainer import Tiny
+
+RAGGED, EQUAL = [3, 20, 7, 11, 14, 5, 17, 9], [8] * 8
+
+
+def texts(lengths: list[int]):
+    def collate(rows: list[int]) -> dict:
+        of_row = torch.tensor([lengths[row % len(lengths)] for row in rows])
+        mask = (torch.arange(int(of_row.max())) < of_row[:, None]).long()
+        ids = (torch.arange(mask.shape[1]) + torch.tensor(rows)[:, None]) % 28 + 4
+        return {name: {"input_ids": (ids + i) % 32 * mask, "attention_mask": mask} for i, name in enumerate("ab")}
+
+    return collate
+
+
+def trainer(folder, model=None, lengths=RAGGED, **more) -> DistTrainer:
+    torch.manual_seed(0)
+    arguments = {"per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
+    arguments |= {"gradient_cache_chunk_size": 3, "use_cpu": True, "report_to": [], "disable_tqdm": True} | more
+    args = DistTrainingArguments(output_dir=str(folder), **arguments)
+    model = EmbeddingModel.from_config(model_config("bert"), projection_dim=8) if model is None else model
+    collator = lengths if callable(lengths) else texts(lengths)
+    return DistTrainer(model, args, data_collator=collator, train_dataset=list(range(16)), loss=InfoNCELoss())
+
+
+@pytest.mark.parametrize("packing, lengths, is_packed", [
+    ("auto", RAGGED, True), ("auto", EQUAL, False), (True, EQUAL, True), (False, RAGGED, False),
+])  # fmt: skip
+def test_chunks_are_packed_as_asked_or_where_padding_would_be_computed(tmp_path, packing, lengths, is_packed):
+    run = trainer(tmp_path, lengths=lengths, gradient_cache_packing=packing)
+    run.train()
+    keys = {key for chunk in run.step.layout.chunked.chunks() for key in chunk.features}
+    assert ("packed_lengths" in keys) == is_packed and ("attention_mask" in keys) != is_packed
+    share = next(line["padding_share"] for line in run.state.log_history if "padding_share" in line)
+    assert (share > 0.05) == (lengths is RAGGED and not is_packed)
+
+
+def test_what_is_saved_does_not_tell_that_chunks_were_packed(tmp_path):
+    configs = []
+    for packing in (True, False):
+        run = trainer(tmp_path / str(packing), gradient_cache_packing=packing)
+        run.train()
+        run.save_model()
+        configs.append(json.loads((tmp_path / str(packing) / "config.json").read_text()))
+        assert EmbeddingModel.from_pretrained(tmp_path / str(packing)).config._attn_implementation == "sdpa"
+        assert run.model.config._attn_implementation == "sdpa"
+    assert configs[0] == configs[1]
+
+
+def bert(implementation=None) -> EmbeddingModel:
+    return EmbeddingModel.from_config(model_config("bert"), attn_implementation=implementation)
+
+
+def with_prompt() -> torch.nn.Module:
+    return get_peft_model(bert(), PromptTuningConfig(num_virtual_tokens=2, task_type="FEATURE_EXTRACTION"))
+
+
+@pytest.mark.parametrize("build, more, words", [
+    (Tiny, {}, "Tiny is no EmbeddingModel"),
+    (lambda: EmbeddingModel.from_config(model_config("mpnet")), {}, 'model type "mpnet"'),
+    (lambda: bert("eager"), {}, 'attn_implementation="eager"'),
+    (bert, {"torch_compile": True}, "compile again"),
+    (with_prompt, {}, "tokens of their own"),
+    (lambda: TowerModel(tiny_towers(), {"a": "text", "b": "image"}), {}, 'tower "text", CLIPTextModelWithProjection'),
+])  # fmt: skip
+def test_a_run_that_can_not_pack_is_refused_or_told_why(tmp_path, caplog, build, more, words):
+    with pytest.raises(UsageError, match="gradient_cache_packing=true: .*" + words):
+        trainer(tmp_path, build(), gradient_cache_packing=True, **more)
+    caplog.set_level(logging.INFO)
+    logging.getLogger("hf_dist_ext").setLevel(logging.INFO)
+    run = trainer(tmp_path, build(), **more)
+    assert not run.step.sizes.may_pack
+    assert [words in line.getMessage() for line in caplog.records if "not packed" in line.getMessage()] == [True]
+
+
+def test_a_batch_that_can_not_be_packed_is_refused_when_packing_is_asked_for_and_else_padded(tmp_path):
+    def with_hole(rows: list[int]) -> dict:
+        batch = texts(RAGGED)(rows)
+        batch["a"]["attention_mask"][batch["a"]["attention_mask"].sum(1).argmax(), 1] = 0
+        return batch
+
+    with pytest.raises(UsageError, match="leaves out tokens between real ones"):
+        trainer(tmp_path, lengths=with_hole, gradient_cache_packing=True).train()
+    run = trainer(tmp_path, lengths=with_hole)
+    run.train()
+    assert all("attention_mask" in chunk.features for chunk in run.step.layout.chunked.chunks())
