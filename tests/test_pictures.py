@@ -52,4 +52,4 @@ def test_the_drawing_is_what_its_script_draws(tmp_path):
     script("draw_gradient_cache").main(["--output", str(drawn)])
     ours, theirs = image.imread(drawn), image.imread(kept)
     assert ours.std() > 0.05 and ours.shape == theirs.shape
-    assert abs(ours - theirs).mean() < 0.01  # another freetype shades the edges of letters otherwise
+    assert abs(ours - theirs).mean() < 0.004  # another freetype shades the edges of letters otherwise
