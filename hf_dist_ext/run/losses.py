@@ -25,6 +25,8 @@ INFONCE_FIELDS = (
 )  # fmt: skip
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 
+NOT_IN_MATRYOSHKA = ("SoftmaxLoss", "GlobalOrthogonalRegularizationLoss")
+
 # What a label is, by the loss that cannot do without.
 LABELS = {
     "CoSENTLoss": "a number per row, higher where the pair is nearer",
@@ -120,6 +122,11 @@ def check_loss(config: RunConfig, given: Mapping[str, Any], of_infonce: Iterable
                 "of its own."
             )
         _check_name(inner, "loss_options.loss")
+        if inner in NOT_IN_MATRYOSHKA or (options.get("loss_options") or {}).get("projection_dim"):
+            raise UsageError(
+                f"{MATRYOSHKA} can not be around {inner} with a layer of one width, or parts of its own: embeddings "
+                "are cut to each of matryoshka_dims. Train it without."
+            )
     if config.label_column and not reads_label(name, options):
         raise UsageError(
             f"label_column={show(config.label_column)}: {innermost(name, options)} reads no label. Remove it."

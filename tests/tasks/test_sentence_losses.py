@@ -86,6 +86,7 @@ CASES = [
     ("MSELoss", 2, TEACHER[:, 0], {}),
     ("EmbedDistillLoss", 3, TEACHER, {}),
     ("EmbedDistillLoss", 2, TEACHER[:, 0, :5].contiguous(), {"projection_dim": 5, "distance_metric": "l2"}),
+    ("EmbedDistillLoss", 2, TEACHER[:, :2, :5].contiguous(), {"projection_dim": 5, "distance_metric": "cosine"}),
     ("SoftmaxLoss", 2, BINARY, {"embedding_dimension": WIDTH, "num_labels": 2}),
     ("MegaBatchMarginLoss", 2, None, {}),
     ("GlobalOrthogonalRegularizationLoss", 3, None, {}),
@@ -94,6 +95,10 @@ CASES = [
     ("MatryoshkaLoss", 2, RATED, {"loss": "CoSENTLoss", "loss_options": {"scale": 3.0}, "matryoshka_dims": [32, 8]}),
     ("MatryoshkaLoss", 3, None, {
         "loss": "MultipleNegativesRankingLoss", "matryoshka_dims": [8, 16], "matryoshka_weights": [2, 1]}),
+    ("MatryoshkaLoss", 2, None, {
+        "loss": "GISTEmbedLoss", "loss_options": {"guide": "same", "temperature": 0.1}, "matryoshka_dims": [32, 8]}),
+    ("MatryoshkaLoss", 3, None, {
+        "loss": "TripletLoss", "loss_options": {"distance_metric": "COSINE"}, "matryoshka_dims": [32, 8]}),
 ]  # fmt: skip
 
 
@@ -107,7 +112,7 @@ def theirs(model, name: str, options: dict) -> torch.nn.Module:
         import sentence_transformers.util as functions
 
         options["similarity_fct"] = getattr(functions, options["similarity_fct"])
-    if name in ("TripletLoss", "ContrastiveLoss"):
+    if name in ("TripletLoss", "ContrastiveLoss") and "distance_metric" in options:
         distances = losses.TripletDistanceMetric if name == "TripletLoss" else losses.SiameseDistanceMetric
         options["distance_metric"] = getattr(distances, options["distance_metric"])
     if name == "MegaBatchMarginLoss":
@@ -115,17 +120,27 @@ def theirs(model, name: str, options: dict) -> torch.nn.Module:
     return kind(model, **options)
 
 
+PARAMETERS = ("projection", "classifier")  # of losses that have some
+
+
 def copied(source: torch.nn.Module, to: torch.nn.Module) -> None:
     """Parameters of the loss alone."""
-    own = {name: p for name, p in to.named_parameters() if name.startswith(("projection", "classifier"))}
+    own = {name: p for name, p in to.named_parameters() if name.removeprefix("loss.").startswith(PARAMETERS)}
     for name, parameter in source.loss.named_parameters():
         own[name].data.copy_(parameter.data)
+
+
+def of_guide(options: dict, guides: dict) -> dict:
+    """The options with the guide that is named, of the loss or of the one inside."""
+    if "guide" in options:
+        return options | {"guide": guides[options["guide"]]}
+    return options | ({"loss_options": of_guide(options["loss_options"], guides)} if "loss_options" in options else {})
 
 
 @pytest.mark.parametrize("name, num_columns, label, options", CASES, ids=lambda value: str(value)[:30])
 def test_cached_gradients_are_those_of_sentence_transformers(model, guides, name, num_columns, label, options):
     """The same weights in both: chunks of 3 rows through the cache here, the full batch and autograd there."""
-    options = options | ({"guide": guides[options["guide"]]} if "guide" in options else {})
+    options = of_guide(options, guides)
     batch = {
         column: model.tokenizer(rows, padding=True, return_tensors="pt") for column, rows in texts(num_columns).items()
     }
@@ -135,7 +150,9 @@ def test_cached_gradients_are_those_of_sentence_transformers(model, guides, name
     reference = theirs(model, name, options).double()
     copied(ours, reference)
     encoder = EmbeddingModel(model[0].auto_model, normalize=False)
-    targets = ({} if label is None else {"label": label}) | (ours.targets_of(batch) if "guide" in options else {})
+    targets = ({} if label is None else {"label": label}) | (
+        ours.targets_of(batch) if hasattr(ours, "targets_of") else {}
+    )
 
     model.zero_grad()
     step = cached_step(
@@ -153,7 +170,8 @@ def test_cached_gradients_are_those_of_sentence_transformers(model, guides, name
     value = sum(value.values()) if isinstance(value, dict) else value
     value.backward()
     expected = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
-    expected |= {f"loss.{n}": p.grad for n, p in reference.named_parameters() if n.startswith(("proj", "class"))}
+    own = dict(reference.named_parameters())
+    expected |= {f"loss.{n}": p.grad for n, p in own.items() if n.removeprefix("loss.").startswith(PARAMETERS)}
     assert found.keys() == expected.keys()
     torch.testing.assert_close(step.loss, value.detach(), rtol=1e-10, atol=0)
     scale = torch.cat([g.flatten() for g in expected.values()]).norm()
@@ -333,6 +351,10 @@ PAIRS = {"columns": {"query": "question", "positive": "answer"}, "learnable_temp
     ({"loss": "TripletLoss", "label_column": "question"}, "TripletLoss reads no label"),
     ({"loss": "MatryoshkaLoss", "loss_options": {"matryoshka_dims": [8]}}, "loss_options.loss is null"),
     ({"loss": "MatryoshkaLoss", "loss_options": {"loss": "Matryoshka2dLoss"}}, "loss_options.loss=.*layers itself"),
+    ({"loss": "MatryoshkaLoss", "loss_options": {"loss": "SoftmaxLoss", "matryoshka_dims": [8]}},
+     "around SoftmaxLoss"),
+    ({"loss": "MatryoshkaLoss", "loss_options": {"loss": "EmbedDistillLoss", "loss_options": {"projection_dim": 5}}},
+     "around EmbedDistillLoss with a layer of one width"),
     ({"loss": None, "label_column": "question"}, "needs a loss over embeddings"),
     ({"loss": "CoSENTLoss"}, "CoSENTLoss needs a label of every row .* has no column called label or labels"),
     ({"loss": "CoSENTLoss", "label_column": "quest"}, 'has no column "quest". .*Closest: "question"'),
