@@ -80,6 +80,8 @@ def test_the_glossary_is_in_order_and_of_words_that_are_used():
     said = "".join(text_of(page) for page in PAGES if page != glossary).casefold()
     words = {term: re.sub(r" \(.*\)", "", term).casefold() for term in terms}
     assert not [term for term, word in words.items() if word not in said]
+    linked = {name for page in PAGES for name in re.findall(r"\(glossary\.md#([\w-]+)\)", text_of(page))}
+    assert len(linked) > 10 and linked <= set(headings(glossary))
 
 
 def test_what_the_comparison_is_shown_by_exists(capsys):
