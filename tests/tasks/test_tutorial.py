@@ -41,6 +41,7 @@ def test_its_run_file_takes_what_its_commands_set(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)  # eleven commands, each of which starts Python; three of them train for a minute
 def test_its_commands_do_what_it_says(tmp_path):
     with hub_server.running(TOKEN) as server:
         own = {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
