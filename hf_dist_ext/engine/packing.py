@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from hf_dist_ext.engine.columns import RowLayout
@@ -67,14 +68,14 @@ class PackedTokens:
     @cached_property
     def _tokens(self) -> dict[str, torch.Tensor]:
         """key -> (T, ...)."""
-        lengths, starts = torch.tensor(self.lengths), torch.tensor(self.starts[:-1])
-        first = torch.tensor([first for first, _ in self.spans])
-        column, row = torch.tensor(self.places).unbind(1)
+        lengths, starts = np.array(self.lengths), np.array(self.starts[:-1])
+        first = np.array([first for first, _ in self.spans])
+        column, row = np.array(self.places).T
         tokens = {} if "position_ids" in self.features else {"position_ids": self._moved(_ranges(first, lengths))}
         for number, value in enumerate(next(iter(self.features.values())).values):
-            own = (column == number).nonzero().squeeze(1)  # sorted rows of this column
+            own = column == number  # (R,) sorted rows of this column
             if isinstance(value, FlatRows):
-                begins = torch.from_numpy(value.places.lengths.cumsum() - value.places.lengths)[row[own]]
+                begins = (value.places.lengths.cumsum() - value.places.lengths)[row[own]]
             else:
                 begins = row[own] * value.shape[1] + first[own]
             sources = self._moved(_ranges(begins, lengths[own]))
@@ -87,8 +88,8 @@ class PackedTokens:
                 packed.index_copy_(0, places, flat.index_select(0, sources).to(value.dtype))
         return tokens
 
-    def _moved(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers.to(self.device, non_blocking=True)
+    def _moved(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.tensor(numbers).to(self.device, non_blocking=True)
 
 
 def can_be_packed(features: Mapping[str, RowFeature]) -> bool:
@@ -97,7 +98,7 @@ def can_be_packed(features: Mapping[str, RowFeature]) -> bool:
     return is_text and features.keys() <= PACKED_KEYS and all(f.layout == RowLayout(0, 1) for f in features.values())
 
 
-def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """starts[i], starts[i] + 1, ... of lengths[i] numbers, for one i after the other."""
-    before = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+    before = lengths.cumsum() - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)

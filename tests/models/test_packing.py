@@ -2,8 +2,10 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import is_flash_attn_2_available
 
 from hf_dist_ext.engine.chunks import ChunkLimits
@@ -100,6 +102,24 @@ def test_every_pooling_finds_its_tokens_in_packed_rows(pooling):
     else:
         wanted = [model(**features).embeddings for features in batch.values()]
     torch.testing.assert_close(torch.cat(outputs), torch.cat(wanted), rtol=1e-10, atol=1e-12)
+
+
+def test_a_packed_chunk_runs_on_tensors_without_values():
+    """So nothing is read back from a device between a batch whose lengths are known and its gradients."""
+    batch = {}
+    for name, width in (("query", 14), ("positive", 30)):
+        lengths = np.array([width, 3, 8, 8, 1, 5])
+        known = {"lengths": lengths, "width": width, "pads_left": False, "fill": {"input_ids": 0}}
+        batch[name] = {"input_ids": torch.arange(lengths.sum()) % 28 + 4, "flat": known}
+        batch[name]["offsets"] = torch.tensor([0, *lengths.cumsum()])
+    with FakeTensorMode() as mode:
+        model = build("xlm-roberta")
+        for features in batch.values():
+            features |= {key: mode.from_tensor(features[key]) for key in ("input_ids", "offsets")}
+        chunks = lay_out(batch, ChunkLimits(4, packs=True)).chunks()
+        for chunk in chunks:
+            model(**chunk.features).embeddings.sum().backward()
+        assert len(chunks) == 3 and all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
