@@ -223,7 +223,7 @@ def passes(of) -> dict[bool, list[int]]:
     found: dict[bool, list[int]] = {True: [], False: []}
 
     def encoding(model, chunk, encode=of.step._encode, **options):
-        found[torch.is_grad_enabled()].append(chunk.num_rows * max(1, chunk.width))
+        found[torch.is_grad_enabled()].append(chunk.num_tokens)
         return encode(model, chunk, **options)
 
     of.step._encode = encoding
