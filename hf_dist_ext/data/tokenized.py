@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import tokenizers
 import torch
 import transformers
 from datasets import Dataset, Features, List, Value
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 from hf_dist_ext.data.collator import ContrastiveCollator, is_empty
@@ -35,10 +36,12 @@ from hf_dist_ext.data.mixture import Mixture, MixtureCollator
 from hf_dist_ext.data.routed_collator import RoutedCollator
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.data.tokens import KEPT, MASK, TokenizedText
+from hf_dist_ext.failures import activity
 
 logger = logging.get_logger(__name__)
 
 VERSION = 1  # of the file
+SECONDS_BETWEEN_SIGNS = 5.0  # of life, for who watches how long nothing happens
 
 
 def tokenized_once(dataset: Any, collator: Any, args: Any, rows_per_micro_batch: int) -> Any:
@@ -131,7 +134,7 @@ def _kept(path: Path, dataset: Dataset, collator: ContrastiveCollator, kinds: Ma
     if path.is_file():  # perhaps of others, in a folder that can only be read
         return Dataset.from_file(str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):  # dropped by the system when its holder dies
+    with _waited_for(FileLock(f"{path}.lock")):  # dropped by the system when its holder dies
         return dataset.map(
             partial(_tokens_of, collator=collator, kinds=kinds),
             batched=True,
@@ -141,6 +144,15 @@ def _kept(path: Path, dataset: Dataset, collator: ContrastiveCollator, kinds: Ma
             new_fingerprint=path.stem,
             desc="tokens",
         )
+
+
+def _waited_for(lock: FileLock) -> AbstractContextManager:
+    """Another process may tokenize for longer than a process may stand still."""
+    while True:
+        try:
+            return lock.acquire(timeout=SECONDS_BETWEEN_SIGNS)
+        except Timeout:
+            activity.touch()
 
 
 def _features(collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Features:
@@ -158,6 +170,7 @@ def _keys(collator: ContrastiveCollator, column: str) -> list[str]:
 
 def _tokens_of(rows: Mapping[str, list], collator: ContrastiveCollator, kinds: Mapping[str, str]) -> pa.Table:
     """Columns "query.input_ids", ...: a list per row, or for several texts in a row a list of lists."""
+    activity.touch()  # it goes on
     table = {}
     for column, kind in kinds.items():
         if kind == "text":

@@ -16,6 +16,7 @@ from hf_dist_ext.data.routed_collator import RoutedCollator
 from hf_dist_ext.data.tokenized import TokenizedRows, tokenized_once
 from hf_dist_ext.data.tokens import TokenizedText, threads_of_tokenizer
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.failures import activity
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
@@ -219,11 +220,13 @@ def test_two_processes_tokenize_once(tmp_path, monkeypatch):
         return made(*arguments, **options)
 
     monkeypatch.setattr(tokenized, "_tokens_of", counted)
+    monkeypatch.setattr(tokenized, "SECONDS_BETWEEN_SIGNS", 0.1)
 
     def target(say) -> str:
-        collator = collator_of()
+        collator, before = collator_of(), activity.since
         batch = collator(tokenized_once(data, collator, TWICE, 8).__getitems__([5, 6, 7]))
         assert_same(batch, collator(data.__getitems__([5, 6, 7])))
+        assert activity.since > before  # also that of who waits: a watchdog leaves it in peace
         return str(int(batch["positive"]["input_ids"].sum()))
 
     assert int(Run("ddp", tmp_path / "run", target).result()) > 0
