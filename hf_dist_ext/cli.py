@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from dataclasses import fields
@@ -54,11 +55,18 @@ def main(argv: list[str] | None = None) -> None:
 
     summary = "bytes per device for every strategy, and which to take, from the run file alone"
     plan = commands.add_parser("plan", help=summary, allow_abbrev=False)
-    _add_run(plan)
+    _add_run(plan, is_required=False)
+    plan.add_argument("--compare", metavar="RUN_DIR", help="what a run of it measured, beside what was predicted")
     plan.add_argument("--num_devices", type=int, help="over all machines (default: those visible here, else 1)")
     plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
     plan.add_argument("--num_nodes", type=int, default=1, help="machines (default: %(default)s)")
     plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
+    plan.add_argument("--device", help="a card by name, such as h100, a100-80, l40s, 4090: memory, speed, links")
+    plan.add_argument("--host_memory_gib", type=float, help="of a machine (default: twice its devices', at least 64)")
+    plan.add_argument("--network_gbps", type=float, help="that a machine sends to others, in Gbit/s (default: 24)")
+    plan.add_argument("--tflops", type=float, help="that a device reaches, as --compare prints them of a run")
+    plan.add_argument("--num_rows", type=int, help="of the dataset: says how long the run takes")
+    plan.add_argument("--price_per_hour", type=float, help="of one device: says what the run costs")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--png", metavar="FILE", help="also draw a stacked bar per strategy")
     plan.add_argument("--trace", action="store_true", help="also let torch trace the model without its memory")
@@ -274,17 +282,45 @@ def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:
     print(f"auto\n    what hf-dist plan recommends for the devices here.\n\nFiles: {preset_folder()}")
 
 
+def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Raises UsageError for a slip in one of the command's own flags, for which a field of a run would be proposed."""
+    from hf_dist_ext.run.config import all_fields
+    from hf_dist_ext.run.short_names import SHORT_NAMES
+
+    known = {*all_fields(), *SHORT_NAMES}
+    for name in (word[2:].partition("=")[0] for word in overrides if word.startswith("--")):
+        near = difflib.get_close_matches(name, [*(vars(arguments).keys() - {"act", "command"}), *known], 1, 0.6)
+        if name not in known and near and near[0] not in known:
+            raise UsageError(f"--{name} is not an option of this command. Closest: --{near[0]}.")
+
+
 def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.planner.choose import make_plan
+    from hf_dist_ext.planner.compare import compared, lines_of, run_file
     from hf_dist_ext.planner.devices import hardware_of
     from hf_dist_ext.planner.report import print_plan, to_json, write_png
     from hf_dist_ext.run.read import load_run
 
-    run = load_run(["--config", arguments.run, *overrides])
+    _check_flags(arguments, overrides)
+    if arguments.run is None and arguments.compare is None:
+        raise UsageError("hf-dist plan needs a run file, or --compare with the output_dir of a run.")
+    run = load_run(["--config", arguments.run or str(run_file(Path(arguments.compare))), *overrides])
     hardware = hardware_of(
-        arguments.num_devices, arguments.device_memory_gib, arguments.num_nodes, arguments.interconnect
+        arguments.num_devices,
+        arguments.device_memory_gib,
+        arguments.num_nodes,
+        arguments.interconnect,
+        arguments.device,
+        arguments.host_memory_gib,
+        arguments.network_gbps,
+        arguments.tflops,
     )
     plan = make_plan(run, hardware)
+    plan.num_rows, plan.price_per_hour, plan.overrides = arguments.num_rows, arguments.price_per_hour, overrides
+    if arguments.compare:
+        found = compared(plan, Path(arguments.compare))
+        print(json.dumps(found, indent=2) if arguments.json else "\n".join(lines_of(found)))
+        return
     if arguments.trace:
         from hf_dist_ext.planner.traced import beside
 

@@ -16,6 +16,12 @@ LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late 
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
 
+def keeps_precision_of_files(dtype: str | None, has_files: bool, has_frozen_part: bool, has_autocast: bool) -> bool:
+    """Whether weights are loaded as their files hold them (mostly in bfloat16): a float32 copy of what is frozen would
+    double what it takes and change nothing under autocast. What trains is made float32 afterwards."""
+    return dtype is None and has_files and has_frozen_part and has_autocast
+
+
 def widening(num_layers: int | None, is_checkpointed: bool) -> int:
     """How many times larger the chunks without a graph may be: they hold two layers' activations, those with a graph
     all layers'. With activation checkpointing a chunk with a graph holds one layer's and little of the others."""

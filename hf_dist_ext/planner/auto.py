@@ -18,6 +18,7 @@ from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import device_memory_bytes, links
 from hf_dist_ext.planner.plan import Plan
 from hf_dist_ext.planner.reasons import in_json
+from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.presets import presets
 
@@ -43,6 +44,8 @@ def choose(run: Run, devices: int) -> Choice:
     try:
         # Only the run file can ask for a pipeline: its devices share rows, so another batch would be trained.
         uncut = presets().keys() - set(PIPELINE_PRESETS)
+        if deepspeed_install.why_unusable():
+            uncut -= {name for name in uncut if name.startswith("deepspeed")}
         plan = make_plan(run, Hardware(processes, memory, 1, links()), uncut)
     except UsageError as error:
         why = f"chosen by the number of devices, {processes}, since the model was not read: {error}"

@@ -12,6 +12,8 @@ from hf_dist_ext import policy
 from hf_dist_ext.planner.workload import Workload
 
 GIB = 2**30
+MARGIN = 0.08  # of a device's memory that a plan leaves free: its figures are bounds, but for what nobody measured
+NETWORK = 3e9  # bytes per second that a machine sends to others where nobody says: 25 Gbit/s
 
 
 @dataclass(frozen=True)
@@ -86,17 +88,36 @@ PIPELINE_PRESETS = ("multi_gpu_pp", "multi_gpu_3d")  # of whole layers, of layer
 
 @dataclass(frozen=True)
 class Hardware:
-    """`num_devices` over all machines; `memory_bytes` per device."""
+    """`num_devices` over all machines; `memory_bytes` per device, `host_bytes` of a machine's own memory, `network` in
+    bytes per second that a machine sends to others. `card`: its name in planner/cards.py."""
 
     num_devices: int = 1
     memory_bytes: float = 80 * GIB
     num_nodes: int = 1
     interconnect: str = "nvlink"
     memory_is_assumed: bool = False  # no device is here, and none was named
+    given_host_bytes: float | None = None
+    network: float = NETWORK
+    card: str | None = None
+    reached: float | None = None  # operations per second of a device, where somebody measured them
 
     @property
     def per_node(self) -> int:
         return max(1, self.num_devices // self.num_nodes)
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a plan may fill."""
+        return (1 - MARGIN) * self.memory_bytes
+
+    def holds(self, needed: float, host: float) -> bool:
+        """Bytes of one device, and of its machine's memory, which its devices share."""
+        return needed <= self.usable and host * self.per_node <= self.host_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Where it is not given: twice what the machine's devices have, as servers mostly do, or 64 GiB."""
+        return self.given_host_bytes or max(64 * GIB, 2 * self.per_node * self.memory_bytes)
 
 
 def tensor_parallel_size(strategy: Strategy, work: Workload, hardware: Hardware) -> int:

@@ -36,11 +36,12 @@ from hf_dist_ext.planner.catalog import (
     tensor_parallel_size,
 )
 from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
-from hf_dist_ext.planner.plan import Option, Plan, changes_for, waits_for_links
+from hf_dist_ext.planner.plan import Larger, Option, Plan, changes_for, waits_for_links
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import TracedWorkload, traced
 from hf_dist_ext.planner.traffic import Traffic
+from hf_dist_ext.planner.who_trains import check_patterns
 from hf_dist_ext.planner.workload import Workload, with_batch, workload_of
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
@@ -48,6 +49,10 @@ from hf_dist_ext.run.presets import presets
 # A chunk of few tokens leaves a device waiting: with this many it runs at half speed.
 HALF_SPEED_TOKENS = 512
 NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
+CLEARLY = 1.25  # what needs DeepSpeed beside torch has to be so much quicker
+TWICE = 2  # sharding what fits whole has to be so much quicker: the bytes it saves a hook of DDP saves too
+WORTH = 0.95  # a change that makes a step as long as this is worth a sentence
+EIGHT_BIT = "adamw_torch_8bit"  # torchao's, whose state FSDP shards
 
 
 def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
@@ -63,6 +68,8 @@ def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = 
     if not is_known(shape) or (config.trust_remote_code and "auto_map" in shape):
         note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
         work = traced(run, replace(work, notes=(*work.notes, note)))
+    for name in ("trainable_modules", "frozen_modules"):
+        check_patterns(name, run.given.get(name), work.parameters())
     plan = plan_workload(work, hardware, available)
     plan.run = run
     return plan
@@ -101,6 +108,10 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     options += _pipelines(work, hardware, available)
     best = _best(options)
     plan = Plan(work, hardware, options, best, notes=list(work.notes))
+    if best is not None and best.strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
+        plan.notes.append(reason)
+    if best is not None:
+        plan.larger = _larger(work, best, hardware)
     if hardware.memory_is_assumed:
         plan.notes.append(
             f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
@@ -176,6 +187,8 @@ def _preset(strategy: Strategy, hardware: Hardware, available: Collection[str]) 
 def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: Collection[str]) -> Option:
     preset = _preset(strategy, hardware, available)
     as_given = Settings(is_checkpointed=work.is_checkpointed)
+    turns = hardware.num_devices if strategy.name == "single" else devices_per_row(strategy, work, hardware)
+    sent = _sent(work, strategy, hardware, as_given)
     option = Option(
         strategy,
         preset,
@@ -183,16 +196,20 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
         _needed(work, strategy, hardware, as_given),
         _needed(work, strategy, hardware, Settings(is_checkpointed=True)),
         _needed(work, strategy, hardware, Settings(is_checkpointed=False)),
-        _sent(work, strategy, hardware, as_given),
-        hardware.memory_bytes,
-        hardware.num_devices if strategy.name == "single" else devices_per_row(strategy, work, hardware),
+        sent,
+        hardware,
+        turns,
+        Bytes(),
+        _seconds(work, as_given, sent) * turns,
     )
+    option.least = min(option.given, option.checkpointed, key=lambda needed: needed.total)
     needs_chunk = strategy.pipeline is not None and not work.is_cached
     if work.finds_chunk or needs_chunk or not option.fits:
         _make_fit(option, work, hardware, needs_chunk)
     else:
         option.settings, option.batch, option.fitted, option.sent = as_given, work.batch, option.given, option.traffic
-        option.seconds = _seconds(work, as_given, option.traffic) * option.turns
+        option.optimizer = work.optimizer
+        option.seconds = option.given_seconds
     if work.finds_chunk and option.settings is not None and option.settings.is_checkpointed == work.is_checkpointed:
         option.given = option.fitted or option.given  # the run finds this size itself
     return option
@@ -208,23 +225,57 @@ def _why_not(work: Workload, strategy: Strategy, preset: str, hardware: Hardware
     if preset not in available:
         is_of_pipelines = strategy.pipeline is not None and preset in presets()
         return "pipeline_parallel_size is not given" if is_of_pipelines else f"there is no preset {preset}"
-    if strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
-        return reason.partition(". ")[0]
     return ""
 
 
 def _make_fit(option: Option, work: Workload, hardware: Hardware, needs_chunk: bool) -> None:
-    """(2) The quickest of: smaller chunks, checkpointing, both."""
-    for is_checkpointed in dict.fromkeys([work.is_checkpointed, True]):
-        for variant, settings in _smaller(work, is_checkpointed, needs_chunk):
-            needed = _needed(variant, option.strategy, hardware, settings)
-            if needed.total > hardware.memory_bytes:
-                continue
-            sent = _sent(variant, option.strategy, hardware, settings)
-            seconds = _seconds(variant, settings, sent) * option.turns
-            if seconds < option.seconds:
-                option.settings, option.batch, option.fitted = settings, variant.batch, needed
-                option.seconds, option.sent = seconds, sent
+    """(2) The quickest of: smaller chunks, checkpointing, both; where none of it helps, with an 8-bit optimizer."""
+    others = [EIGHT_BIT] if _can_be_8_bit(work, option.strategy) else []
+    for variant in (work, *(replace(work, optimizer=other) for other in others)):
+        for is_checkpointed in dict.fromkeys([work.is_checkpointed, True]):
+            for smaller, settings in _smaller(variant, is_checkpointed, needs_chunk):
+                _take_if_quicker(option, smaller, settings, hardware)
+        if option.settings is not None:
+            return
+
+
+def _take_if_quicker(option: Option, work: Workload, settings: Settings, hardware: Hardware) -> None:
+    needed = _needed(work, option.strategy, hardware, settings)
+    option.least = min(option.least, needed, key=lambda one: one.total)
+    if not hardware.holds(needed.total, needed.host):
+        return
+    sent = _sent(work, option.strategy, hardware, settings)
+    seconds = _seconds(work, settings, sent) * option.turns
+    if seconds < option.seconds:
+        option.settings, option.batch, option.fitted, option.optimizer = settings, work.batch, needed, work.optimizer
+        option.seconds, option.sent = seconds, sent
+
+
+def _can_be_8_bit(work: Workload, strategy: Strategy) -> bool:
+    """Not where layers are split, nor with the optimizers of the CPU and of DeepSpeed."""
+    is_other = strategy.offloads or strategy.is_deepspeed or strategy.is_tensor_parallel or strategy.pipeline
+    return not is_other and work.optimizer.startswith("adamw_torch") and "bit" not in work.optimizer
+
+
+def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:
+    """The largest gain by wider chunks, where the run names a size that is smaller than the memory allows."""
+    settings = best.settings
+    if settings is None or not work.is_cached or work.finds_chunk or best.fitted is None:
+        return None
+    longest, most = max(column.length for column in work.columns), max(column.rows for column in work.columns)
+    own, found = work.rows_of_chunk(longest, settings.chunk_rows), None
+    for rows in (own << power for power in range(1, most.bit_length())):
+        wider = replace(settings, chunk_rows=min(rows, most))
+        needed = _needed(work, best.strategy, hardware, wider)
+        if not hardware.holds(needed.total, needed.host):
+            break
+        sent = _sent(work, best.strategy, hardware, wider)
+        seconds = _seconds(work, wider, sent) * best.turns
+        if seconds < WORTH * (found.seconds if found else best.seconds):
+            found = Larger(min(rows, most), needed.total, seconds, sent.bytes)
+        if rows >= most:
+            break
+    return found
 
 
 def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[tuple[Workload, Settings]]:
@@ -250,13 +301,29 @@ def _seconds(work: Workload, settings: Settings, sent: Traffic) -> float:
 
 
 def _best(options: list[Option]) -> Option | None:
-    """(3) Of steps about as short, the simplest strategy: the table goes from simple to involved."""
+    """(3) Of what asks least of the run, the shortest step; of steps about as short the simplest strategy: the table
+    goes from simple to involved."""
     possible = [option for option in options if not option.why_not and option.settings is not None]
-    others = [option for option in possible if not option.strategy.pipeline]
-    wants_pipelines = waits_for_links(others)
-    if any(not option.is_last_resort for option in others) and not wants_pipelines:
-        possible = others
-    last = [o for o in possible if o.is_last_resort or (o.strategy.pipeline and not wants_pipelines)]
-    possible = [option for option in possible if option.fits and option not in last] or possible
+    wants_pipelines = waits_for_links([option for option in possible if not option.strategy.pipeline])
+    least = min((_effort(option, wants_pipelines) for option in possible), default=0)
+    possible = [option for option in possible if _effort(option, wants_pipelines) == least]
+    shortest = min((option.seconds for option in possible), default=0.0)
+    whole = [option for option in possible if option.strategy.name in ("single", "DDP") and option.fits]
+    if any(option.seconds <= TWICE * shortest for option in whole):
+        possible = whole
+    torch_alone = [o for o in possible if not o.strategy.is_deepspeed and o.seconds <= CLEARLY * shortest]
+    possible = torch_alone or possible
     shortest = min((option.seconds for option in possible), default=0.0)
     return next((option for option in possible if option.seconds <= NEARLY * shortest), None)
+
+
+def _effort(option: Option, wants_pipelines: bool) -> int:
+    """What an option asks: nothing, other chunks or checkpointing, another optimizer, rows that devices share (fewer
+    then meet in the loss), the CPU's memory."""
+    if option.strategy.offloads:
+        return 4
+    if option.strategy.is_tensor_parallel or (option.strategy.pipeline and not wants_pipelines):
+        return 3
+    if option.fits:
+        return 0
+    return 2 if option.optimizer == EIGHT_BIT else 1

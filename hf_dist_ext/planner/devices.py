@@ -15,9 +15,11 @@ import subprocess
 from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner.catalog import GIB, Hardware
+from hf_dist_ext.planner.cards import card_named, card_of
+from hf_dist_ext.planner.catalog import GIB, NETWORK, Hardware
 
 ASSUMED_GIB = 80.0  # where no device is at hand and none is named
+NVLINK_GIB = 40.0
 
 
 def count_devices() -> int:
@@ -73,7 +75,14 @@ def _ask(*words: str) -> str:
 
 
 def hardware_of(
-    num_devices: int | None, memory_gib: float | None, num_nodes: int = 1, interconnect: str | None = None
+    num_devices: int | None,
+    memory_gib: float | None,
+    num_nodes: int = 1,
+    interconnect: str | None = None,
+    device: str | None = None,
+    host_memory_gib: float | None = None,
+    network_gbps: float | None = None,
+    tflops: float | None = None,
 ) -> Hardware:
     """What is named, else what is here, else one device of 80 GiB. Raises UsageError for what cannot be."""
     if num_devices is None:
@@ -82,8 +91,33 @@ def hardware_of(
         raise UsageError(
             f"{num_devices} devices on {num_nodes} machines: give a positive number that the machines share equally."
         )
-    if memory_gib is not None and not memory_gib > 0:
-        raise UsageError(f"--device_memory_gib {memory_gib} is not a positive number of GiB.")
+    given = {
+        "device_memory_gib": (memory_gib, "GiB"),
+        "host_memory_gib": (host_memory_gib, "GiB"),
+        "network_gbps": (network_gbps, "Gbit/s"),
+        "tflops": (tflops, "TFLOP/s"),
+    }
+    for name, (value, unit) in given.items():
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name} {value} is not a positive number of {unit}.")
+    is_here = memory_gib is None and device is None
+    card = card_of(_ask("--query-gpu=name", "--format=csv,noheader")) if is_here else device
+    profile = card_named(card) if card else None
+    if memory_gib is None and device is not None and profile is not None:
+        memory_gib = profile.memory_gib
     memory = memory_gib * GIB if memory_gib is not None else device_memory_bytes()
-    links_here = interconnect or (links() if memory_gib is None else "nvlink")
-    return Hardware(num_devices, memory or ASSUMED_GIB * GIB, num_nodes, links_here, memory is None)
+    if interconnect is None:
+        # cards of less memory mostly have no NVLink
+        usual = profile.interconnect if profile else "nvlink" if (memory_gib or ASSUMED_GIB) >= NVLINK_GIB else "pcie"
+        interconnect = links() if is_here and memory is not None else usual
+    return Hardware(
+        num_devices,
+        memory or ASSUMED_GIB * GIB,
+        num_nodes,
+        interconnect,
+        memory is None,
+        host_memory_gib and host_memory_gib * GIB,
+        network_gbps * 1e9 / 8 if network_gbps else NETWORK,
+        card,
+        tflops * 1e12 if tflops else None,
+    )

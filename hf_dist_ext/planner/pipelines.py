@@ -19,7 +19,7 @@ from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, St
 from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, models_of_stages, num_layers
 from hf_dist_ext.planner.memory import Bytes, Settings, Sizes, framework_bytes, loss_bytes, scratch_bytes
 from hf_dist_ext.planner.traced import TracedWorkload
-from hf_dist_ext.planner.traffic import ARITHMETIC, Traffic, bandwidths, inside_layers
+from hf_dist_ext.planner.traffic import Links, Traffic, between_copies, inside_layers, links_of, speed
 from hf_dist_ext.planner.workload import Workload
 
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
@@ -275,7 +275,8 @@ def bubble_share(work: Workload, pipeline: Pipeline, settings: Settings) -> floa
 def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
     """Of one optimizer step, and of the device that does most of each. Arithmetic takes longer by what ranks wait."""
     pipeline, sums = strategy.pipeline, Traffic()
-    inside, across = bandwidths(hardware)
+    inside, across = links_of(hardware)
+    beside = between_copies(hardware, pipeline.devices)
     copies, counts = hardware.num_devices // pipeline.devices, layers_of(work, pipeline)
     messages = max(
         (_messages(work, pipeline, settings, own) for own in pipeline.stages_of_ranks), key=lambda one: one[1]
@@ -285,13 +286,14 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
         layers = max(sum(counts[stage] for stage in own) for own in pipeline.stages_of_ranks)
         sums.send("all_reduce", *inside_layers(work, settings, layers), pipeline.parts, inside)
     if pipeline.sharding:
-        _send_shards(sums, work, pipeline, settings, copies, across)
+        _send_shards(sums, work, pipeline, settings, copies, beside)
     else:
-        sums.send("all_reduce", 1, _reduced(work, pipeline), copies, across)
-    sums.send_embeddings(work, copies, across)
+        sums.send("all_reduce", 1, _reduced(work, pipeline), copies, beside)
+    sums.send_embeddings(work, copies, beside)
     most = max(_operations(work, pipeline, settings, own) for own in pipeline.stages_of_ranks)
     busy = 1 - bubble_share(work, pipeline, settings)
-    sums.arithmetic_seconds = most / ARITHMETIC[min(work.compute_bytes, 4)] / busy
+    sums.arithmetic = most
+    sums.arithmetic_seconds = most / speed(hardware, work.compute_bytes) / busy
     return sums
 
 
@@ -306,7 +308,7 @@ def _reduced(work: Workload, pipeline: Pipeline) -> float:
 
 
 def _send_shards(
-    sums: Traffic, work: Workload, pipeline: Pipeline, settings: Settings, copies: int, bandwidth: float
+    sums: Traffic, work: Workload, pipeline: Pipeline, settings: Settings, copies: int, links: Links
 ) -> None:
     """Of the rank that has most: weights once per update, or for every forward and backward of every chunk;
     gradients once, or behind every backward."""
@@ -316,9 +318,9 @@ def _send_shards(
     backwards = _reductions(work, pipeline, settings)
     gathers = 3 * backwards if pipeline.sharding == "FULL_SHARD" else 1
     stored = sum(unit.trained_stored + unit.frozen_stored for unit in units)
-    sums.send("all_gather", gathers * len(units), gathers * stored, copies, bandwidth)
+    sums.send("all_gather", gathers * len(units), gathers * stored, copies, links)
     trained = [unit.trained_stored for unit in units if unit.trained]
-    sums.send("reduce_scatter", backwards * len(trained), backwards * sum(trained), copies, bandwidth)
+    sums.send("reduce_scatter", backwards * len(trained), backwards * sum(trained), copies, links)
 
 
 def _messages(work: Workload, pipeline: Pipeline, settings: Settings, own: Sequence[int]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ planner/choose.py makes plans, planner/reasons.py says why, planner/report.py pr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +28,13 @@ class Option:
     checkpointed: Bytes
     unchecked: Bytes
     traffic: Traffic
-    memory_bytes: float
+    hardware: Hardware
     turns: int  # steps that do what one step of devices with rows of their own does
+    least: Bytes  # of all that was tried
+    given_seconds: float  # of a step, as the run stands
     settings: Settings | None = None  # None: nothing makes it fit
     batch: int = 0
+    optimizer: str = ""  # that fits
     fitted: Bytes | None = None
     sent: Traffic | None = None  # as fitted
     seconds: float = float("inf")
@@ -48,24 +52,31 @@ class Option:
 
     @property
     def fits(self) -> bool:
-        return self.given.total <= self.memory_bytes
+        return self.hardware.holds(self.given.total, self.given.host)
+
+    @property
+    def shown(self) -> Bytes:
+        """With what makes it fit; as the run stands where nothing does."""
+        return self.fitted or self.given
 
     @property
     def is_last_resort(self) -> bool:
         """The CPU holds what the devices do not: no easier than smaller chunks. Nor are groups of devices that share
         rows, of which fewer then meet in the loss."""
-        return self.strategy.preset.endswith("_offload") or self.strategy.is_tensor_parallel
+        return self.strategy.offloads or self.strategy.is_tensor_parallel
 
     @property
     def headroom(self) -> float:
-        return self.memory_bytes - self.given.total
+        return self.hardware.memory_bytes - self.given.total
 
     def as_dict(self) -> dict[str, Any]:
         fitted = self.settings and {
             "chunk_rows": self.settings.chunk_rows,
             "checkpointing": self.settings.is_checkpointed,
             "per_device_batch": self.batch,
+            "optimizer": self.optimizer,
             "bytes": self.fitted.as_dict(),
+            "seconds_per_step": round(self.seconds, 6),
         }
         return {
             "strategy": self.strategy.name,
@@ -89,6 +100,55 @@ def waits_for_links(options: Sequence[Option]) -> bool:
     return quickest is not None and quickest.sending > quickest.seconds / 2
 
 
+@dataclass(frozen=True)
+class Larger:
+    """Wider chunks that fit too: bytes of a device, seconds of a step, bytes that a device sends in it."""
+
+    chunk_rows: int
+    needed: float
+    seconds: float
+    sent: float
+
+
+@dataclass(frozen=True)
+class Time:
+    """`rows_per_second`: of all devices. `hours` and `price`: None where the number of steps or the price is not
+    known."""
+
+    seconds: float  # of a step
+    rows_per_second: float
+    tokens_per_second: float  # at the rows' greatest lengths
+    hours: float | None
+    price: float | None
+
+    def as_dict(self) -> dict[str, float | None]:
+        return {
+            "seconds_per_step": round(self.seconds, 6),
+            "rows_per_second": round(self.rows_per_second, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "hours": self.hours and round(self.hours, 3),
+            "price": self.price and round(self.price, 2),
+        }
+
+
+def time_of(plan: Plan, option: Option) -> Time:
+    """A step is as many rows as all devices take with rows of their own, whoever shares them."""
+    work, hardware = plan.work, plan.hardware
+    rows = work.batch * work.accumulation * hardware.num_devices
+    tokens = sum(one.rows * one.length for one in work.columns) / work.batch
+    given = plan.run.given if plan.run is not None else {}
+    steps = given.get("max_steps") or 0
+    if steps <= 0 and plan.num_rows:
+        steps = plan.num_rows / rows * (given.get("num_train_epochs") or 3)  # transformers' own number
+    hours = steps * option.seconds / 3600 if steps > 0 else None
+    price = hours * plan.price_per_hour * hardware.num_devices if hours and plan.price_per_hour else None
+    return Time(option.seconds, rows / option.seconds, rows / option.seconds * tokens, hours, price)
+
+
+def _as_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 @dataclass
 class Plan:
     work: Workload
@@ -101,6 +161,45 @@ class Plan:
     trace: dict[str, Any] | None = None
     run: Any = None  # the run that was planned: of several stages, the one that needs most
     stages: list[dict[str, Any]] = field(default_factory=list)
+
+    num_rows: int | None = None  # of the dataset
+    price_per_hour: float | None = None  # of one device
+    overrides: Sequence[str] = ()  # of the run file, as the command had them
+    larger: Larger | None = None
+
+    @property
+    def time(self) -> Time:
+        assert self.best is not None
+        return time_of(self, self.best)
+
+    @property
+    def command(self) -> str:
+        """What runs the plan, from the folder of the run file; RUN.json stands for a run whose file has no name."""
+        best, hardware = self.best, self.hardware
+        assert best is not None
+        path = "RUN.json" if self.run is None else self.run.path
+        fields = {} if self.stages else {k: v for k, v in self.changes.items() if k != "accelerate_config"}
+        words = "".join(f" {word}" for word in self.overrides)
+        words += "".join(f" --{name} {_as_word(value)}" for name, value in fields.items())
+        pipeline = best.strategy.pipeline
+        if hardware.num_nodes == 1 and not (pipeline and pipeline.parts > 1):
+            preset = f" --accelerate_config {best.preset}" if "accelerate_config" in self.changes else ""
+            number = f" --num_processes {hardware.num_devices}" if preset else ""
+            return f"hf-dist train {path}{preset}{number}{words}"
+        machines = f" --num_machines {hardware.num_nodes} --machine_rank N --main_process_ip ADDRESS"
+        machines += " --main_process_port PORT"
+        groups = ""
+        if best.strategy.is_hybrid and best.preset.endswith("_hsdp"):
+            copies = hardware.num_devices // hardware.per_node
+            groups = f" --parallelism_config_dp_replicate_size {copies}"
+            groups += f" --parallelism_config_dp_shard_size {hardware.per_node}"
+        if pipeline and pipeline.parts > 1:
+            groups = f" --parallelism_config_tp_size {pipeline.parts}"
+        return (
+            f"accelerate launch --config_file configs/accelerate/{best.preset}.yaml"
+            f"{machines if hardware.num_nodes > 1 else ''} --num_processes {hardware.num_devices}{groups} "
+            f"scripts/train_hf.py --config {path}{words}"
+        )
 
     def option(self, name: str) -> Option | None:
         return next((option for option in self.options if option.strategy.name == name), None)
@@ -120,8 +219,19 @@ class Plan:
                 "num_nodes": hardware.num_nodes,
                 "device_memory": round(hardware.memory_bytes),
                 "interconnect": hardware.interconnect,
+                "network_bytes_per_second": round(hardware.network),
+                "host_memory": round(hardware.host_bytes),
+                "device": hardware.card,
             },
-            "recommended": best and {"strategy": best.strategy.name, "preset": best.preset, "set": self.changes},
+            "recommended": best
+            and {
+                "strategy": best.strategy.name,
+                "preset": best.preset,
+                "set": self.changes,
+                "command": self.command,
+                "time": self.time.as_dict(),
+            },
+            "larger_chunks": self.larger and vars(self.larger),
             "reasons": self.reasons,
             "notes": self.notes,
             "stage": self.run.name if self.stages else None,
@@ -149,6 +259,8 @@ def changes_for(plan: Plan, best: Option) -> dict[str, Any]:
         changes["pipeline_parallel_size"] = pipeline.ranks
     if settings.chunk_rows is not None and (pipeline or not work.finds_chunk):
         changes["gradient_cache_chunk_size"] = settings.chunk_rows
+    if best.optimizer != work.optimizer:
+        changes["optim"] = best.optimizer
     if best.batch != work.batch:
         changes["per_device_train_batch_size"] = best.batch
         changes["gradient_accumulation_steps"] = work.accumulation * -(-work.batch // best.batch)

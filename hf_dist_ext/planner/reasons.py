@@ -69,7 +69,7 @@ def explain(plan: Plan) -> None:
         with_changes = "Everything fits" if best.fits else "With the changes below everything fits"
         say(
             f"{with_changes} on each device ({gib(fitted.total)} of {gib(hardware.memory_bytes)}); sharding {less} "
-            f"and send more. DDP sends {gib(best.traffic.bytes)} per device and step."
+            f"and send more. DDP sends {gib((best.sent or best.traffic).bytes)} per device and step."
         )
     elif best.strategy.name != "single" and best.strategy.pipeline is None:
         fixed = simplest.given.total - simplest.given.activations - simplest.given.embeddings
@@ -79,7 +79,7 @@ def explain(plan: Plan) -> None:
         say(
             f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(simplest.given.total)} in "
             f"all, of {gib(hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
-            f"{gib(fitted.total)} and sends {gib(best.traffic.bytes)} per device and step."
+            f"{gib(fitted.total)} and sends {gib((best.sent or best.traffic).bytes)} per device and step."
         )
         if best.strategy.is_tensor_parallel:
             say(
@@ -93,6 +93,16 @@ def explain(plan: Plan) -> None:
     _explain_activations(plan, best, fitted)
     if not best.fits:
         say(f"As it stands the run needs {gib(best.given.total)} per device and does not fit; the changes below do.")
+    if best.strategy.offloads:
+        machine = f"{gib(fitted.host * hardware.per_node)} of {gib(hardware.host_bytes)}"
+        say(f"Its weights and state take {machine} of a machine's own memory{_assumed(plan)}.")
+    if plan.larger is not None:
+        wide, sent = plan.larger, (best.sent or best.traffic).bytes
+        say(
+            f'Wider chunks fit: "gradient_cache_chunk_size": {wide.chunk_rows} needs {gib(wide.needed)} and takes '
+            f"{_seconds(wide.seconds)} per step instead of {_seconds(best.seconds)}"
+            + (f", sending {gib(wide.sent)} instead of {gib(sent)}." if wide.sent < 0.95 * sent else ".")
+        )
     if best.strategy.name == "DDP":
         say(_compression(plan, best))
 
@@ -229,7 +239,8 @@ def _explain_activations(plan: Plan, best: Option, fitted: Bytes) -> None:
 
 
 def _explain_nothing_fits(plan: Plan) -> None:
-    least = min(plan.options, key=lambda option: option.checkpointed.total)
+    least = min(plan.options, key=lambda option: (option.strategy.offloads, option.least.total))
+    least_offloaded = min(plan.options, key=lambda option: option.least.total)
     choosable = [option for option in plan.options if option.settings is not None]
     memory = gib(plan.hardware.memory_bytes)
     if choosable:
@@ -240,6 +251,17 @@ def _explain_nothing_fits(plan: Plan) -> None:
         plan.reasons.append(f"Nothing that can be chosen here fits {memory}. What would: {'; '.join(names)}.")
         return
     plan.reasons.append(
-        f"Nothing fits {memory}: the least is {least.strategy.name} with {gib(least.checkpointed.total)}. Use more "
-        'devices, shorter rows, LoRA or frozen parts, "optim": "adamw_bnb_8bit", or half-precision weights.'
+        f"Nothing fits {memory}, of which {plan.hardware.usable / plan.hardware.memory_bytes:.0%} may be filled: the "
+        f"least is {least.strategy.name} with {gib(least.least.total)}, smaller chunks and checkpointing tried. Use "
+        'more devices, shorter rows, LoRA or frozen parts, "optim": "adamw_bnb_8bit", or half-precision weights.'
     )
+    if least_offloaded.strategy.offloads:
+        needed, host = least_offloaded.least.total, least_offloaded.least.host * plan.hardware.per_node
+        plan.reasons.append(
+            f"{least_offloaded.strategy.name} would need {gib(needed)} of a device and {gib(host)} of "
+            f"its machine's own memory, which has {gib(plan.hardware.host_bytes)}{_assumed(plan)}."
+        )
+
+
+def _assumed(plan: Plan) -> str:
+    return "" if plan.hardware.given_host_bytes else " (assumed; --host_memory_gib says otherwise)"

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.cards import CARDS
 from hf_dist_ext.planner.catalog import GIB
+from hf_dist_ext.planner.memory import Settings, is_cut
 from hf_dist_ext.planner.pipelines import Facts
 from hf_dist_ext.planner.plan import Option, Plan
 from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
-from hf_dist_ext.planner.traffic import ARITHMETIC, BANDWIDTH
+from hf_dist_ext.planner.traffic import BANDWIDTH, speed
 
 PARTS = ("weights", "master_weights", "gradients", "optimizer", "activations", "embeddings", "buffers", "framework")
 COLUMNS = ["masters" if part == "master_weights" else part for part in PARTS]
@@ -31,22 +33,23 @@ def print_plan(plan: Plan) -> None:
     title = (
         f"{model['model_type']}{stage}, {count_of(model['parameters'])} parameters, "
         f"{count_of(model['trained_parameters'])} train; {devices}{where} of {gib(hardware.memory_bytes)}, "
-        f"{hardware.interconnect}. GiB per device."
+        f"{hardware.interconnect}. GiB per device, with what makes each fit."
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("strategy", *COLUMNS, "total", "fits", "spare", "sent/step", "collectives/step"):
-        table.add_column(heading, justify="left" if heading in ("strategy", "fits", "collectives/step") else "right")
+    offloads = any(option.shown.host for option in plan.options)
+    headings = ["strategy", *COLUMNS, *["host"] * offloads, "total", "fits", "chunk", "sent/step", "s/step"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("strategy", "fits") else "right")
     for option in plan.options:
-        cells = [f"{getattr(option.given, name) / GIB:.2f}" for name in PARTS]
         mark = "> " if option is plan.best else "  "
+        shown = [*(getattr(option.shown, name) for name in PARTS), *[option.shown.host] * offloads, option.shown.total]
         table.add_row(
             mark + option.strategy.name,
-            *cells,
-            f"{option.given.total / GIB:.2f}",
+            *(f"{size / GIB:.2f}" for size in shown),
             _fits(option),
-            f"{option.headroom / GIB:.1f}",
-            f"{option.traffic.bytes / GIB:.2f}",
-            ", ".join(f"{count} {kind}" for kind, count in option.traffic.collectives.items()) or "-",
+            _chunk(plan, option),
+            f"{(option.sent or option.traffic).bytes / GIB:.2f}",
+            "-" if option.settings is None else seconds_of(option.seconds),
         )
     # the terminal's width cuts columns; a file or a pipe gets all of them
     wide = console if console.is_terminal and console.width >= 150 else Console(width=170, highlight=False)
@@ -61,6 +64,8 @@ def print_plan(plan: Plan) -> None:
     else:
         changes = in_json(plan.changes) or "nothing"
         print(f"recommended: {plan.best.strategy.name} (preset {plan.best.preset}). Set: {changes}")
+        print(f"  run: {plan.command}")
+        print(f"  {_time(plan)}")
     for reason in plan.reasons:
         print(f"  - {reason}")
     for why_not in dict.fromkeys(option.why_not for option in plan.options if option.why_not):
@@ -68,10 +73,13 @@ def print_plan(plan: Plan) -> None:
         print(f"  - {names} can not be chosen: {why_not}.")
     for note in plan.notes:
         print(f"note: {note}")
-    speed = ARITHMETIC[work.autocast_bytes or work.load_bytes]
+    between = f", {hardware.network / 1e9:.3g} GB/s between machines" if hardware.num_nodes > 1 else ""
+    source = f" (a share of the peak in {CARDS[hardware.card].source})" if hardware.card else ""
+    source = " (as given)" if hardware.reached else source
     print(
-        f"note: framework bytes, {speed / 1e12:.0f} TFLOP/s and {BANDWIDTH[hardware.interconnect] / 1e9:.0f} GB/s are "
-        "assumed, they only rank strategies; rows are counted at max_length."
+        f"note: framework bytes, {speed(hardware, work.compute_bytes) / 1e12:.3g} TFLOP/s{source} and "
+        f"{BANDWIDTH[hardware.interconnect] / 1e9:.0f} GB/s{between} are assumed, they only rank strategies; rows are "
+        f"counted at max_length; {gib(hardware.memory_bytes - hardware.usable)} of each device stay free."
     )
     if plan.trace:
         print(trace_line(plan.trace))
@@ -92,6 +100,31 @@ def _fits(option: Option) -> str:
     if option.fits:
         return "yes"
     return "no" if option.settings is None else "changed"
+
+
+def _chunk(plan: Plan, option: Option) -> str:
+    """Rows of the longest column at once."""
+    settings = option.settings or Settings()
+    if not is_cut(plan.work, settings):
+        return str(option.batch or plan.work.batch)
+    return str(plan.work.rows_of_chunk(max(one.length for one in plan.work.columns), settings.chunk_rows))
+
+
+def _time(plan: Plan) -> str:
+    time = plan.time
+    words = (
+        f"a step takes about {seconds_of(time.seconds)} s: {time.rows_per_second:,.3g} rows/s, "
+        f"{time.tokens_per_second:,.3g} tokens/s"
+    )
+    if time.hours is not None:
+        words += f"; the run about {time.hours:,.3g} hours"
+    if time.price is not None:
+        words += f", {time.price:,.2f} at {plan.price_per_hour:g} per device and hour"
+    return words
+
+
+def seconds_of(number: float) -> str:
+    return f"{number:.3g}" if number < 100 else f"{number:.0f}"
 
 
 def _checkpointing(plan: Plan) -> str:
@@ -130,19 +163,28 @@ def write_png(plan: Plan, path: Path) -> None:
         import matplotlib.pyplot as pyplot
     except ImportError:
         raise UsageError("--png needs matplotlib, which is not installed. Run: pip install matplotlib") from None
-    figure, axes = pyplot.subplots(figsize=(10, 0.5 * len(plan.options) + 1.8))
+    figure, (axes, times) = pyplot.subplots(
+        1, 2, figsize=(12, 0.5 * len(plan.options) + 1.8), sharey=True, width_ratios=[3, 1], layout="constrained"
+    )
     names = [option.strategy.name for option in plan.options]
     left = [0.0] * len(names)
     for part, label in zip(PARTS, COLUMNS, strict=True):
-        widths = [getattr(option.given, part) / GIB for option in plan.options]
+        widths = [getattr(option.shown, part) / GIB for option in plan.options]
         axes.barh(names, widths, left=left, label=label)
         left = [one + width for one, width in zip(left, widths, strict=True)]
     axes.axvline(plan.hardware.memory_bytes / GIB, color="black", linestyle="--", label="device memory")
+    axes.axvline(plan.hardware.usable / GIB, color="grey", linestyle=":", label="that a plan fills")
+    axes.set_xlim(right=min(max(left), 3 * plan.hardware.memory_bytes / GIB) * 1.05)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB per device, as the run stands")
-    axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18 - 0.6 / len(names)))
+    axes.set_xlabel("GiB per device, with what makes it fit")
+    axes.legend(fontsize="small", ncols=2, loc="lower right")
+    colors = ["tab:green" if option is plan.best else "lightgrey" for option in plan.options]
+    times.barh(names, [0.0 if option.settings is None else option.seconds for option in plan.options], color=colors)
+    for i, option in enumerate(plan.options):
+        times.text(0, i, " does not fit" if option.settings is None else f" {seconds_of(option.seconds)}", va="center")
+    times.set_xlabel("seconds per step")
     best = f"recommended: {plan.best.strategy.name}" if plan.best else "nothing fits"
-    axes.set_title(f"{plan.work.config['model_type']}, {plan.hardware.num_devices} devices; {best}")
+    figure.suptitle(f"{plan.work.config['model_type']}, {plan.hardware.num_devices} devices; {best}")
     try:
         figure.savefig(path, bbox_inches="tight", dpi=120)
     except (OSError, ValueError) as error:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_dist_ext.planner.catalog import Hardware, Strategy, shard_count, tensor_parallel_size
+from hf_dist_ext.planner.cards import CARDS
+from hf_dist_ext.planner.catalog import NETWORK, Hardware, Strategy, shard_count, tensor_parallel_size
 from hf_dist_ext.planner.knobs import sent_by_hook
 from hf_dist_ext.planner.memory import (
     Model,
@@ -30,12 +31,33 @@ from hf_dist_ext.planner.memory import (
 )
 from hf_dist_ext.planner.workload import Workload
 
-# Bytes per second that a device sends, well below the data sheets; between machines "ethernet" counts.
-BANDWIDTH = {"nvlink": 150e9, "pcie": 12e9, "ethernet": 3e9}
+# Bytes per second that a device sends inside a machine, well below the data sheets; what a machine sends to others is
+# shared by its devices.
+BANDWIDTH = {"nvlink": 150e9, "pcie": 12e9, "ethernet": NETWORK}
 HOST_BANDWIDTH = 12e9  # device to CPU memory
 HOST_OPTIMIZER = 1e9  # elements per second that a CPU process updates
 ARITHMETIC = {2: 120e12, 4: 20e12}  # multiply-adds count two; by bytes of the computing precision
 LATENCY = 30e-6  # of one collective
+
+
+@dataclass(frozen=True)
+class Links:
+    """Those that a group of devices has: bytes per second of a device inside its machine, and of a machine to others;
+    over how many machines the group goes, and how many such groups send from a machine at once."""
+
+    inside: float
+    between: float
+    machines: int = 1
+    groups: int = 1
+
+    def seconds(self, kind: str, size: float, members: int) -> float:
+        """First inside the machines, then between them, where a machine has each byte once."""
+        if kind == "send":
+            return size / (self.inside if self.machines == 1 else self.between)
+        here = members / self.machines
+        times = 2 if kind == "all_reduce" else 1
+        inside = (here - 1) / here * size / self.inside
+        return times * (inside + (self.machines - 1) / self.machines * size * self.groups / self.between)
 
 
 @dataclass
@@ -47,24 +69,25 @@ class Traffic:
     bytes: float = 0.0
     seconds: float = 0.0
     arithmetic_seconds: float = 0.0
+    arithmetic: float = 0.0  # floating-point operations, without waiting
     reduction_seconds: float = 0.0
     compressed_seconds: float = 0.0
 
-    def send(self, kind: str, count: float, size: float, members: int, bandwidth: float) -> None:
+    def send(self, kind: str, count: float, size: float, members: int, links: Links) -> None:
         """Collectives among so many devices, `size` bytes together; a "send" goes to one other device."""
         if members < 2 or not count:
             return
         self.collectives[kind] = self.collectives.get(kind, 0) + round(count)
         share = 1.0 if kind == "send" else (members - 1) / members * (2 if kind == "all_reduce" else 1)
         self.bytes += size * share
-        self.seconds += size * share / bandwidth + count * LATENCY
+        self.seconds += links.seconds(kind, size, members) + count * LATENCY
 
-    def send_embeddings(self, work: Workload, world: int, bandwidth: float) -> None:
+    def send_embeddings(self, work: Workload, world: int, links: Links) -> None:
         """For a loss over the rows of all devices that have rows of their own."""
         if work.is_embedding:
             size = work.vectors(work.columns[1:]) * world * work.embedding_dim * 4 * work.accumulation
-            self.send("all_gather", 3 * work.accumulation, size, world, bandwidth)
-            self.send("reduce_scatter", work.accumulation, size, world, bandwidth)
+            self.send("all_gather", 3 * work.accumulation, size, world, links)
+            self.send("reduce_scatter", work.accumulation, size, world, links)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -80,7 +103,7 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     sums = Traffic()
     parts = tensor_parallel_size(strategy, work, hardware)
     world = 1 if strategy.name == "single" else hardware.num_devices // parts
-    inside, across = bandwidths(hardware)
+    inside, across = links_of(hardware)
     send = sums.send
     computes_in = work.compute_bytes
     model = model_of(work, parts, work.knobs.min_num_params or 0)
@@ -92,22 +115,23 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     is_once = reduces_once(work, strategy, model, hardware, settings)
     if not strategy.shards:
         parameters, knobs = work.parameters().values(), work.knobs
-        sent, ring = sent_by_hook(knobs, parameters), 2 * (world - 1) / world / across
-        sums.reduction_seconds = model.whole.trained_stored * ring
+        sent = sent_by_hook(knobs, parameters)
+        sums.reduction_seconds = across.seconds("all_reduce", model.whole.trained_stored, world)
         if knobs.hook == "top_k":
             send("all_gather", 1, sent * world, world, across)
-            sums.compressed_seconds = sent * (world - 1) / across
+            sums.compressed_seconds = across.seconds("all_gather", sent * world, world)
         else:
             send("all_reduce", 1, sent, world, across)
             half = sent_by_hook(replace(knobs, hook="fp16"), parameters)
-            sums.compressed_seconds = (sent if knobs.hook else half) * ring
+            sums.compressed_seconds = across.seconds("all_reduce", sent if knobs.hook else half, world)
     elif "w" in strategy.shards:
-        link = inside if strategy.is_hybrid else across
+        link = inside if shards <= hardware.per_node else across
         gathers, reductions = _sharded(work, strategy, settings, model, chunks, is_once)
         send("all_gather", *gathers, shards, link)
         send("reduce_scatter", *reductions, shards, link)
         if strategy.is_hybrid:
-            send("all_reduce", 1, model.whole.trained * 4 / shards, hardware.num_nodes, across)
+            copies = hardware.num_devices // shards
+            send("all_reduce", 1, model.whole.trained * 4 / shards, copies, between_copies(hardware, shards))
     else:  # ZeRO-1 and 2: gradients to their owners, updated weights back
         times = 1 if is_once or "g" not in strategy.shards else num_backwards(work, settings)
         send("reduce_scatter", times, times * model.whole.trained * computes_in, shards, across)
@@ -116,14 +140,30 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     if strategy.offloads:
         moved = model.whole.elements * computes_in / shards * chunks + model.whole.trained * 4 / shards
         sums.seconds += moved / HOST_BANDWIDTH + model.whole.trained / shards / HOST_OPTIMIZER
-    sums.arithmetic_seconds = arithmetic(work, settings, parts) / ARITHMETIC[min(computes_in, 4)]
+    sums.arithmetic = arithmetic(work, settings, parts)
+    sums.arithmetic_seconds = sums.arithmetic / speed(hardware, computes_in)
     return sums
 
 
-def bandwidths(hardware: Hardware) -> tuple[float, float]:
-    """Inside a machine, and where all devices take part."""
-    inside = BANDWIDTH[hardware.interconnect]
-    return inside, BANDWIDTH["ethernet"] if hardware.num_nodes > 1 else inside
+def speed(hardware: Hardware, item: int) -> float:
+    """Operations per second, of which a multiply-add is two, with so many bytes per element."""
+    if hardware.reached is not None:
+        return hardware.reached
+    return CARDS[hardware.card].speed(item) if hardware.card else ARITHMETIC[min(item, 4)]
+
+
+def links_of(hardware: Hardware) -> tuple[Links, Links]:
+    """Of groups inside a machine, and of all devices together."""
+    inside = Links(BANDWIDTH[hardware.interconnect], hardware.network)
+    return inside, replace(inside, machines=hardware.num_nodes)
+
+
+def between_copies(hardware: Hardware, devices: int) -> Links:
+    """Of devices that have the same part of copies, which neighbouring `devices` make: a machine's devices are in as
+    many such groups as a copy has devices there."""
+    inside, _ = links_of(hardware)
+    machines = min(hardware.num_nodes, hardware.num_devices // devices)
+    return replace(inside, machines=machines, groups=min(devices, hardware.per_node))
 
 
 Sent = tuple[float, float]  # how many collectives, and their bytes together

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.architectures import TWO_TOWERS
 from hf_dist_ext.planner.tape import Lora
 
@@ -42,6 +44,20 @@ def depth(patterns: Sequence[str] | str, name: str) -> int:
         matches = [root] if root else [one for one in above if one == pattern or one.endswith("." + pattern)]
         depths += [match.count(".") + 1 for match in matches]
     return max(depths)
+
+
+def check_patterns(field: str, patterns: Sequence[str] | str | None, names: Iterable[str]) -> None:
+    """Raises UsageError for a pattern that matches no parameter, as training does."""
+    names = list(names)
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+        if any(depth(pattern if isinstance(patterns, str) else [pattern], name) for name in names):
+            continue
+        tails = {part: name for name in names for part in name.split(".")}
+        near = [tails[one] for one in difflib.get_close_matches(pattern.rpartition(".")[2], tails, 3, 0.5)]
+        shown = ", ".join(f'"{one}"' for one in near) or "nothing is near"
+        raise UsageError(
+            f"{field}={patterns!r}: {pattern!r} matches no module. Closest: {shown}. Use a dotted suffix or a regex."
+        )
 
 
 # Names of parts as frozen/groups.py finds them in a model; a projector may lie inside the vision part.

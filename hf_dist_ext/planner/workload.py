@@ -243,7 +243,10 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     lora = lora_of(given, config) if given.get("use_lora") else None
     trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
     keep = given.get("gradient_cache_keep_graph", 0)
+    has_files, has_frozen_part = bool(fields.model_name_or_path), trainable is not None or frozen is not None
     dtype = fields.dtype or "float32"
+    if policy.keeps_precision_of_files(fields.dtype, has_files, has_frozen_part, bool(half)):
+        dtype = "auto"
     if dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     text = config.get("text_config") or config

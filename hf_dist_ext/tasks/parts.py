@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from hf_dist_ext import launched
+from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
@@ -153,13 +153,13 @@ def _refuse_evaluation(run: Run) -> None:
 
 
 def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> None:
-    """Frozen weights under autocast stay as their files hold them (bfloat16, mostly): a float32 copy would double what
-    they take and change nothing. What trains is made float32 by the freeze plan, which can not be done to weights that
-    are split over processes already (tensor parallelism): those are float32 all."""
+    """Frozen weights under autocast stay as their files hold them. What trains is made float32 by the freeze plan,
+    which can not be done to weights that are split over processes already (tensor parallelism): those are float32."""
     if launched.mesh_size("tp") > 1:
         return
     has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None
-    if run.options.dtype is None and run.options.model_name_or_path and has_frozen_part and (args.bf16 or args.fp16):
+    has_files, has_autocast = bool(run.options.model_name_or_path), args.bf16 or args.fp16
+    if policy.keeps_precision_of_files(run.options.dtype, has_files, has_frozen_part, has_autocast):
         run.options.dtype = "auto"
 
 

@@ -8,11 +8,13 @@ import pytest
 from hf_dist_ext import cli, launch
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto
-from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
+from hf_dist_ext.planner.cards import CARDS, card_of
+from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import make_plan
+from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traffic import traffic
+from hf_dist_ext.planner.traffic import speed, traffic
 from hf_dist_ext.planner.who_trains import depth
 from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.presets import presets
@@ -49,6 +51,11 @@ def strategy(name):
     return next(one for one in STRATEGIES if one.name == name)
 
 
+def filled(needed):
+    """Memory of a device of which a plan fills so many bytes."""
+    return needed / (1 - MARGIN)
+
+
 def option(plan, name):
     return next(one for one in plan.options if one.strategy.name == name)
 
@@ -82,8 +89,8 @@ def test_a_small_model_on_several_devices_is_ddp_and_on_one_single(make_run):
 def test_weights_that_do_not_fit_one_device_are_sharded(make_run):
     run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=4, bf16=True)
     needed = bytes_of(run, "DDP", 4).total
-    assert make_plan(run, Hardware(4, 1.01 * needed)).best.strategy.name == "DDP"
-    plan = make_plan(run, Hardware(4, 0.99 * needed))
+    assert make_plan(run, Hardware(4, filled(1.01 * needed))).best.strategy.name == "DDP"
+    plan = make_plan(run, Hardware(4, filled(0.99 * needed)))
     assert plan.best.preset == "multi_gpu_fsdp" and plan.best.fits
     assert plan.changes["accelerate_config"] == "multi_gpu_fsdp"
     assert any("FSDP" in reason and "DDP does not fit" in reason or "only with" in reason for reason in plan.reasons)
@@ -235,6 +242,11 @@ def test_the_command_prints_a_table_json_and_a_picture(make_run, capsys):
         (["--device_memory_gib", "-1"], "positive number of GiB"),
         (["--png", "nowhere/plan.png"], "cannot be written"),
         (["--optimm", "sgd"], "Unknown field"),
+        (["--num_device", "2"], "Closest: --num_devices"),
+        (["--device", "h1000"], "--device h1000 is not known. Choose one of b200"),
+        (["--host_memory_gib", "0"], "positive number of GiB"),
+        (["--network_gbps", "-5"], "positive number of Gbit/s"),
+        (["--trainable_modules", '["encoder.layer.12"]'], "matches no module. Closest"),
     ],
 )
 def test_mistakes_are_one_line(make_run, capsys, words, message):
@@ -242,6 +254,98 @@ def test_mistakes_are_one_line(make_run, capsys, words, message):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "--config", "run.json", *words])
     assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_command_runs_the_very_plan_and_time_has_a_price(make_run, capsys):
+    """What it sets, given to the run, makes a run that fits as it stands."""
+    make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512, bf16=True)
+    machine = ["--num_devices", "4", "--device", "a100-40", "--num_rows", "102400", "--price_per_hour", "2.5"]
+    cli.main(["plan", "--config", "run.json", *machine, "--json", "--num_train_epochs", "2"])
+    found = json.loads(capsys.readouterr().out)["recommended"]
+    words = found["command"].split()
+    assert words[:3] == ["hf-dist", "train", "run.json"] and "--num_train_epochs" in words
+    cli.main(["plan", "--config", "run.json", *machine, "--json", *words[3:]])
+    again = json.loads(capsys.readouterr().out)
+    chosen = next(one for one in again["strategies"] if one["strategy"] == found["strategy"])
+    assert chosen["fits"] and again["recommended"]["strategy"] == found["strategy"]
+    time = found["time"]
+    assert time["rows_per_second"] == pytest.approx(4 * 256 / time["seconds_per_step"], rel=1e-3)
+    assert time["tokens_per_second"] == pytest.approx(2 * 512 * time["rows_per_second"], rel=1e-3)
+    assert time["hours"] == pytest.approx(2 * 100 * time["seconds_per_step"] / 3600, rel=1e-2)
+    assert time["price"] == pytest.approx(4 * 2.5 * time["hours"], rel=1e-2)
+
+
+def test_named_devices_have_memory_speed_and_links():
+    slow, quick = (hardware_of(8, None, device=name) for name in ("l4", "h100"))
+    assert (slow.interconnect, quick.interconnect) == ("pcie", "nvlink") and slow.memory_bytes == 22.5 * GIB
+    assert speed(quick, 2) > 5 * speed(slow, 2) > 5 * speed(slow, 4)
+    assert hardware_of(8, 24).interconnect == "pcie" and hardware_of(8, 80).interconnect == "nvlink"
+    assert hardware_of(8, 100, device="h100").memory_bytes == 100 * GIB
+    assert card_of("NVIDIA A100-SXM4-80GB") == "a100-80" and card_of("NVIDIA L40S") == "l40s"
+    assert card_of("NVIDIA L4") == "l4" and card_of("Quadro") is None
+    assert all(card.source.startswith("https://") for card in CARDS.values())
+
+
+def test_the_memory_of_the_host_is_counted_and_comes_last(make_run):
+    run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=1, bf16=True)
+    needs = {one.strategy.name: one.least for one in make_plan(run, Hardware(1, GIB)).options}
+    device, host = filled(1.1 * needs["FSDP offload"].total), needs["FSDP offload"].host
+    assert host > 10 * GIB and device < needs["single"].total
+    roomy, narrow = (make_plan(run, Hardware(1, device, given_host_bytes=share * host)) for share in (1.1, 0.5))
+    assert roomy.best.strategy.offloads and any("of a machine's own memory" in one for one in roomy.reasons)
+    assert narrow.best is None and any("which has" in one and "assumed" not in one for one in narrow.reasons)
+    both = make_plan(run, Hardware(1, filled(1.1 * needs["single"].total), given_host_bytes=2**50))
+    assert both.best.strategy.name == "single"
+
+
+def test_machines_share_their_network_whatever_the_strategy(make_run):
+    """Between machines hybrid sharding reduces as many bytes per machine as DDP does."""
+    work = workload(make_run(bf16=True, per_device_train_batch_size=64))
+    quick, slow = (Hardware(16, 80 * GIB, 2, network=rate) for rate in (1e15, 3e9))
+    waits = {}
+    for name in ("DDP", "HSDP"):
+        seconds = [traffic(work, strategy(name), machines, Settings()).seconds for machines in (quick, slow)]
+        waits[name] = seconds[1] - seconds[0]
+    assert waits["DDP"] > 0.1 and waits["HSDP"] == pytest.approx(waits["DDP"], rel=0.01)
+
+
+def test_a_plan_leaves_a_margin_and_says_what_wider_chunks_save(make_run):
+    fields, card = {"per_device_train_batch_size": 1024, "bf16": True}, Hardware(2, 24 * GIB)
+    plan = make_plan(make_run(gradient_cache_chunk_size=4, **fields), card)
+    assert plan.best.fits and plan.larger.needed <= (1 - MARGIN) * 24 * GIB and plan.larger.chunk_rows > 16
+    wider = make_plan(make_run(gradient_cache_chunk_size=plan.larger.chunk_rows, **fields), card)
+    assert wider.best.seconds == plan.larger.seconds < plan.best.seconds and wider.larger is None
+
+
+def test_an_8_bit_optimizer_comes_before_the_memory_of_the_cpu(make_run):
+    run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=1, bf16=True)
+    needed = option(make_plan(run, Hardware(1, GIB)), "single").least.total
+    plan = make_plan(run, Hardware(1, filled(1.05 * needed), given_host_bytes=2**50))
+    assert plan.best.strategy.name == "single" and plan.changes["optim"] == "adamw_torch_8bit"
+
+
+def test_a_plan_stands_beside_what_its_run_measured(make_run, capsys, tmp_path):
+    make_run(accelerate_config="ddp", output_dir=str(tmp_path), per_device_train_batch_size=16)
+    plan = make_plan(make_run(accelerate_config="ddp", per_device_train_batch_size=16), Hardware(2, 80 * GIB))
+    ddp = option(plan, "DDP")
+    rows = 2 * 2 * 16
+    allocated, rate = ddp.given.total - ddp.given.framework, rows / ddp.seconds
+    lines = [{"rows_per_second": 1.0}, {"rows_per_second": rate / 2}, {"rows_per_second": rate / 2}, {"loss": 1.0}]
+    lines[2]["peak_memory_gib"] = allocated / GIB / 1.25
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = ["plan", "--compare", str(tmp_path), "--num_devices", "2", "--device_memory_gib", "80"]
+    cli.main(words)
+    said = capsys.readouterr().out
+    assert "DDP, predicted beside measured" in said and "GiB (+25%)" in said and "(+100%)" in said
+    cli.main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted"]["rows_per_second"] == pytest.approx(rate)
+    assert found["arithmetic_per_second"] == pytest.approx(ddp.traffic.arithmetic * rate / 2 / rows)
+    (tmp_path / "metrics.jsonl").unlink()
+    for changed, message in ((words, "has no line with rows_per_second"), (["plan"], "needs a run file")):
+        with pytest.raises(SystemExit):
+            cli.main(changed)
+        assert message in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_says_how_to_get_it(make_run, monkeypatch):
@@ -269,7 +373,7 @@ def test_auto_shards_what_does_not_fit_and_stores_why(make_run, monkeypatch, cap
     )
     on_machine(monkeypatch, 80)
     assert launch.plan_launch(run, 4).kind == "MULTI_GPU"
-    on_machine(monkeypatch, 24)
+    on_machine(monkeypatch, filled(24))
     monkeypatch.setattr(launch, "count_devices", lambda: 4)
     monkeypatch.setattr(launch, "_run_launcher", lambda *arguments: 0)
     with pytest.raises(SystemExit):

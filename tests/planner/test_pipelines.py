@@ -20,7 +20,7 @@ from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans, schedules, stages
 from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
-from tests.planner.test_choose import DECODER, make_run, on_machine, workload  # noqa: F401, a fixture
+from tests.planner.test_choose import DECODER, filled, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import model_config
 
 LARGE = {"per_device_train_batch_size": 256, "gradient_cache_chunk_size": 4, "bf16": True, "projection_dim": 64}
@@ -199,7 +199,7 @@ def test_a_pipeline_is_recommended_where_links_between_machines_are_slow(make_ru
 
 
 def test_where_sharding_fits_and_links_are_quick_the_plan_says_why_there_is_no_pipeline(make_run):  # noqa: F811
-    plan = make_plan(make_run(DECODER, **LARGE), Hardware(8, 20 * GIB, 1, "nvlink"), WAYS)
+    plan = make_plan(make_run(DECODER, **LARGE), Hardware(8, filled(20 * GIB), 1, "nvlink"), WAYS)
     assert plan.best.strategy.name == "FSDP speed" and pipeline_option(plan).settings is not None
     (said,) = [reason for reason in plan.reasons if reason.startswith("No pipeline")]
     assert "as FSDP speed is quicker: for as many rows FSDP speed takes 12 s" in said
@@ -212,7 +212,7 @@ def test_a_pipeline_is_recommended_where_nothing_else_fits(make_run):  # noqa: F
     fields = LARGE | {"optim": "sgd", "frozen_parts_fsdp": "shard"}
     run = make_run(model, later={"trainable_modules": ["layers"]}, **fields)
     for gibs, others in ((20, set()), (32, {"FSDP offload"})):  # the CPU's memory comes last too, and is slower
-        plan = make_plan(run, Hardware(8, gibs * GIB, 1, "nvlink"), WAYS)
+        plan = make_plan(run, Hardware(8, filled(gibs * GIB), 1, "nvlink", given_host_bytes=2**50), WAYS)
         fitting = {o.strategy.name for o in plan.options if o.pipeline is None and o.settings and not o.why_not}
         assert fitting == others
         assert plan.best.pipeline is not None and plan.best.fitted.total < gibs * GIB
@@ -221,7 +221,7 @@ def test_a_pipeline_is_recommended_where_nothing_else_fits(make_run):  # noqa: F
 @pytest.mark.parametrize(("chunk", "best"), [(32, "PP 2 x DP 4"), (64, "TP")])
 def test_of_ways_that_share_rows_the_quicker_one_is_recommended(make_run, chunk, best):  # noqa: F811
     run = make_run(DECODER, **(LARGE | {"gradient_cache_chunk_size": chunk}))
-    plan = make_plan(run, Hardware(8, 40 * GIB, 1, "nvlink"), {"multi_gpu_tp", "multi_gpu_pp"})
+    plan = make_plan(run, Hardware(8, filled(40 * GIB), 1, "nvlink"), {"multi_gpu_tp", "multi_gpu_pp"})
     rows = [option for option in plan.options if not option.why_not]
     assert len(rows) == 2 and all(option.fits for option in rows)
     assert plan.best.strategy.name == best and plan.best.seconds == min(option.seconds for option in rows)

@@ -11,7 +11,7 @@ from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
-from tests.planner.test_choose import DECODER, bytes_of, make_run, option, strategy, workload  # noqa: F401, a fixture
+from tests.planner.test_choose import DECODER, bytes_of, filled, make_run, option, strategy, workload  # noqa: F401, a fixture
 from tests.tiny_models import model_config
 
 LARGE = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "bf16": True}
@@ -214,7 +214,7 @@ def test_stages_are_planned_one_by_one_and_the_largest_decides(make_run, capsys)
 def test_the_memory_of_the_cpu_is_no_easier_way_than_smaller_chunks(make_run):  # noqa: F811
     run = make_run(DECODER, per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_length=512)
     needs = {name: bytes_of(run, name, 4).total for name in ("FSDP memory", "FSDP offload")}
-    between = Hardware(4, (needs["FSDP memory"] + needs["FSDP offload"]) / 2)
+    between = Hardware(4, filled((needs["FSDP memory"] + needs["FSDP offload"]) / 2))
     plan = make_plan(run, between)
     assert option(plan, "FSDP offload").fits and not option(plan, "FSDP memory").fits
     assert plan.best.preset == "multi_gpu_fsdp" and plan.changes["gradient_cache_chunk_size"] < 16

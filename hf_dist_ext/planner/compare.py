@@ -1,0 +1,94 @@
+"""A plan beside the run that it was for: `hf-dist plan --compare RUN_DIR` reads what the run wrote of itself.
+
+`run.json` says what ran, `plan.json` which preset was chosen where the run left that open, and `metrics.jsonl` has the
+rows per second and, on accelerators, the highest allocation.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.catalog import GIB
+from hf_dist_ext.planner.plan import Option, Plan
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`rows_per_second`: of all columns and processes, the median of the logged lines but the first, which has the
+    start in it. `peak`: bytes, None on a device that does not count them."""
+
+    rows_per_second: float
+    peak: float | None
+
+
+def run_file(folder: Path) -> Path:
+    """Raises UsageError where no run was started."""
+    path = folder / "run.json"
+    if not path.is_file():
+        raise UsageError(f"--compare {folder} holds no run.json. Give the output_dir of a run.")
+    return path
+
+
+def measured(folder: Path) -> Measured:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    rates = [line["rows_per_second"] for line in lines if "rows_per_second" in line]
+    if not rates:
+        raise UsageError(f"{path} has no line with rows_per_second yet. Let the run log once (logging_steps).")
+    peaks = [line["peak_memory_gib"] * GIB for line in lines if "peak_memory_gib" in line]
+    return Measured(statistics.median(rates[1:] or rates), max(peaks, default=None))
+
+
+def compared(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Predicted and measured figures, as the run stood. Raises UsageError."""
+    found, option = measured(folder), _option_of(plan, folder)
+    work, needed = plan.work, option.given
+    rows = sum(column.rows for column in work.columns) * work.accumulation * plan.hardware.num_devices
+    predicted = {"rows_per_second": rows / option.given_seconds, "allocated": needed.total - needed.framework}
+    return {
+        "strategy": option.strategy.name,
+        "predicted": predicted,
+        "measured": {"rows_per_second": found.rows_per_second, "allocated": found.peak},
+        # what a device's arithmetic would have to be, if a step did nothing else
+        "arithmetic_per_second": option.traffic.arithmetic * option.turns * found.rows_per_second / rows,
+    }
+
+
+def _option_of(plan: Plan, folder: Path) -> Option:
+    chosen = folder / "plan.json"
+    preset = plan.run.options.accelerate_config
+    if preset in (None, "auto"):
+        preset = json.loads(chosen.read_text(encoding="utf-8"))["preset"] if chosen.is_file() else "single_gpu"
+    of_preset = [option for option in plan.options if option.preset == preset]
+    if plan.best in of_preset:
+        return plan.best
+    if not of_preset:
+        names = ", ".join(dict.fromkeys(option.preset for option in plan.options))
+        raise UsageError(
+            f'{folder} ran with "{preset}", which is not planned on these devices ({names}). Give --num_devices and '
+            "--num_nodes as they were."
+        )
+    return of_preset[0]
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """For people."""
+    predicted, seen = found["predicted"], found["measured"]
+    lines = [f"{found['strategy']}, predicted beside measured:"]
+    if seen["allocated"] is None:
+        lines.append("  memory: the device of the run does not count its peak")
+    else:
+        error = predicted["allocated"] / seen["allocated"] - 1
+        lines.append(
+            f"  memory: {predicted['allocated'] / GIB:.2f} GiB / {seen['allocated'] / GIB:.2f} GiB ({error:+.0%}), "
+            "without what torch does not allocate"
+        )
+    rate, real = predicted["rows_per_second"], seen["rows_per_second"]
+    lines.append(f"  rows per second, of all columns: {rate:,.3g} / {real:,.3g} ({rate / real - 1:+.0%})")
+    lines.append(f"  arithmetic of a device, as measured: {found['arithmetic_per_second'] / 1e12:.3g} TFLOP/s")
+    return lines
