@@ -178,7 +178,7 @@ def _tokens_of(rows: Mapping[str, list], collator: ContrastiveCollator, kinds: M
         else:
             of_rows = [_filled(texts) for texts in rows[column]]
             texts = [text for of_row in of_rows for text in of_row]
-        tokens = collator.tokens(column, texts)
+        tokens = collator.tokens(column, texts or [""])  # tokenizers refuse no text at all; no row has this one
         for key in _keys(collator, column):
             values = pa.ListArray.from_arrays(_offsets(tokens.lengths), pa.array(tokens.values[key]))
             if kind == "texts":

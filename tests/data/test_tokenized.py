@@ -182,6 +182,17 @@ def test_each_source_of_a_mixture_has_the_tokens_of_its_own_collator():
         assert_same(found, expected)
 
 
+def test_a_thousand_rows_without_a_negative_are_rows_like_others():
+    """`datasets` hands on a thousand rows at a time, and tokenizers refuse a list without a text."""
+    column = ["sort"] * 1001
+    data = datasets.Dataset.from_dict({"query": column, "positive": column, "negative": [[]] * 1000 + [["search"]]})
+    collator = collator_of(id_column=None)
+    kept = tokenized_once(data, collator, TWICE, 8)
+    assert isinstance(kept, TokenizedRows)
+    for numbers in ([0, 999, 1000], [0, 1]):
+        assert_same(collator(kept.__getitems__(numbers)), collator(data.__getitems__(numbers)))
+
+
 def test_a_training_over_two_epochs_tokenizes_once_and_learns_the_same(tmp_path, monkeypatch):
     asked, tokenize = [], ContrastiveCollator._tokenized
 
