@@ -152,7 +152,7 @@ def test_trainers_that_are_compared_compute_the_same_losses(tmp_path, comparison
 
 @pytest.mark.slow
 def test_training_with_mined_negatives_starts_where_training_without_does(tmp_path):
-    options = ("--seeds", 1, "--base_steps", 1, "--steps", 1, "--batch", 8, "--arms", "without", "mined")
+    options = ("--seeds", 1, "--base_steps", 3, "--steps", 3, "--batch", 8, "--arms", "without", "mined")
     output = run("benchmark_mining.py", "--folder", tmp_path, "--validate", *options)
     (result,) = json.loads((tmp_path / "validation" / "results.json").read_text())["results"]
     arms, keys = ("before", "without", "mined"), ("mrr@10", "mrr@10 among all")

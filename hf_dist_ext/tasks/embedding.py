@@ -33,6 +33,7 @@ from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import image_pairs, routes, vision_language
 from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
 from hf_dist_ext.tasks.image_text import with_vocabulary
+from hf_dist_ext.tasks.lengths import lengths_of
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.tasks.sources import LoadedSources
@@ -99,7 +100,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
             model.messages = vision_language.messages_of(model.messages, options)
         # What is not given is as the model's folder says: the folder of this run will say so too.
         prompts = _prompts_for(model, config, columns)
-        max_length = _lengths_of(model, config.max_length, columns)
+        max_length = lengths_of(model, config.max_length, columns, tokenizer.model_max_length)
         model.max_length, model.lengths = max_length, lengths_by_role(max_length)
         if sources is None:
             collator = make_collator(tokenizer, columns, prompts, max_length, config.id_column)
@@ -254,20 +255,6 @@ def _prompts_to_keep(own: dict[str, str], used: Mapping[str, str], columns: list
     if used.get(document):
         trained["document"] = used[document]  # encode_document of sentence-transformers 6.2 finds no other
     return own | trained | dict(used)
-
-
-def _lengths_of(
-    model: EmbeddingModel, given: int | Mapping[str, int] | None, columns: list[str]
-) -> int | dict[str, int | None] | None:
-    """The length of every column where they differ, in the order of the columns."""
-    if isinstance(given, Mapping):
-        if alien := [column for column in given if column not in columns]:
-            raise UsageError(f'max_length has "{alien[0]}", which is no column of this run: {", ".join(columns)}.')
-        return {column: given.get(column) for column in columns}
-    if given is None and model.lengths:
-        query, *others = columns
-        return {query: model.lengths["query"]} | dict.fromkeys(others, model.lengths["document"])
-    return given or model.max_length
 
 
 def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:

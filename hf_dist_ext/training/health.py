@@ -183,7 +183,9 @@ class Health(TrainerCallback):
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < max_steps:
             self._stop_at_step = step
-            logger.warning(f"rank {signals.index(1.0)} was asked to stop; all leave behind step {step}.")
+            logger.warning(
+                f"rank {signals.index(1.0)} was asked to stop: all stop after step {step}, with a checkpoint."
+            )
         self.bad_rows.add_up(int(sum(self.rows().one_of_each(bad_rows))), step)
         if self.guard is not None and self.guard.count_update(losses, norm, self.has_scaler):
             drop_update()
