@@ -129,6 +129,19 @@ def test_frozen_parts_have_no_gradients_and_no_state(make_run):
     assert frozen.weights == pytest.approx(full.weights, rel=0.01) and frozen.activations < full.activations / 10
 
 
+def test_frozen_weights_take_what_training_loads_them_in(make_run):
+    """As tasks/parts.py decides by the same rule: under autocast as the files hold them, where a part is frozen."""
+    Path("model").mkdir()
+    Path("model", "config.json").write_text(json.dumps({**BASE, "dtype": "bfloat16"}), encoding="utf-8")
+    for frozen, half, item in (({"trainable_modules": ["encoder.layer.11"]}, True, 2), ({}, True, 4), (
+        {"trainable_modules": ["encoder.layer.11"]}, False, 4,
+    )):  # fmt: skip
+        run = make_run(None, model_name_or_path="model", bf16=half, later=frozen)
+        found = workload_of(run, read_model_config(None, "model")).parameters().items()
+        assert {one.item for name, one in found if "layer.0." in name} == {item}
+        assert {one.item for name, one in found if "layer.11." in name} == {4}  # what trains
+
+
 def test_lora_trains_its_adapters_only(make_run):
     later = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["query", "value"]}
     assert model_of(workload(make_run(later=later))).whole.trained == 12 * 2 * 2 * 4 * 768
