@@ -112,6 +112,7 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
         plan.notes.append(reason)
     if best is not None:
         plan.larger = _larger(work, best, hardware)
+        plan.levers = _levers(work, best, hardware)
     if hardware.memory_is_assumed:
         plan.notes.append(
             f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
@@ -255,6 +256,29 @@ def _can_be_8_bit(work: Workload, strategy: Strategy) -> bool:
     """Not where layers are split, nor with the optimizers of the CPU and of DeepSpeed."""
     is_other = strategy.offloads or strategy.is_deepspeed or strategy.is_tensor_parallel or strategy.pipeline
     return not is_other and work.optimizer.startswith("adamw_torch") and "bit" not in work.optimizer
+
+
+def _levers(work: Workload, best: Option, hardware: Hardware) -> dict[str, float]:
+    """Bytes of a device that one more change would save, the largest first."""
+    settings, as_fitted = best.settings or Settings(), replace(work, optimizer=best.optimizer)
+    if best.batch != work.batch:
+        as_fitted = with_batch(as_fitted, best.batch)
+    changes = {}
+    if not settings.is_checkpointed:
+        changes["checkpointing"] = as_fitted, replace(settings, is_checkpointed=True)
+    if is_cut(work, settings):
+        rows = work.rows_of_chunk(max(column.length for column in work.columns), settings.chunk_rows)
+        if rows > 1:
+            changes["half as wide chunks"] = as_fitted, replace(settings, chunk_rows=rows // 2)
+    elif best.batch > 1:
+        changes["half the batch"] = with_batch(as_fitted, best.batch // 2), settings
+    if best.optimizer != EIGHT_BIT and _can_be_8_bit(work, best.strategy):
+        changes["an 8-bit optimizer"] = replace(as_fitted, optimizer=EIGHT_BIT), settings
+    now = best.shown.total
+    saved = {
+        what: now - _needed(variant, best.strategy, hardware, one).total for what, (variant, one) in changes.items()
+    }
+    return dict(sorted(((what, size) for what, size in saved.items() if size > 0), key=lambda one: -one[1]))
 
 
 def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:

@@ -166,6 +166,7 @@ class Plan:
     price_per_hour: float | None = None  # of one device
     overrides: Sequence[str] = ()  # of the run file, as the command had them
     larger: Larger | None = None
+    levers: dict[str, float] = field(default_factory=dict)  # a change -> bytes of a device that it would save
 
     @property
     def time(self) -> Time:
@@ -231,6 +232,7 @@ class Plan:
                 "command": self.command,
                 "time": self.time.as_dict(),
             },
+            "levers": {what: round(size) for what, size in self.levers.items()},
             "larger_chunks": self.larger and vars(self.larger),
             "reasons": self.reasons,
             "notes": self.notes,

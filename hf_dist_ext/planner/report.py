@@ -68,6 +68,9 @@ def print_plan(plan: Plan) -> None:
         print(f"  {_time(plan)}")
     for reason in plan.reasons:
         print(f"  - {reason}")
+    if plan.levers:
+        levers = ", ".join(f"{what} {gib(size)}" for what, size in plan.levers.items())
+        print(f"  - What would save more of each device: {levers}.")
     for why_not in dict.fromkeys(option.why_not for option in plan.options if option.why_not):
         names = ", ".join(option.strategy.name for option in plan.options if option.why_not == why_not)
         print(f"  - {names} can not be chosen: {why_not}.")

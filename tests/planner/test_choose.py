@@ -330,6 +330,22 @@ def test_a_plan_leaves_a_margin_and_says_what_wider_chunks_save(make_run):
     assert wider.best.seconds == plan.larger.seconds < plan.best.seconds and wider.larger is None
 
 
+def test_levers_save_what_they_say(make_run):
+    fields, card = {"per_device_train_batch_size": 256, "gradient_cache_chunk_size": 32}, Hardware(2, 80 * GIB)
+    plan = make_plan(make_run(**fields), card)
+    assert list(plan.levers.values()) == sorted(plan.levers.values(), reverse=True) and len(plan.levers) == 3
+    changed = {
+        "checkpointing": {"gradient_checkpointing": True},
+        "half as wide chunks": {"gradient_cache_chunk_size": 16},
+        "an 8-bit optimizer": {"optim": "adamw_torch_8bit"},
+    }
+    for lever, change in changed.items():
+        other = option(make_plan(make_run(**fields | change), card), plan.best.strategy.name)
+        assert (
+            plan.best.given.total - other.given.total == pytest.approx(plan.levers[lever]) and plan.levers[lever] > 0
+        )
+
+
 def test_an_8_bit_optimizer_comes_before_the_memory_of_the_cpu(make_run):
     run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=1, bf16=True)
     needed = option(make_plan(run, Hardware(1, GIB)), "single").least.total
