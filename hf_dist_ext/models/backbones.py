@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from tokenizers import normalizers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -34,7 +35,7 @@ from transformers.utils import cached_file
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
-from hf_dist_ext.models.model_folder import STATIC, first_module, resolve_folder
+from hf_dist_ext.models.model_folder import READING, STATIC, first_module, read_json, resolve_folder
 from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.strategies import plans, splitting
 
@@ -120,7 +121,34 @@ def load_tokenizer(name_or_path: str | Path, **options) -> Any:
     revision = options.get("revision")
     if kind_of_model(name_or_path, revision) == STATIC:
         return static_backbone.load_tokenizer(first_module(resolve_folder(name_or_path, revision))[1])
-    return AutoTokenizer.from_pretrained(name_or_path, **options)
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
+    return lower_cased(tokenizer, name_or_path) if _asks_for_lower_case(name_or_path, revision) else tokenizer
+
+
+def lower_cased(tokenizer: Any, name_or_path: str | Path) -> Any:
+    """The tokenizer, which makes all letters small from now on, and so do its files once it is saved."""
+    if not tokenizer.is_fast:
+        raise UsageError(
+            f"{name_or_path} asks for do_lower_case, and {type(tokenizer).__name__} has no tokenizer.json that could "
+            "do it. Use a fast tokenizer, or lower the texts of the data and remove do_lower_case."
+        )
+    backend = tokenizer.backend_tokenizer
+    own = backend.normalizer
+    if own is None or own.normalize_str("A") != "a":
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([own] if own is not None else [])])
+    return tokenizer
+
+
+def _asks_for_lower_case(name_or_path: str | Path, revision: str | None) -> bool:
+    modules = cached_file(name_or_path, "modules.json", revision=revision, **NOTHING_IS_RAISED)
+    if modules is None:
+        return False
+    inside = first_module(Path(modules).parent)[1].relative_to(Path(modules).parent)
+    for name in READING:
+        path = cached_file(name_or_path, str(inside / name), revision=revision, **NOTHING_IS_RAISED)
+        if path is not None:
+            return bool(read_json(Path(path)).get("do_lower_case"))
+    return False
 
 
 def kind_of_model(name_or_path: str | Path, revision: str | None = None) -> str:

@@ -24,7 +24,6 @@ exactly (another pooling, another order of modules) is a UsageError, and so is a
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +35,6 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import multi_vector
 from hf_dist_ext.models.dense import TANH, DenseLayer
 from hf_dist_ext.policy import TOKENS
-
-logger = logging.getLogger(__name__)
 
 # our pooling -> sentence-transformers' name of it, and the boolean that names it in the older layout
 POOLING_NAMES = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
@@ -54,6 +51,11 @@ STATIC = "StaticEmbedding"
 VECTOR = "sentence_embedding"  # what sentence-transformers calls a row's vector between its modules
 OF_LINEAR = ("weight", "bias")
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
+# Where older releases of sentence-transformers said how texts are read; the first one that is there holds.
+READING = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 # Keys of sentence_bert_config.json by which release 6 of sentence-transformers reads chat messages and pictures.
 MESSAGES = ("transformer_task", "modality_config", "module_output_name", "processing_kwargs")
 HUB_IGNORE = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.gguf", "*.bin", "*.safetensors"]
@@ -216,14 +218,12 @@ def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
     has_adapters = (backbone_folder / ADAPTERS).is_file()
     if not (has_adapters or is_static or (backbone_folder / "config.json").is_file()):
         raise UsageError(f"{backbone_folder} has no config.json. Copy the whole folder again.")
-    length = {} if is_static else read_json(backbone_folder / "sentence_bert_config.json", missing_is_empty=True)
+    length = {} if is_static else read_reading(backbone_folder)
     lengths = {role: length.get(f"{role}_length", length.get("max_seq_length")) for role in ("query", "document")}
     if length.get("query_length") is None and length.get("document_length") is None:
         lengths = {}
     if has_tokens:
         multi_vector.check_lengths(backbone_folder, length)
-    if length.get("do_lower_case"):
-        logger.info("%s asks for do_lower_case; here only the tokenizer decides that", folder)
     is_ours = not has_adapters and (backbone_folder / "config.json").is_file()
     of_projection = multi_vector.STATE if has_tokens else VECTOR
     layers, projection = _read_projection([path for kind, path in modules if kind == "Dense"], of_projection)
@@ -242,6 +242,12 @@ def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
         has_adapters=has_adapters,
         messages=_read_messages(length),
     )
+
+
+def read_reading(folder: Path) -> dict[str, object]:
+    """How the texts of a Transformer module are read: its length, and `do_lower_case`, which is the tokenizer's part
+    (backbones.load_tokenizer)."""
+    return next(filter(None, (read_json(folder / name, missing_is_empty=True) for name in READING)), {})
 
 
 def _read_messages(reading: Mapping[str, object]) -> dict[str, object]:

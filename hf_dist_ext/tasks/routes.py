@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from hf_dist_ext.data.routed_collator import RoutedCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
-from hf_dist_ext.models.backbones import kind_of_model
-from hf_dist_ext.models.model_folder import ModelFolder, resolve_folder
+from hf_dist_ext.models.backbones import kind_of_model, lower_cased
+from hf_dist_ext.models.model_folder import ModelFolder, read_reading, resolve_folder
 from hf_dist_ext.models.router_folder import DOCUMENT, QUERY, ROUTERS, read_routes
 from hf_dist_ext.models.towers import TowerModel, load_route
 from hf_dist_ext.run.config import Run, RunConfig
@@ -70,7 +70,9 @@ def build(run: Run, columns: list[str]) -> TowerModel:
 def _tokenizer(contents: ModelFolder, config: RunConfig) -> Any:
     if contents.is_static:
         return static_backbone.load_tokenizer(contents.backbone_folder)
-    return AutoTokenizer.from_pretrained(contents.backbone_folder, trust_remote_code=config.trust_remote_code)
+    folder = contents.backbone_folder
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    return lower_cased(tokenizer, folder) if read_reading(folder).get("do_lower_case") else tokenizer
 
 
 def collator(model: TowerModel, columns: list[str], prompts: Mapping[str, str], config: RunConfig) -> RoutedCollator:

@@ -10,6 +10,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModel, BertModel
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.backbones import load_tokenizer
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
 from tests.tiny_models import model_config, tiny_tokenizer
@@ -228,6 +229,23 @@ def test_a_backbone_in_a_subfolder_and_bin_weights_are_read(new_layout, tmp_path
         torch.save(load_file(weights), weights.with_name("pytorch_model.bin"))
         weights.unlink()
     assert torch.equal(embed(EmbeddingModel.from_pretrained(old), tiny_tokenizer()), expected)
+
+
+def test_letters_are_made_small_and_texts_cut_where_an_older_release_said_so_in_a_file_of_another_name(tmp_path):
+    model, texts = tiny(), ["SORT the Numbers by key", "Parse a DATE from text : read"]
+    model.save_pretrained(tmp_path / "old", tokenizer=tiny_tokenizer())
+    write_json(tmp_path / "old" / "sentence_roberta_config.json", {"max_seq_length": 5, "do_lower_case": True})
+    (tmp_path / "old" / "sentence_bert_config.json").unlink()
+    expected = SentenceTransformer(str(tmp_path / "old"), device="cpu").encode(texts, convert_to_tensor=True)
+    for folder in (tmp_path / "old", tmp_path / "new"):
+        loaded, tokenizer = EmbeddingModel.from_pretrained(folder), load_tokenizer(folder)
+        assert loaded.max_length == 5
+        tokenizer.model_max_length = loaded.max_length
+        assert torch.allclose(embed(loaded, tokenizer, texts), expected, atol=1e-6)
+        assert not torch.allclose(embed(loaded, tiny_tokenizer(max_length=5), texts), expected, atol=1e-3)
+        loaded.save_pretrained(tmp_path / "new", tokenizer=tokenizer)
+    served = SentenceTransformer(str(tmp_path / "new"), device="cpu").encode(texts, convert_to_tensor=True)
+    assert torch.allclose(served, expected, atol=1e-6)
 
 
 def test_a_plain_transformers_folder_is_mean_pooled_and_says_so(tmp_path, caplog):
