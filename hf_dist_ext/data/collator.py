@@ -43,8 +43,8 @@ class ContrastiveCollator:
     """Makes rows into {column: features, ..., "ids": {column: (rows,) int64, "group": (B,)}}, alike in every process.
 
     The first two columns hold one text (or image) per row. A further column holds the row's negatives, one or a list;
-    they are flattened row by row, and rows may have different numbers of them. A negative column that the rows do not
-    have is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
+    they are flattened row by row, and rows may have different numbers of them. A negative column that none of the rows
+    has is left out. `prompts` go before the text and are not part of its id. `max_length` is in tokens; None is the
     tokenizer's own limit. `processor` turns PIL images into features. `id_column` becomes `ids["group"]`.
     `label_column` holds a number per row, a list of them, or a list of such lists, as long in every row; the batch
     then has "targets": {"label": (B,), (B, K) or (B, K, D)}, float32. `same_number_of_negatives` refuses rows that
@@ -100,11 +100,12 @@ class ContrastiveCollator:
         batch, ids = {}, {}
         for index, column in enumerate(self.columns):
             is_pair = index < NUM_PAIR_COLUMNS
-            if column not in rows[0]:
-                if is_pair:
-                    raise UsageError(f'The rows have no column "{column}", only {", ".join(rows[0])}. Check columns.')
+            lacking = [row for row in rows if column not in row]
+            if lacking and is_pair:
+                raise UsageError(f'The rows have no column "{column}", only {", ".join(lacking[0])}. Check columns.')
+            if len(lacking) == len(rows):
                 continue
-            values = [row[column] for row in rows]  # B
+            values = [row.get(column) for row in rows]  # B
             if not is_pair:
                 # K_0 + ... + K_(B-1) values; an empty one is no negative
                 of_rows = [[value for value in as_list(of_row) if not is_empty(value)] for of_row in values]

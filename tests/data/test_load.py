@@ -296,6 +296,16 @@ def test_rows_become_features_and_ids_with_negatives_flattened_row_by_row(tokeni
     assert list(without) == ["query", "positive", "ids"]
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_negatives_of_some_rows_count_wherever_these_stand_in_the_batch(tokenizer, order):
+    rows = [{"query": "a", "positive": "b"}, {"query": "c", "positive": "d", "negative": ["x", "y"]}][::order]
+    collator = ContrastiveCollator(tokenizer, ["query", "positive", "negative"])
+    assert texts_of(tokenizer, collator(rows)["negative"]) == ["x", "y"]
+    del rows[0]["positive"]
+    with pytest.raises(UsageError, match='no column "positive", only query'):
+        collator([rows[1], rows[0]])
+
+
 def test_padding_prompts_and_lengths_are_per_column(tokenizer):
     rows = [{"query": "number 1", "positive": "document number 1 " * 20}, {"query": "number", "positive": "number"}]
     batch = collate(tokenizer, rows, max_length={"positive": 8}, prompts={"query": "query "}, pad_to_multiple_of=4)
