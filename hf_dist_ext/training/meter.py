@@ -31,15 +31,21 @@ class StepMeter:
 
     def _reset(self) -> None:
         self._started = time.perf_counter()
-        self._steps = self._chunks = self._rows = self._real = self._computed = 0
+        self._steps = self._chunks = self._kept = self._rows = self._real = self._computed = 0
         self._contrastive_batch = 0
         self._metrics: dict[str, torch.Tensor] = {}
         self._given: Counter[str] = Counter()  # steps that gave a metric
 
     def add(
-        self, step: CachedStep, chunked: ChunkedBatch, counts: dict[str, list[int]], source: str | None = None
+        self,
+        step: CachedStep,
+        chunked: ChunkedBatch,
+        counts: dict[str, list[int]],
+        num_kept: int,
+        source: str | None = None,
     ) -> None:
-        """`source`: the name of the batch's, where there are several (data/mixture.py); its loss is a metric then."""
+        """`num_kept`: graphs that were kept at most. `source`: the name of the batch's, where there are several
+        (data/mixture.py); its loss is a metric then."""
         own_rows = sum(of_ranks[self.rows().index] for of_ranks in counts.values())
         real, computed = chunked.count_tokens()
         self.last_tokens = real if own_rows else 0, computed  # a stand-in for rows is computed, and nobody's
@@ -47,6 +53,7 @@ class StepMeter:
         self._computed += self.last_tokens[1]
         self._steps += 1
         self._chunks += step.num_chunks
+        self._kept += min(num_kept, step.num_chunks)
         self._rows += own_rows
         self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(counts.values()))))
         self.largest_batch = max(self.largest_batch, self._contrastive_batch)
@@ -78,6 +85,8 @@ class StepMeter:
         rows_per_second, tokens_per_second, real, computed, *values = total.tolist()
         report = {
             "num_chunks": round(self._chunks / self._steps, 2),
+            "tokens_per_chunk": round(self._computed / self._chunks, 1),
+            "kept_graphs": round(self._kept / self._steps, 2),
             "contrastive_batch_size": self._contrastive_batch,
             "rows_per_second": round(rows_per_second, 2),
             "tokens_per_second": round(tokens_per_second, 1),

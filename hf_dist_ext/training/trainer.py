@@ -522,7 +522,7 @@ class DistTrainer(Trainer):
             self._prepare_embedding_step(model)
             accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
             step, layout = self.step.run(model, inputs, self.health.inputs, accumulated, is_last)
-            self.meter.add(step, layout.chunked, layout.counts, source_of(inputs))
+            self.meter.add(step, layout.chunked, layout.counts, layout.num_kept, source_of(inputs))
             loss = step.loss / accumulated
         return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
 

@@ -101,12 +101,13 @@ def test_arguments_out_of_range_name_themselves(tmp_path, name, value):
 
 
 def test_every_logged_line_is_in_the_metrics_file(tmp_path):
-    trained = trainer(tmp_path, eval_strategy="steps", eval_steps=3)
+    trained = trainer(tmp_path, eval_strategy="steps", eval_steps=3, gradient_cache_keep_graph=2)
     trained.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == len(trained.state.log_history) == 5
     step = lines[0]
     assert step["num_chunks"] == 6 and step["contrastive_batch_size"] == 8
+    assert step["kept_graphs"] == 2 and step["tokens_per_chunk"] > 3, "chunks of three rows"
     assert step["rows_per_second"] > 0 and step["tokens_per_second"] > 0
     assert 0 < step["padding_share"] < 1 and 0 <= step["accuracy"] <= 1
     assert step["temperature"] == pytest.approx(0.05)
