@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.strategies.zero import ZeRO
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.packing import may_pack
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import model_config, tiny_towers
 from tests.training.test_trainer import Tiny
@@ -87,6 +92,27 @@ def test_a_run_that_can_not_pack_is_refused_or_told_why(tmp_path, caplog, build,
     run = trainer(tmp_path, build(), **more)
     assert not run.step.sizes.may_pack
     assert [words in line.getMessage() for line in caplog.records if "not packed" in line.getMessage()] == [True]
+
+
+def arguments(packing, device: str = "cpu") -> SimpleNamespace:
+    return SimpleNamespace(
+        gradient_cache_packing=packing, uses_gradient_cache=True, torch_compile=False, device=torch.device(device)
+    )
+
+
+@pytest.mark.parametrize("kind", [Pipeline, ZeRO])
+def test_ways_of_running_that_need_padding_are_named(kind):
+    model, strategy = bert(), SimpleNamespace(pads_rows=kind.pads_rows)
+    assert kind.pads_rows and not may_pack(arguments("auto"), model, strategy)
+    with pytest.raises(UsageError, match=kind.pads_rows):
+        may_pack(arguments(True), model, strategy)
+
+
+def test_on_an_accelerator_flash_attention_is_packed_of_itself_and_others_when_asked():
+    model = bert()
+    assert [may_pack(arguments(packing, "cuda"), model, Strategy()) for packing in ("auto", True)] == [False, True]
+    model.backbone.config._attn_implementation = "flash_attention_2"
+    assert may_pack(arguments("auto", "cuda"), model, Strategy())
 
 
 def test_a_batch_that_can_not_be_packed_is_refused_when_packing_is_asked_for_and_else_padded(tmp_path):
