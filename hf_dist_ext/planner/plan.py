@@ -6,7 +6,7 @@ planner/choose.py makes plans, planner/reasons.py says why, planner/report.py pr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,7 +180,7 @@ class Plan:
         assert best is not None
         path = "RUN.json" if self.run is None else self.run.path
         fields = {} if self.stages else {k: v for k, v in self.changes.items() if k != "accelerate_config"}
-        words = "".join(f" {word}" for word in self.overrides)
+        words = "".join(f" {word}" for word in _without(self.overrides, fields))
         words += "".join(f" --{name} {_as_word(value)}" for name, value in fields.items())
         pipeline = best.strategy.pipeline
         if hardware.num_nodes == 1 and not (pipeline and pipeline.parts > 1):
@@ -241,6 +241,16 @@ class Plan:
             "strategies": [option.as_dict() for option in self.options],
             "trace": self.trace,
         }
+
+
+def _without(overrides: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
+    """A command line's words without the options of these names, which have a value each."""
+    kept, names = [], tuple(f"--{name}" for name in fields)
+    for word, before in zip(overrides, ["", *overrides[:-1]], strict=True):
+        is_value = before in names and not word.startswith("--")
+        if word.partition("=")[0] not in names and not is_value:
+            kept.append(word)
+    return kept
 
 
 def changes_for(plan: Plan, best: Option) -> dict[str, Any]:

@@ -131,16 +131,6 @@ def _explain_pipeline(plan: Plan, best: Option) -> None:
     else:
         better = "is quicker" if best.seconds < other.seconds else "takes longer"
         say(f"{name} {better} than {other.strategy.name}: for as many rows {_beside(best)}, {_beside(other)}.")
-    if found.parts not in (1, TENSOR_PARALLEL_GROUP):
-        hardware = plan.hardware
-        machines = f"--num_machines {hardware.num_nodes} --machine_rank N --main_process_ip ADDRESS "
-        machines += "--main_process_port PORT "
-        say(
-            f"The preset splits layers over {TENSOR_PARALLEL_GROUP} devices. Start this one with: accelerate launch "
-            f"--config_file configs/accelerate/{best.preset}.yaml {machines if hardware.num_nodes > 1 else ''}"
-            f"--num_processes {hardware.num_devices} --parallelism_config_tp_size {found.parts} scripts/train_hf.py "
-            "--config RUN.json"
-        )
 
 
 def _explain_no_pipeline(plan: Plan, best: Option) -> None:

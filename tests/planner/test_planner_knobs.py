@@ -9,6 +9,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP, Hardware, adapted
 from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
+from hf_dist_ext.planner.plan import _without
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
 from tests.planner.test_choose import DECODER, bytes_of, filled, make_run, option, strategy, workload  # noqa: F401, a fixture
@@ -232,3 +233,12 @@ def test_tensor_parallelism_is_planned_as_its_preset_runs_it_and_comes_last(make
         assert option(make_plan(run, Hardware(4, 80 * GIB)), "TP").fits
     for other in (make_run(model_config("mpnet")), make_run(DECODER | {"num_experts": 4, "num_experts_per_tok": 2})):
         assert "TP" not in {found.strategy.name for found in make_plan(other, Hardware(4, 80 * GIB)).options}
+
+
+@pytest.mark.parametrize("overrides, words", [
+    ("--pipeline_parallel_size 4 --seed 3", "--seed 3"),
+    ("--seed 3 --pipeline_parallel_size=4", "--seed 3"),
+    ("--pipeline_parallel_size --seed 3", "--seed 3"),
+])  # fmt: skip
+def test_a_plans_command_has_an_option_once(overrides, words):
+    assert " ".join(_without(overrides.split(), {"pipeline_parallel_size": 2})) == words
