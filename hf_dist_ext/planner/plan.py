@@ -245,11 +245,12 @@ class Plan:
 
 def _without(overrides: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
     """A command line's words without the options of these names, which have a value each."""
-    kept, names = [], tuple(f"--{name}" for name in fields)
-    for word, before in zip(overrides, ["", *overrides[:-1]], strict=True):
+    kept, names, before = [], tuple(f"--{name}" for name in fields), ""
+    for word in overrides:
         is_value = before in names and not word.startswith("--")
         if word.partition("=")[0] not in names and not is_value:
             kept.append(word)
+        before = word
     return kept
 
 

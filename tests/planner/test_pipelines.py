@@ -372,7 +372,7 @@ def test_stages_that_can_not_be_sharded_say_why(make_run, fields, words):  # noq
 )
 def test_groups_of_another_size_than_the_preset_s_are_started_by_a_whole_command(machines, words):
     run = load_run(["--config", "configs/plan/embedder_24b.json", "--pipeline_parallel_size", "2"])
-    said = " ".join(make_plan(run, Hardware(64, 80 * GIB, machines, "nvlink")).reasons)
+    said = make_plan(run, Hardware(64, 80 * GIB, machines, "nvlink")).command
     words = words or "--num_processes 64 "
     preset = "accelerate launch --config_file configs/accelerate/multi_gpu_3d.yaml "
-    assert re.search(f"{preset}{words}--parallelism_config_tp_size 4 scripts/train_hf.py --config RUN.json", said)
+    assert re.search(f"{preset}{words}--parallelism_config_tp_size 4 scripts/train_hf.py --config configs", said)
