@@ -83,6 +83,11 @@ class SumOfLosses(_Losses):
         for option, given in (("weights", weights), ("outputs", outputs)):
             if alien := [name for name in given or () if name not in losses]:
                 raise UsageError(f'{option} has "{alien[0]}", which is none of the losses: {", ".join(losses)}.')
+        if len(guided := [name for name, loss in losses.items() if hasattr(loss, "targets_of")]) > 1:
+            raise UsageError(
+                f"{guided[0]} and {guided[1]} both have a guide that embeds the rows, and a row has the embedding of "
+                "one guide. Keep one of them."
+            )
         self.outputs = dict(outputs or {})
         self.weights = {name: (weights or {}).get(name, 1.0) for name in losses}
 

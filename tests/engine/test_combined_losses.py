@@ -10,6 +10,7 @@ from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from tests.engine.test_losses import assert_close
 
@@ -55,6 +56,17 @@ def test_the_weighted_sum_has_the_gradients_of_the_plain_step():
     for name, part in plain.items():
         assert_close(step.metrics[f"{name}_loss"], part.loss.detach())
     assert step.metrics["infonce_accuracy"] == plain["infonce"].metrics["accuracy"]
+
+
+class Guided(nn.Module):
+    def targets_of(self, batch):
+        return {name: features["ids"] for name, features in batch.items()}
+
+
+def test_two_guides_would_give_a_row_two_embeddings_under_one_name_and_are_refused():
+    SumOfLosses({"one": Guided(), "infonce": InfoNCELoss()})
+    with pytest.raises(UsageError, match="one and other both have a guide"):
+        SumOfLosses({"one": Guided(), "infonce": InfoNCELoss(), "other": Guided()})
 
 
 def test_what_is_asked_of_a_loss_is_asked_of_all():
