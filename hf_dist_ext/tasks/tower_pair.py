@@ -45,8 +45,10 @@ class TowerPair:
             processor = AutoProcessor.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise UsageError(f"{folder} holds a model but no processor. Save the processor beside it.") from error
-        columns = list(model.column_to_tower)
-        collator = pair_collator(model, processor, columns, run.get("prompts"), run.get("max_length"))
+        columns, prompts = list(model.column_to_tower), run.get("prompts")
+        if prompts is None:  # such a run, or whoever wrote the folder, has the model's own
+            prompts = {column: model.prompts[column] for column in columns if column in model.prompts}
+        collator = pair_collator(model, processor, columns, prompts, run.get("max_length"))
         return cls(model.to("cuda" if torch.cuda.is_available() else "cpu"), collator)
 
     @torch.inference_mode()

@@ -141,14 +141,17 @@ def test_adapters_on_towers_end_merged_in_a_run_and_in_every_stage(run_file, tmp
     assert moved == {"text"} and any(not torch.equal(second[name], last[name]) for name in last if "image" in name)
 
 
-def test_a_folder_of_towers_starts_another_run(run_file, tmp_path):
-    main(run_file(max_steps=1))
+def test_a_folder_of_towers_starts_another_run_and_keeps_its_prompts(run_file, tmp_path):
+    main(run_file(max_steps=1, prompts={"query": "search : "}))
     first = TowerModel.from_pretrained(tmp_path / "out").state_dict()
     more = ("--trainable_modules", '["image"]', "--output_dir", str(tmp_path / "second"))
     main(run_file(max_steps=1), "--model_name_or_path", str(tmp_path / "out"), *more)
     second = TowerModel.from_pretrained(tmp_path / "second").state_dict()
     moved = {key.split(".")[1] for key, value in first.items() if not torch.equal(second[key], value)}
     assert moved == {"image"}
+    pair = TowerPair.load(tmp_path / "second")  # whose run file names none
+    embedded, pair.collator.prompts = pair.embed(["sort"]), {}
+    assert torch.equal(embedded, pair.embed(["search : sort"])) and not torch.equal(embedded, pair.embed(["sort"]))
 
 
 def test_towers_are_built_from_a_config(run_file, tmp_path):
