@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.training.arguments import DistTrainingArguments as DistTrainingArguments
     from hf_dist_ext.training.trainer import DistTrainer as DistTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "DistTrainer": "training.trainer",
