@@ -20,6 +20,8 @@ PAGES = {"README.md": "index.md"} | {
 }
 COPIED = ("configs/**/*.json", "LICENSE", "CITATION.cff")
 PACKAGES = ("hf_dist_ext", "hf_dist_ext.engine", "hf_dist_ext.data")
+# The theme breaks names of fields in their middle.
+TABLES = ".md-typeset td code { word-break: normal; overflow-wrap: break-word }"
 METHODS = {  # that are shown beside their class
     "DistTrainer": ["whole_weights"],
     "EmbeddingModel": ["from_pretrained", "from_backbone", "from_config", "forward", "save_pretrained"],
@@ -32,6 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=turned((ROOT / name).read_text(encoding="utf-8"), "docs/")))
     files.append(File.generated(config, "reference.md", content=reference()))
+    files.append(File.generated(config, "tables.css", content=TABLES))
     for path in (path for pattern in COPIED for path in ROOT.glob(pattern)):
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     return files
