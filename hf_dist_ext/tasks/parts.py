@@ -76,8 +76,9 @@ class Parts:
         """What the run is made of, for people."""
         args, sharding = trainer.args, trainer.strategy.name
         rows = f"{len(self.train_dataset):,} rows" if hasattr(self.train_dataset, "__len__") else "a stream"
-        if hasattr(self.eval_dataset, "__len__"):
-            rows += f", {len(self.eval_dataset):,} to evaluate on"
+        held_out = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        if all(hasattr(one, "__len__") for one in held_out):
+            rows += f", {sum(map(len, held_out)):,} to evaluate on"
         facts = {
             "data": rows,
             "devices": f"{args.world_size} x {args.device.type}" + (f", {sharding}" if sharding != "none" else ""),

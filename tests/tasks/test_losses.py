@@ -65,7 +65,7 @@ def test_losses_are_added_up_with_their_weights_and_each_is_logged(main, run_fil
     assert "mrr@10" in report["after"], "evaluations follow the first loss"
 
 
-def test_each_dataset_has_its_loss_and_its_figures(main, run_file, made, tmp_path):  # noqa: F811
+def test_each_dataset_has_its_loss_and_its_figures(main, run_file, made, tmp_path, capsys):  # noqa: F811
     pairs = [{"query": f"{w} {i}", "positive": f"read {w} {i}"} for i, w in enumerate(WORDS * 3)]
     sources = [
         {"dataset_name": written(tmp_path, "pairs", pairs), "eval_holdout": 8},
@@ -77,6 +77,7 @@ def test_each_dataset_has_its_loss_and_its_figures(main, run_file, made, tmp_pat
         batch_size=8, save_strategy="steps", save_steps=4, **PLAIN,
     )  # fmt: skip
     main(["--config", file])
+    assert " rows, 16 to evaluate on" in capsys.readouterr().out, "rows of all datasets"
     (loss,) = made
     assert isinstance(loss, LossPerSource) and loss.of("rated").name == "CoSENTLoss"
     assert loss.of("pairs").fixed_temperature == 0.1 and loss.of("sharp").log_inverse_temperature is not None
