@@ -20,6 +20,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, read_model_folder, reads_messages
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.tasks.lengths import positions_of
 
 if TYPE_CHECKING:
     from hf_dist_ext.models.embedding_model import EmbeddingModel
@@ -97,7 +98,8 @@ def embed_after(
     done: Callable[[int], Any] = lambda count: None,
     rows_per_batch: int = ROWS_PER_BATCH,
 ) -> torch.Tensor:
-    """As `embed`, with the prompt before each text, cut at `length` tokens; None: the tokenizer's limit."""
+    """As `embed`, with the prompt before each text, cut at `length` tokens (None: the tokenizer's limit), and
+    where the model's positions end."""
     if model.pooling == TOKENS:
         raise UsageError(
             "the model gives a vector of every token, and here texts are compared by one vector each. Use "
@@ -108,6 +110,7 @@ def embed_after(
         make = VisionLanguageCollator
         options = {"processor": processor, "processing_kwargs": model.messages.get("processing_kwargs")}
     limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
+    limit = min(limit, positions_of(model.backbone) or limit)
     collator = make(tokenizer, ("query", "text"), {"text": prompt}, limit, **options)
     longest_first = sorted(range(len(values)), key=lambda row: -len(values[row]) if _is_text(values[row]) else 0)
     embeddings = torch.empty(len(values), model.embedding_dim)

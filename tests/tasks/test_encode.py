@@ -78,6 +78,16 @@ def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, m
     assert not list(folder.glob("*.unfinished"))
 
 
+def test_a_text_is_cut_where_positions_end_of_a_tokenizer_without_a_limit(tmp_path):
+    torch.manual_seed(0)
+    EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path / "model")
+    tiny_tokenizer(max_length=int(1e30)).save_pretrained(tmp_path / "model")  # 40 positions
+    (tmp_path / "rows.txt").write_text("sort the\n" + "parse a date " * 60)
+    expected = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(["sort the", "parse a date " * 60])
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    assert np.abs(encoded(tmp_path, data="rows.txt") - expected).max() < 1e-6
+
+
 @pytest.mark.parametrize("precision", ["float16", "int8", "uint8", "binary", "ubinary"])
 def test_dimensions_and_precisions_are_those_of_sentence_transformers(folder, precision, monkeypatch):
     monkeypatch.setattr(encode, "ROWS_PER_GROUP", 7)
