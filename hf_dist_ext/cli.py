@@ -57,7 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     plan = commands.add_parser("plan", help=summary, allow_abbrev=False)
     _add_run(plan, is_required=False)
     plan.add_argument("--compare", metavar="RUN_DIR", help="what a run of it measured, beside what was predicted")
-    plan.add_argument("--num_devices", type=int, help="over all machines (default: those visible here, else 1)")
+    plan.add_argument(
+        "--num_devices", type=int, help="over all machines (default: num_processes, else those visible here, else 1)"
+    )
     plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
     plan.add_argument("--num_nodes", type=int, default=1, help="machines (default: %(default)s)")
     plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
@@ -306,7 +308,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
         raise UsageError("hf-dist plan needs a run file, or --compare with the output_dir of a run.")
     run = load_run(["--config", arguments.run or str(run_file(Path(arguments.compare))), *overrides])
     hardware = hardware_of(
-        arguments.num_devices,
+        arguments.num_devices or run.options.num_processes,
         arguments.device_memory_gib,
         arguments.num_nodes,
         arguments.interconnect,

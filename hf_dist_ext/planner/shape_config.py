@@ -56,11 +56,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     if cached := _cached(name, "config.json", revision):
         return cached
     try:
+        # Asks once: without a connection a download asks six times, over 25 seconds.
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
         return Path(hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # offline, no such model, gated: huggingface_hub has a class for each
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""

@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import pytest
 
 from hf_dist_ext import cli
@@ -10,6 +11,7 @@ from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP, Hardware, ad
 from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
 from hf_dist_ext.planner.plan import _without
+from hf_dist_ext.planner.shape_config import _from_folder
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
 from tests.planner.test_choose import DECODER, bytes_of, filled, make_run, option, strategy, workload  # noqa: F401, a fixture
@@ -242,3 +244,25 @@ def test_tensor_parallelism_is_planned_as_its_preset_runs_it_and_comes_last(make
 ])  # fmt: skip
 def test_a_plans_command_has_an_option_once(overrides, words):
     assert " ".join(_without(overrides.split(), {"pipeline_parallel_size": 2})) == words
+
+
+def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch):
+    """A download asks six times, over half a minute."""
+    asked = []
+
+    def head(url):
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", head)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *words, **options: asked.append(words))
+    with pytest.raises(UsageError, match='"somebody/nothing" is neither in the hub cache nor to be had.*not known'):
+        _from_folder("somebody/nothing", None)
+    assert len(asked) == 1
+
+
+def test_a_plan_is_for_the_processes_of_the_run_file(make_run, monkeypatch, capsys):  # noqa: F811
+    run = make_run(num_processes=3)
+    for words, devices in ([], 3), (["--num_devices", "5"], 5):
+        cli.main(["plan", str(run.path), "--device_memory_gib", "80", "--json", *words])
+        assert json.loads(capsys.readouterr().out)["hardware"]["num_devices"] == devices
