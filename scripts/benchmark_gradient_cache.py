@@ -42,6 +42,7 @@ from pathlib import Path
 
 import torch
 from benchmark_loss_stage import PeakBytes, compare, make_columns, our_stage, peak_bytes
+from model_sizes import MODELS, bert, pooling_of
 from torch import Tensor, nn
 
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
@@ -95,19 +96,6 @@ class Size:
     exact_pairs: int = 48  # of the float64 check
 
 
-def bert(width: int, layers: int, heads: int, **more) -> dict:
-    return {
-        "model_type": "bert", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "intermediate_size": 4 * width, "max_position_embeddings": 512,
-        # Dropout would make every contestant's gradient a different random number.
-        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **more,
-    }  # fmt: skip
-
-
-QWEN3_06B = {
-    "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
-}  # fmt: skip
 ON_GPU = {
     "autocast": True, "curve_pairs": (256, 4096, 16384, 65536), "chunk_tokens": (16384, 65536, 131072),
     "mini_batches": (32, 128, 512), "mini_batch_tokens": (16384, 65536), "fixed_pairs": 512, "fixed_length": 128,
@@ -118,12 +106,13 @@ PRESETS = {
     "cpu": [Size("width64", bert(64, 1, 2))],
     "cpu-wide": [Size("width128", bert(128, 2, 2), curve_pairs=(256,), flat_pairs=(256, 16384))],
     "gpu": [
-        Size("minilm", bert(384, 6, 12, vocab_size=30522), **ON_GPU),
+        Size("minilm", MODELS["minilm"], **ON_GPU),
         # text_pairs: what the plain step still fits into 80 GiB
-        Size("bert-base", bert(768, 12, 12, vocab_size=30522), text_pairs=256, **ON_GPU),
+        Size("bert-base", MODELS["bert-base"], text_pairs=256, **ON_GPU),
         Size(
-            "qwen3-0.6b", QWEN3_06B, pooling="last", text_pairs=64,
-            **{**ON_GPU, "chunk_tokens": (1024, 4096, 16384), "mini_batches": (8, 32), "curve_pairs": (256, 4096)},
+            "qwen3-0.6b", MODELS["qwen3-0.6b"], pooling=pooling_of("qwen3-0.6b"), text_pairs=64,
+            **{**ON_GPU, "chunk_tokens": (1024, 4096, 16384), "mini_batches": (8, 32), "curve_pairs": (256, 4096),
+               "flat_pairs": (256, 4096, 16384)},
         ),
     ],
     "smoke": [
@@ -680,6 +669,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu")
     parser.add_argument("--sizes", nargs="+", help="only these sizes of the preset")
+    parser.add_argument("--curve_pairs", type=int, nargs="+", help="batches of the curves (default: the preset's)")
     parser.add_argument("--turns", type=int, default=3, help="turns of the text comparison; the others follow it")
     parser.add_argument("--code_root", help="read code-search pairs from this folder instead of the standard library")
     parser.add_argument("--output", type=Path, help="write results.json and the plots into this folder")
@@ -697,6 +687,8 @@ def run(options: argparse.Namespace) -> None:
     sizes = [size for size in PRESETS[options.preset] if not options.sizes or size.name in options.sizes]
     if not sizes:
         raise UsageError(f"--sizes: the preset has {', '.join(size.name for size in PRESETS[options.preset])}.")
+    if options.curve_pairs:
+        sizes = [replace(size, curve_pairs=tuple(options.curve_pairs)) for size in sizes]
     packages = {name: version(name) for name in ("torch", "transformers", "sentence-transformers")}
     machine = describe_machine(device)
     print(f"{machine}; " + ", ".join(f"{name} {number}" for name, number in packages.items()))

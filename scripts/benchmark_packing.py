@@ -21,13 +21,13 @@ from benchmark_gradient_cache import (
     Batch,
     Models,
     Size,
-    bert,
     our_step,
     peak_of,
     ratio,
     take_turns,
     text_batches,
 )
+from model_sizes import bert
 
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.layout import lay_out

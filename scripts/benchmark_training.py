@@ -1,8 +1,10 @@
 #!/usr/bin/env python
-"""Training as users train: `SentenceTransformerTrainer` beside `DistTrainer`, time and memory in one run, on the CPU.
+"""Training as users train: `SentenceTransformerTrainer` beside `DistTrainer`, time and memory in one run.
 
     python scripts/benchmark_training.py --output outputs/training               # two cores: some ten minutes
     python scripts/benchmark_training.py --comparisons tiny --turns 5
+    python scripts/benchmark_training.py --device cuda --model minilm --comparisons mnr --rows 2048 \
+        --mini_batches 128 --mini_batch_tokens 16384 --chunk_tokens 16384 65536
 
 (1) data: (docstring, function) pairs of the standard library, cut at 256 tokens; a saved model, which both sides load
 (2) contestants: their cached loss with its mini-batch swept, and this project's cache with its chunks swept; each has
@@ -16,7 +18,8 @@ contestant of sentence-transformers that takes the fewest CPU seconds, which oth
 
 Memory is given twice: the bytes of all tensors that a step makes and that are alive together (gradients included;
 weights, optimizer state and batch not), counted in the last step; and by how much the process grew from before
-training to its peak, which holds optimizer state and what an allocator keeps, too.
+training to its peak, which holds optimizer state and what an allocator keeps, too. On a GPU, where both sides run in
+bf16, both figures are torch's allocator's, and the weights and optimizer states of all contestants lie on it together.
 """
 
 from __future__ import annotations
@@ -24,18 +27,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark_gradient_cache import describe_machine
 from datasets import Dataset, disable_progress_bars
+from model_sizes import MODELS, pooling_of
 from sentence_transformers import (
     MultiVectorEncoder,
     MultiVectorEncoderTrainer,
@@ -57,6 +61,8 @@ from hf_dist_ext import DistTrainer, DistTrainingArguments, EmbeddingModel, Info
 from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.engine import LateInteractionLoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.failures import exit_on_usage_error
 
 TEMPERATURE = 0.05
 LEARNING_RATE = 1e-3
@@ -76,6 +82,7 @@ class Work:
     rows: Dataset
     batch: int
     steps: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -96,19 +103,23 @@ class Comparison:
 
 
 def make_models(
-    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerBase, of: Comparison, dropout: float
+    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerBase, of: Comparison, options: argparse.Namespace
 ) -> None:
     """The model, and another one, which guides."""
     config = {
         "model_type": "bert", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
         "hidden_size": of.width, "num_hidden_layers": of.layers, "num_attention_heads": max(2, of.width // 64),
         "intermediate_size": 4 * of.width, "max_position_embeddings": LENGTH,
-        "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
+        "hidden_dropout_prob": options.dropout, "attention_probs_dropout_prob": options.dropout,
     }  # fmt: skip
+    pooling = {}
+    if options.model:
+        config = {"pad_token_id": tokenizer.pad_token_id} | MODELS[options.model]
+        pooling = {"pooling": pooling_of(options.model)}
     of_tokens = {"pooling": "tokens", "projection_dim": TOKEN_DIM} if of.is_late else {}
     for seed, folder in enumerate(folders):
         torch.manual_seed(seed)
-        model = EmbeddingModel.from_config(config, **of_tokens)
+        model = EmbeddingModel.from_config(config, **pooling | of_tokens)
         model.save_pretrained(folder, tokenizer=tokenizer, max_length=LENGTH)
 
 
@@ -132,9 +143,9 @@ def in_order(dataset: Dataset, batch_size: int, drop_last: bool, **_: Any) -> De
 
 def common(work: Work) -> dict[str, Any]:
     return dict(
-        output_dir=str(work.folder / f"run{os.getpid()}"), max_steps=work.steps, seed=0, use_cpu=True,
-        learning_rate=LEARNING_RATE, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        per_device_train_batch_size=work.batch, dataloader_drop_last=True,
+        output_dir=str(work.folder / f"run{os.getpid()}"), max_steps=work.steps, seed=0, learning_rate=LEARNING_RATE,
+        use_cpu=work.device == "cpu", bf16=work.device != "cpu", logging_steps=1, save_strategy="no",
+        report_to="none", disable_tqdm=True, per_device_train_batch_size=work.batch, dataloader_drop_last=True,
     )  # fmt: skip
 
 
@@ -145,15 +156,15 @@ def without_pooler(module: nn.Module) -> nn.Module:
     return module
 
 
-def their_model(folder: Path) -> SentenceTransformer:
-    model = SentenceTransformer(str(folder), device="cpu")
+def their_model(folder: Path, device: str) -> SentenceTransformer:
+    model = SentenceTransformer(str(folder), device=device)
     without_pooler(model[0])
     return model
 
 
 def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = their_model(work.folder)
-    guide = {"guide": their_model(work.guide), "temperature": TEMPERATURE} if "GIST" in loss else {}
+    model = their_model(work.folder, work.device)
+    guide = {"guide": their_model(work.guide, work.device), "temperature": TEMPERATURE} if "GIST" in loss else {}
     trainer = SentenceTransformerTrainer(
         model=model,
         args=SentenceTransformerTrainingArguments(batch_sampler=in_order, **common(work)),
@@ -190,7 +201,7 @@ def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callba
 
 
 def their_multi_vector_trainer(columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = MultiVectorEncoder(str(work.folder), device="cpu")
+    model = MultiVectorEncoder(str(work.folder), device=work.device)
     without_pooler(model[0])
     trainer = MultiVectorEncoderTrainer(
         model=model,
@@ -275,10 +286,13 @@ def summary(comparison: Comparison, work: Work, figures: dict[str, dict]) -> dic
     return {"title": comparison.title, "batch": work.batch, "losses_differ_by": apart, "contestants": figures}
 
 
-def machine() -> str:
-    words = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
+def machine(device: str) -> str:
+    with FORK.Pool(1) as pool:  # a process that has asked CUDA must not fork
+        if device != "cpu" and not pool.apply(torch.cuda.is_available):
+            raise UsageError(f'--device {device}: torch sees no CUDA device. Use "cpu", or a machine that has one.')
+        words = pool.apply(describe_machine, (device,))
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
-    return f"{words}, {torch.backends.cpu.get_cpu_capability()}, no GPU used; {packages}"
+    return f"{words}; {packages}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -289,28 +303,44 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--mini_batches", type=int, nargs="*", default=[8, 32], help="theirs, in rows")
     parser.add_argument("--mini_batch_tokens", type=int, nargs="*", default=[1024], help="theirs, in tokens")
     parser.add_argument("--chunk_tokens", type=int, nargs="+", default=[1024, 4096], help="ours")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", choices=list(MODELS), help="of this size (model_sizes.py), without dropout")
     parser.add_argument("--dropout", type=float, default=0.0, help="losses differ where it is not 0")
     parser.add_argument("--code_root", help="read functions from this folder instead of the standard library")
     parser.add_argument("--output", type=Path, help="write results.json into this folder")
     options = parser.parse_args(argv)
+    with exit_on_usage_error():
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.model and options.dropout:
+        raise UsageError(f"--dropout {options.dropout}: the models of --model have none. Leave one of the two out.")
+    # torch asks the driver's library whether there is a GPU, and not CUDA, after which no process must fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    print(machine())
+    described = machine(options.device)
+    print(described)
     pairs = load_code_search(held_out=1, root=options.code_root)["train"].shuffle(seed=0)
     tokenizer = train_tokenizer((t for name in COLUMNS for t in pairs[name]), model_max_length=LENGTH)
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for key in options.comparisons:
-            comparison, models = COMPARISONS[key], (folder / key / "model", folder / key / "guide")
+            comparison = COMPARISONS[key]
+            if options.model:
+                comparison = replace(comparison, title=f"{comparison.title.partition(',')[0]}, {options.model}")
+            models = (folder / key / "model", folder / key / "guide")
             # in a process of its own: one that has run OpenMP's threads must not fork
-            maker = FORK.Process(target=make_models, args=(models, tokenizer, comparison, options.dropout))
+            maker = FORK.Process(target=make_models, args=(models, tokenizer, comparison, options))
             maker.start()
             maker.join()
             batch, steps = options.rows * comparison.batches, options.turns + 2
-            work = Work(*models, tokenizer, make_rows(pairs, batch * steps, comparison.are_rated), batch, steps)
-            figures = take_turns(contestants(comparison, work, options), steps, folder / key)
+            rows = make_rows(pairs, batch * steps, comparison.are_rated)
+            work = Work(*models, tokenizer, rows, batch, steps, options.device)
+            figures = take_turns(contestants(comparison, work, options), steps, folder / key, options.device)
             results.append(summary(comparison, work, figures))
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -318,7 +348,7 @@ def main(argv: list[str] | None = None) -> None:
             name: value if isinstance(value, (int, float, list)) else str(value)
             for name, value in vars(options).items()
         }
-        report = {"machine": machine(), "settings": settings, "results": results}
+        report = {"machine": described, "settings": settings, "results": results}
         (options.output / "results.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

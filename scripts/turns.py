@@ -22,23 +22,39 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from benchmark_loss_stage import PeakBytes
 from transformers import TrainerCallback
 
 FORK = multiprocessing.get_context("fork")  # a process that starts afresh imports for seconds
 
 
+class AllocatedBytes:
+    """On a GPU what the allocator says: bytes of the tensors made inside that are alive together, at the highest."""
+
+    peak = 0
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def __exit__(self, *_: Any) -> None:
+        self.peak = torch.cuda.max_memory_allocated() - self.before
+
+
 class Turns(TrainerCallback):
     """In a contestant's process. A loop without Trainer calls `begin`, `begin_step` and `end_step`, and adds to
     `losses`."""
 
-    def __init__(self, connection: Connection, steps: int):
+    def __init__(self, connection: Connection, steps: int, device: str = "cpu"):
         self.connection, self.steps, self.taken = connection, steps, 0
         self.losses: list[float] = []
-        self.memory = PeakBytes()
+        self.is_on_gpu = device != "cpu"
+        self.memory = AllocatedBytes() if self.is_on_gpu else PeakBytes()
 
     def begin(self) -> None:
-        self.resident = psutil.Process().memory_info().rss
+        self.resident = torch.cuda.memory_reserved() if self.is_on_gpu else psutil.Process().memory_info().rss
         self._wait()
 
     def begin_step(self) -> None:
@@ -46,6 +62,8 @@ class Turns(TrainerCallback):
             self.memory.__enter__()
 
     def end_step(self) -> None:
+        if self.is_on_gpu:
+            torch.cuda.synchronize()
         seconds = {"seconds": time.perf_counter() - self.wall, "cpu_seconds": time.process_time() - self.cpu}
         self.taken += 1
         if self.taken == self.steps:
@@ -55,7 +73,10 @@ class Turns(TrainerCallback):
             self._wait()
 
     def end(self) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if self.is_on_gpu:
+            peak = torch.cuda.max_memory_reserved()
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         figures = {"peak_bytes": self.memory.peak, "grown_bytes": peak - self.resident, "losses": self.losses}
         self.connection.send(figures)
 
@@ -79,12 +100,14 @@ class Turns(TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-def contest(make: Callable[[Turns], Callable[[], Any]], steps: int, connection: Connection, log: Path) -> None:
+def contest(
+    make: Callable[[Turns], Callable[[], Any]], steps: int, device: str, connection: Connection, log: Path
+) -> None:
     """A contestant's process."""
     with open(log, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        turns = Turns(connection, steps)
+        turns = Turns(connection, steps, device)
         try:
             train = make(turns)
             connection.send("ready")
@@ -95,9 +118,11 @@ def contest(make: Callable[[Turns], Callable[[], Any]], steps: int, connection: 
             raise
 
 
-def take_turns(makers: Mapping[str, Callable[[Turns], Callable[[], Any]]], steps: int, logs: Path) -> dict[str, dict]:
+def take_turns(
+    makers: Mapping[str, Callable[[Turns], Callable[[], Any]]], steps: int, logs: Path, device: str = "cpu"
+) -> dict[str, dict]:
     """The figures of every contestant: seconds and cpu_seconds of the timed steps, peak_bytes of the tensors of the
-    last step, grown_bytes of the process over training, losses of all steps.
+    last step, grown_bytes of the process (on a GPU of what its allocator reserves) over training, losses of all steps.
 
     makers: name -> a function that takes the callback of a trainer and returns what trains `steps` steps.
     """
@@ -105,7 +130,7 @@ def take_turns(makers: Mapping[str, Callable[[Turns], Callable[[], Any]]], steps
     for number, (name, make) in enumerate(makers.items()):
         connection, theirs = FORK.Pipe()
         log = logs / f"{number}.log"
-        FORK.Process(target=contest, args=(make, steps, theirs, log), daemon=True).start()
+        FORK.Process(target=contest, args=(make, steps, device, theirs, log), daemon=True).start()
         theirs.close()
         running[name] = connection, log
         _told(running[name])  # ready

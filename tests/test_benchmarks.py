@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.distributed.forked import by_launch, launch, run_python
+from hf_dist_ext import cli
+from tests.distributed.forked import by_launch, launch, run_python, train_hf
 from tests.launching import ROOT
 
 CODE = Path(sysconfig.get_path("stdlib")) / "asyncio"  # a few hundred functions instead of the whole library
@@ -174,3 +175,53 @@ def test_a_streams_workers_are_compared_side_by_side(tmp_path):
     output = run("benchmark_streams.py", "--workers", 0, 1, *sizes, "--folder", tmp_path)
     lines = [line.split("|")[1:4] for line in output.splitlines() if line.startswith("| ")]
     assert [int(workers) for workers, *_ in lines[1:]] == [0, 1] and all(float(ratio) > 0 for *_, ratio in lines[1:])
+
+
+def check_of_forked_runs() -> None:
+    """scripts/gpu_check.py; runs of one process are forked, and what has several or checkpointing fails."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import gpu_check as script
+
+    def started(command: list[str], more: dict, output: Path, log: Path, seconds: float) -> int:
+        path = command[command.index("--config") + 1]
+        fields = json.loads(Path(path).read_text())
+        output.write_text("")
+        log.write_text("a line\nRuntimeError: too | large\nand a later line\n")
+        if "plan" in command:
+            output.write_text(run_python(lambda: cli.main(command[3:])).partition("\n}")[0] + "\n}")
+            return 0
+        if fields.get("gradient_checkpointing") or fields["num_processes"] > 1:
+            return 1
+        launch("python", 1, train_hf, "--config", path)
+        return 0
+
+    script.started = started
+    script.main()
+
+
+def test_the_check_on_a_gpu_shows_what_failed_and_ends_with_1(tmp_path):
+    output = run_python(check_of_forked_runs, "--dry_run", "--part", "plan", "--output", tmp_path, code=1)
+    page = (tmp_path / "page.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| tiny |")]
+    spreads, failed = ("one process", "DDP", "FSDP2"), "**FAILED**: exit code 1: RuntimeError: too \\| large"
+    assert [row[1:3] for row in rows] == [[kind, one] for kind in ("plain", "checkpointing") for one in spreads]
+    assert [row[-1] for row in rows] == ["ok", *[failed] * 5]
+    assert all(float(row[3]) > 0 for row in rows) and {row[4] for row in rows} == {"not counted on a CPU"}
+    assert "5 failed" in output and "5 failed" in page and "no figure here says anything about a GPU" in page
+    assert "not installed: " in page and page.count("Not run.") == 4 and "## Large batches" in page
+
+
+@pytest.mark.slow
+def test_every_part_of_the_check_on_a_gpu_walks_through_on_a_cpu(tmp_path):
+    run("gpu_check.py", "--dry_run", "--output", tmp_path)
+    page = (tmp_path / "page.md").read_text()
+    assert "FAILED" not in page and "Not run" not in page and "not finished" not in page
+    matrix = (tmp_path / "matrix.md").read_text()
+    assert matrix.count("| ok |") == 6 and "fp16 and FlashAttention need a GPU" in matrix
+    firsts = {line.split(" | ")[4] for line in matrix.splitlines() if line.startswith("| bf16 |")}
+    assert len({float(loss).__round__(1) for loss in firsts}) == 1  # one process, two, sharded, compiled
+
+
+def test_the_check_without_a_gpu_says_so_in_one_line():
+    said = run("gpu_check.py", code=2)
+    assert "no CUDA device" in said and "Traceback" not in said
