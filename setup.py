@@ -63,7 +63,7 @@ setup(
         "test": TEST,
         "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
         "images": ["matplotlib>=3.8", "pillow>=10"],  # those of configs/glyph_search.json
-        "dev": [*TEST, "ruff>=0.12"],
+        "dev": [*TEST, "mypy>=2", "ruff>=0.12"],
         "deepspeed": ["deepspeed>=0.19.8"],  # older ones apply updates that are not finite
         "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],  # mkdocs build
         "losses": ["sentence-transformers>=6.2"],

@@ -11,4 +11,4 @@ step "environment: $("${PYTHON:-python3}" --version)"
 "${PYTHON:-python3}" -m venv "$environment"
 export PATH="$environment/bin:$PATH"
 step "install"
-python -m pip install --quiet -c constraints.txt -e '.[test]' ruff
+python -m pip install --quiet -c constraints.txt -e '.[test]' mypy ruff

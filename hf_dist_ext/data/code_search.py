@@ -135,6 +135,7 @@ def functions_below(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.Funct
 
 def source_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
     docstring = function.body[0]
+    assert docstring.end_lineno is not None and docstring.end_col_offset is not None, "ast.parse gives both"
     first_line = min([function.lineno] + [decorator.lineno for decorator in function.decorator_list])
     head = lines[first_line - 1 : docstring.lineno]
     tail = lines[docstring.end_lineno - 1 : function.end_lineno]

@@ -151,7 +151,8 @@ class ContrastiveCollator:
 
     # ---- tokens ----
 
-    def tokenizer_of(self, column: str) -> PreTrainedTokenizerBase:
+    def tokenizer_of(self, column: str) -> Any:
+        """None where there are only images."""
         return self.tokenizer
 
     def gives_tokens(self, column: str) -> bool:
@@ -167,12 +168,13 @@ class ContrastiveCollator:
 
     def tokens(self, column: str, texts: list[str]) -> Tokens:
         """Those that the texts carry, or of the tokenizer."""
-        if all(isinstance(text, TokenizedText) for text in texts):
-            return Tokens.of_texts(texts)
+        tokenized = [text for text in texts if isinstance(text, TokenizedText)]
+        if len(tokenized) == len(texts):
+            return Tokens.of_texts(tokenized)
         return Tokens.of_rows(self._tokenized(column, texts, padding=False))
 
     def _tokenized(self, column: str, texts: list[str], **options: Any) -> Mapping[str, Any]:
-        prompt, limit = self.prompts.get(column, ""), self.limit_of(column)
+        prompt, limit = (self.prompts or {}).get(column, ""), self.limit_of(column)
         with threads_of_tokenizer():
             return self.tokenizer_of(column)(
                 [prompt + text for text in texts], truncation=limit is not None, max_length=limit, **options

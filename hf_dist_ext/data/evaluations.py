@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def read_retrieval(options: Retrieval) -> RetrievalData:
     )
 
 
-READERS = {
+READERS: Mapping[type, Callable[[Any], Any]] = {
     Retrieval: read_retrieval,
     Similarity: read_similarity,
     Triplet: read_triplets,
@@ -157,14 +157,14 @@ def _read_qrels(path: Path) -> dict[str, Any]:
         for number, line in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
             try:
                 query, document, score = line
-                score = float(score)
+                gain = float(score)
             except ValueError:
                 if number == 1 and len(line) == 3:
                     continue
                 raise UsageError(
                     f"{path}, line {number}: {line} is not a query, a document and a score with tabs between."
                 ) from None
-            for column, value in zip(columns.values(), (query, document, score), strict=True):
+            for column, value in zip(columns.values(), (query, document, gain), strict=True):
                 column.append(value)
     return _as_arrays(columns, str(path))
 

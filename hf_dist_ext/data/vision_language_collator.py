@@ -21,12 +21,15 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext.data.collator import ContrastiveCollator, as_list
 from hf_dist_ext.data.image_text_collator import check_processor
 from hf_dist_ext.data.padding import as_tensors, is_per_token
 from hf_dist_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KINDS = ("text", "image")
 STORED = {"bytes", "path"}  # the keys of a picture as `datasets` stores it
@@ -47,6 +50,7 @@ class VisionLanguageCollator(ContrastiveCollator):
     "common": {...}}, options of the template and of the processor. Those of "audio" and "video" concern no row here.
     """
 
+    tokenizer: PreTrainedTokenizerBase
     processing_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     _tails: dict[str, int] = field(default_factory=dict, repr=False)  # prompt -> tokens after what the user says
 
@@ -79,7 +83,7 @@ class VisionLanguageCollator(ContrastiveCollator):
             return {name: value[:0] for name, value in self.features(column, ["."]).items()}
         contents = [content_of(column, value) for value in values]
         images = [[part["image"] for part in content if part["type"] == "image"] for content in contents]
-        prompt = self.prompts.get(column, "")
+        prompt = (self.prompts or {}).get(column, "")
         encoded = self._encoded(column, prompt, contents, images)
         if (limit := self._length(column)) is not None:
             self._cut(encoded, limit, prompt, images)
@@ -118,10 +122,10 @@ class VisionLanguageCollator(ContrastiveCollator):
                     + ("Remove it from the text." if text.count(token) > len(of_row) else "Use a template for images.")
                 )
         if not any(images):
-            return self._tokenized(texts)
-        return self._tokenized(texts, images=images, images_kwargs={**self._of_image, "return_tensors": "pt"})
+            return self._processed(texts)
+        return self._processed(texts, images=images, images_kwargs={**self._of_image, "return_tensors": "pt"})
 
-    def _tokenized(self, texts: list[str], **options: Any) -> dict[str, Any]:
+    def _processed(self, texts: list[str], **options: Any) -> dict[str, Any]:
         bos = self.tokenizer.bos_token
         of_text = {"add_special_tokens": False} if bos is not None and texts[0].startswith(bos) else {}
         encoded = dict(self.processor(text=list(texts), text_kwargs={**of_text, **self._of_text}, **options))
@@ -163,7 +167,7 @@ class VisionLanguageCollator(ContrastiveCollator):
         """How many tokens follow what the user says: the end that two different texts have in common."""
         if prompt not in self._tails:
             texts = self._rendered(prompt, [[{"type": "text", "text": said}] for said in ("0", "1 2 3 4")])
-            first, second = (row[::-1] for row in self._tokenized(texts)["input_ids"])
+            first, second = (row[::-1] for row in self._processed(texts)["input_ids"])
             pairs = zip(first, second, strict=False)
             self._tails[prompt] = next((place for place, (a, b) in enumerate(pairs) if a != b), 0)
         return self._tails[prompt]

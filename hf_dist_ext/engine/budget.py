@@ -105,7 +105,7 @@ class ChunkBudget:
         self.num_measured_steps = 0
         self.proposed = 0
         self._points: list[list[_Point]] = []  # of the last two steps
-        self._peak: Peak | None = None  # of the step that is measured
+        self._peak: Peak  # of the step that is measured
         self._alive: _AliveGraphs | None = None
         self._new_points: list[_Point] = []
         self._largest = self._largest_now = 0  # tokens of a chunk: of the last step, of the one that is measured
@@ -223,7 +223,7 @@ class ChunkBudget:
         if not graphs.tokens:  # a backward of graphs that were counted with an earlier one
             return
         peak, lasting = self._peak(), self._peak.now() - graphs.held_before
-        if is_forward and self.device.type == "cpu":
+        if is_forward and self.forward_bytes is not None and self.device.type == "cpu":
             peak = int(graphs.tokens * self.forward_bytes)
         self._new_points.append(_Point(graphs.tokens, graphs.width, peak, lasting))
         self.measured.graphs_at_once = max(self.measured.graphs_at_once, graphs.number)

@@ -49,7 +49,8 @@ class ChunkLimits:
     def scaled(self, factor: float) -> ChunkLimits:
         """So many times the rows, tokens and patches, rounded down, at least one of each."""
         sizes = {name: getattr(self, name) for name in ("max_rows", "max_tokens", "max_patches")}
-        return replace(self, **{name: max(1, int(n * factor)) for name, n in sizes.items() if n is not None})
+        scaled: dict[str, Any] = {name: max(1, int(n * factor)) for name, n in sizes.items() if n is not None}
+        return replace(self, **scaled)
 
 
 @dataclass
@@ -343,13 +344,13 @@ class ChunkedBatch:
 
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""
-        columns: dict[str, torch.Tensor] = dict.fromkeys(self.row_counts())  # tables hold them by kind
+        columns: dict[str, torch.Tensor] = {}
         for index, (table, order) in enumerate(zip(self.tables, self.orders, strict=True)):
             parts = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
             ordered = torch.cat([outputs[0][:0], *parts])  # (R, D) as chunks hold them; R may be 0
             rows = torch.empty_like(ordered).index_copy_(0, order.order, ordered)
             columns.update(zip(table.columns, rows.split(table.row_counts), strict=True))
-        return columns
+        return {name: columns[name] for name in self.row_counts()}  # tables hold them by kind
 
     def to_chunks(self, columns: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Column -> (rows, D) -> one (b, D) per chunk; zeros for an idle chunk. The inverse of `to_columns`."""

@@ -93,7 +93,7 @@ def _questions(name: str, features: Mapping[str, Any], feature_axes: FeatureAxes
     asked = {} if extents is None else {"extents": extents}
     asked |= images.questions({key: value for key, value in features.items() if key not in feature_axes})
     for key in feature_axes.values():
-        if isinstance(features.get(key), torch.Tensor):
+        if isinstance(key, str) and isinstance(features.get(key), torch.Tensor):
             asked[key] = features[key]
     return asked
 
@@ -144,7 +144,10 @@ def _read_column(
             layout = vision.units[key]
         else:
             layout = _found_layout(column, key, value, vision)
-        (column.rows if isinstance(layout, RowLayout) else column.units)[key] = (value, layout)
+        if isinstance(layout, RowLayout):
+            column.rows[key] = (value, layout)
+        else:
+            column.units[key] = (value, layout)
     return column
 
 

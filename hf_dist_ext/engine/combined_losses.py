@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_dist_ext.engine.losses import LossOutput
-from hf_dist_ext.engine.outputs import PartOfColumns, part_of
+from hf_dist_ext.engine.outputs import Output, PartOfColumns, part_of
 from hf_dist_ext.errors import UsageError
 
 
@@ -29,7 +29,7 @@ class _Losses(nn.Module):
         self.losses = nn.ModuleDict({f"of_{name}": loss for name, loss in losses.items()})
 
     @property
-    def _all(self) -> list[nn.Module]:
+    def _all(self) -> list[Any]:
         return list(self.losses.values())
 
     @property
@@ -47,7 +47,7 @@ class _Losses(nn.Module):
     @property
     def num_columns(self) -> int | None:
         """So many columns they read; None: all there are."""
-        numbers = [getattr(loss, "num_columns", None) for loss in self._all]
+        numbers: list[Any] = [getattr(loss, "num_columns", None) for loss in self._all]
         return None if None in numbers else max(numbers)
 
     @property
@@ -118,11 +118,14 @@ class SumOfLosses(_Losses):
     ) -> LossOutput:
         """Arguments as of `InfoNCELoss`; `targets` go to the losses that read them. As metrics each loss without its
         weight, `infonce_loss`, and its own with its name in front, `infonce_accuracy`."""
-        total, metrics = 0.0, {}
+        total: Any = 0.0
+        metrics: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             loss = self.losses[f"of_{name}"]
             more = {"targets": targets} if targets and _reads_targets(loss) else {}
-            rows, all_rows, output = own, everyone, self.outputs.get(name)
+            rows: Mapping[str, Output] = own
+            all_rows: Mapping[str, Output] | None = everyone
+            output = self.outputs.get(name)
             if output is not None:
                 rows = {column: part_of(own[column], output) for column in own}
                 all_rows = None if everyone is None else PartOfColumns(everyone, output)

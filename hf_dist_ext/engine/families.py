@@ -32,5 +32,7 @@ def patch_size(config: Any) -> tuple[int, int] | None:
 
 def patch_grid(config: Any, height: int, width: int) -> int:
     """Patches of an image of so many pixels."""
-    patch_height, patch_width = patch_size(config)
+    size = patch_size(config)
+    assert size is not None, "the config tells no patch size"
+    patch_height, patch_width = size
     return (height // patch_height) * (width // patch_width)

@@ -28,10 +28,10 @@ do around a part of a step (reduce gradients, measure time or memory) does it in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -39,7 +39,7 @@ from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.outputs import Output, detached, gradients_of, inner_product, leaves_of, to_chunks, to_columns
 from hf_dist_ext.errors import UsageError
 
-Embeddings = dict[str, Output]
+Embeddings = Mapping[str, Output]
 Encode = Callable[[Chunk], Output]
 Score = Callable[[Embeddings], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
@@ -250,9 +250,9 @@ class Passes:
         return inner_product(output, self._cache[i])
 
     def _run_backward(self, terms: Sequence[torch.Tensor | None]) -> None:
-        terms = [term for term in terms if term is not None]
-        if terms:
-            self.backward(terms[0] if len(terms) == 1 else torch.stack([term.reshape(()) for term in terms]).sum())
+        trained = [term for term in terms if term is not None]
+        if trained:
+            self.backward(trained[0] if len(trained) == 1 else torch.stack([t.reshape(()) for t in trained]).sum())
             self._has_trained = True
 
 
@@ -317,7 +317,7 @@ class RandomState:
         self.cpu = torch.get_rng_state()
         self.device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self.device = device
-        self.on_device = None if self.device_module is None else self.device_module.get_rng_state(device)
+        self.on_device: Any = None if self.device_module is None else self.device_module.get_rng_state(device)
 
     def is_now(self) -> bool:
         """Whether nothing was drawn since; from host copies, no synchronisation."""

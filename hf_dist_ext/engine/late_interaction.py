@@ -139,10 +139,8 @@ def _loss_and_gradients(
                 _best_matches(of_tile, real, unit[low : low + plan.tile[1]], mask[low : low + plan.tile[1]])  # (2)
                 for low in range(0, len(unit), plan.tile[1])
             ]
-            column = (
-                torch.cat([of_part for of_part, _ in parts], dim=1) if parts else of_tile.new_zeros(len(of_tile), 0)
-            )
-            scores.append(column * plan.inverse_temperature)  # (b, N)
+            best = torch.cat([of_part for of_part, _ in parts], dim=1) if parts else of_tile.new_zeros(len(of_tile), 0)
+            scores.append(best * plan.inverse_temperature)  # (b, N)
             places.append([place for _, place in parts])
         weights = softmax_of_tile(scores, plan.keys, first, loss, metrics)  # (3)
         if not needs_gradients:

@@ -11,7 +11,7 @@ that of the full batch up to float rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -91,9 +91,9 @@ def _kinds(column: Column) -> dict[str, Any]:
     for key, (value, layout) in column.rows.items():
         free = (layout.row_axis, layout.token_axis)
         kinds[key] = (layout, value.dtype, [size for axis, size in enumerate(value.shape) if axis not in free])
-    for key, (value, layout) in column.units.items():
-        shape = (value.dtype, value.shape[1:]) if isinstance(value, torch.Tensor) else None
-        kinds[key] = (shape, layout.lengths is None, layout.rounds_length)
+    for key, (entries, units) in column.units.items():
+        shape = (entries.dtype, entries.shape[1:]) if isinstance(entries, torch.Tensor) else None
+        kinds[key] = (shape, units.lengths is None, units.rounds_length)
     return kinds
 
 
@@ -143,7 +143,7 @@ def _make_table(
         laid = [(span, (number, row)) for number, c in enumerate(columns) for row, span in enumerate(c.extents)]
         spans, rows = zip(*(laid[i] for i in order), strict=True) if laid else ((), ())
         packed = PackedTokens(features, spans, rows, _device_of(columns[0]))
-    positions = None
+    positions: Literal["mask", "edges"] | None = None
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
     return Table(
@@ -173,7 +173,8 @@ def _device_of(column: Column) -> torch.device:
 
 
 def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], order: list[int]) -> Units:
-    places, lengths = [], []
+    places: list[tuple[int, int, int]] = []
+    lengths: list[int] = []
     for number, ((_, layout), num_rows) in enumerate(zip(parts, row_counts, strict=True)):
         last = 0
         for count in layout.counts or (1,) * num_rows:

@@ -107,6 +107,7 @@ class InfoNCELoss(nn.Module):
         """In use now. A learnable one is read back from its device; the metric "temperature" is not."""
         if self.fixed_temperature is not None:
             return self.fixed_temperature
+        assert self.log_inverse_temperature is not None
         return math.exp(-min(max(self.log_inverse_temperature.item(), 0.0), math.log(MAX_INVERSE_TEMPERATURE)))
 
     def forward(
@@ -164,6 +165,7 @@ class InfoNCELoss(nn.Module):
         """(1,), with a graph to the parameter when it is learnable."""
         if self.fixed_temperature is not None:
             return torch.full((1,), 1 / self.fixed_temperature, dtype=dtype, device=device)
+        assert self.log_inverse_temperature is not None
         # The parameter itself is held, as in CLIP: clamping in the formula would cut the gradient at the bound, and
         # the temperature could never come back.
         with torch.no_grad():
@@ -197,10 +199,12 @@ def keys_of(
         if values.shape != (num_rows,):
             raise UsageError(f"ids[{name!r}] has the shape {tuple(values.shape)}. Give one id per row: ({num_rows},).")
     names = dict.fromkeys(name for name in (anchor, positive, "group") if name in ids)
-    keys = [[tuple(_ranks([ids[name]], dtype) * 2) for name in names]]
+    keys = [[(rank, rank) for name in names for rank in _ranks([ids[name]], dtype)]]
     for negative in negatives:
-        known = positive in ids and negative in ids
-        keys.append([tuple(_ranks([ids[positive], ids[negative]], dtype))] if known else [])
+        keys.append([])
+        if positive in ids and negative in ids:
+            of_positives, of_negatives = _ranks([ids[positive], ids[negative]], dtype)
+            keys[-1].append((of_positives, of_negatives))
     return keys if any(keys) else []
 
 
@@ -232,10 +236,10 @@ def checked_columns(
                     f"column {column!r} has embeddings of shape {tuple(rows.shape)}, {anchor!r} has width {width}. "
                     "Return (rows, dimensions) of one width for every column, by a projection where towers differ."
                 )
-    for rows in (own, everyone) if reads_anchors else (own,):
-        if rows[anchor].shape[0] != rows[positive].shape[0]:
+    for side in (own, everyone) if reads_anchors else (own,):
+        if side[anchor].shape[0] != side[positive].shape[0]:
             raise UsageError(
-                f"{anchor!r} has {rows[anchor].shape[0]} rows, its positives {positive!r} {rows[positive].shape[0]}. "
+                f"{anchor!r} has {side[anchor].shape[0]} rows, its positives {positive!r} {side[positive].shape[0]}. "
                 "Give every anchor one positive."
             )
     own_rows, all_rows = own[anchor].shape[0], everyone[positive].shape[0]

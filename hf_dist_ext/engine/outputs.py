@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -43,19 +43,20 @@ def row_size(output: Output) -> RowSize:
 
 def part_of(output: Output, name: str) -> Output:
     """One of several outputs: the tensor of that name, or of the keys that begin with it and a dot what follows."""
-    keys, start = list(output) if isinstance(output, Mapping) else [], f"{name}."
+    outputs: Mapping[str, Tensor] = output if isinstance(output, Mapping) else {}
+    keys, start = list(outputs), f"{name}."
     if name in keys:
-        return output[name]
-    found = {key.removeprefix(start): output[key] for key in keys if key.startswith(start)}
+        return outputs[name]
+    found = {key.removeprefix(start): outputs[key] for key in keys if key.startswith(start)}
     if not found:
         raise UsageError(f'the model gives no output "{name}" of a row; it gives {", ".join(keys) or "one"}.')
     return found
 
 
-class PartOfColumns(Mapping):
+class PartOfColumns(Mapping[str, Output]):
     """column -> `part_of` its outputs, looked up when asked for, since that may gather them."""
 
-    def __init__(self, columns: Mapping[str, Mapping[str, Tensor]], name: str):
+    def __init__(self, columns: Mapping[str, Output], name: str):
         self._columns, self._name = columns, name
 
     def __getitem__(self, column: str) -> Output:
@@ -81,13 +82,14 @@ def detached(output: Output) -> Output:
     return each(output, Tensor.detach)
 
 
-def to_columns(batch: ChunkedBatch, outputs: Sequence[Output], chunks: Sequence[Chunk]) -> dict[str, Output]:
+def to_columns(batch: ChunkedBatch, outputs: Sequence[Output], chunks: Sequence[Chunk]) -> Mapping[str, Output]:
     """Chunk outputs -> column -> (R, ...), or key -> (R, ...); a column is as wide as its widest chunk."""
     if isinstance(outputs[0], Tensor):
-        return batch.to_columns(outputs, chunks)
+        return batch.to_columns(cast(Sequence[Tensor], outputs), chunks)
+    mappings = cast(Sequence[Mapping[str, Tensor]], outputs)
     columns: dict[str, dict[str, Tensor]] = {name: {} for name in batch.row_counts()}
-    for key in outputs[0]:
-        tensors = [output[key] for output in outputs]
+    for key in mappings[0]:
+        tensors = [output[key] for output in mappings]
         widths = [tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in tensors]
         # Of one width in all chunks: it is no number of tokens, and a column without rows has it too.
         is_fixed = len(set(widths)) == 1
@@ -97,15 +99,16 @@ def to_columns(batch: ChunkedBatch, outputs: Sequence[Output], chunks: Sequence[
     return columns
 
 
-def to_chunks(batch: ChunkedBatch, columns: Mapping[str, Output], chunks: Sequence[Chunk]) -> list[Output]:
+def to_chunks(batch: ChunkedBatch, columns: Mapping[str, Output], chunks: Sequence[Chunk]) -> Sequence[Output]:
     """Gradients of columns -> those of every chunk's output; zeros for an idle chunk."""
     first = next(iter(columns.values()))
     if isinstance(first, Tensor):
-        return batch.to_chunks(columns, chunks)
+        return batch.to_chunks(cast(Mapping[str, Tensor], columns), chunks)
+    mappings = cast(Mapping[str, Mapping[str, Tensor]], columns)
     of_chunks: list[dict[str, Tensor]] = [{} for _ in chunks]
     for key in first:
         names = list(columns)
-        tensors = dict(zip(names, _as_wide([columns[name][key] for name in names]), strict=True))
+        tensors = dict(zip(names, _as_wide([mappings[name][key] for name in names]), strict=True))
         for of_chunk, gradient in zip(of_chunks, batch.to_chunks(tensors, chunks), strict=True):
             of_chunk[key] = gradient
     return of_chunks
@@ -122,7 +125,7 @@ def leaves_of(embeddings: Mapping[str, Output]) -> tuple[dict[str, Output], list
         found.append((tensor.float() if tensor.dtype.itemsize < 4 else tensor.detach()).requires_grad_())
         return found[-1]
 
-    made = {
+    made: dict[str, Output] = {
         name: leaf(output) if isinstance(output, Tensor) else {key: leaf(one) for key, one in output.items()}
         for name, output in embeddings.items()
     }
@@ -148,7 +151,9 @@ def gradients_of(leaves: Mapping[str, Output], gradients: Sequence[Tensor | None
 def inner_product(output: Output, gradients: Output) -> Tensor | None:
     """<output, its gradient>; None where nothing of the output trains."""
     if isinstance(output, Tensor):
+        assert isinstance(gradients, Tensor)
         return (output * gradients).sum() if output.requires_grad else None
+    assert isinstance(gradients, Mapping)
     terms = []
     for key, gradient in gradients.items():
         tensor = output[key]

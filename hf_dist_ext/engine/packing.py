@@ -83,6 +83,7 @@ class PackedTokens:
             for key, feature in self.features.items():
                 value = feature.values[number]
                 flat = value.values if isinstance(value, FlatRows) else value.flatten(0, 1)  # (R * L, ...)
+                assert flat is not None, "only a mask has no values, and it is left out"
                 shape = (self.starts[-1], *flat.shape[1:])
                 packed = tokens.setdefault(key, flat.new_empty(shape, dtype=value.dtype))
                 packed.index_copy_(0, places, flat.index_select(0, sources).to(value.dtype))

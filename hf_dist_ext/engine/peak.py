@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -74,7 +75,8 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
     def pack(tensor: torch.Tensor):
         return tensor if _storage(tensor) in of_known else Saved(tensor)
 
-    hook = torch.utils.checkpoint._recomputation_hook
+    checkpoint: Any = torch.utils.checkpoint
+    hook: Any = checkpoint._recomputation_hook
 
     class Counting(hook):
         """Non-reentrant checkpointing runs a layer again under hooks of its own, so ours see nothing of it (torch
@@ -90,12 +92,12 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
 
             self.pack_hook = pack_again
 
-    torch.utils.checkpoint._recomputation_hook = Counting
+    checkpoint._recomputation_hook = Counting
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: getattr(saved, "tensor", saved)):
             yield Peak(lambda: now, lambda: most, restart)
     finally:
-        torch.utils.checkpoint._recomputation_hook = hook
+        checkpoint._recomputation_hook = hook
 
 
 def _storage(tensor: torch.Tensor) -> int:

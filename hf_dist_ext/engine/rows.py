@@ -78,7 +78,7 @@ class RowFeature:
     def gather(self, runs: Sequence[Run], left: int, right: int) -> torch.Tensor:
         """(b, w): rows of the runs, tokens left..right of the table."""
         if self.layout.row_axis is None:
-            return self.values[0]
+            return self.values[0]  # type: ignore[return-value]
         pieces = [self._piece(column, rows, left, right) for column, rows in runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.layout.row_axis)
 
@@ -92,21 +92,23 @@ class RowFeature:
             value = value.piece(rows, first + before, last - after)
         else:
             value = self._cut(value, rows, first + before, last - after)
-        if before or after:
-            value = torch.cat([self._padding(value, before), value, self._padding(value, after)], token_axis)
+        if token_axis is not None and (before or after):
+            left_pad, right_pad = (self._padding(value, token_axis, tokens) for tokens in (before, after))
+            value = torch.cat([left_pad, value, right_pad], token_axis)
         return value
 
     def _cut(self, value: torch.Tensor, rows: torch.Tensor | slice, first: int, last: int) -> torch.Tensor:
         row_axis, token_axis = self.layout.row_axis, self.layout.token_axis
+        assert row_axis is not None, "gather returns what is not cut"
         if token_axis is not None:
             value = value.narrow(token_axis, first, last - first)
         if isinstance(rows, slice):
             return value.narrow(row_axis, rows.start, rows.stop - rows.start)
         return value.index_select(row_axis, rows)
 
-    def _padding(self, value: torch.Tensor, tokens: int) -> torch.Tensor:
+    def _padding(self, value: torch.Tensor, token_axis: int, tokens: int) -> torch.Tensor:
         shape = list(value.shape)
-        shape[self.layout.token_axis] = tokens
+        shape[token_axis] = tokens
         return value.new_full(shape, self.fill)
 
 

@@ -107,7 +107,7 @@ class _Plan(NamedTuple):
 
 def _loss_and_gradients(
     plan: _Plan, scale: Tensor, bias: Tensor, rows: Tensor, *columns: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics (3,) and the gradients of scale, bias, rows and columns."""
     num_rows, needs_gradients = len(rows), any(needs)
     units = [normalized(e, plan.normalize, scale.dtype) for e in (rows, *columns)]
@@ -154,7 +154,7 @@ def _loss_and_gradients(
         metrics[2] += positives.sum()
     share = max(num_rows, 1)
     metrics[1] /= max(sum(map(len, columns)) - 1, 1)
-    gradients = [of_scale / share, of_bias / share]
-    for embedding, unit, buffer in zip((rows, *columns), units, buffers, strict=False):
-        gradients.append(gradient_of_raw([unit], [buffer.mul_(scale / share)], embedding))
+    gradients: list[Tensor | None] = [of_scale / share, of_bias / share]
+    for embedding, of_embedding, buffer in zip((rows, *columns), units, buffers, strict=False):
+        gradients.append(gradient_of_raw([of_embedding], [buffer.mul_(scale / share)], embedding))
     return loss / share, metrics / share, gradients if needs_gradients else [None] * len(needs)

@@ -121,17 +121,18 @@ def _loss_and_gradients(
                 weighted_rows = scaled_rows * factor
                 row_gradient = _add_gradients(blocks, weighted_rows, columns, column_buffers, first, total)  # (5)
                 row_gradient *= factor * inverse_temperature
-                if buffers[prefix][direction.rows] is not None:
-                    buffers[prefix][direction.rows][rows] += row_gradient
+                row_buffer = buffers[prefix][direction.rows]
+                if row_buffer is not None:
+                    row_buffer[rows] += row_gradient
                 # d/ds of a function of s times the similarity: <row, its gradient> / s
                 temperature_gradient += (unit_rows * row_gradient).sum() / inverse_temperature
 
     # (6)
-    gradients = [
-        gradient_of_raw([row[i] for row in units], [row[i] for row in buffers], embedding) if needed else None
-        for i, (embedding, needed) in enumerate(zip(embeddings, needs_embedding, strict=True))
-    ]
-    return loss, metrics / max(num_rows, 1), [temperature_gradient if needs_temperature else None, *gradients]
+    gradients: list[Tensor | None] = [temperature_gradient if needs_temperature else None]
+    for i, embedding in enumerate(embeddings):
+        own = [buffer for row in buffers if (buffer := row[i]) is not None]  # one per prefix, none where not needed
+        gradients.append(gradient_of_raw([row[i] for row in units], own, embedding) if own else None)
+    return loss, metrics / max(num_rows, 1), gradients
 
 
 class Block(NamedTuple):
@@ -249,8 +250,9 @@ def _add_gradients(
         entries.copy_(-total[rows])
         candidates = slice(block.low, block.high)
         row_gradient.addmm_(block.values, columns[block.column][candidates])
-        if column_buffers[block.column] is not None:
-            column_buffers[block.column][candidates].addmm_(block.values.T, weighted_rows)
+        column_buffer = column_buffers[block.column]
+        if column_buffer is not None:
+            column_buffer[candidates].addmm_(block.values.T, weighted_rows)
     return row_gradient
 
 
