@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext import launched
 from hf_dist_ext.failures import exit_on_usage_error, first_error_only
@@ -134,9 +134,25 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[
     report |= trainer.scaling.report
     if parts.loss is not None:
         report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
+    made, before_this_start = trainer.progress()
+    if made == before_this_start > 0:
+        report = of_first_time(Path(args.output_dir), report)
     if args.process_index == 0:
         lives.append(life_of(trainer, data))
     return trainer, report
+
+
+def of_first_time(output_dir: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """The report of a finished run that was started again: what was measured while it trained stays."""
+    path = output_dir / "metrics.json"
+    try:
+        measured = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return report
+    logging.getLogger(__name__).info(
+        "the run was at its end already: its seconds and sizes are those of its training."
+    )
+    return measured | {name: report[name] for name in ("before", "after", "views") if name in report}
 
 
 def views_tables(views: dict) -> list:
@@ -169,7 +185,8 @@ def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
     for life in lives.values():
         for evaluation in views_tables(life.get("views", {})):
             Console().print(evaluation)
-    chunks = f", {report['num_chunks']} chunks per step" if "num_chunks" in report else ""
+    number = report.get("num_chunks")
+    chunks = "" if number is None else f", {number} chunk{'s' * (number != 1)} per step"
     print(f"{report['train_seconds']} s of training{chunks}")
     if "scaling_efficiency" in report:
         print(f"scaling efficiency {report['scaling_efficiency']:.0%} over {report['world_size']} process(es)")

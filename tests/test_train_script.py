@@ -130,6 +130,15 @@ def test_texts_are_served_at_the_length_at_which_their_column_was_trained(main, 
     assert EmbeddingModel.from_pretrained(tmp_path / "again").lengths == EmbeddingModel.from_pretrained(out).lengths
 
 
+def test_a_finished_run_that_is_started_again_keeps_the_figures_of_its_training(main, run_file, tmp_path):
+    config = run_file(**SHORT | {"save_strategy": "steps", "save_steps": 1})
+    main(["--config", config])
+    metrics = tmp_path / "out" / "metrics.json"
+    first = json.loads(metrics.read_text())
+    main(["--config", config, "--resume_from_checkpoint", "auto"])
+    assert json.loads(metrics.read_text()) == first and first["num_chunks"] > 0
+
+
 def test_what_is_printed_of_a_plain_backbone_is_what_runs(main, run_file, tmp_path, caplog):
     EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path / "plain")
     start = {"model_config": ..., "model_name_or_path": str(tmp_path / "plain")} | SHORT

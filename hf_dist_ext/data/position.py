@@ -291,9 +291,9 @@ class DataPosition:
 
     def first_batch(self, counted: tuple[int, int], state: Any, max_steps: int, num_epochs: int) -> tuple[int, int]:
         """(epoch, batch of it) with which a training begins; `counted`: as Trainer counts them."""
+        if state.global_step >= max_steps:
+            return num_epochs, 0  # nothing is left; Trainer takes one more step in the middle of an epoch
         if self._resumed is not None or self.stream is not None:
-            if state.global_step >= max_steps:
-                return num_epochs, 0  # nothing is left
             return (0 if self._resumed is None else self._resumed.epoch), 0  # a stream itself begins at its state
         if is_stream(self._dataset()) and self.used.samples:
             # Trainer takes the steps of all epochs for batches of the first.

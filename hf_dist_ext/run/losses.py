@@ -109,9 +109,13 @@ def check_loss(config: RunConfig, given: Mapping[str, Any], of_infonce: Iterable
         )
     useless = [one for one in of_infonce if given.get(one) is not None]
     if name != "infonce" and useless:
+        remedy = f"Its options stand in loss_options. Remove {useless[0]}."
+        if useless[0] == "matryoshka_dims" and name not in OWN:
+            remedy = (
+                f'Write "loss": "{MATRYOSHKA}", "loss_options": {{"loss": {show(name)}, "matryoshka_dims": [...]}}.'
+            )
         raise UsageError(
-            f"{useless[0]}={show(given[useless[0]])} is an option of infonce, and loss is {show(name)}. Its options "
-            f"stand in loss_options. Remove {useless[0]}."
+            f"{useless[0]}={show(given[useless[0]])} is an option of infonce, and loss is {show(name)}. {remedy}"
         )
     if name == MATRYOSHKA:
         inner = options.get("loss")

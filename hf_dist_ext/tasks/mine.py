@@ -121,6 +121,8 @@ def _read(name: str, split: str, asked: Mine) -> Dataset:
     columns = {"query": asked.query_column, "positive": asked.positive_column}
     run = RunConfig(dataset_name=name, columns=columns, id_column=asked.id_column)
     rows, check = _open(name, split), RowCheck(f"{name} ({split})")
+    for role, column in columns.items():
+        require_column(column, rows.column_names, name, f"--{role}_column")
     rows = prepare(rows, run, check)
     check.finish()
     for column in ("query", "positive"):

@@ -156,7 +156,7 @@ class DistTrainer(Trainer):
             has_scaler=self.strategy.has_scaler(args),
             processor=self.processing_class,
             sizes=fitting,
-            progress=self._progress,
+            progress=self.progress,
             rows=lambda: self.strategy.rows,
             take_begun=lambda: self.data_position.take_begun("bad_rows"),
         )
@@ -189,7 +189,7 @@ class DistTrainer(Trainer):
             loss=lambda: self.loss,
             model=lambda: self.bare_model,
             strategy=lambda: self.strategy,
-            progress=self._progress,
+            progress=self.progress,
             fitting=fitting,
             takes_column="column" in forward_parameters(self.model),
             has_stand_in=self.image_stand_in is not None,
@@ -278,7 +278,8 @@ class DistTrainer(Trainer):
         """The model without its wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
-    def _progress(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
+        """Updates made, and how many of them before this start."""
         return self.state.global_step, self._initial_global_step
 
     def _rows_of_micro_batch(self) -> tuple[int, int]:

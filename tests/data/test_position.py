@@ -148,9 +148,11 @@ def test_a_stream_without_a_state_goes_on_behind_what_was_read(tmp_path):
         run(tmp_path, Stream(), resume=4, max_steps=12, per_device_train_batch_size=2, dataloader_num_workers=1)
 
 
-def test_a_finished_run_takes_no_further_step_with_another_batch(whole):
-    after = run(whole[0], resume=16, max_steps=16, per_device_train_batch_size=2)
-    assert after.seen == [] and after.last_step == 16
+@pytest.mark.parametrize("step", [4, 16])
+@pytest.mark.parametrize("options", [{}, {"per_device_train_batch_size": 2}])
+def test_a_finished_run_takes_no_further_step(whole, options, step):
+    after = run(whole[0], resume=step, max_steps=step, **options)
+    assert after.seen == [] and after.last_step == step
 
 
 @pytest.mark.parametrize(

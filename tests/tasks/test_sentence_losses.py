@@ -342,6 +342,7 @@ PAIRS = {"columns": {"query": "question", "positive": "answer"}, "learnable_temp
     ({"loss": "infonc"}, 'Closest: "infonce"'),
     ({"loss": "AdaptiveLayerLoss"}, "can not be trained here: it runs the model's layers itself"),
     ({"loss": "CoSENTLoss", "temperature": 0.1}, "temperature=0.1 is an option of infonce"),
+    ({"loss": "CoSENTLoss", "matryoshka_dims": [8]}, 'Write "loss": "MatryoshkaLoss", .*"loss": "CoSENTLoss"'),
     ({"loss": "CoSENTLoss", "cross_device_negatives": False}, "cross_device_negatives=false is an option of infonce"),
     ({"loss_options": {"scale": 2}}, "the options of infonce are fields of the run file"),
     ({"label_column": "question"}, "infonce reads no label"),
