@@ -459,12 +459,12 @@ def planned(said: dict, strategy: str) -> dict[str, float]:
 
 # the page ------------------------------------------------------------------------------------------------------------
 
-# name -> (title, what runs, seconds it may take)
+# name -> (title, what runs, seconds it may take beside those in which the data is written)
 PARTS: dict[str, tuple[str, Callable[[Part], None], float]] = {
     "tests": ("Tests that need a GPU", tests, 300),
-    "matrix": ("Smoke matrix", matrix, 560),
-    "benchmarks": ("Benchmarks", benchmarks, 580),
-    "batch": ("Large batches", batch, 540),
+    "matrix": ("Smoke matrix", matrix, 540),
+    "benchmarks": ("Benchmarks", benchmarks, 550),
+    "batch": ("Large batches", batch, 520),
     "plan": ("The plan beside measured memory", plan, 400),
 }
 

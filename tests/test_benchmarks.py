@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from hf_dist_ext import cli
@@ -212,14 +213,35 @@ def test_the_check_on_a_gpu_shows_what_failed_and_ends_with_1(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_of_the_check_on_a_gpu_walks_through_on_a_cpu(tmp_path):
-    run("gpu_check.py", "--dry_run", "--output", tmp_path)
-    page = (tmp_path / "page.md").read_text()
-    assert "FAILED" not in page and "Not run" not in page and "not finished" not in page
-    matrix = (tmp_path / "matrix.md").read_text()
-    assert matrix.count("| ok |") == 6 and "fp16 and FlashAttention need a GPU" in matrix
-    firsts = {line.split(" | ")[4] for line in matrix.splitlines() if line.startswith("| bf16 |")}
-    assert len({float(loss).__round__(1) for loss in firsts}) == 1  # one process, two, sharded, compiled
+@pytest.mark.parametrize("part", ["tests", "matrix", "benchmarks", "batch", "plan"])
+def test_every_part_of_the_check_on_a_gpu_walks_through_on_a_cpu(tmp_path, part):
+    run("gpu_check.py", "--dry_run", "--part", part, "--output", tmp_path)
+    table = (tmp_path / f"{part}.md").read_text()
+    assert " 0 failed." in table and "| ok |" in table.replace("skipped: needs a CUDA device", "ok")
+    assert table in (tmp_path / "page.md").read_text()
+    if part == "matrix":
+        cells = [line.split(" | ") for line in table.splitlines() if line.startswith("| bf16 |")]
+        assert len(cells) == 6 and "fp16 and FlashAttention need a GPU" in table
+        assert len({f"{float(cell[4]):.2f}" for cell in cells}) == 1  # alone, on two, sharded, compiled
+
+
+def cells_without_time() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import gpu_check as script
+
+    folder = Path(sys.argv[1])
+    part = script.Part("plan", "a machine", folder, folder, script.TINY, devices=1)
+    print(part.call("late", ["bash", "-c", "sleep 600 & echo $!; wait"], 1.0))
+    child = int((folder / "logs" / "plan-late.out").read_text())
+    print("child ended", not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+    part.began -= part.seconds
+    print(part.call("never", ["touch", str(folder / "never")], 1.0))
+
+
+def test_a_cell_of_the_check_ends_with_its_time_and_none_starts_after_its_parts(tmp_path):
+    output = run_python(cells_without_time, tmp_path)
+    assert "stopped after 1 s: " in output and "child ended True" in output
+    assert "not run: the 400 seconds of this part were over" in output and not (tmp_path / "never").exists()
 
 
 def test_the_check_without_a_gpu_says_so_in_one_line():
