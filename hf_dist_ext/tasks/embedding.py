@@ -37,6 +37,7 @@ from hf_dist_ext.tasks.lengths import lengths_of
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.tasks.sources import LoadedSources
+from hf_dist_ext.tasks.unknown_tokens import warn_of_unknown
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import paired_of
 
@@ -98,6 +99,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
             options = config.processing_kwargs or model.messages.get("processing_kwargs")
             make_collator = vision_language.collators(chat, options)
             model.messages = vision_language.messages_of(model.messages, options)
+        warn_of_unknown(tokenizer, train_dataset, texts)
         # What is not given is as the model's folder says: the folder of this run will say so too.
         prompts = _prompts_for(model, config, columns)
         max_length = lengths_of(model, config.max_length, columns, tokenizer.model_max_length)

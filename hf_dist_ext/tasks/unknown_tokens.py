@@ -1,0 +1,35 @@
+"""Whether a tokenizer knows the texts: a vocabulary of other texts makes most words one and the same token, and the
+loss then stays where it began."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from datasets import Dataset
+
+from hf_dist_ext.data.collator import as_list
+
+logger = logging.getLogger(__name__)
+
+ROWS, SHARE = 200, 0.1  # rows that are looked at; more unknown tokens than this share are named
+
+
+def warn_of_unknown(tokenizer: Any, rows: Any, columns: Iterable[str]) -> None:
+    """A line for each column with many unknown tokens. A stream is not looked at: its rows are read once."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or not isinstance(rows, Dataset):
+        return
+    for column in columns:
+        if column not in rows.column_names:
+            continue
+        values = rows.select(range(min(ROWS, len(rows))))[column]
+        texts = [text for value in values for text in as_list(value) if isinstance(text, str) and text]
+        tokens = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        share = tokens.count(unknown) / max(1, len(tokens))
+        if share > SHARE:
+            logger.warning(
+                f'{share:.0%} of the tokens of column "{column}" are unknown to the tokenizer: its vocabulary is of '
+                "other texts. Give the tokenizer of the model, or one that was trained on texts like these."
+            )
