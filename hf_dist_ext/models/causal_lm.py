@@ -33,7 +33,8 @@ def load_causal_lm(name_or_path: str | Path, args: Any, **options: Any) -> PreTr
     config = options.pop("config", None) or AutoConfig.from_pretrained(name_or_path, **named)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f'"{name_or_path}" is of the kind "{config.model_type}", which is no causal language model.')
-    kind = in_stages(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    model = put_back(load_complete(kind, name_or_path, **({"dtype": "auto"} | options), config=config))
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # its values are classes, though it is declared with pairs of them
+    kind = in_stages(kinds[type(config)])
+    model: Any = put_back(load_complete(kind, name_or_path, **({"dtype": "auto"} | options), config=config))
     model.tie_weights()  # also those of which this process has neither
     return model
