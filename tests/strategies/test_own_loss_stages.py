@@ -119,7 +119,8 @@ def test_a_model_without_weights_of_a_stage_is_refused(tmp_path, monkeypatch):
 def test_a_batch_is_cut_into_rows():
     batch = collate(list(range(5)), pads_left=False) | {"scale": torch.tensor(2.0), "name": "all"}
     chunks = cut_rows(batch, 2)
-    assert [(chunk.start, chunk.stop, chunk.width) for chunk in chunks] == [(0, 2, 14), (2, 4, 14), (4, 5, 14)]
+    sizes = [(chunk.start, chunk.stop, chunk.width, chunk.num_tokens) for chunk in chunks]
+    assert sizes == [(0, 2, 14, 28), (2, 4, 14, 28), (4, 5, 14, 14)]
     for name in ("input_ids", "attention_mask", "labels"):
         assert torch.equal(torch.cat([chunk.features[name] for chunk in chunks]), batch[name])
     assert all(chunk.features["scale"] == 2 and chunk.features["name"] == "all" for chunk in chunks)
