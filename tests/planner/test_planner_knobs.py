@@ -241,6 +241,7 @@ def test_tensor_parallelism_is_planned_as_its_preset_runs_it_and_comes_last(make
     ("--pipeline_parallel_size 4 --seed 3", "--seed 3"),
     ("--seed 3 --pipeline_parallel_size=4", "--seed 3"),
     ("--pipeline_parallel_size --seed 3", "--seed 3"),
+    ("", ""),
 ])  # fmt: skip
 def test_a_plans_command_has_an_option_once(overrides, words):
     assert " ".join(_without(overrides.split(), {"pipeline_parallel_size": 2})) == words

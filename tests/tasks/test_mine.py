@@ -107,6 +107,7 @@ def test_documents_of_a_corpus_are_negatives_too(tmp_path, model, data):
         (["--output", "mined.csv"], "a row holds a list of negatives"),
         (["--output", "no/such/mined.jsonl"], "there is no folder"),
         (["--output", __file__.replace(".py", ".jsonl")], None),
+        (["--query_column", "questoin"], "error: --query_column: "),
         (["--query_column", "questoin"], 'no column "questoin"'),
         (["--id_column", "groop"], "id_column"),
         (["--corpus", "nowhere.jsonl"], "there is no such file"),
