@@ -80,10 +80,11 @@ def exit_on_usage_error() -> Iterator[None]:
     except (UsageError, RunError) as error:
         if os.environ.get("HF_DIST_DEBUG") == "1":
             raise
-        record(str(error))
+        happened = time.time()
         if rank := launched.rank():
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(4)
+        record(str(error), happened=happened)
         print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -109,8 +110,9 @@ def first_error_only() -> Iterator[None]:
             if is_about_a_peer(error):
                 time.sleep(PEER_SECONDS)
             else:
-                record(f"{type(error).__name__}: {error} {place}", traceback.format_exc())
+                happened = time.time()
                 time.sleep(SAME_ERROR_SECONDS if launched.rank() else 0)
+                record(f"{type(error).__name__}: {error} {place}", traceback.format_exc(), happened)
         raise
 
 
@@ -125,10 +127,15 @@ def is_about_a_peer(error: BaseException | None) -> bool:
     return False
 
 
-def record(text: str, stack: str = "") -> None:
-    """Leave the message where torchrun looks for the root cause."""
+def record(text: str, stack: str = "", happened: float | None = None) -> None:
+    """Leave the message where torchrun looks for the root cause, which is the earliest one.
+
+    A process that waits for its launcher records after that: one that is ended while it waits would pass for the
+    cause, with SIGTERM as its exit code. `happened`: seconds since 1970; None: now.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": str(int(time.time()))}}
+        timestamp = str(int(time.time() if happened is None else happened))
+        message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": timestamp}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
 

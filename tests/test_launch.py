@@ -290,6 +290,8 @@ with exit_on_usage_error():
     hand_over_if_needed(load_run(sys.argv[1:]))
     rank, mode = os.environ.get("RANK", "0"), os.environ.get("TEST_MODE")
     if mode == "usage":
+        if rank == "0":
+            time.sleep(1.5)  # the other has the error in an earlier second
         raise UsageError("nothing to train. Give more.")
     if mode == "crash" and rank == "1":
         sys.exit(7)
