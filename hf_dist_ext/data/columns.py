@@ -14,6 +14,7 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from datasets.features.features import require_decoding
+from datasets.table import CastError
 
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, RESERVED, as_list
 from hf_dist_ext.errors import UsageError
@@ -39,6 +40,16 @@ def column_names(run: RunConfig, dataset: AnyDataset) -> list[str]:
 def columns_of(dataset: AnyDataset) -> list[str]:
     """A stream may know its columns only once a row is read."""
     return list(dataset.column_names or next(iter(dataset), {}))
+
+
+def in_words(error: CastError) -> str:
+    """Of rows that a file has further on with other columns than its first ones, from which `datasets` takes them."""
+    found, expected = set(error.table_column_names), set(error.requested_column_names)
+    differ = ", ".join(f'"{name}"' for name in sorted(found ^ expected))
+    return (
+        f"its first rows have the columns {', '.join(sorted(expected))}, later ones {', '.join(sorted(found))}. "
+        f"Write {differ} in every row, null where there is none"
+    )
 
 
 def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], name: str) -> dict[str, Source]:

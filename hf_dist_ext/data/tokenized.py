@@ -70,7 +70,8 @@ def _tokenized(dataset: Any, collator: Any) -> Any:
         return dataset  # a transform of the user's may give other texts each time
     if not isinstance(collator, ContrastiveCollator) or not datasets.is_caching_enabled():
         return dataset
-    kinds = {name: column_kind(dataset.features[name]) for name in collator.columns if name in dataset.features}
+    shown = dataset.format["columns"]  # not those that `with_format` leaves out
+    kinds = {name: column_kind(dataset.features[name]) for name in collator.columns if name in shown}
     kinds = {name: kind for name, kind in kinds.items() if kind in ("text", "texts") and collator.gives_tokens(name)}
     how = {id(one): _how(one) for one in map(collator.tokenizer_of, kinds)}
     kinds = {name: kind for name, kind in kinds.items() if how[id(collator.tokenizer_of(name))] is not None}

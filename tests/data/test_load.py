@@ -1,6 +1,7 @@
 """Datasets from every source, the column map, what is refused, and the collator."""
 
 import gzip
+import itertools
 import json
 import multiprocessing
 import subprocess
@@ -12,11 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
+from hf_dist_ext.data.bad_rows import in_short
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import ContrastiveCollator, content_id
 from hf_dist_ext.data.columns import column_names
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.row_ids import numbered, shared_ids
+from hf_dist_ext.data.stream_readers import Blocks, Readers
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 from tests.launching import environment
@@ -212,6 +215,21 @@ def test_what_is_not_there_is_named(tmp_path):
     assert "reserved" in refusal(name, columns={"query": "question", "ids": "answer"})
     assert "Only negatives may be several" in refusal(name, columns={"query": ["question"], "positive": "answer"})
     assert "are needed" in refusal(name, columns={"query": "question"})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_columns_that_only_later_rows_have_are_named(tmp_path, workers):
+    """`datasets` takes the columns of a JSON file from its first 10 MB."""
+    rows = [{"query": "q" * 6_000_000, "positive": "p"}] * 2 + [{"query": "q", "positive": "p", "negative": "n"}]
+    name = tmp_path / "a.jsonl"
+    name.write_text("\n".join(map(json.dumps, rows)))
+    words = 'its first rows have the columns positive, query, later ones negative, positive, query. Write "negative"'
+    assert words in refusal(name)
+    stream = load_datasets(RunConfig(dataset_name=str(name), streaming=True))[0]
+    loader = torch.utils.data.DataLoader(Blocks(Readers(stream, 1), [0], 0, 0, None), None, num_workers=workers)
+    with pytest.raises(UsageError) as error:
+        list(itertools.islice(loader, 2))
+    assert str(in_short(error.value)).startswith(f"The stream can not be read on: {words}")
 
 
 def test_an_empty_dataset_is_refused(tmp_path):

@@ -182,6 +182,13 @@ def test_each_source_of_a_mixture_has_the_tokens_of_its_own_collator():
         assert_same(found, expected)
 
 
+def test_columns_that_a_format_leaves_out_are_left_out():
+    data = rows().with_format(columns=["query", "id"])
+    kept = tokenized_once(data, collator_of(), TWICE, 8)
+    row = kept.__getitems__([3])[0]
+    assert list(row) == list(data[3]) and isinstance(row["query"], TokenizedText)
+
+
 def test_a_thousand_rows_without_a_negative_are_rows_like_others():
     """`datasets` hands on a thousand rows at a time, and tokenizers refuse a list without a text."""
     column = ["sort"] * 1001
