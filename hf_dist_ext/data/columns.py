@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import datasets
 import pyarrow as pa
@@ -42,14 +42,14 @@ def columns_of(dataset: AnyDataset) -> list[str]:
     return list(dataset.column_names or next(iter(dataset), {}))
 
 
-def in_words(error: CastError) -> str:
-    """Of rows that a file has further on with other columns than its first ones, from which `datasets` takes them."""
+def refuse_late_columns(what: str, error: CastError) -> NoReturn:
+    """A file's later rows have other columns than its first ones, from which `datasets` takes them."""
     found, expected = set(error.table_column_names), set(error.requested_column_names)
     differ = ", ".join(f'"{name}"' for name in sorted(found ^ expected))
-    return (
-        f"its first rows have the columns {', '.join(sorted(expected))}, later ones {', '.join(sorted(found))}. "
-        f"Write {differ} in every row, null where there is none"
-    )
+    raise UsageError(
+        f"{what}: its first rows have the columns {', '.join(sorted(expected))}, later ones "
+        f"{', '.join(sorted(found))}. Write {differ} in every row, null where there is none."
+    ) from error
 
 
 def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], name: str) -> dict[str, Source]:

@@ -24,7 +24,14 @@ from datasets.table import CastError
 from hf_dist_ext.data import digits, glyphs
 from hf_dist_ext.data.code_search import load_code_search
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
-from hf_dist_ext.data.columns import AnyDataset, columns_of, in_words, rename, require_column, resolve_columns
+from hf_dist_ext.data.columns import (
+    AnyDataset,
+    columns_of,
+    refuse_late_columns,
+    rename,
+    require_column,
+    resolve_columns,
+)
 from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together
 from hf_dist_ext.data.image_files import with_images
 from hf_dist_ext.data.row_check import (
@@ -149,7 +156,7 @@ def loading_errors(name: str) -> Iterator[None]:
     ) as error:
         cause = error.__cause__ or error
         if isinstance(cause, CastError):
-            raise UsageError(f'Dataset "{name}": {in_words(cause)}.') from error
+            refuse_late_columns(f'Dataset "{name}"', cause)
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         # of a CSV file, pandas' words; of a JSON file, those of datasets 4.0
         no_rows = ("corresponds to no data", "No columns to parse", "Please pass `features` or at least one example")

@@ -23,10 +23,9 @@ from datasets.table import CastError
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as this_worker
 
-from hf_dist_ext.data.columns import in_words
+from hf_dist_ext.data.columns import refuse_late_columns
 from hf_dist_ext.data.mixture import MixedStream
 from hf_dist_ext.data.storage import with_retries
-from hf_dist_ext.errors import UsageError
 
 MAX_READERS = 32  # open files of one process that trains alone; a machine's 8 GPUs read through 4 each
 ROUND_ROWS = 1024  # that all readers together read ahead, and read again after a resume, without a shuffle buffer
@@ -178,7 +177,7 @@ class _Open:
             self.state = json.loads(json.dumps(self.shards.state_dict()))
             return rows
         except CastError as error:
-            raise UsageError(f"The stream can not be read on: {in_words(error)}.") from error
+            refuse_late_columns("the stream", error)
         except BaseException:
             self.rows = None  # an iterator that failed is over: a retry begins at the state
             raise

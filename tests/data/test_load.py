@@ -229,7 +229,7 @@ def test_columns_that_only_later_rows_have_are_named(tmp_path, workers):
     loader = torch.utils.data.DataLoader(Blocks(Readers(stream, 1), [0], 0, 0, None), None, num_workers=workers)
     with pytest.raises(UsageError) as error:
         list(itertools.islice(loader, 2))
-    assert str(in_short(error.value)).startswith(f"The stream can not be read on: {words}")
+    assert str(in_short(error.value)).startswith(f"the stream: {words}")
 
 
 def test_an_empty_dataset_is_refused(tmp_path):
