@@ -75,14 +75,24 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+AT_ONCE = 31  # numbers that ranks exchange whatever the lengths of their lists
 _OF_CPUS: dict[Any, Any] = {}  # the default group -> one of the same ranks over gloo
 
 
 def exchange(numbers: list[int]) -> list[list[int]]:
     """Every rank's list of integers, in rank order: one small all-gather between CPUs, while an accelerator goes on
-    with what is in its queue."""
+    with what is in its queue. The lists may differ in length; a long one takes a second all-gather."""
     if world_size() == 1:
         return [numbers]
+    first = _exchange_alike([len(numbers), *numbers[:AT_ONCE], *[0] * (AT_ONCE - len(numbers))])
+    lengths = [row[0] for row in first]
+    rest = [[]] * len(first)
+    if (longest := max(lengths)) > AT_ONCE:
+        rest = _exchange_alike([*numbers[AT_ONCE:], *[0] * (longest - max(len(numbers), AT_ONCE))])
+    return [[*head, *tail][:length] for length, (_, *head), tail in zip(lengths, first, rest, strict=True)]
+
+
+def _exchange_alike(numbers: list[int]) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64)
     everyone = mine.new_empty(world_size() * len(numbers))
     all_gather(everyone, mine, group=_group_of_cpus())

@@ -26,7 +26,7 @@ from hf_dist_ext.engine.outputs import Output, RowSize
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import packing
+from hf_dist_ext.training import all_columns, packing
 from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, PLACES, FittingSizes, empty_cache, place_out_of_memory
 
 logger = logging.get_logger(__name__)
@@ -42,6 +42,8 @@ class Layout(NamedTuple):
     counts: dict[str, list[int]]  # rows per column and rank
     num_kept: int  # graphs
     is_larger: bool = False  # than every step that was tried out, on some rank
+    batch: Batch = {}  # what was cut: with the columns of all ranks
+    is_completed: bool = False  # some rank's batch lacked a column
 
     def left_to_shrink(self) -> dict[str, Any]:
         """For `Sizes.smaller`."""
@@ -167,8 +169,9 @@ class StepSizes:
         empty_cache(self.args.device)
         return place
 
-    def cut(self, batch: Batch, is_first: bool) -> Layout:
-        """This rank's batch in chunks; every number that decides what a step does is the same on all ranks."""
+    def cut(self, batch: Batch, is_first: bool, is_completed: bool = False) -> Layout:
+        """This rank's batch in chunks; every number that decides what a step does is the same on all ranks.
+        `is_completed`: it was given columns that other ranks have."""
         chunked = self._lay_out(batch)
         if self.budget is not None:
             chunked = self._with_limits_of_budget(chunked, is_first)
@@ -183,19 +186,24 @@ class StepSizes:
         needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
         layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
         needs_more = any(now > before for now, before in zip(layout.demand, self._proven, strict=True))
-        everyone = collectives.exchange([self.may_widen, layout.num_kept, needs_more, *rows.values(), *chain(*needed)])
-        may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
+        numbers = [all_columns.digest(rows), self.may_widen, layout.num_kept, needs_more]
+        everyone = collectives.exchange([*numbers, *rows.values(), *chain(*needed)])
+        if len({columns for columns, *_ in everyone}) > 1:
+            batch = all_columns.completed(batch, getattr(self.model(), "column_to_tower", {}))
+            return self.cut(batch, is_first, is_completed=True)
+        _, may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
         self.may_widen = all(may_widen)
         # Every rank runs as many as the one that needs most.
         if self.strategy().forwards_are_collective:
-            most = [max(numbers) for numbers in zip(*(row[3 + len(rows) :] for row in everyone), strict=True)]
+            most = [max(numbers) for numbers in zip(*(row[4 + len(rows) :] for row in everyone), strict=True)]
             for plan, own in zip(plans, needed, strict=True):
                 if plan is chunked or self.may_widen:
                     plan.agree(most[: len(own)], by_vision)
                 most = most[len(own) :]
         of_each = self.strategy().rows.one_of_each(everyone)
-        counts = {name: [row[3 + i] for row in of_each] for i, name in enumerate(rows)}
-        return Layout(chunked, wide if self.may_widen else None, counts, min(num_kept), any(is_larger))
+        counts = {name: [row[4 + i] for row in of_each] for i, name in enumerate(rows)}
+        wide = wide if self.may_widen else None
+        return Layout(chunked, wide, counts, min(num_kept), any(is_larger), batch, is_completed)
 
     def _lay_out(self, batch: Batch) -> ChunkedBatch:
         model = self.model()

@@ -38,6 +38,7 @@ from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
 from hf_dist_ext.strategies.rows import GatheredColumns, row_weight
+from hf_dist_ext.training import all_columns
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
 from hf_dist_ext.training.timing import StepClock
@@ -150,11 +151,11 @@ class EmbeddingStep:
 
     def _attempt(self, model: nn.Module, batch: Batch, facts: RowFacts, is_first: bool) -> CachedStep:
         sizes, strategy, budget, bare = self.sizes, self.strategy(), self.sizes.budget, self.sizes.model()
-        frozen = frozen_columns(bare, batch)
         layout = self.layout = sizes.fit(model, self._encode, batch, is_first)
+        frozen = frozen_columns(bare, layout.batch)
         chunked, wide = layout.chunked, layout.wide
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
-        facts = self._with_own_targets(batch, facts)
+        facts = self._completed(facts, layout)
 
         def score(embeddings: dict[str, Output]):
             if is_measured:
@@ -213,11 +214,11 @@ class EmbeddingStep:
     def score_only(self, model: nn.Module, inputs: Any) -> Scored:
         """The loss of the training step, without a gradient. Call it without one."""
         batch, facts = self._split(inputs)
-        facts = self._with_own_targets(batch, facts)
         layout = self.sizes.cut(batch, is_first=False)
+        facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
         loss, _ = self._score(embeddings, facts, layout.counts)
-        return Scored(loss, {name: compared(embeddings[name], self._loss_of(facts)) for name in batch}, facts)
+        return Scored(loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts)
 
     def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, Compared]:
         """column -> (rows, D) in float32, or token vectors of rows, of a batch on the device. Every rank calls it,
@@ -258,12 +259,16 @@ class EmbeddingStep:
         # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
         return each(embeddings, torch.clone) if self.args.torch_compile else embeddings
 
-    def _with_own_targets(self, batch: Batch, facts: RowFacts) -> RowFacts:
-        """What a loss wants to know of the features themselves, such as a frozen guide's embeddings: once per step."""
+    def _completed(self, facts: RowFacts, layout: Layout) -> RowFacts:
+        """With ids, of no row, of columns that this rank's batch lacked, and with what the loss wants to know of the
+        features themselves, such as a frozen guide's embeddings: once per step."""
+        if layout.is_completed and facts.ids is not None:
+            names, no_row = all_columns.of_all_ranks(facts.ids), next(iter(facts.ids.values()))[:0]
+            facts = facts._replace(ids={name: facts.ids.get(name, no_row) for name in names})
         loss = self._loss_of(facts)
         if not hasattr(loss, "targets_of"):
             return facts
-        return facts._replace(targets={**facts.targets, **loss.targets_of(batch)})
+        return facts._replace(targets={**facts.targets, **loss.targets_of(layout.batch)})
 
     def _loss_of(self, facts: RowFacts) -> Callable:
         return loss_of(self.loss, facts.source)

@@ -142,6 +142,9 @@ def test_ranks_of_accelerators_agree_over_one_group_of_cpus(tmp_path, monkeypatc
         set_collective_timeout(77.0)
         everyone = [collectives.exchange([dist.get_rank(), number]) for number in (5, 2**60 + 1)]
         assert everyone == [[[0, 5], [1, 5]], [[0, 2**60 + 1], [1, 2**60 + 1]]]
+        for lengths in ((0, 3), (31, 32), (100, 2), (70, 90)):  # the lists of two ranks
+            wanted = [list(range(length)) for length in lengths]
+            assert collectives.exchange(wanted[dist.get_rank()]) == wanted
         assert made == [{"backend": "gloo", "timeout": timedelta(seconds=77)}]
         monkeypatch.undo()
         collectives.leave_together()
