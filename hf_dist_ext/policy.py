@@ -17,8 +17,9 @@ SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
 
 def keeps_precision_of_files(dtype: str | None, has_files: bool, has_frozen_part: bool, has_autocast: bool) -> bool:
-    """Whether weights are loaded as their files hold them (mostly in bfloat16): a float32 copy of what is frozen would
-    double what it takes and change nothing under autocast. What trains is made float32 afterwards."""
+    """Whether weights are loaded as their files hold them (mostly in bfloat16): a float32 copy of what is frozen, by
+    freezing fields or below adapters, would double what it takes. What trains is made float32 afterwards. Without
+    autocast the precision of the weights is that of the computation, so that they are float32."""
     return dtype is None and has_files and has_frozen_part and has_autocast
 
 

@@ -67,6 +67,7 @@ class Workload:
     accumulation: int
     autocast_bytes: int | None
     load_bytes: int
+    split_bytes: int  # the same where tensor parallelism splits the weights (tasks/parts.py)
     optimizer: str
     attention: str
     projection_dim: int | None
@@ -190,7 +191,8 @@ class Workload:
     @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
     def tape(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1, rows: float = 1) -> Tape:
         """One row of a column through its forward."""
-        tape = Tape(self.recipe(cast))
+        stored = self if tensor_parallel == 1 else replace(self, load_bytes=self.split_bytes)
+        tape = Tape(stored.recipe(cast))
         config = self.config if tensor_parallel == 1 else split_heads(self.config, tensor_parallel)
         of_row = Rows(rows, column.length, column.images)
         if not self.is_embedding:
@@ -243,11 +245,12 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     lora = lora_of(given, config) if given.get("use_lora") else None
     trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
     keep = given.get("gradient_cache_keep_graph", 0)
-    has_files, has_frozen_part = bool(fields.model_name_or_path), trainable is not None or frozen is not None
+    has_frozen_part = trainable is not None or frozen is not None or lora is not None
+    keeps_files = policy.keeps_precision_of_files(
+        fields.dtype, bool(fields.model_name_or_path), has_frozen_part, bool(half)
+    )
     dtype = fields.dtype or "float32"
-    if policy.keeps_precision_of_files(fields.dtype, has_files, has_frozen_part, bool(half)):
-        dtype = "auto"
-    if dtype == "auto":
+    if keeps_files or dtype == "auto":
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     text = config.get("text_config") or config
     width = text.get("hidden_size") or 0
@@ -265,6 +268,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         accumulation=given.get("gradient_accumulation_steps") or 1,
         autocast_bytes=2 if half else None,
         load_bytes=BYTES.get(dtype, 4),
+        split_bytes=4 if keeps_files else BYTES.get(dtype, 4),
         optimizer=given.get("optim") or "adamw_torch_fused",
         attention=fields.attn_implementation or "sdpa",
         projection_dim=fields.projection_dim,

@@ -51,7 +51,8 @@ class RunConfig:
     trust_remote_code: bool = option(False, "Run Python code that comes with a model you trust.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] | None = option(
         None,
-        "The precision weights are loaded in. Null: float32; with frozen parts under bf16 or fp16, that of the files.",
+        "The precision weights are loaded in. Null: float32; with frozen parts or LoRA under bf16 or fp16, that of "
+        "the files.",
     )
     attn_implementation: str | None = option(None, 'Attention kernel: "eager", "sdpa", "flash_attention_2", ...')
     pooling: Literal["mean", "cls", "last", "tokens"] = option(

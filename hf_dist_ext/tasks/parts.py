@@ -154,11 +154,12 @@ def _refuse_evaluation(run: Run) -> None:
 
 
 def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> None:
-    """Frozen weights under autocast stay as their files hold them. What trains is made float32 by the freeze plan,
-    which can not be done to weights that are split over processes already (tensor parallelism): those are float32."""
+    """Frozen weights under autocast stay as their files hold them, the base of adapters too. What trains is made
+    float32 by peft and by the freeze plan, which can not be done to weights that are split over processes already
+    (tensor parallelism): those are float32."""
     if launched.mesh_size("tp") > 1:
         return
-    has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None
+    has_frozen_part = args.trainable_modules is not None or args.frozen_modules is not None or run.options.use_lora
     has_files, has_autocast = bool(run.options.model_name_or_path), args.bf16 or args.fp16
     if policy.keeps_precision_of_files(run.options.dtype, has_files, has_frozen_part, has_autocast):
         run.options.dtype = "auto"

@@ -122,7 +122,10 @@ def _naming(stage: Run) -> Iterator[None]:
 def _start_from(stage: Run, before: Run) -> None:
     """The stage as a run that starts from the folder of the one before it."""
     config, folder = stage.options, before.training["output_dir"]
-    config.model_name_or_path, config.dtype = folder, manifest.read(folder)["dtype"]
+    has_frozen_part = config.use_lora or any(stage.given.get(name) for name in ("trainable_modules", "frozen_modules"))
+    if has_frozen_part or config.dtype is not None:  # else all of it trains, in float32
+        config.dtype = manifest.read(folder)["dtype"]
+    config.model_name_or_path = folder
     config.model_config = config.model_revision = config.tokenizer_name = None
 
 

@@ -140,6 +140,12 @@ def test_frozen_weights_take_what_training_loads_them_in(make_run):
         found = workload_of(run, read_model_config(None, "model")).parameters().items()
         assert {one.item for name, one in found if "layer.0." in name} == {item}
         assert {one.item for name, one in found if "layer.11." in name} == {4}  # what trains
+    for half, item in ((True, 2), (False, 4)):
+        run = make_run(None, model_name_or_path="model", bf16=half, use_lora=True)
+        work = workload_of(run, read_model_config(None, "model"))
+        of_base = {one.item for name, one in work.parameters().items() if ".lora_" not in name}
+        assert of_base == {item} and model_of(work).whole.trained_stored == 4 * model_of(work).whole.trained
+        assert {one.item for one in work.parameters(2).values()} == {4}  # split while it is loaded: float32
 
 
 def test_lora_trains_its_adapters_only(make_run):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import cli
+from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.digits import build_processor
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -174,6 +175,49 @@ def test_the_folder_of_a_vision_language_model_with_adapters_loads_as_printed_an
     assert all("self_attn" in name for name in merged if not torch.equal(merged[name], before[name]))
 
 
+def in_half_precision(folder: Path) -> dict[str, torch.Tensor]:
+    """The base of `run_file` as most decoders' files are."""
+    EmbeddingModel.from_pretrained(folder).bfloat16().save_pretrained(folder, tokenizer=tiny_tokenizer())
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_base_stays_in_the_precision_of_its_files_and_adapters_are_float32(run_file, tmp_path):
+    path, out = run_file(bf16=True, lora_dropout=0.0), tmp_path / "out"
+    before = in_half_precision(tmp_path / "base")
+    assert {value.dtype for value in before.values()} == {torch.bfloat16}
+    main(path)
+    assert manifest.read(out / "checkpoint-4")["dtype"] == "bfloat16"
+    whole = adapters(out)
+    assert {value.dtype for value in whole.values()} == {torch.float32}
+    cli.main(["merge", str(out), "--output", str(tmp_path / "merged")])
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    scaling = RunConfig().lora_alpha / 4
+    for name, value in merged.items():  # rounded once, as the sum of both
+        sides = [whole.get(f"base_model.model.{name.replace('weight', f'lora_{side}.weight')}") for side in "BA"]
+        delta = 0 if None in sides else scaling * (sides[0] @ sides[1])
+        assert value.dtype == torch.bfloat16 and torch.equal(value, (before[name].float() + delta).bfloat16()), name
+    assert sum(not torch.equal(value, before[name]) for name, value in merged.items()) == len(whole) / 2
+    shutil.rmtree(out / "checkpoint-4")
+    with pytest.raises(SystemExit):
+        main(path, "--resume_from_checkpoint", "true", "--dtype", "float32")
+    main(path, "--resume_from_checkpoint", "true")
+    assert all(torch.equal(value, whole[name]) for name, value in adapters(out).items())
+
+
+@pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])
+def test_adapters_over_a_half_precision_base_are_those_of_one_process(run_file, tmp_path, preset):
+    more = {"bf16": True, "lora_dropout": 0.0, "save_strategy": "no", "max_steps": 2, "no_duplicates_in_batch": False}
+    path = run_file(output_dir=str(tmp_path / "two"), batch_size=4, **more)
+    in_half_precision(tmp_path / "base")
+    forked.launch(preset, 2, forked.train_hf, "--config", path)
+    main(run_file(output_dir=str(tmp_path / "alone"), **more))
+    two, alone = adapters(tmp_path / "two"), adapters(tmp_path / "alone")
+    assert {value.dtype for value in two.values()} == {torch.float32}
+    moved = torch.cat([value.flatten() for name, value in alone.items() if "lora_B" in name])
+    found = torch.cat([two[name].flatten() for name in alone if "lora_B" in name])
+    assert moved.norm() > 0 and (found - moved).norm() < 0.1 * moved.norm()
+
+
 @pytest.mark.parametrize("mode", ["fsdp-sharded", "fsdp-full"])
 def test_folder_and_checkpoint_of_sharded_adapters_are_merged_into_the_model_at_the_end(run_file, tmp_path, mode):
     run_file()
@@ -312,6 +356,18 @@ def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_
     exec(line.removeprefix("load it:").strip(), said)
     model = said["model"]
     assert (model.pooling, model.prompts["query"], model.lengths["query"]) == ("last", "search : ", 6)
+
+
+def test_after_a_stage_of_adapters_over_half_precision_all_weights_train_in_float32(run_file, tmp_path):
+    stages = [{"name": "adapters", "use_lora": True, "lora_r": 4}, {"name": "whole"}]
+    path = run_file(bf16=True, stages=stages, max_steps=2, save_strategy="no")
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in fields.items() if "lora" not in name}))
+    in_half_precision(tmp_path / "base")
+    main(path)
+    folders = tmp_path / "out" / "stage_0_adapters", tmp_path / "out"
+    found = [{value.dtype for value in load_file(folder / "model.safetensors").values()} for folder in folders]
+    assert found == [{torch.bfloat16}, {torch.float32}]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
