@@ -296,13 +296,14 @@ def test_a_command_runs_the_very_plan_and_time_has_a_price(make_run, capsys):
 
 def test_named_devices_have_memory_speed_and_links():
     slow, quick = (hardware_of(8, None, device=name) for name in ("l4", "h100"))
-    assert (slow.interconnect, quick.interconnect) == ("pcie", "nvlink") and slow.memory_bytes == 22.5 * GIB
+    assert (slow.interconnect, quick.interconnect) == ("pcie", "nvlink") and slow.memory_bytes == 23034 * 2**20
     assert speed(quick, 2) > 5 * speed(slow, 2) > 5 * speed(slow, 4)
     assert hardware_of(8, 24).interconnect == "pcie" and hardware_of(8, 80).interconnect == "nvlink"
     assert hardware_of(8, 100, device="h100").memory_bytes == 100 * GIB
     assert card_of("NVIDIA A100-SXM4-80GB") == "a100-80" and card_of("NVIDIA L40S") == "l40s"
-    assert card_of("NVIDIA L4") == "l4" and card_of("Quadro") is None
-    assert all(card.source.startswith("https://") for card in CARDS.values())
+    assert card_of("NVIDIA L4") == "l4" and card_of("NVIDIA L40") is None and card_of("NVIDIA A10G") is None
+    assert card_of("NVIDIA H100 80GB HBM3") == "h100" and card_of("NVIDIA H100 PCIe") == "h100-pcie"
+    assert all(card.source.startswith("NVIDIA") for card in CARDS.values())
 
 
 def test_the_memory_of_the_host_is_counted_and_comes_last(make_run):
