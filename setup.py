@@ -34,7 +34,7 @@ TEST = [
     "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-timeout>=2.3.1", "pytest-xdist>=3.8",
     "scikit-learn>=1.4", "sentence-transformers>=6.2", "tensorboard>=2.16.2",
 ]  # fmt: skip
-TRACKING = ["tensorboard>=2.16.2", "wandb>=0.19"]
+IMAGE, PLOT = ["pillow>=10"], ["matplotlib>=3.8"]
 
 setup(
     name="hf_dist_ext",
@@ -60,14 +60,16 @@ setup(
     python_requires=">=3.10",
     install_requires=REQUIRED,
     extras_require={
-        "test": TEST,
-        "digits": ["pillow>=10", "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
-        "images": ["matplotlib>=3.8", "pillow>=10"],  # those of configs/glyph_search.json
-        "dev": [*TEST, "mypy>=2", "ruff>=0.12"],
+        "image": IMAGE,
+        "plot": PLOT,
         "deepspeed": ["deepspeed>=0.19.8"],  # older ones apply updates that are not finite
-        "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],  # mkdocs build
+        "tracking": ["tensorboard>=2.16.2", "wandb>=0.19"],
         "losses": ["sentence-transformers>=6.2"],
-        "tracking": TRACKING,
+        "digits": [*IMAGE, "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
+        "images": [*IMAGE, *PLOT],  # those of configs/glyph_search.json, drawn with a font of matplotlib
+        "test": TEST,
+        "dev": [*TEST, "mypy>=2", "ruff>=0.12"],
+        "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"],  # mkdocs build
     },
     # The presets live in configs/accelerate, where a user looks for them; a wheel carries them inside the package.
     packages=[

@@ -13,6 +13,7 @@ from hf_dist_ext import __version__
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.run import examples
+from hf_dist_ext.train import bars_on_a_terminal_only
 
 TAKES_A_RUN = ("train", "plan", "config")
 
@@ -103,6 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
     if overrides and arguments.command not in ("train", "resume") and not getattr(arguments, "run", None):
         parser.error(f"unexpected arguments: {' '.join(overrides)}")
+    bars_on_a_terminal_only()
     with exit_on_usage_error():
         arguments.act(arguments, overrides)
 

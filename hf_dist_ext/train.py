@@ -49,11 +49,18 @@ def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    bars_on_a_terminal_only()
     with exit_on_usage_error():
         run = load_run(argv)
         hand_over_if_needed(run, program, argv)  # (1)
         with StopSignals(), first_error_only():
             train(run)
+
+
+def bars_on_a_terminal_only() -> None:
+    """`datasets` draws bars into files and logs too; it reads this variable when it is imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def train(run: Run) -> None:
@@ -89,8 +96,8 @@ def train(run: Run) -> None:
     if is_main:
         output_dir = Path(run.training["output_dir"])
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        model_card.write(output_dir, run, report, to_load, lives)
-        print_end(report, to_load, output_dir)
+        pictures = model_card.write(output_dir, run, report, to_load, lives)
+        print_end(report, to_load, output_dir, pictures)
     leave_together()  # else gloo aborts some exits, and a launcher restarts them
     if pushed is not None and is_main:  # the others wait for nothing
         push.of_run(pushed, output_dir)
@@ -99,6 +106,7 @@ def train(run: Run) -> None:
 def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[Life]) -> tuple[DistTrainer, dict]:
     """One life of a trainer, and its report. What the model's card says of it goes to `lives`."""
     from hf_dist_ext.strategies.tensors import num_elements
+    from hf_dist_ext.training.final_model import best_of
     from hf_dist_ext.training.model_card import data_of, life_of
 
     trainer = parts.make_trainer(args)  # (2)
@@ -113,7 +121,7 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[
         trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
         sys.exit(exit_code(trainer.stop_signal))
     after = trainer.evaluate() if parts.evaluates else {}
-    names = [*parts.metrics, *trainer.evaluations.headlines]
+    names = [*parts.metrics, *trainer.evaluations.headlines] if parts.evaluates else []
     before: dict = {}  # of each evaluation set a line
     for line in trainer.state.log_history:
         if line["step"] == 0:
@@ -129,6 +137,8 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[
         "trained_parameters": trained,
         "parameters": everything,
     }
+    if best := best_of(args, trainer.state):
+        report["best"] = best
     if views := trainer.evaluations.by_view(after):
         report["views"] = views
     report |= trainer.scaling.report
@@ -138,7 +148,7 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[
     if made == before_this_start > 0:
         report = of_first_time(Path(args.output_dir), report)
     if args.process_index == 0:
-        lives.append(life_of(trainer, data))
+        lives.append(life_of(trainer, data, names))
     return trainer, report
 
 
@@ -168,9 +178,11 @@ def views_tables(views: dict) -> list:
     return list(tables.values())
 
 
-def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
+def print_end(report: dict, hints: list[str], output_dir: Path, pictures: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from hf_dist_ext.training.final_model import kept_lines
 
     table = Table(title="evaluation")
     for heading in ("", "before", "after"):
@@ -183,6 +195,8 @@ def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
     if any(value is not None for value in report["after"].values()):
         Console().print(table)
     for life in lives.values():
+        for line in kept_lines(life):
+            print(line)
         for evaluation in views_tables(life.get("views", {})):
             Console().print(evaluation)
     number = report.get("num_chunks")
@@ -190,6 +204,8 @@ def print_end(report: dict, hints: list[str], output_dir: Path) -> None:
     print(f"{report['train_seconds']} s of training{chunks}")
     if "scaling_efficiency" in report:
         print(f"scaling efficiency {report['scaling_efficiency']:.0%} over {report['world_size']} process(es)")
+    if pictures:
+        print(f"see it:   {', '.join(str(output_dir / name) for name in pictures)}")
     for hint in hints:
         print(hint.format(folder=output_dir))
 

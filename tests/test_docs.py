@@ -242,6 +242,17 @@ def test_the_readme_has_the_two_commands():
     assert "    pip install -c constraints.txt -e '.[test]' && pytest" in lines
 
 
+def test_the_page_of_the_run_file_lists_every_extra():
+    (call,) = [node for node in ast.walk(ast.parse(text_of(ROOT / "setup.py"))) if isinstance(node, ast.Call)
+               and getattr(node.func, "id", "") == "setup"]  # fmt: skip
+    extras = next(option.value for option in call.keywords if option.arg == "extras_require")
+    table = text_of(ROOT / "docs" / "configuration.md").partition("| extra | for |")[2].partition("\n\n")[0]
+    listed = [
+        name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1] if line else "")
+    ]
+    assert sorted(listed) == sorted(key.value for key in extras.keys) and len(listed) == 10
+
+
 @by_page
 def test_every_command_is_one(page, monkeypatch, capsys):
     from accelerate.commands.launch import launch_command_parser

@@ -189,7 +189,7 @@ def test_a_kill_in_the_first_save_is_followed_by_a_start_that_trains(main, run_f
 def test_a_stream_is_trained_on(main, run_file, tmp_path):
     main(["--config", run_file(streaming=True, eval_holdout=..., max_steps=2)])
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert report["contrastive_batch_size"] == 16 and report["after"]["mrr@10"] is None
+    assert report["contrastive_batch_size"] == 16 and report["after"] == {}
 
 
 @pytest.mark.parametrize("change, words", [

@@ -113,9 +113,8 @@ class FeatureCache:
         places = [(module, next(module.parameters()).device) for module in self.part.modules]
         was_training = model.training
         model.eval()
-        progress = tqdm(
-            loader, "frozen features", disable=args.disable_tqdm or not args.should_log or collectives.rank() > 0
-        )
+        is_silent = args.disable_tqdm or not args.should_log or collectives.rank() > 0
+        progress = tqdm(loader, "frozen features", disable=is_silent or None)  # None: where there is no terminal
         try:
             for module, _ in places:
                 module.to(args.device)  # FSDP leaves the model where it was loaded

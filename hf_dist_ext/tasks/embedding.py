@@ -30,7 +30,7 @@ from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN
 from hf_dist_ext.run.parts import label_column_of, outputs_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import all_parts
 from hf_dist_ext.strategies import choose
-from hf_dist_ext.tasks import image_pairs, routes, vision_language
+from hf_dist_ext.tasks import closing_lines, image_pairs, routes, vision_language
 from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
 from hf_dist_ext.tasks.image_text import with_vocabulary
 from hf_dist_ext.tasks.lengths import lengths_of
@@ -148,33 +148,7 @@ def _is_late(config: RunConfig) -> bool:
 
 
 def hints(run: Run) -> list[str]:
-    if routes.has_routes(run.options):
-        return [_to_load("TowerModel")]
-    if image_pairs.has_towers(run.options):
-        return [_to_load("TowerModel"), 'try it:   hf-dist search --model {folder} --data PICTURES "words"']
-    several = bool(outputs_of(run.options))
-    if _is_late(run.options) and not several:
-        return [
-            _to_load("EmbeddingModel"),
-            'try it:   from sentence_transformers import MultiVectorEncoder; model = MultiVectorEncoder("{folder}")',
-        ]
-    lines = [_to_load("HybridEmbeddingModel" if several else "EmbeddingModel")]
-    lengths = run.options.max_length
-    if isinstance(lengths, Mapping) and (len(lengths) < NUM_PAIR_COLUMNS or len(set(lengths.values())) > 1):
-        listed = ", ".join(f"{column} {length} tokens" for column, length in lengths.items())
-        lines.append(
-            f"lengths:  {listed}, as encode_query and encode_document of sentence-transformers 6.2 cut texts; its "
-            "encode, and other programs, cut all at the longest."
-        )
-    asks = '"parse a date string"' if run.options.dataset_name == CODE_SEARCH else '--data FILE "words"'
-    lines.append(
-        'use it:   from sentence_transformers import SentenceTransformer; model = SentenceTransformer("{folder}")'
-    )
-    return [*lines, f"try it:   hf-dist search --model {{folder}} {asks}"]
-
-
-def _to_load(kind: str) -> str:
-    return f'load it:  from hf_dist_ext import {kind}; model = {kind}.from_pretrained("{{folder}}")'
+    return closing_lines.lines(run)
 
 
 def _check_reads(config: RunConfig, chat: Any, pictures: list[str], is_cut: bool) -> None:

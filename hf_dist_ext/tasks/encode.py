@@ -215,7 +215,8 @@ def _encode(
     own = list(range(state.process_index * window, rows.count, state.num_processes * window))
     total = sum(min(window, rows.count - first) for first in own)
     of_processes = "" if state.num_processes == 1 else f", the share of one of {state.num_processes} processes"
-    with tqdm(total=total, desc=f"embedding{of_processes}", unit=" rows", disable=not state.is_main_process) as bar:
+    is_silent = not state.is_main_process or None  # None: where there is no terminal
+    with tqdm(total=total, desc=f"embedding{of_processes}", unit=" rows", disable=is_silent) as bar:
         for first in own:
             found = embed(rows.take(first, first + window), bar.update)
             if found.shape[1] > embeddings.shape[1]:

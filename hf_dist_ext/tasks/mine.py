@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,7 @@ def main(asked: Mine) -> None:
     embed = _encoder(asked.model)
     queries, documents = embed(pairs.queries, "query"), embed(pairs.documents, "document")  # (2)
     mined: list[Mined] = []
-    with tqdm(total=len(queries), desc="mining", unit=" queries") as bar:
+    with tqdm(total=len(queries), desc="mining", unit=" queries", disable=None) as bar:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         found = mine(
             pairs, queries, documents, asked.wanted, teacher=teacher, search=SEARCHES[asked.search], device=device
@@ -160,7 +161,7 @@ def _encoder(model_dir: str) -> Callable[[list[str], str], torch.Tensor]:
         return _encoder_of_sentence_transformers(model_dir)
 
     def embed(texts: list[str], role: str) -> torch.Tensor:
-        with tqdm(total=len(texts), desc=f"embedding, {role}", unit=" texts") as bar:
+        with tqdm(total=len(texts), desc=f"embedding, {role}", unit=" texts", disable=None) as bar:
             rows = search.embed(model, processor, texts, role, done=bar.update)
         return torch.nn.functional.normalize(rows, dim=-1)
 
@@ -174,7 +175,7 @@ def _encoder_of_sentence_transformers(model_dir: str) -> Callable[[list[str], st
 
     def embed(texts: list[str], role: str) -> torch.Tensor:
         encode = {"query": model.encode_query, "document": model.encode_document}[role]
-        rows = encode(texts, normalize_embeddings=True, show_progress_bar=True, convert_to_numpy=True)
+        rows = encode(texts, normalize_embeddings=True, show_progress_bar=sys.stderr.isatty(), convert_to_numpy=True)
         return torch.from_numpy(rows).float()
 
     return embed

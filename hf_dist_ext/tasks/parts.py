@@ -69,7 +69,9 @@ class Parts:
         trainer.add_callback(MetricsFile())
         for stock in console.STOCK:
             trainer.remove_callback(stock)
-        trainer.add_callback(console.Console(lambda: self._facts(trainer)))
+        evaluations = trainer.evaluations
+        hidden = set(evaluations.names) - set(evaluations.headlines)
+        trainer.add_callback(console.Console(lambda: self._facts(trainer), hidden))
         return trainer
 
     def _facts(self, trainer: DistTrainer) -> dict[str, str]:

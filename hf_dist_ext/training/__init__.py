@@ -9,6 +9,6 @@ signals, time limits, numbers that are not finite (`nonfinite.py`) and bad rows 
 `corpus_retrieval.py` on a corpus, whose right documents `corpus_ranks.py` finds, `row_evaluations.py` on pairs with
 scores, triplets and lists, `mteb_tasks.py` on tasks of MTEB. `early_stopping.py` ends a run that gets no better.
 `embedder.py` has every rank encode a share, `views.py` cuts and quantises embeddings, `token_vectors.py` compares rows
-of many. `model_card.py` writes the README.md that a run ends with: its head is of `card_metadata.py`, its picture of
-`loss_curve.py`, and `citations.py` says what to cite.
+of many. `model_card.py` writes the README.md that a run ends with: its head is of `card_metadata.py`, its pictures
+are of `curves.py`, and `citations.py` says what to cite.
 """

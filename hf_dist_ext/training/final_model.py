@@ -13,7 +13,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,23 @@ def save(save_model: Callable[[str], None], model: nn.Module, args: Any) -> None
         f"the disk of {output_dir} is full and no other one has room, so the trained model was not written. "
         f"{commit.newest(output_dir)} Free space, then resume."
     )
+
+
+def best_of(args: Any, state: Any) -> dict[str, Any]:
+    """The step whose weights a run ends with because its figure was the best: {"step", "figure", "value"}. Empty where
+    it ends with the weights of the last step. `args`, `state`: of a trainer that has trained."""
+    if not args.load_best_model_at_end or state.best_model_checkpoint is None:
+        return {}
+    figure = args.metric_for_best_model.removeprefix("eval_")
+    return {"step": state.best_global_step, "figure": figure, "value": state.best_metric}
+
+
+def kept_lines(report: Mapping[str, Any]) -> list[str]:
+    """What a report says of it, in words."""
+    if not (best := report.get("best")):
+        return []
+    stage = f"{report['name']}: " if "name" in report else ""
+    return [f"{stage}kept the weights of step {best['step']:,}, the best {best['figure']} ({best['value']:.4g})"]
 
 
 def _is_written(save_model: Callable[[str], None], folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -30,10 +31,20 @@ def begun(tmp_path, monkeypatch):
     return begun
 
 
+def run_last_lines(printed: str, number: int) -> None:
+    """Run the last lines of a run, as they are printed."""
+    for line in printed.splitlines()[-number:]:
+        kind, _, command = line.partition(":")
+        if kind == "try it":
+            cli.main(shlex.split(command)[1:])
+        else:
+            exec(compile(command.strip(), kind, "exec"), {})
+
+
 @pytest.mark.parametrize("kind", [
     "text", pytest.param("image-text", marks=pytest.mark.slow), pytest.param("projector", marks=pytest.mark.slow)
 ])  # fmt: skip
-def test_an_example_trains_as_it_is_and_goes_on_from_another_folder(begun, monkeypatch, tmp_path, kind):
+def test_an_example_trains_as_it_is_and_goes_on_from_another_folder(begun, monkeypatch, tmp_path, capsys, kind):
     folder = begun(kind)
     rows = next(path for path in folder.glob("*.jsonl")).read_text(encoding="utf-8").splitlines()
     assert len(rows) == 10
@@ -42,6 +53,9 @@ def test_an_example_trains_as_it_is_and_goes_on_from_another_folder(begun, monke
     found = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     figure, sign = ("mrr@10", 1) if kind != "projector" else ("loss", -1)
     assert sign * found["after"][figure] > sign * found["before"][figure]
+    run_last_lines(capsys.readouterr().out, {"text": 3, "image-text": 3, "projector": 1}[kind])
+    if kind != "projector":
+        assert capsys.readouterr().out.count("\n") == 6, "the question and five results"
 
     moved = tmp_path / "moved"
     shutil.copytree(output, moved)

@@ -44,6 +44,13 @@ def test_a_run_without_held_out_rows_is_judged_by_its_evaluations(main, run_file
     assert "| after training | whole | int8 | dim8 | dim8 int8 |" in card and row in card
     assert f"| sts_spearman_cosine | {report['before']['sts_spearman_cosine']:.4f} |" in card
     assert "after training" in printed and "dim8 int8" in printed
+    assert " docs_cosine_map@100 " in printed and "accuracy@3" not in printed and "pearson" not in printed
+    best = max(lines[1:-1], key=lambda line: line["eval_sts_spearman_cosine"])  # the first of those that are equal
+    value = best["eval_sts_spearman_cosine"]
+    assert report["best"] == {"step": best["step"], "figure": "sts_spearman_cosine", "value": value}
+    kept = f"kept the weights of step {best['step']}, the best sts_spearman_cosine ({value:.4g})"
+    assert kept in printed.splitlines() and f"{kept}." in card and "](metrics.png)" in card
+    assert "out/loss.png" in printed and "out/metrics.png" in printed and (tmp_path / "out" / "metrics.png").exists()
 
 
 @pytest.mark.slow
