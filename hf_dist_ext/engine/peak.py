@@ -73,7 +73,9 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
                 now -= self.tensor.untyped_storage().nbytes()
 
     def pack(tensor: torch.Tensor):
-        return tensor if _storage(tensor) in of_known else Saved(tensor)
+        # FSDP2 gathers parameters while they compute, and frees that memory while a graph still names it.
+        is_weight = isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
+        return tensor if is_weight or _storage(tensor) in of_known else Saved(tensor)
 
     checkpoint: Any = torch.utils.checkpoint
     hook: Any = checkpoint._recomputation_hook

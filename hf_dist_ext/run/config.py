@@ -184,7 +184,7 @@ class RunConfig:
 _LOG_LEVEL = 'Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]'
 EXACT_TYPES = {
     "gradient_cache_chunk_size": 'int | Literal["auto"] | None',
-    "gradient_cache_keep_graph": 'int | Literal["auto"]',
+    "gradient_cache_keep_graph": 'int | Literal["auto"] | None',
     "gradient_cache_packing": 'bool | Literal["auto"]',
     "max_nonfinite_steps": 'int | Literal["auto"] | None',
     "resume_from_checkpoint": "bool | str | None",  # true: the newest one of output_dir

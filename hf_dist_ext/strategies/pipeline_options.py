@@ -83,7 +83,7 @@ def _check_rest(args: Any) -> None:
         )
     refused = {
         f"gradient_cache_keep_graph={args.gradient_cache_keep_graph!r}": args.gradient_cache_keep_graph
-        not in (0, "0"),
+        not in (0, "0", None),
         "fp16=true": args.fp16,
         "torch_compile=true": args.torch_compile,
         "frozen_feature_cache": args.frozen_feature_cache is not None,

@@ -52,15 +52,17 @@ class DistTrainingArguments(TrainingArguments):
         "between. 'memory': per chunk. 'auto': speed when that takes under a quarter of the free memory. The same "
         "for the gradients of ZeRO-2 and 3, whose weights are gathered per chunk in either.",
     )
-    gradient_cache_keep_graph: int | str = option(
-        0,
+    gradient_cache_keep_graph: int | str | None = option(
+        None,
         "Chunks whose graph is kept from the first pass instead of being encoded twice; 'auto' keeps as many as the "
-        "memory budget holds. With all kept a step costs what it costs without the cache.",
+        "memory budget holds. With all kept a step costs what it costs without the cache. Null: 'auto' on an "
+        "accelerator whose chunk size is 'auto', else 0.",
     )
     gradient_cache_memory_gib: float | None = option(
         None,
         "Memory that 'auto' plans a step with, beside weights and optimizer state: gradients, gathered weights, "
-        "activations. Null: what an accelerator has free less 5 %, 1 GiB on a CPU (activations only).",
+        "activations. Null: what an accelerator has free less 5 %; on a CPU (activations only) 1 GiB, or a quarter of "
+        "the free memory where that is less.",
     )
     gradient_cache_width_multiple: int = option(
         8, "Chunk widths are rounded up to a multiple of this many tokens, so that kernels see few shapes."
@@ -276,7 +278,7 @@ class DistTrainingArguments(TrainingArguments):
         for name in (*sizes, "early_stopping_patience"):
             if not _is_number(value := getattr(self, name), None):
                 raise UsageError(f"{name}={value!r}: it is a positive number.")
-        if not _is_number(keep, "auto", 0):
+        if not _is_number(keep, "auto", 0, None):
             raise UsageError(f"gradient_cache_keep_graph={keep!r}: it is a number of chunks, 0 or more, or 'auto'.")
         if not _is_number(steps, "auto", None):
             raise UsageError(f"max_nonfinite_steps={steps!r}: it is a positive number of steps, 'auto' or null.")
@@ -299,8 +301,8 @@ class DistTrainingArguments(TrainingArguments):
                 "gradient_cache_packing=true packs the chunks of a gradient cache. Set gradient_cache_chunk_size, or "
                 "remove gradient_cache_packing."
             )
-        useless = "gradient_cache_keep_graph" if keep != 0 else "gradient_cache_memory_gib"
-        if (keep != 0 or memory is not None) and not self.uses_gradient_cache:
+        useless = "gradient_cache_keep_graph" if keep not in (0, None) else "gradient_cache_memory_gib"
+        if (keep not in (0, None) or memory is not None) and not self.uses_gradient_cache:
             raise UsageError(
                 f"{useless}={getattr(self, useless)!r} needs a gradient cache. Set gradient_cache_chunk_size, or "
                 f"remove {useless}."
@@ -335,6 +337,13 @@ class DistTrainingArguments(TrainingArguments):
     def uses_gradient_cache(self) -> bool:
         limits = (self.gradient_cache_chunk_size, self.gradient_cache_chunk_tokens, self.gradient_cache_chunk_patches)
         return any(limit is not None for limit in limits)
+
+    @property
+    def num_kept_graphs(self) -> int | str:
+        """`gradient_cache_keep_graph`, or what holds where it is null."""
+        if self.gradient_cache_keep_graph is not None:
+            return self.gradient_cache_keep_graph
+        return "auto" if self.gradient_cache_chunk_size == "auto" and self.device.type != "cpu" else 0
 
 
 def _is_number(value: object, *others: object) -> bool:

@@ -80,7 +80,7 @@ def step_words(logs: dict[str, Any]) -> list[str]:
     if "rows_per_second" in logs:
         words.append(f"{logs['rows_per_second']:,.0f} rows/s")
     if "peak_memory_gib" in logs:
-        words.append(f"{logs['peak_memory_gib']:.1f} GiB")
+        words.append(f"{logs['peak_memory_gib']:.1f} GiB ({logs['memory_share']:.0%})")
     return words
 
 

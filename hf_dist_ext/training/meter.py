@@ -93,16 +93,19 @@ class StepMeter:
             "padding_share": round(1 - real / computed, 4) if computed else 0.0,
             **{name: value / collectives.world_size() for name, value in zip(names, values, strict=True)},
         }
-        if (peak := peak_memory(device)) is not None:
-            report["peak_memory_gib"] = round(peak / 2**30, 3)
+        report |= memory_used(device)
         self._reset()
         return report
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes allocated at most so far; None for a device that does not count its peak (the CPU, Apple's)."""
-    count = None if device.type == "cpu" else getattr(torch.get_device_module(device), "max_memory_allocated", None)
-    return None if count is None else count(device)
+def memory_used(device: torch.device) -> dict[str, float]:
+    """The most that was allocated so far, in GiB and as a share of the device's memory; nothing of a device that does
+    not count it (the CPU, Apple's)."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(module, "max_memory_allocated"):
+        return {}
+    most, (_, whole) = module.max_memory_allocated(device), module.mem_get_info(device)
+    return {"peak_memory_gib": round(most / 2**30, 3), "memory_share": round(most / whole, 4)}
 
 
 class MetricsFile(TrainerCallback):

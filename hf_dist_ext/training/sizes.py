@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers.utils import logging
 
-from hf_dist_ext import policy
+from hf_dist_ext import launched, policy
+from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row, widened
 from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
@@ -30,6 +31,9 @@ from hf_dist_ext.training import all_columns, packing
 from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, PLACES, FittingSizes, empty_cache, place_out_of_memory
 
 logger = logging.get_logger(__name__)
+
+# Bytes that a step may take on a CPU where nobody says how many: nobody knows what else will need its memory.
+MOST_ON_CPU, SHARE_ON_CPU = 2**30, 0.25
 
 Batch = Mapping[str, Mapping[str, torch.Tensor]]
 
@@ -106,11 +110,14 @@ class StepSizes:
 
     def _make_budget(self) -> ChunkBudget | None:
         args = self.args
-        finds_size, keeps = args.gradient_cache_chunk_size == "auto", args.gradient_cache_keep_graph == "auto"
+        finds_size, keeps = args.gradient_cache_chunk_size == "auto", args.num_kept_graphs == "auto"
         if not args.uses_gradient_cache or not (finds_size or keeps):
             return None
-        gib = args.gradient_cache_memory_gib or (1.0 if args.device.type == "cpu" else None)
+        gib = args.gradient_cache_memory_gib
         memory = None if gib is None else int(gib * 2**30)
+        if gib is None and args.device.type == "cpu":
+            free = host_memory.available_bytes() / launched.processes_here(launched.processes())
+            memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
         budget = ChunkBudget(args.device, memory, lambda: self.model().parameters(), finds_size, keeps)
         if self.encodes_once(self.model()):
             budget.forward_bytes = forward_bytes_per_token(self.model().config)
@@ -258,7 +265,7 @@ class StepSizes:
     def _num_kept_graphs(self, chunked: ChunkedBatch) -> int:
         if not self.args.uses_gradient_cache:
             return ALL_GRAPHS
-        kept = self.args.gradient_cache_keep_graph
+        kept = self.args.num_kept_graphs
         if kept == "auto":
             kept = self.budget.keep_graph(costliest_chunk(chunked))
         return min(kept, self.fitting.now.max_kept_graphs)

@@ -158,7 +158,7 @@ class EmbeddingStep:
         facts = self._completed(facts, layout)
 
         def score(embeddings: dict[str, Output]):
-            if is_measured:
+            if budget is not None:
                 budget.reserve(layout.loss_bytes(self._loss_of(facts), max(map(row_size, embeddings.values()))))
             return self._score(embeddings, facts, layout.counts)
 

@@ -1,16 +1,26 @@
 """The automatic chunk size and number of kept graphs fill the memory there is, measured on a CPU and by a formula."""
 
+import gc
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.engine.budget import ChunkBudget, Measured, costliest_chunk, longest_row, widened
 from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
-from hf_dist_ext.engine.gradient_cache import cached_step
+from hf_dist_ext.engine.gradient_cache import REPLAY, SCORE, Phase, cached_step, encode_without_graph
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.meter import memory_used
 from tests.engine.test_gradient_cache import Encoder, gradients_of, naive_score, plain_step, text
 from tests.tiny_models import CHECKPOINTING, model_config
 from tests.training.test_trainer import trainer
@@ -31,7 +41,7 @@ def batch(rows: int = 120):
 
 
 def cut(budget: ChunkBudget, data, given: ChunkLimits = ChunkLimits(), may_settle: bool = True) -> ChunkedBatch:  # noqa: B008
-    chunked = lay_out(data, ChunkLimits())
+    chunked = lay_out(data, ChunkLimits(packs=given.packs))
     budget.propose(may_settle)
     return ChunkedBatch(chunked.tables, budget.limits(longest_row(chunked), budget.proposed, given))
 
@@ -107,12 +117,13 @@ class Formula:
     """Stands in for torch.cuda: memory is what a formula says of the chunks that ran and of the gradients there are.
 
     Weights and (after the first update) an optimizer's state lie there always. A chunk with a graph holds `fixed`
-    bytes and `per_token`, and its backward leaves the gradients; the loss holds `of_loss`.
+    bytes and `per_token`, and its backward leaves the gradients; the loss holds `of_loss`. A chunk without a graph
+    holds `without_graph` per token.
     """
 
-    def __init__(self, model: nn.Module, total: int, fixed: int, per_token: int, of_loss: int):
+    def __init__(self, model: nn.Module, total: int, fixed: int, per_token: int, of_loss: int, without_graph: int = 0):
         self.model, self.total = model, total
-        self.fixed, self.per_token, self.of_loss = fixed, per_token, of_loss
+        self.fixed, self.per_token, self.of_loss, self.without_graph = fixed, per_token, of_loss, without_graph
         self.state = self.most = 0
         self.embeddings = 0
 
@@ -129,6 +140,9 @@ class Formula:
 
     def chunk(self, tokens: int) -> int:
         """Bytes beside what lies there; new gradients are made meanwhile."""
+        if not torch.is_grad_enabled():
+            self.hold(self.fixed + self.without_graph * tokens)
+            return 0
         missing = self.bytes_of(p for p in self.model.parameters() if p.grad is None)
         held = self.fixed + self.per_token * tokens
         self.hold(held + missing // 2)
@@ -160,8 +174,8 @@ class OnFormula(nn.Module):
         self.most_tokens = 0
 
     def forward(self, input_ids, attention_mask):
+        self.device.chunk(input_ids.numel())
         if torch.is_grad_enabled():
-            self.device.chunk(input_ids.numel())
             self.most_tokens = max(self.most_tokens, input_ids.numel())
         hidden = self.embedding(input_ids) * attention_mask[..., None]
         for layer in self.layers:
@@ -169,53 +183,177 @@ class OnFormula(nn.Module):
         return hidden.sum(1)
 
 
-@pytest.mark.parametrize("per_token, fixed, of_loss", [(500, 0, 0), (500, 60_000, 30_000), (3000, 5_000, 400_000)])
-def test_the_chunk_takes_what_the_device_has_left(monkeypatch, per_token, fixed, of_loss):
-    model, data = OnFormula(), batch()
-    device = model.device = Formula(model, 1_500_000, fixed, per_token, of_loss)
-    monkeypatch.setattr(torch, "get_device_module", lambda *_: device)
-    budget = ChunkBudget(torch.device("cuda"), None)
-    gradients = device.bytes_of(model.parameters())
-    sizes = []
+class PackedOnFormula(OnFormula):
+    def forward(self, input_ids, packed_lengths, packed_offsets, position_ids):
+        (rows,) = super().forward(input_ids, torch.ones_like(input_ids)).expand(1, len(packed_lengths), -1)
+        return rows
+
+
+@pytest.fixture
+def on_formula(monkeypatch):
+    """on_formula(model, **sizes): a device of 1.5 MB that the model runs on."""
+
+    def on_formula(model: OnFormula, total: int = 1_500_000, **sizes) -> Formula:
+        device = model.device = Formula(model, total, **{"fixed": 10_000, "per_token": 500, "of_loss": 0} | sizes)
+        monkeypatch.setattr(torch, "get_device_module", lambda *_: device)
+        return device
+
+    return on_formula
+
+
+def settled_on(device: Formula, budget: ChunkBudget, data, step=None, given=ChunkLimits()) -> ChunkedBatch:  # noqa: B008
+    """Steps and updates until the sizes are found: the chunks of the next step."""
+    model = device.model
+
+    def holding(embeddings):
+        device.hold(device.of_loss)
+        return naive_score(torch.tensor(0.1))(embeddings)
+
     for number in range(12):
         model.zero_grad()
-        chunked = cut(budget, data, may_settle=number > 0)
+        chunked = cut(budget, data, given, may_settle=number > 0)
         if not budget.is_measuring:
-            break
+            return chunked
+        step(chunked) if step else run(model, chunked, budget, score=holding)
+        device.state = 2 * device.bytes_of(model.parameters())  # from the first update on
+    raise AssertionError("never settled")
+
+
+def free_on(device: Formula) -> float:
+    return (device.total - device.memory_allocated()) * 0.95
+
+
+@pytest.mark.parametrize("per_token, fixed, of_loss", [(500, 0, 0), (500, 60_000, 30_000), (3000, 5_000, 400_000)])
+def test_the_chunk_takes_what_the_device_has_left(on_formula, per_token, fixed, of_loss):
+    model, sizes = OnFormula(), []
+    device = on_formula(model, fixed=fixed, per_token=per_token, of_loss=of_loss)
+    budget = ChunkBudget(torch.device("cuda"), None)
+
+    def step(chunked):
         model.most_tokens = 0
         run(model, chunked, budget)
         sizes.append(model.most_tokens)
-        device.state = 2 * gradients  # from the first update on
-    free = (device.total - device.memory_allocated()) * 0.95
-    used = gradients + fixed + per_token * budget.measured.tokens
-    assert 0.85 * free < used <= free, (used, free)
+
+    chunked = settled_on(device, budget, batch(), step)
+    used = device.bytes_of(model.parameters()) + fixed + per_token * budget.measured.tokens
+    assert 0.85 * free_on(device) < used <= free_on(device)
     assert all(later <= 2.1 * size for size, later in zip(sizes, sizes[1:], strict=False)), "measured on the way"
     assert costliest_chunk(chunked) <= budget.measured.tokens
     assert abs(budget.measured.bytes_per_token - per_token) < 0.02 * per_token
 
 
-def test_kept_graphs_leave_room_for_the_loss(monkeypatch):
-    model, data, of_loss = OnFormula(), batch(), 300_000
-    device = model.device = Formula(model, 2_000_000, 10_000, 500, of_loss)
-    monkeypatch.setattr(torch, "get_device_module", lambda *_: device)
-    budget = ChunkBudget(torch.device("cuda"), None, finds_size=False, keeps_graphs=True)
-
-    def holding(embeddings):
-        device.hold(of_loss)
-        return naive_score(torch.tensor(0.1))(embeddings)
-
-    for number in range(4):
-        model.zero_grad()
-        chunked = cut(budget, data, ChunkLimits(max_rows=8), may_settle=number > 0)
-        if not budget.is_measuring:
-            break
-        run(model, chunked, budget, score=holding)
-    costliest = costliest_chunk(chunked)
-    kept, free = budget.keep_graph(costliest), (device.total - device.memory_allocated()) * 0.95
+def test_new_gradients_are_no_bytes_per_token(on_formula):
+    """They take more than all tokens. The first backward of a step, here of its largest chunk, makes them, and its
+    peak holds some of them only."""
+    model = OnFormula(width=256)
+    device, budget = on_formula(model), ChunkBudget(torch.device("cuda"), None)
     gradients = device.bytes_of(model.parameters())
+    for sizes in ([80, 72, 72], [160, 152, 152]):
+        model.zero_grad()
+        with budget.measured_step():
+            for tokens in sizes:
+                with budget.phase(Phase(REPLAY, SimpleNamespace(width=40, num_tokens=tokens))):
+                    device.chunk(tokens)
+                    for parameter in model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+    assert budget.measured.bytes_per_token == 500 and gradients > 10 * 500 * 160
+    assert budget.measured.intercept == gradients + device.fixed
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
+def test_of_a_sharded_model_this_ranks_share_counts(on_formula):
+    model = OnFormula(width=64)
+    whole = sum(parameter.numel() * 4 for parameter in model.parameters())
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=mesh)
+        device = on_formula(model, total=160_000)
+        budget = ChunkBudget(torch.device("cuda"), None, weights=model.parameters)
+        settled_on(device, budget, batch(350))
+        of_gradients = device.bytes_of(model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert of_gradients == pytest.approx(whole / 4, rel=0.05)
+    used = of_gradients + 10_000 + 500 * budget.measured.tokens
+    assert 0.85 * free_on(device) < used <= free_on(device)
+
+
+@pytest.mark.parametrize("finds_size", [False, True])
+def test_kept_graphs_leave_room_for_the_loss(on_formula, finds_size):
+    model, of_loss = OnFormula(), 1_000_000
+    device = on_formula(model, total=3_000_000, of_loss=of_loss)
+    budget = ChunkBudget(torch.device("cuda"), None, finds_size=finds_size, keeps_graphs=True)
+    given = ChunkLimits() if finds_size else ChunkLimits(max_rows=8)
+    costliest = costliest_chunk(settled_on(device, budget, batch(), given=given))
+    kept, gradients = budget.keep_graph(costliest), device.bytes_of(model.parameters())
     assert budget.measured.loss_bytes == of_loss and kept >= 2
     used = (kept + 1) * 500 * costliest + 10_000 + gradients + of_loss
-    assert free - 500 * costliest < used <= free
+    assert free_on(device) - 500 * costliest < used <= free_on(device)
+
+
+def test_of_a_frozen_backbone_the_forwards_are_measured_by_their_peaks(on_formula):
+    model = OnFormula()
+    device = on_formula(model, fixed=20_000, per_token=4000, of_loss=900_000, without_graph=250)
+    budget = ChunkBudget(torch.device("cuda"), None)
+    budget.forward_bytes = 1.0  # of a CPU
+
+    def step(chunked):
+        with budget.measured_step():
+            encode_without_graph(chunked, lambda chunk: model(**chunk.features), budget.phase)
+            with budget.phase(Phase(SCORE)):
+                device.hold(device.of_loss)
+
+    settled_on(device, budget, batch(600), step)
+    assert budget.measured.bytes_per_token == pytest.approx(250, rel=0.02)
+    assert 0.85 * free_on(device) < 20_000 + 250 * budget.measured.tokens <= free_on(device)
+
+
+def test_the_log_says_the_highest_share_of_the_devices_memory(on_formula):
+    device = on_formula(OnFormula(), total=2**30)
+    lying = device.memory_allocated()
+    device.hold(2**28 - lying)
+    device.reset_peak_memory_stats()
+    assert memory_used(torch.device("cuda")) == {
+        "peak_memory_gib": round(lying / 2**30, 3), "memory_share": round(lying / 2**30, 4)
+    }  # fmt: skip
+    device.hold(2**28 - lying)
+    assert memory_used(torch.device("cuda")) == {"peak_memory_gib": 0.25, "memory_share": 0.25}
+
+
+@pytest.mark.parametrize(
+    "kind, size, given, kept", [("cuda", "auto", None, "auto"), ("cuda", "auto", 0, 0), ("cuda", 4, None, 0),
+                                ("cpu", "auto", None, 0), ("cpu", 4, "auto", "auto")]
+)  # fmt: skip
+def test_graphs_are_kept_by_themselves_where_an_accelerator_finds_the_chunks(
+    tmp_path, monkeypatch, kind, size, given, kept
+):
+    options = dict(gradient_cache_chunk_size=size, gradient_cache_keep_graph=given)
+    args = DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **options)
+    monkeypatch.setattr(DistTrainingArguments, "device", torch.device(kind))
+    assert args.num_kept_graphs == kept
+
+
+def test_a_cpu_plans_with_a_quarter_of_what_is_free_and_a_gib_at_most(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for free, planned in ((800, 100), (2**40, 2**30)):
+        monkeypatch.setattr(host_memory, "available_bytes", lambda free=free: free)
+        made = trainer(tmp_path, gradient_cache_keep_graph="auto")
+        assert made.chunk_budget.budget_bytes == planned and made.chunk_budget.keeps_graphs
+    given = trainer(tmp_path, gradient_cache_chunk_size="auto", gradient_cache_memory_gib=3.0)
+    assert given.chunk_budget.budget_bytes == 3 * 2**30 and not given.chunk_budget.keeps_graphs
+
+
+def test_packed_chunks_are_measured_by_their_real_tokens(on_formula):
+    model = PackedOnFormula()
+    device = on_formula(model, fixed=20_000)
+    budget = ChunkBudget(torch.device("cuda"), None)
+    chunked = settled_on(device, budget, batch(400), given=ChunkLimits(packs=True))
+    lengths = [chunk.features["input_ids"].numel() for chunk in chunked.chunks()]
+    used = device.bytes_of(model.parameters()) + 20_000 + 500 * max(lengths)
+    assert 0.85 * free_on(device) < used <= free_on(device)
+    assert len(lengths) > 3 and chunked.count_tokens() == (sum(lengths), sum(lengths))
 
 
 def passes(of) -> dict[bool, list[int]]:
@@ -254,16 +392,27 @@ def test_activation_checkpointing_leaves_no_room_for_a_wider_first_pass(tmp_path
     assert max(found[False]) == max(found[True]) if is_checkpointed else max(found[False]) > 2 * max(found[True])
 
 
-def test_no_parameter_from_before_wrapping_is_kept_alive():
-    import gc
-    import weakref
-
-    model = nn.Linear(4, 4)
-    budget = ChunkBudget(CPU, 1000, weights=lambda: model.parameters())
-    found = weakref.ref(model.weight)
-    model.weight = nn.Parameter(torch.zeros(4, 4))
+def test_no_parameter_from_before_wrapping_is_kept_alive(tmp_path):
+    """Wrappers put parameters of their own in the place of a model's."""
+    made = trainer(tmp_path, bert(), gradient_cache_chunk_size="auto", gradient_cache_keep_graph="auto")
+    assert made.chunk_budget.measured == Measured() and made.chunk_budget.keeps_graphs
+    earlier = [weakref.ref(parameter) for parameter in made.model.parameters()]
+    for module in made.model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(torch.zeros_like(parameter)))
+    del parameter
     gc.collect()
-    assert found() is None and budget.measured == Measured()
+    assert earlier and not any(found() is not None for found in earlier)
+
+
+def test_what_fsdp_gathers_and_frees_is_no_activation():
+    rows, gathered = torch.randn(10, 64), nn.Parameter(torch.randn(64, 64))
+    with peak_bytes(CPU) as peak:
+        output = rows @ gathered.T
+        gathered.untyped_storage().resize_(0)
+        assert peak.now() == peak() == rows.untyped_storage().nbytes()
+        del output
+        assert peak.now() == 0
 
 
 def test_saved_bytes_are_counted_once_and_without_weights():
