@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
-RESERVED = ("ids", "targets")  # of a batch's rows, and no columns
+CUTS = "chunk_cuts"  # how the batch is cut into chunks (training/ahead.py)
+RESERVED = ("ids", "targets", CUTS)  # of a batch's rows, and no columns
 
 
 @dataclass(eq=False)

@@ -163,5 +163,11 @@ def loss_of(loss: Any, source: str | None) -> Any:
     return loss.of(source) if isinstance(loss, LossPerSource) else loss
 
 
+def num_columns_of(loss: Any) -> dict[str, int | None]:
+    """Source -> how many columns of its batches its loss reads, None: all; "" stands for all other sources."""
+    of_sources = loss.losses if isinstance(loss, LossPerSource) else {"of_": loss}
+    return {key.removeprefix("of_"): getattr(one, "num_columns", None) for key, one in of_sources.items()}
+
+
 def _reads_targets(loss: nn.Module) -> bool:
     return "targets" in inspect.signature(loss.forward).parameters

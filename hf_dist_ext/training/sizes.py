@@ -7,7 +7,8 @@ size changes a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,23 +20,22 @@ from transformers.utils import logging
 from hf_dist_ext import launched, policy
 from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.data.epoch_order import StandIn
-from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row, widened
+from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row
 from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.gradient_cache import RandomState
-from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.outputs import Output, RowSize
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import all_columns, packing
+from hf_dist_ext.training import all_columns
+from hf_dist_ext.training.ahead import Batch, Cuts, Cutter, SharedWish, Wish, cut_ahead
 from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, PLACES, FittingSizes, empty_cache, place_out_of_memory
 
 logger = logging.get_logger(__name__)
 
 # Bytes that a step may take on a CPU where nobody says how many: nobody knows what else will need its memory.
 MOST_ON_CPU, SHARE_ON_CPU = 2**30, 0.25
-
-Batch = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Layout(NamedTuple):
@@ -106,6 +106,7 @@ class StepSizes:
         self.budget = self._make_budget()
         self.may_widen = True  # the pass without a graph: not where the model draws random numbers
         self.may_pack = False  # chunks: what training/packing.py says of this run
+        self.wish: SharedWish | None = None  # of the last step, where loaders cut their batches
         self._proven = [0, 0, 0, 0]  # the largest demand that was tried out
 
     def _make_budget(self) -> ChunkBudget | None:
@@ -132,16 +133,19 @@ class StepSizes:
         """Whether the step that begins is. `is_first`: of an update."""
         return self.budget is not None and self.budget.is_measuring and is_first
 
-    def fit(self, wrapped: nn.Module, encode: Callable[..., Output], batch: Batch, is_first: bool) -> Layout:
+    def fit(
+        self, wrapped: nn.Module, encode: Callable[..., Output], batch: Batch, is_first: bool, ahead: Cuts | None
+    ) -> Layout:
         """How a batch is cut. Where forwards are a rank's own, a step that needs more memory than any before is tried
         out on every rank.
 
         Args:
             encode: model, chunk -> embeddings.
             is_first: the first batch of an update.
+            ahead: how the batch was cut where it was made.
         """
         while True:
-            layout = self.cut(batch, is_first)
+            layout = self.cut(batch, is_first, ahead)
             if self.fitting is None or not is_first or not layout.is_larger:
                 return layout
             if (bare := self.strategy().bare_to_try(wrapped)) is None:
@@ -176,16 +180,21 @@ class StepSizes:
         empty_cache(self.args.device)
         return place
 
-    def cut(self, batch: Batch, is_first: bool, is_completed: bool = False) -> Layout:
+    def cut(self, batch: Batch, is_first: bool, ahead: Cuts | None = None, is_completed: bool = False) -> Layout:
         """This rank's batch in chunks; every number that decides what a step does is the same on all ranks.
         `is_completed`: it was given columns that other ranks have."""
-        chunked = self._lay_out(batch)
+        cutter = self._cutter()
+        if ahead is not None and list(ahead.chunked.row_counts()) == list(batch):
+            cuts = ahead.of(batch)
+        else:
+            cuts = cutter.cut(batch, self._wish())
+        wish, factor = self._wish(), self._widening()
         if self.budget is not None:
-            chunked = self._with_limits_of_budget(chunked, is_first)
-        if self.may_pack:
-            chunked = packing.decided(chunked, self.args.gradient_cache_packing)
-        factor = self._widening()
-        wide = widened(chunked, factor) if factor > 1 and self.may_widen else None
+            wish = replace(wish, limits=self._limits_of_budget(cuts.chunked, is_first))
+        cuts = cutter.cut_again(cuts, wish)
+        if self.wish is not None:
+            self.wish.set(wish)
+        chunked, wide = cuts.chunked, cuts.wide
         rows, plans = chunked.row_counts(), [chunked, wide] if factor > 1 else [chunked]
         if isinstance(batch, StandIn):
             rows = dict.fromkeys(rows, 0)
@@ -212,29 +221,39 @@ class StepSizes:
         wide = wide if self.may_widen else None
         return Layout(chunked, wide, counts, min(num_kept), any(is_larger), batch, is_completed)
 
-    def _lay_out(self, batch: Batch) -> ChunkedBatch:
+    def cut_ahead(self, loader: Any) -> None:
+        """Let the batches of a loader be cut where it makes them."""
+        self.wish = SharedWish(self._wish())
+        cut_ahead(loader, self._cutter(), self.wish, num_columns_of(self.loss()))
+
+    def _cutter(self) -> Cutter:
         model = self.model()
         config = getattr(model, "config", None)
         is_cut = self.args.uses_gradient_cache
-        return lay_out(
-            batch,
-            self._limits() if is_cut else ChunkLimits(),
-            shares_tower=is_cut and not self.takes_column,
-            pad_values={"input_ids": _padding_token(config)},
-            can_trim=is_cut,
-            can_shift=getattr(config, "rope_parameters", None) is not None,
-            sort=is_cut and self.args.gradient_cache_sort,
-            model_config=_configs_by_column(model) or config,
-        )
+        options = {
+            "shares_tower": is_cut and not self.takes_column,
+            "pad_values": {"input_ids": _padding_token(config)},
+            "can_trim": is_cut,
+            "can_shift": getattr(config, "rope_parameters", None) is not None,
+            "sort": is_cut and self.args.gradient_cache_sort,
+            "model_config": _configs_by_column(model) or config,
+        }
+        return Cutter(options, self.args.gradient_cache_packing)
+
+    def _wish(self) -> Wish:
+        """Before the budget has its say."""
+        return Wish(self._limits(), self._widening() if self.may_widen else 1)
 
     def _limits(self) -> ChunkLimits:
         args = self.args
+        if not args.uses_gradient_cache:
+            return ChunkLimits()
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
         tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
         limits = ChunkLimits(size, tokens, args.gradient_cache_width_multiple, patches, self.may_pack)
         return limits if self.fitting is None else limits.scaled(self.fitting.now.share)
 
-    def _with_limits_of_budget(self, chunked: ChunkedBatch, is_first: bool) -> ChunkedBatch:
+    def _limits_of_budget(self, chunked: ChunkedBatch, is_first: bool) -> ChunkLimits:
         budget, was_measuring = self.budget, self.budget.is_measuring
         if torch.is_grad_enabled() and is_first:
             budget.propose(may_settle=self.progress()[0] > 0)
@@ -249,7 +268,7 @@ class StepSizes:
                 f"{measured.available / 2**30:.2f} GiB for a step {measured.intercept / 2**30:.2f} GiB are taken by "
                 "what does not depend on the chunk."
             )
-        return ChunkedBatch(chunked.tables, limits)
+        return limits
 
     def _widening(self) -> int:
         """How many times larger the chunks of the pass without a graph are."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.checkpoints.loss_state import loss_parameters
-from hf_dist_ext.data.collator import RESERVED
+from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.data.mixture import SOURCE, source_of
 from hf_dist_ext.engine.chunks import Chunk
@@ -39,6 +39,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
 from hf_dist_ext.strategies.rows import GatheredColumns, row_weight
 from hf_dist_ext.training import all_columns
+from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
 from hf_dist_ext.training.timing import StepClock
@@ -57,6 +58,7 @@ class RowFacts(NamedTuple):
     ids: Mapping[str, torch.Tensor] | None
     targets: Mapping[str, torch.Tensor]
     source: str | None = None  # of the batch, where there are several
+    cuts: Cuts | None = None  # of the batch, where it was cut when it was made
 
 
 class Scored(NamedTuple):
@@ -151,7 +153,7 @@ class EmbeddingStep:
 
     def _attempt(self, model: nn.Module, batch: Batch, facts: RowFacts, is_first: bool) -> CachedStep:
         sizes, strategy, budget, bare = self.sizes, self.strategy(), self.sizes.budget, self.sizes.model()
-        layout = self.layout = sizes.fit(model, self._encode, batch, is_first)
+        layout = self.layout = sizes.fit(model, self._encode, batch, is_first, facts.cuts)
         frozen = frozen_columns(bare, layout.batch)
         chunked, wide = layout.chunked, layout.wide
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
@@ -214,7 +216,7 @@ class EmbeddingStep:
     def score_only(self, model: nn.Module, inputs: Any) -> Scored:
         """The loss of the training step, without a gradient. Call it without one."""
         batch, facts = self._split(inputs)
-        layout = self.sizes.cut(batch, is_first=False)
+        layout = self.sizes.cut(batch, is_first=False, ahead=facts.cuts)
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
         loss, _ = self._score(embeddings, facts, layout.counts)
@@ -278,7 +280,7 @@ class EmbeddingStep:
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
         anchor, ranks = next(iter(embeddings)), self.strategy().rows
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
-        everyone, row_offset, (ids, targets, _), scores = None, 0, facts, self._loss_of(facts)
+        everyone, row_offset, (ids, targets, *_), scores = None, 0, facts, self._loss_of(facts)
         if ranks.size > 1 and getattr(scores, "cross_device_negatives", True):
             rows = {name: each(embeddings[name], lambda one, n=own[name]: one[:n]) for name in embeddings}
             everyone = GatheredColumns(ranks, rows, counts)
@@ -302,7 +304,7 @@ class EmbeddingStep:
 
 def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], RowFacts]:
     """The batch's columns, and the reserved `ids` and `targets`."""
-    if not isinstance(inputs, Mapping) or not all(isinstance(value, Mapping) for value in inputs.values()):
+    if not isinstance(inputs, Mapping) or not all(isinstance(inputs[name], Mapping) for name in {*inputs} - {CUTS}):
         raise UsageError(
             "with a loss over embeddings a batch is a mapping column -> features, e.g. "
             f'{{"query": {{"input_ids": ...}}, "positive": {{...}}}}; got {_shape_of(inputs)}. '
@@ -314,7 +316,7 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tenso
         raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
     ids = inputs.get("ids")
     ids = ids if ids is None else {name: values for name, values in ids.items() if name not in NOT_OF_LOSS}
-    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs))
+    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs), inputs.get(CUTS))
 
 
 def _shape_of(inputs: Any) -> str:

@@ -375,6 +375,8 @@ class DistTrainer(Trainer):
             self.train_dataset, self.data_collator = dataset, collate
         if hasattr(self.args, "max_bad_rows") and isinstance(loader, DataLoader):
             self.health.bad_rows.watch(loader, dataset)
+        if self.step is not None and isinstance(loader, DataLoader):
+            self.step.sizes.cut_ahead(loader)
         return loader
 
     def _prepare_texts(self) -> None:

@@ -4,6 +4,7 @@ Tensors without values (FakeTensorMode) raise where one is read, so that a step 
 `Trainer` and the guard read beside the step is counted. On a GPU torch itself tells (the `cuda` test).
 """
 
+import pickle
 import sys
 from collections import Counter
 from datetime import timedelta
@@ -22,6 +23,7 @@ from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.failures import set_collective_timeout
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -53,29 +55,58 @@ def without_values(mode: FakeTensorMode, value: object) -> object:
     return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
-def test_a_step_runs_on_tensors_without_values(monkeypatch):
+class Packed(Tiny):
+    def forward(self, input_ids, position_ids, packed_lengths, packed_offsets):
+        hidden = (self.tokens(input_ids) + position_ids[..., None]).squeeze(0)
+        return self.middle(torch.stack([row.mean(0) for row in hidden.split(packed_lengths)]))
+
+
+class Pictured(Tiny):
+    def forward(self, pixel_values=None, **text):
+        rows = super().forward(**text)
+        return rows if pixel_values is None else rows + pixel_values.mean()
+
+
+def with_pictures(features: dict, counts: list[int]) -> dict:
+    return features | {"pixel_values": torch.rand(sum(counts), 3, 4, 4), "num_images": counts}
+
+
+def batch_of(kind: str) -> dict:
+    made = collator_of(kind in ("flat", "packed"))(rows(9))
+    if kind == "pictures":
+        made["positive"] = with_pictures(made["positive"], [1, 0, 2, 0, 0, 1, 1, 0, 3])
+    return made
+
+
+@pytest.mark.parametrize(
+    "kind, model", [("flat", Tiny), ("packed", Packed), ("own collator", Tiny), ("pictures", Pictured)]
+)
+def test_a_step_runs_on_tensors_without_values(monkeypatch, kind, model):
     monkeypatch.setattr(gradient_cache.RandomState, "__init__", lambda self, device: setattr(self, "device", device))
     monkeypatch.setattr(gradient_cache.RandomState, "is_now", lambda self: True)
+    made = batch_of(kind)
+    ids, limits = made.pop("ids"), ChunkLimits(max_tokens=60, packs=kind == "packed")
+    cuts = pickle.loads(pickle.dumps(without_tensors(lay_out(made, limits))))
+    assert sum(table.packed is not None for table in cuts.tables) == (kind == "packed")
     with FakeTensorMode() as mode:
-        model, loss = Tiny(), InfoNCELoss(learnable_temperature=True, symmetric=True)
-        for flat in (True, False):
-            made = without_values(mode, collator_of(flat)(rows(9)))
-            ids = made.pop("ids")
+        model, loss = model(), InfoNCELoss(learnable_temperature=True, symmetric=True)
+        made, ids = without_values(mode, made), without_values(mode, ids)
 
-            def step(batch=made, ids=ids):
-                cached_step(
-                    lay_out(batch, ChunkLimits(max_tokens=60)),
-                    encode=lambda chunk: model(**chunk.features),
-                    score=lambda embeddings: tuple(loss(embeddings, ids=ids)),
-                    loss_parameters=loss.parameters(),
-                )
+        def step(chunked):
+            cached_step(
+                chunked,
+                encode=lambda chunk: model(**chunk.features),
+                score=lambda embeddings: tuple(loss(embeddings, ids=ids)),
+                loss_parameters=loss.parameters(),
+            )
 
-            if flat:
-                step()
-                assert model.tokens.weight.grad is not None and loss.log_inverse_temperature.grad is not None
-            else:  # a padded batch is asked for its mask
-                with pytest.raises(DataDependentOutputException):
-                    step()
+        chunked = cuts_of(cuts, made)
+        assert len(chunked.chunks()) > 2
+        step(chunked)
+        assert model.tokens.weight.grad is not None and loss.log_inverse_temperature.grad is not None
+        if kind in ("own collator", "pictures"):  # a padded batch that brings no cuts is asked for its mask
+            with pytest.raises(DataDependentOutputException):
+                lay_out(made, limits)
 
 
 class Reads(TorchFunctionMode):
@@ -97,16 +128,17 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def reads_of_a_step(tmp_path, monkeypatch, batch: int, chunk: int) -> tuple[int, Counter]:
+def reads_of_a_step(tmp_path, monkeypatch, batch: int, chunk: int, collator: object) -> tuple[int, Counter]:
     """The number of chunks, and the reads of a whole update in the middle of a training, its loading included."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     args = DistTrainingArguments(
         str(tmp_path), per_device_train_batch_size=batch, gradient_cache_chunk_size=chunk, max_steps=3, use_cpu=True,
         save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=100, no_duplicates_in_batch=False,
+        dataloader_num_workers=1,
     )  # fmt: skip
     torch.manual_seed(0)
     trainer = DistTrainer(
-        Tiny(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator_of(False),
+        Tiny(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator,
         train_dataset=datasets.Dataset.from_list(rows(3 * batch)),
     )  # fmt: skip
     run, counted = trainer.get_batch_samples, []
@@ -126,8 +158,14 @@ def reads_of_a_step(tmp_path, monkeypatch, batch: int, chunk: int) -> tuple[int,
     return trainer.meter.most_chunks, counted[1].lines
 
 
-def test_a_step_reads_as_often_for_many_chunks_as_for_few(tmp_path, monkeypatch):
-    (few, first), (many, second) = (reads_of_a_step(tmp_path, monkeypatch, *sizes) for sizes in ((6, 6), (16, 1)))
+def of_users_own(rows: list[dict]) -> dict:
+    return collator_of(False)(rows)
+
+
+@pytest.mark.parametrize("collator", [collator_of(False), of_users_own], ids=["ours", "the user's own"])
+def test_a_step_reads_as_often_for_many_chunks_as_for_few(tmp_path, monkeypatch, collator):
+    sizes = ((6, 6), (16, 1))
+    (few, first), (many, second) = (reads_of_a_step(tmp_path, monkeypatch, *both, collator) for both in sizes)
     assert many > 10 * few and first == second
     assert 1 <= first.total() <= 3, first
 

@@ -1,0 +1,127 @@
+"""Batches are cut where they are made, in the loader's workers, while their tensors are on the CPU.
+
+(1) `AheadCollator` stands around the training loader's collator. It cuts every batch within the limits of the last
+    step, which are in memory that workers share, and puts the cuts beside the columns
+(2) accelerate brings the tensors of the batch to the device; the cuts are numbers of the host and stay as they are
+(3) `StepSizes.cut` takes them. Where limits have changed since, it packs the sorted rows anew
+
+So the training process reads no attention mask back from a device, and does not wait while rows are sorted.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hf_dist_ext.data.collator import CUTS, RESERVED
+from hf_dist_ext.data.mixture import source_of
+from hf_dist_ext.engine.budget import widened
+from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.travelling import cuts_of, without_tensors
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.training import packing
+
+Batch = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """limits: of chunks. factor: how many times larger those of the pass without a graph are."""
+
+    limits: ChunkLimits
+    factor: int
+
+
+@dataclass
+class Cuts:
+    """A batch in chunks. wish: what was asked for; padded chunks in the place of packed ones have other limits. wide:
+    larger chunks, None where the factor is 1."""
+
+    wish: Wish
+    chunked: ChunkedBatch
+    wide: ChunkedBatch | None
+
+    def without_tensors(self) -> Cuts:
+        return Cuts(self.wish, without_tensors(self.chunked), self.wide and without_tensors(self.wide))
+
+    def of(self, batch: Batch) -> Cuts:
+        return Cuts(self.wish, cuts_of(self.chunked, batch), self.wide and cuts_of(self.wide, batch))
+
+
+class Cutter:
+    """How a run cuts its batches, in whatever process.
+
+    Args:
+        options: of `lay_out`.
+        packing: the argument `gradient_cache_packing`.
+    """
+
+    def __init__(self, options: Mapping[str, Any], packing: bool | str):
+        self.options, self.packing = options, packing
+
+    def cut(self, batch: Batch, wish: Wish) -> Cuts:
+        return self._decided(lay_out(batch, wish.limits, **self.options), wish)
+
+    def cut_again(self, cuts: Cuts, wish: Wish) -> Cuts:
+        """The same sorted rows as now wished."""
+        return cuts if cuts.wish == wish else self._decided(ChunkedBatch(cuts.chunked.tables, wish.limits), wish)
+
+    def _decided(self, chunked: ChunkedBatch, wish: Wish) -> Cuts:
+        if wish.limits.packs:
+            chunked = packing.decided(chunked, self.packing)
+        return Cuts(wish, chunked, widened(chunked, wish.factor) if wish.factor > 1 else None)
+
+
+class SharedWish:
+    """That of the last step, in memory that loader workers share with the training process."""
+
+    def __init__(self, wish: Wish):
+        self._first = wish
+        self._numbers = multiprocessing.RawArray("q", 4)
+        self.set(wish)
+
+    def set(self, wish: Wish) -> None:
+        limits = wish.limits
+        sizes = (limits.max_rows, limits.max_tokens, limits.max_patches, wish.factor)
+        self._numbers[:] = [size or 0 for size in sizes]
+
+    def get(self) -> Wish:
+        rows, tokens, patches, factor = (number or None for number in self._numbers)
+        limits = replace(self._first.limits, max_rows=rows, max_tokens=tokens, max_patches=patches)
+        return Wish(limits, factor or 1)
+
+
+@dataclass(eq=False)
+class AheadCollator:
+    """The collator `collate`, whose batches bring their cuts. num_columns: source of a batch -> how many of its
+    columns the loss reads, None: all; "" stands for all other sources."""
+
+    collate: Callable
+    cutter: Cutter
+    wish: SharedWish
+    num_columns: Mapping[str, int | None]
+
+    def __call__(self, rows: list) -> Any:
+        batch = self.collate(rows)
+        if not isinstance(batch, Mapping) or not all(isinstance(value, Mapping) for value in batch.values()):
+            return batch  # which the step refuses, in words
+        names = [name for name in batch if name not in RESERVED]
+        source = source_of(batch)
+        read = self.num_columns.get(source or "", self.num_columns.get(""))
+        try:
+            cuts = self.cutter.cut({name: batch[name] for name in names[:read]}, self.wish.get())
+        except UsageError:
+            return batch  # the training process comes to the same error, and tells it
+        return {**batch, CUTS: cuts.without_tensors()}
+
+
+def cut_ahead(loader: DataLoader, cutter: Cutter, wish: SharedWish, num_columns: Mapping[str, int | None]) -> None:
+    """Let a loader's batches bring their cuts."""
+    loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
+    loader.collate_fn = AheadCollator(loader.collate_fn, cutter, wish, num_columns)

@@ -1,0 +1,80 @@
+"""Batches that are cut where they are made: the training process cuts none, and chunks are as if it had."""
+
+import pickle
+
+import pytest
+import torch
+
+from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.training import ahead
+from hf_dist_ext.training.ahead import AheadCollator, Cutter, SharedWish, Wish
+from tests.training.test_host_reads import collator_of, rows
+from tests.training.test_trainer import collate, trainer
+
+OPTIONS = {"shares_tower": True, "can_shift": True}
+
+
+def assert_same_chunks(found: ChunkedBatch, wanted: ChunkedBatch) -> None:
+    assert found.limits == wanted.limits and found.row_counts() == wanted.row_counts()
+    for chunk, other in zip(found.chunks(), wanted.chunks(), strict=True):
+        assert (chunk.start, chunk.stop, chunk.width) == (other.start, other.stop, other.width)
+        features, expected = chunk.features, other.features
+        assert list(features) == list(expected)
+        for key, value in expected.items():
+            assert torch.equal(features[key], value) if isinstance(value, torch.Tensor) else features[key] == value
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("packs", [True, False])
+def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_changed(flat, packs):
+    cutter = Cutter(OPTIONS, packing=packs)
+    first, then = (Wish(ChunkLimits(max_tokens=tokens, packs=packs), factor) for tokens, factor in ((60, 2), (24, 1)))
+    wish = SharedWish(first)
+    collator = AheadCollator(collator_of(flat), cutter, wish, {"": None})
+    batch = collator(rows(20))
+    cuts = pickle.loads(pickle.dumps(batch.pop(ahead.CUTS)))
+    columns = {name: batch[name] for name in ("query", "positive", "negative")}
+    assert cuts.wish == first and not any(table.features["input_ids"].values for table in cuts.chunked.tables)
+    whole = lay_out(columns, first.limits, **OPTIONS)
+    assert_same_chunks(cuts.of(columns).chunked, whole)
+    assert_same_chunks(cuts.of(columns).wide, lay_out(columns, first.limits.scaled(2), **OPTIONS))
+    again = cutter.cut_again(cuts.of(columns), then)
+    assert_same_chunks(again.chunked, lay_out(columns, then.limits, **OPTIONS))
+    assert again.wide is None and len(again.chunked.chunks()) > len(whole.chunks())
+    assert_same_chunks(cuts.of(columns).chunked, whole)  # as the batch of an update that is run again
+    wish.set(then)
+    assert collator(rows(20))[ahead.CUTS].wish == then
+
+
+def test_columns_that_the_loss_does_not_read_are_not_cut():
+    collator = AheadCollator(
+        collator_of(True), Cutter(OPTIONS, False), SharedWish(Wish(ChunkLimits(3), 1)), {"": None, "pairs": 2}
+    )
+    batch = collator_of(True)(rows(4))
+    batch["ids"]["source"] = "pairs"
+    collator.collate = lambda rows: batch
+    assert list(collator([])[ahead.CUTS].chunked.row_counts()) == ["query", "positive"]
+    batch["ids"]["source"] = "others"
+    assert list(collator([])[ahead.CUTS].chunked.row_counts()) == ["query", "positive", "negative"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_batch_is_laid_out_in_the_training_process_beside_a_worker(tmp_path, monkeypatch, workers):
+    calls = []
+    monkeypatch.setattr(ahead, "lay_out", lambda *given, **options: calls.append(1) or lay_out(*given, **options))
+    made = trainer(tmp_path, dataloader_num_workers=workers, gradient_cache_chunk_tokens=40)
+    made.train()
+    assert made.state.global_step == 3 and made.meter.most_chunks > 3
+    assert len(calls) == (0 if workers else 4)  # without a worker the loader makes one batch more than it gives
+
+
+def test_an_error_of_the_layout_is_told_by_the_training_process(tmp_path):
+    def unreadable(rows: list[int]) -> dict:
+        batch = collate(rows)
+        batch["query"]["pixel_values"] = torch.rand(3, 3, 4, 4)
+        return batch
+
+    with pytest.raises(UsageError, match="^column 'query': cannot cut pixel_values"):
+        trainer(tmp_path, collator=unreadable, dataloader_num_workers=1).train()
