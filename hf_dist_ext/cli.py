@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         "--num_devices", type=int, help="over all machines (default: num_processes, else those visible here, else 1)"
     )
     plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
-    plan.add_argument("--num_nodes", type=int, default=1, help="machines (default: %(default)s)")
+    plan.add_argument("--num_nodes", type=int, help="machines (default: one for every eight devices)")
     plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
     plan.add_argument("--device", help="a card by name, such as h100, a100-80, l40s, 4090: memory, speed, links")
     plan.add_argument("--host_memory_gib", type=float, help="of a machine (default: twice its devices', at least 64)")

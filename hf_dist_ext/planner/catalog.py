@@ -12,6 +12,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.planner.workload import Workload
 
 GIB = 2**30
+PER_NODE = 8  # devices of the usual machine
 MARGIN = 0.08  # of a device's memory that a plan leaves free: its figures are bounds, but for what nobody measured
 NETWORK = 3e9  # bytes per second that a machine sends to others where nobody says: 25 Gbit/s
 
@@ -96,6 +97,7 @@ class Hardware:
     num_nodes: int = 1
     interconnect: str = "nvlink"
     memory_is_assumed: bool = False  # no device is here, and none was named
+    nodes_are_assumed: bool = False  # more devices than a machine has, and nobody says how many machines
     given_host_bytes: float | None = None
     network: float = NETWORK
     card: str | None = None

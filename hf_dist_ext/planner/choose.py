@@ -26,6 +26,7 @@ from hf_dist_ext.planner import traffic as on_links
 from hf_dist_ext.planner.architectures import is_known
 from hf_dist_ext.planner.catalog import (
     GIB,
+    PER_NODE,
     STRATEGIES,
     Hardware,
     Strategy,
@@ -51,6 +52,7 @@ HALF_SPEED_TOKENS = 512
 NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
 CLEARLY = 1.25  # what needs DeepSpeed beside torch has to be so much quicker
 TWICE = 2  # sharding what fits whole has to be so much quicker: the bytes it saves a hook of DDP saves too
+MOST_DEVICES = 1024  # that are tried where nothing fits
 WORTH = 0.95  # a change that makes a step as long as this is worth a sentence
 EIGHT_BIT = "adamw_torch_8bit"  # torchao's, whose state FSDP shards
 
@@ -108,6 +110,8 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     options += _pipelines(work, hardware, available)
     best = _best(options)
     plan = Plan(work, hardware, options, best, notes=list(work.notes))
+    if best is None and not any(option.settings for option in options):
+        plan.enough = _enough(work, hardware, available)
     if best is not None and best.strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
         plan.notes.append(reason)
     if best is not None:
@@ -118,6 +122,8 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
             f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
             "--device_memory_gib says otherwise."
         )
+    if hardware.nodes_are_assumed:
+        plan.notes.append(f"{hardware.num_nodes} machines of {hardware.per_node}; --num_nodes says otherwise.")
     if not policy.is_known_optimizer(work.optimizer):
         plan.notes.append(f'optim "{work.optimizer}" is not known here: counted as AdamW, 8 bytes per parameter.')
     whole = model_of(work).whole
@@ -129,6 +135,21 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     if best is not None:
         plan.changes = changes_for(plan, best)
     return plan
+
+
+def _enough(work: Workload, hardware: Hardware, available: Collection[str]) -> Plan | None:
+    """For as many more devices as something fits, in machines of eight; None: not even of MOST_DEVICES."""
+    size = max(hardware.per_node, PER_NODE)
+    for power in range(1, MOST_DEVICES.bit_length()):
+        devices = hardware.num_devices << power
+        if devices > MOST_DEVICES or (devices > size and devices % size):
+            continue
+        larger = replace(hardware, num_devices=devices, num_nodes=max(1, devices // size))
+        possible = [one for one in STRATEGIES if not one.offloads and _has_meaning(one, work, larger)]
+        options = [_option(work, adapted(one, work, larger), larger, available) for one in possible]
+        if (best := _best(options)) is not None:
+            return Plan(work, larger, options, best)
+    return None
 
 
 def _pipelines(work: Workload, hardware: Hardware, available: Collection[str]) -> list[Option]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.cards import card_named, card_of
-from hf_dist_ext.planner.catalog import GIB, NETWORK, Hardware
+from hf_dist_ext.planner.catalog import GIB, NETWORK, PER_NODE, Hardware
 
 ASSUMED_GIB = 80.0  # where no device is at hand and none is named
 NVLINK_GIB = 40.0
@@ -77,7 +77,7 @@ def _ask(*words: str) -> str:
 def hardware_of(
     num_devices: int | None,
     memory_gib: float | None,
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     interconnect: str | None = None,
     device: str | None = None,
     host_memory_gib: float | None = None,
@@ -86,7 +86,10 @@ def hardware_of(
 ) -> Hardware:
     """What is named, else what is here, else one device of 80 GiB. Raises UsageError for what cannot be."""
     if num_devices is None:
-        num_devices = max(1, count_devices()) * max(1, num_nodes)
+        num_devices = max(1, count_devices()) * max(1, num_nodes or 1)
+    is_several = num_nodes is None and num_devices > PER_NODE and num_devices % PER_NODE == 0
+    nodes_are_assumed = is_several and num_devices > count_devices()
+    num_nodes = num_nodes if num_nodes is not None else num_devices // PER_NODE if nodes_are_assumed else 1
     if num_devices < 1 or num_nodes < 1 or num_devices % num_nodes:
         raise UsageError(
             f"{num_devices} devices on {num_nodes} machines: give a positive number that the machines share equally."
@@ -116,6 +119,7 @@ def hardware_of(
         num_nodes,
         interconnect,
         memory is None,
+        nodes_are_assumed,
         host_memory_gib and host_memory_gib * GIB,
         network_gbps * 1e9 / 8 if network_gbps else NETWORK,
         card,

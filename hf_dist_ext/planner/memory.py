@@ -11,6 +11,7 @@ devices share one copy of what is sharded.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field
 
@@ -104,6 +105,7 @@ class Model:
         return [unit for name, unit in self.units.items() if name is not None]
 
 
+@functools.lru_cache(maxsize=32)  # of the few workloads of a plan
 def model_of(work: Workload, tensor_parallel: int = 1, min_num_params: int = 0) -> Model:
     """`min_num_params`: layers with fewer parameters are no unit of their own."""
     model, parameters = Model(), work.parameters(tensor_parallel).values()

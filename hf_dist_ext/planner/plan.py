@@ -166,6 +166,7 @@ class Plan:
     price_per_hour: float | None = None  # of one device
     overrides: Sequence[str] = ()  # of the run file, as the command had them
     larger: Larger | None = None
+    enough: Plan | None = None  # where nothing fits: of so many more devices that something does
     levers: dict[str, float] = field(default_factory=dict)  # a change -> bytes of a device that it would save
 
     @property
@@ -234,6 +235,7 @@ class Plan:
             },
             "levers": {what: round(size) for what, size in self.levers.items()},
             "larger_chunks": self.larger and vars(self.larger),
+            "enough_devices": self.enough and self.enough.hardware.num_devices,
             "reasons": self.reasons,
             "notes": self.notes,
             "stage": self.run.name if self.stages else None,

@@ -13,12 +13,13 @@ from typing import Any
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
 from hf_dist_ext.planner.knobs import SPARSE
-from hf_dist_ext.planner.memory import Bytes, is_cut, model_of
+from hf_dist_ext.planner.memory import is_cut, model_of
 from hf_dist_ext.planner.plan import Option, Plan
 
 MUCH_WAITING = 0.1  # of the time
 ENOUGH_CHUNKS = 10  # per rank of a pipeline
 MANY = 8  # stages
+NEARLY_AS_QUICK = 1.1  # as planner/choose.py takes steps to be equally long
 POINTLESS = 0.1  # a reduction shorter than this share of the arithmetic hides behind it
 
 
@@ -49,62 +50,89 @@ def few(found: Iterable[Any]) -> str:
 
 
 def explain(plan: Plan) -> None:
-    work, hardware, best, say = plan.work, plan.hardware, plan.best, plan.reasons.append
-    whole = model_of(work).whole
-    share = whole.trained / whole.elements if whole.elements else 0
-    simplest, states = plan.simplest, plan.simplest.given.gradients + plan.simplest.given.optimizer
-    trained = f"All {count_of(whole.elements)} parameters train"
-    if share < 1:
-        trained = f"{count_of(whole.trained)} of {count_of(whole.elements)} parameters train ({share:.1%})"
-    say(f"{trained}: gradients {gib(simplest.given.gradients)}, optimizer state {gib(simplest.given.optimizer)}.")
+    """The first three sentences say why: how it is spread, what trains, what activations take. Others follow."""
+    best, say = plan.best, plan.reasons.append
     if best is None:
         _explain_nothing_fits(plan)
+        say(_trained(plan))
         return
     if best.strategy.pipeline is not None:
         _explain_pipeline(plan, best)
-    fitted = best.fitted or best.given
-    if best.strategy.name == "DDP":
-        saved = states + simplest.given.master_weights
-        less = "would save little" if saved < 0.1 * hardware.memory_bytes else f"could save at most {gib(saved)}"
-        with_changes = "Everything fits" if best.fits else "With the changes below everything fits"
+        say(_trained(plan))
+        say(_activations(plan, best))
+        return
+    alone = best.strategy.name in ("single", "DDP")
+    say(_why_whole(plan, best) if alone else _why_shared(plan, best))
+    say(_trained(plan))
+    say(_activations(plan, best))
+    if best.strategy.is_tensor_parallel:
+        devices = plan.hardware.num_devices
         say(
-            f"{with_changes} on each device ({gib(fitted.total)} of {gib(hardware.memory_bytes)}); sharding {less} "
-            f"and send more. DDP sends {gib((best.sent or best.traffic).bytes)} per device and step."
+            f"Groups of {TENSOR_PARALLEL_GROUP} share rows: the contrastive batch is "
+            f"{plan.work.batch * devices // TENSOR_PARALLEL_GROUP} rows, that of DDP or FSDP "
+            f"{plan.work.batch * devices}."
         )
-    elif best.strategy.name != "single" and best.strategy.pipeline is None:
-        fixed = simplest.given.total - simplest.given.activations - simplest.given.embeddings
-        what = "fits only with changes" if simplest.settings is not None else "does not fit"
-        if simplest.fits:
-            what = "fits too, but its step is longer"
-        say(
-            f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(simplest.given.total)} in "
-            f"all, of {gib(hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
-            f"{gib(fitted.total)} and sends {gib((best.sent or best.traffic).bytes)} per device and step."
-        )
-        if best.strategy.is_tensor_parallel:
-            say(
-                f"Groups of {TENSOR_PARALLEL_GROUP} share rows: the contrastive batch is "
-                f"{work.batch * hardware.num_devices // TENSOR_PARALLEL_GROUP} rows, that of DDP or FSDP "
-                f"{work.batch * hardware.num_devices}."
-            )
-        _explain_no_pipeline(plan, best)
-    elif best.strategy.name == "single":
-        say(f"One device: {gib(fitted.total)} of {gib(hardware.memory_bytes)}.")
-    _explain_activations(plan, best, fitted)
-    if not best.fits:
-        say(f"As it stands the run needs {gib(best.given.total)} per device and does not fit; the changes below do.")
-    if best.strategy.offloads:
-        machine = f"{gib(fitted.host * hardware.per_node)} of {gib(hardware.host_bytes)}"
-        say(f"Its weights and state take {machine} of a machine's own memory{_assumed(plan)}.")
-    if plan.larger is not None:
-        wide, sent = plan.larger, (best.sent or best.traffic).bytes
+    if (wide := plan.larger) is not None:
+        sent = (best.sent or best.traffic).bytes
         say(
             f'Wider chunks fit: "gradient_cache_chunk_size": {wide.chunk_rows} needs {gib(wide.needed)} and takes '
             f"{_seconds(wide.seconds)} per step instead of {_seconds(best.seconds)}"
             + (f", sending {gib(wide.sent)} instead of {gib(sent)}." if wide.sent < 0.95 * sent else ".")
         )
+    if best.strategy.offloads:
+        machine = f"{gib(best.shown.host * plan.hardware.per_node)} of {gib(plan.hardware.host_bytes)}"
+        say(f"Its weights and state take {machine} of a machine's own memory{_assumed(plan)}.")
+    if not alone:
+        _explain_no_pipeline(plan, best)
     if best.strategy.name == "DDP":
         say(_compression(plan, best))
+
+
+def _trained(plan: Plan) -> str:
+    whole, simplest = model_of(plan.work).whole, plan.simplest
+    trained = f"All {count_of(whole.elements)} parameters train"
+    if whole.trained < whole.elements:
+        share = f"{100 * whole.trained / whole.elements:.2g}"
+        trained = f"{count_of(whole.trained)} of {count_of(whole.elements)} parameters train ({share}%)"
+    given = simplest.given
+    return f"{trained}: gradients {gib(given.gradients)}, optimizer state {gib(given.optimizer)}, before any sharding."
+
+
+def _as_it_stands(best: Option) -> str:
+    return "" if best.fits else f" with these fields set ({gib(best.given.total)} as the run stands)"
+
+
+def _why_whole(plan: Plan, best: Option) -> str:
+    """Everything lies on each device, and nothing that shards is so much quicker."""
+    holds = f"{gib(best.shown.total)} of {gib(plan.hardware.memory_bytes)}{_as_it_stands(best)}"
+    if best.strategy.name == "single":
+        return f"One device is enough: {holds}."
+    sharded = [one for one in plan.options if one.strategy.shards and one.settings is not None and not one.why_not]
+    sharded = [one for one in sharded if not one.is_last_resort and one.strategy.pipeline is None]
+    quickest = min(sharded, key=_seconds_of, default=None)
+    if quickest is None:
+        return f"Every device holds everything: {holds}."
+    than = f"{_seconds(quickest.seconds)} instead of {_seconds(best.seconds)}"
+    if quickest.seconds < best.seconds / NEARLY_AS_QUICK:
+        than += ": less than twice as quick, so what fits whole stays whole"
+    elif quickest.seconds < best.seconds * NEARLY_AS_QUICK:
+        than += ": no gain"
+    name, needs = quickest.strategy.name, gib(quickest.shown.total)
+    return f"Every device holds everything: {holds}. Sharded at best ({name}, {needs}) a step takes {than}."
+
+
+def _why_shared(plan: Plan, best: Option) -> str:
+    simplest, fitted = plan.simplest, best.fitted or best.given
+    fixed = simplest.given.total - simplest.given.activations - simplest.given.embeddings
+    what = "fits only with changes" if simplest.settings is not None else "does not fit"
+    if simplest.fits:
+        what = "fits too, but its step is longer"
+    return (
+        f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(simplest.given.total)} in "
+        f"all, of {gib(plan.hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
+        f"{gib(fitted.total)}{_as_it_stands(best)} and sends {gib((best.sent or best.traffic).bytes)} per device and "
+        "step."
+    )
 
 
 def _explain_pipeline(plan: Plan, best: Option) -> None:
@@ -211,8 +239,8 @@ def explain_stages(plan: Plan) -> None:
             plan.reasons.append(f'Stage "{stage["name"]}" does not fit with {plan.best.strategy.name}.')
 
 
-def _explain_activations(plan: Plan, best: Option, fitted: Bytes) -> None:
-    work, settings = plan.work, best.settings
+def _activations(plan: Plan, best: Option) -> str:
+    work, settings, fitted = plan.work, best.settings, best.fitted or best.given
     assert settings is not None
     longest = max(column.length for column in work.columns)
     if is_cut(work, settings):
@@ -221,11 +249,13 @@ def _explain_activations(plan: Plan, best: Option, fitted: Bytes) -> None:
     else:
         what = f"{count_with(best.batch, 'row')} of {longest} tokens"
     with_it, without = best.checkpointed.activations, best.unchecked.activations
-    as_given = settings.chunk_rows is None and best.batch == work.batch
-    other = f" ({gib(without)} without checkpointing, {gib(with_it)} with)" if as_given else ""
+    other = ""
+    if settings.chunk_rows is None and best.batch == work.batch:
+        other = f" ({gib(without)} without checkpointing)" if settings.is_checkpointed else f" ({gib(with_it)} with)"
+        other = other.replace("with)", "with checkpointing)")
     bound = max(fitted.weights + fitted.master_weights, fitted.total / 2)
     dominate = ": they dominate" if fitted.activations > bound else ""
-    plan.reasons.append(f"Activations of {what}: {gib(fitted.activations)}{other}{dominate}.")
+    return f"Activations of {what} take {gib(fitted.activations)}{other}{dominate}."
 
 
 def _explain_nothing_fits(plan: Plan) -> None:
@@ -242,8 +272,7 @@ def _explain_nothing_fits(plan: Plan) -> None:
         return
     plan.reasons.append(
         f"Nothing fits {memory}, of which {plan.hardware.usable / plan.hardware.memory_bytes:.0%} may be filled: the "
-        f"least is {least.strategy.name} with {gib(least.least.total)}, smaller chunks and checkpointing tried. Use "
-        'more devices, shorter rows, LoRA or frozen parts, "optim": "adamw_bnb_8bit", or half-precision weights.'
+        f"least is {least.strategy.name} with {gib(least.least.total)}, smaller chunks and checkpointing tried."
     )
     if least_offloaded.strategy.offloads:
         needed, host = least_offloaded.least.total, least_offloaded.least.host * plan.hardware.per_node
@@ -251,6 +280,16 @@ def _explain_nothing_fits(plan: Plan) -> None:
             f"{least_offloaded.strategy.name} would need {gib(needed)} of a device and {gib(host)} of "
             f"its machine's own memory, which has {gib(plan.hardware.host_bytes)}{_assumed(plan)}."
         )
+
+    others = 'shorter rows, LoRA or frozen parts, "optim": "adamw_bnb_8bit", or half-precision weights'
+    if (enough := plan.enough) is None:
+        plan.reasons.append(f"More such devices would not do either. What helps: {others}.")
+        return
+    where = f" on {enough.hardware.num_nodes} machines" if enough.hardware.num_nodes > 1 else ""
+    plan.reasons.append(
+        f"{enough.hardware.num_devices} such devices{where} would do: {enough.best.strategy.name}, "
+        f"{gib(enough.best.shown.total)} of each. What helps too: {others}."
+    )
 
 
 def _assumed(plan: Plan) -> str:

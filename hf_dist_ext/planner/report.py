@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.cards import CARDS
 from hf_dist_ext.planner.catalog import GIB
-from hf_dist_ext.planner.memory import Settings, is_cut
+from hf_dist_ext.planner.memory import Settings, is_cut, model_of
 from hf_dist_ext.planner.pipelines import Facts
 from hf_dist_ext.planner.plan import Option, Plan
 from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
 from hf_dist_ext.planner.traffic import BANDWIDTH, speed
 
 PARTS = ("weights", "master_weights", "gradients", "optimizer", "activations", "embeddings", "buffers", "framework")
+MAIN_REASONS = 3
 COLUMNS = ["masters" if part == "master_weights" else part for part in PARTS]
 
 
 def print_plan(plan: Plan) -> None:
-    """The table, the recommendation and its reasons, on the terminal."""
+    """What to run, why in three sentences, the table, the levers, and what else is to be said."""
+    print(f"{_title(plan)}\n")
+    if plan.best is None:
+        print("recommended: nothing that this machine and these presets can run")
+    else:
+        changes = in_json(plan.changes) or "nothing"
+        print(f"recommended: {plan.best.strategy.name} (preset {plan.best.preset}). Set: {changes}")
+        print(f"  run: {plan.command}")
+        print(f"  {_time(plan)}")
+    for reason in plan.reasons[:MAIN_REASONS]:
+        print(f"  - {reason}")
+    print()
+    _print_table(plan)
+    print()
+    for option in plan.options:
+        if option.pipeline is not None and (option is plan.best or plan.work.knobs.pipeline_size > 1):
+            print(pipeline_line(option.pipeline, option.strategy.name))
+    for line in [*plan.reasons[MAIN_REASONS:], *_levers(plan)]:
+        print(f"  - {line}")
+    for note in [*plan.notes, _why_nots(plan), _assumptions(plan)]:
+        if note:
+            print(f"note: {note}")
+    if plan.trace:
+        print(trace_line(plan.trace))
+
+
+def _title(plan: Plan) -> str:
+    work, hardware, model = plan.work, plan.hardware, model_of(plan.work).whole
+    trained = "all train" if model.trained == model.elements else f"{count_of(model.trained)} train"
+    stage = f', stage "{plan.run.name}" of {len(plan.stages)}' if plan.stages else ""
+    where = f" on {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
+    card = f" ({hardware.card})" if hardware.card else ""
+    return (
+        f"{work.config['model_type']}{stage}, {count_of(model.elements)} parameters, {trained}; "
+        f"{count_with(hardware.num_devices, 'device')}{where} of {gib(hardware.memory_bytes)}{card}, "
+        f"{hardware.interconnect}"
+    )
+
+
+def _print_table(plan: Plan) -> None:
+    """GiB per device of every strategy, with what makes it fit."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    work, hardware = plan.work, plan.hardware
-    model = plan.as_dict()
-    devices = count_with(hardware.num_devices, "device")
-    stage = f', stage "{plan.run.name}" of {len(plan.stages)}' if plan.stages else ""
-    where = f" on {hardware.num_nodes} machines" if hardware.num_nodes > 1 else ""
-    title = (
-        f"{model['model_type']}{stage}, {count_of(model['parameters'])} parameters, "
-        f"{count_of(model['trained_parameters'])} train; {devices}{where} of {gib(hardware.memory_bytes)}, "
-        f"{hardware.interconnect}. GiB per device, with what makes each fit."
-    )
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     offloads = any(option.shown.host for option in plan.options)
-    headings = ["strategy", *COLUMNS, *["host"] * offloads, "total", "fits", "chunk", "sent/step", "s/step"]
+    headings = ["GiB per device", *COLUMNS, *["host"] * offloads, "total", "fits", "chunk", "sent/step", "s/step"]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("strategy", "fits") else "right")
+        table.add_column(heading, justify="left" if heading in (headings[0], "fits") else "right")
     for option in plan.options:
         mark = "> " if option is plan.best else "  "
         shown = [*(getattr(option.shown, name) for name in PARTS), *[option.shown.host] * offloads, option.shown.total]
@@ -54,38 +86,34 @@ def print_plan(plan: Plan) -> None:
     # the terminal's width cuts columns; a file or a pipe gets all of them
     wide = console if console.is_terminal and console.width >= 150 else Console(width=170, highlight=False)
     wide.print(table)
-    print(_checkpointing(plan))
+
+
+def _levers(plan: Plan) -> list[str]:
+    if not plan.levers:
+        return []
+    levers = ", ".join(f"{what} {gib(size)}" for what, size in plan.levers.items() if gib(size) != gib(0))
+    return [f"What would save more of each device: {levers}."]
+
+
+def _why_nots(plan: Plan) -> str:
+    """What can not be chosen, but for one device of several, which nobody asks about."""
+    names: dict[str, list[str]] = {}
     for option in plan.options:
-        if option.pipeline is not None:
-            print(pipeline_line(option.pipeline, option.strategy.name))
-    print()
-    if plan.best is None:
-        print("recommended: nothing that this machine and these presets can run")
-    else:
-        changes = in_json(plan.changes) or "nothing"
-        print(f"recommended: {plan.best.strategy.name} (preset {plan.best.preset}). Set: {changes}")
-        print(f"  run: {plan.command}")
-        print(f"  {_time(plan)}")
-    for reason in plan.reasons:
-        print(f"  - {reason}")
-    if plan.levers:
-        levers = ", ".join(f"{what} {gib(size)}" for what, size in plan.levers.items())
-        print(f"  - What would save more of each device: {levers}.")
-    for why_not in dict.fromkeys(option.why_not for option in plan.options if option.why_not):
-        names = ", ".join(option.strategy.name for option in plan.options if option.why_not == why_not)
-        print(f"  - {names} can not be chosen: {why_not}.")
-    for note in plan.notes:
-        print(f"note: {note}")
+        if option.why_not and option.strategy.name != "single":
+            names.setdefault(option.why_not, []).append(option.strategy.name)
+    return "; ".join(f"{', '.join(of_why)} can not be chosen: {why}" for why, of_why in names.items())
+
+
+def _assumptions(plan: Plan) -> str:
+    hardware = plan.hardware
     between = f", {hardware.network / 1e9:.3g} GB/s between machines" if hardware.num_nodes > 1 else ""
-    source = f" (a share of the peak in {CARDS[hardware.card].source})" if hardware.card else ""
+    source = f" (a share of the peak in the {CARDS[hardware.card].source})" if hardware.card else ""
     source = " (as given)" if hardware.reached else source
-    print(
-        f"note: framework bytes, {speed(hardware, work.compute_bytes) / 1e12:.3g} TFLOP/s{source} and "
-        f"{BANDWIDTH[hardware.interconnect] / 1e9:.0f} GB/s{between} are assumed, they only rank strategies; rows are "
-        f"counted at max_length; {gib(hardware.memory_bytes - hardware.usable)} of each device stay free."
+    return (
+        f"framework bytes, {speed(hardware, plan.work.compute_bytes) / 1e12:.3g} TFLOP/s{source} and "
+        f"{BANDWIDTH[hardware.interconnect] / 1e9:.0f} GB/s{between} are assumed: seconds are for comparing. Rows are "
+        f"counted at max_length. {gib(hardware.memory_bytes - hardware.usable)} of each device stay free."
     )
-    if plan.trace:
-        print(trace_line(plan.trace))
 
 
 def pipeline_line(found: Facts, name: str) -> str:
@@ -116,30 +144,31 @@ def _chunk(plan: Plan, option: Option) -> str:
 def _time(plan: Plan) -> str:
     time = plan.time
     words = (
-        f"a step takes about {seconds_of(time.seconds)} s: {time.rows_per_second:,.3g} rows/s, "
-        f"{time.tokens_per_second:,.3g} tokens/s"
+        f"a step takes about {duration(time.seconds)}: {rounded(time.rows_per_second)} rows/s, "
+        f"{rounded(time.tokens_per_second)} tokens/s"
     )
     if time.hours is not None:
-        words += f"; the run about {time.hours:,.3g} hours"
+        words += f"; the run about {duration(3600 * time.hours)}"
     if time.price is not None:
         words += f", {time.price:,.2f} at {plan.price_per_hour:g} per device and hour"
     return words
 
 
+def rounded(number: float) -> str:
+    """To three digits, without an exponent: 2,290; 13.4; 0.012."""
+    digits = 2 - math.floor(math.log10(number)) if number > 0 else 0
+    return f"{round(number, digits):,.{max(0, digits)}f}"
+
+
+def duration(seconds: float) -> str:
+    for size, unit in ((2 * 86400, "days"), (3600, "hours"), (60, "minutes"), (1, "s")):
+        if seconds >= size:
+            return f"{rounded(seconds / min(size, 86400))} {unit}"
+    return f"{rounded(1000 * seconds)} ms"
+
+
 def seconds_of(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
-
-
-def _checkpointing(plan: Plan) -> str:
-    """One line: activations with and without checkpointing, by what computes."""
-    names: dict[tuple[int, int], list[str]] = {}
-    for option in plan.options:
-        key = round(option.unchecked.activations), round(option.checkpointed.activations)
-        names.setdefault(key, []).append(option.strategy.name)
-    return "\n".join(
-        f"activations without checkpointing {gib(plain)}, with {gib(checkpointed)}: {', '.join(of_key)}"
-        for (plain, checkpointed), of_key in names.items()
-    )
 
 
 def trace_line(trace: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """From a run and a machine to a strategy: boundaries follow from the bytes, and everything is said."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,12 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto
 from hf_dist_ext.planner.cards import CARDS, card_of
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
-from hf_dist_ext.planner.choose import make_plan
+from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
+from hf_dist_ext.planner.plan import Time
+from hf_dist_ext.planner.reasons import gib
+from hf_dist_ext.planner.report import duration
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traffic import speed, traffic
 from hf_dist_ext.planner.who_trains import depth
@@ -467,3 +472,85 @@ def test_columns_with_pictures_are_counted_with_them_or_words_say_that_they_are_
     other["vision_config"] = {**SEEING["vision_config"], "model_type": "siglip_vision_model"}
     unknown = workload(make_run(other, columns=both))
     assert any('pictures of a "aya_vision" can not be counted' in note for note in unknown.notes)
+
+
+# ---- what a plan says ----
+
+
+def test_a_plan_says_what_to_run_and_why_before_the_table(make_run, capsys):
+    make_run(per_device_train_batch_size=256, gradient_cache_chunk_size=16, max_steps=400)
+    cli.main(["plan", "run.json", "--num_devices", "2", "--device", "4090"])
+    title, _, best, run, time, *rest = capsys.readouterr().out.splitlines()
+    assert "2 devices of 23.99 GiB (4090)" in title and best.startswith("recommended: DDP")
+    assert "hf-dist train run.json" in run and "rows/s" in time and " minutes" in time
+    assert [line[:4] for line in rest[:3]] == ["  - "] * 3 and rest[3] == "" and rest[4].startswith("GiB per device")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0123, "12.3 ms"), (42, "42.0 s"), (1652.4, "27.5 minutes"), (7300, "2.03 hours"), (1e6, "11.6 days")],
+)
+def test_times_are_in_the_unit_that_people_use(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_many_devices_are_on_machines_of_eight_and_said_to_be(make_run, capsys):
+    assert (hardware_of(64, 80).num_nodes, hardware_of(8, 80).num_nodes, hardware_of(64, 80, 1).num_nodes) == (8, 1, 1)
+    assert hardware_of(12, 80).num_nodes == 1
+    make_run()
+    cli.main(["plan", "run.json", "--num_devices", "64"])
+    assert "8 machines of 8; --num_nodes says otherwise" in capsys.readouterr().out
+
+
+def test_the_least_that_is_named_is_the_least(make_run):
+    """Of all chunks, with and without checkpointing, whatever the optimizer: nothing else fits less."""
+    work = workload(make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=16, bf16=True))
+    plan = plan_workload(work, Hardware(1, 4 * GIB, given_host_bytes=1))
+    tried = [
+        estimate(variant, strategy("single"), plan.hardware, Settings(rows, is_checkpointed)).total
+        for variant in (work, replace(work, optimizer="adamw_torch_8bit"))
+        for rows in (1, 2, 3, 16, 64)
+        for is_checkpointed in (False, True)
+    ]
+    assert plan.best is None and f"the least is single with {gib(min(tried))}" in plan.reasons[0]
+
+
+def test_so_many_devices_as_are_said_to_do_are_enough_and_half_are_not(make_run):
+    run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=1, bf16=True)
+    small = filled(option(make_plan(run, Hardware(4, GIB)), "FSDP memory").least.total)
+    plan = make_plan(run, Hardware(1, small, given_host_bytes=1))
+    enough = plan.enough.hardware.num_devices
+    assert plan.best is None and enough > 1 and any(f"{enough} such devices would do" in one for one in plan.reasons)
+    found = [make_plan(run, Hardware(devices, small, given_host_bytes=1)).best for devices in (enough // 2, enough)]
+    assert found[0] is None and found[1].strategy.name == plan.enough.best.strategy.name
+
+
+@pytest.mark.parametrize("devices", [(1, 1), (2, 1), (8, 2)])
+@pytest.mark.parametrize("memory", [2, 8, 24, 80])
+def test_sentences_have_the_numbers_of_the_table(make_run, devices, memory):
+    """Every amount of memory in a sentence is one that the plan's rows have, or the sum that the sentence names."""
+    run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=16, bf16=True)
+    plan = make_plan(run, Hardware(devices[0], memory * GIB, devices[1]))
+    known = [memory * GIB, plan.hardware.host_bytes]
+    for one in [*plan.options, *([plan.enough.best] if plan.enough else [])]:
+        of_one = [one.given, one.shown, one.checkpointed, one.unchecked, one.least]
+        known += [size for needed in of_one for size in (*vars(needed).values(), needed.total)]
+        known += [needed.total - needed.activations - needed.embeddings for needed in of_one]
+        known += [needed.host * plan.hardware.per_node for needed in of_one]
+        known += [(one.sent or one.traffic).bytes, *vars(plan.larger or Time(0, 0, 0, 0, 0)).values()]
+        known += [one.pipeline.sent_between_stages, one.pipeline.reduced] if one.pipeline else []
+    said = re.findall(r"[\d.]+ GiB", " ".join(plan.reasons))
+    assert said and set(said) <= {gib(size or 0) for size in known}
+    if plan.best is not None:  # a way that is called quicker, or no gain, is so by the table's seconds
+        for name, words in re.findall(r"Sharded at best \((.*?), .*\) a step takes .*?: (.*?)\.", plan.reasons[0]):
+            ratio = plan.best.seconds / option(plan, name).seconds
+            assert ratio < 2 and ("twice" in words) == (ratio > 1.1) and option(plan, name).settings is not None
+
+
+def test_gradients_that_wait_are_counted_in_the_precision_they_are_added_up_in(make_run):
+    run = make_run({"model_type": "bert"}, per_device_train_batch_size=8, bf16=True)
+    half = make_run({"model_type": "bert"}, per_device_train_batch_size=8, bf16=True, reduce_dtype="bfloat16")
+    wide = make_run({"model_type": "bert"}, per_device_train_batch_size=8, bf16=True, reduce_dtype="float32")
+    of = [bytes_of(one, "FSDP speed", 4).gradients for one in (run, wide, half)]
+    trained = model_of(workload(run)).whole.trained
+    assert of[0] == of[1] == of[2] + 2 * trained
