@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import json
 import sys
 from dataclasses import fields
@@ -228,6 +229,8 @@ def _init(arguments: argparse.Namespace, overrides: list[str]) -> None:
     folder = Path(arguments.folder)
     for path in examples.copy(arguments.kind, folder):
         print(path)
+    if arguments.kind != "text" and importlib.util.find_spec("PIL") is None:
+        print("first:     pip install 'hf_dist_ext[image]'      # its rows have pictures")
     print("train it:  " + (f"cd {folder} && " if folder != Path() else "") + "hf-dist train run.json")
 
 

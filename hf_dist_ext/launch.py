@@ -27,7 +27,7 @@ from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import auto
 from hf_dist_ext.planner.devices import count_devices
-from hf_dist_ext.run import deepspeed_install, lease, trackers
+from hf_dist_ext.run import deepspeed_install, lease, optimizers, trackers
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
 from hf_dist_ext.run.presets import find_preset, is_shipped, kind_of, load_preset, mesh_size
@@ -69,6 +69,7 @@ def _check_before_ranks(run: Run) -> None:
     check_output_dir(run.training)
     for one in run.stages or [run]:
         trackers.check(one.training.get("report_to"))
+        optimizers.check(one.training)
 
 
 def is_launched() -> bool:

@@ -1,6 +1,8 @@
 """`hf-dist`: what it prints, and that it is instant."""
 
+import importlib.util
 import json
+import os
 import sys
 import types
 
@@ -57,6 +59,23 @@ def test_presets_are_listed_with_their_short_names(capsys):
     output = capsys.readouterr().out
     for words in ("single_gpu (single)", "multi_gpu_ddp (ddp)", "multi_gpu_fsdp (fsdp, fsdp2)", "auto"):
         assert words in output
+
+
+def test_datasets_draws_its_bars_on_a_terminal_only(monkeypatch, capsys):
+    """It reads the variable when it is imported, which no command has done by then."""
+    name = "HF_DATASETS_DISABLE_PROGRESS_BARS"
+    for has_terminal in (True, False):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda has=has_terminal: has, raising=False)
+        cli.main(["presets"])
+        assert os.environ.pop(name, None) == (None if has_terminal else "1")
+
+
+@pytest.mark.parametrize("kind", ["text", "image-text"])
+def test_init_says_what_pictures_need(monkeypatch, tmp_path, capsys, kind):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    cli.main(["init", kind, str(tmp_path / kind)])
+    assert ("pip install 'hf_dist_ext[image]'" in capsys.readouterr().out) is (kind == "image-text")
 
 
 def test_search_hands_its_words_to_the_search_module(monkeypatch):

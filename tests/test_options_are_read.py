@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from datasets import IterableDataset
+from transformers.training_args import OptimizerNames
 
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run import optimizers
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -19,6 +21,8 @@ from tests.tasks.test_stages import main as run_main
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 from tests.tiny_models import model_config, tiny_tokenizer
 from tests.training.test_trainer import Tiny, collate, trainer
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 def rates(of) -> list[float]:
@@ -96,14 +100,29 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"model_revision": "main"}, "model_revision"),
     ({"image_folder": "."}, "image_folder"),
     ({"bf16_full_eval": True}, "would round the weights that are saved behind it"),
+    ({"optim": "paged_adamw_8bit"}, 'optim="paged_adamw_8bit" needs the package no_such, which is not installed'),
+    ({"use_liger_kernel": True}, "use_liger_kernel=true needs the package no_such"),
+    ({"lr_scheduler_kwargs": {"num_cycle": 2}, "lr_scheduler_type": "cosine"},
+     'lr_scheduler_kwargs has "num_cycle", and lr_scheduler_type="cosine" takes num_cycles'),
+    pytest.param({"bf16": True, "use_cpu": False}, "bf16=true, but no GPU that computes in bfloat16", marks=NO_GPU),
+    pytest.param({"tf32": True, "use_cpu": False}, "tf32=true, but no GPU that computes in TF32", marks=NO_GPU),
     ({"dataset_config_name": "x"}, "has no configurations"),
     ({"eval_holdout": ..., "max_eval_samples": 3}, "max_eval_samples=3, but there are no rows to evaluate on"),
     ({"eval_holdout": ..., "eval_strategy": "steps"}, "no rows to evaluate on"),
 ])  # fmt: skip
-def test_fields_of_a_run_file_that_nothing_reads_are_refused(main, run_file, capsys, options, words):  # noqa: F811
+def test_fields_of_a_run_file_that_nothing_reads_are_refused(main, run_file, monkeypatch, capsys, options, words):  # noqa: F811
+    missing = ("no_such", "no_such")  # here or there its package may be installed
+    monkeypatch.setattr(optimizers, "PACKAGES", dict.fromkeys(optimizers.PACKAGES, missing))
+    monkeypatch.setattr(optimizers, "LIGER", missing)
     with pytest.raises(SystemExit) as left:
         main(["--config", run_file(**options)])
     assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_every_optimizer_that_is_not_torchs_has_its_package():
+    own = {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"}
+    assert {name.value for name in OptimizerNames if optimizers.package_of(name.value) is None} == own
+    assert optimizers.package_of("lion_32bit")[0] == optimizers.package_of("adamw_8bit")[0] == "bitsandbytes"
 
 
 def test_a_precision_that_is_switched_off_is_not_switched_on_by_the_yaml(main, run_file, monkeypatch, capsys):  # noqa: F811

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import stat
 from collections.abc import Mapping
@@ -21,6 +22,12 @@ from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
+
+
+def require_pillow() -> None:
+    """Raises UsageError without it."""
+    if importlib.util.find_spec("PIL") is None:
+        raise UsageError("pictures need Pillow, which is not installed. Run: pip install 'hf_dist_ext[image]'")
 
 
 def image_path(name: str, folder: str | None) -> str:  # (1)

@@ -10,6 +10,7 @@ no folder that holds what is searched, a word in capitals stands for yours.
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +47,9 @@ def _to_load(kind: str) -> str:
 
 
 def _to_use(kind: str) -> str:
-    return f'use it:   from sentence_transformers import {kind}; model = {kind}("{{folder}}")'
+    is_there = importlib.util.find_spec("sentence_transformers") is not None
+    first = "" if is_there else "      # pip install sentence-transformers"
+    return f'use it:   from sentence_transformers import {kind}; model = {kind}("{{folder}}"){first}'
 
 
 def _lengths(config: RunConfig) -> list[str]:

@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_dist_ext.data import digits
 from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.conversations import ConversationReader, load_conversations
+from hf_dist_ext.data.image_files import require_pillow
 from hf_dist_ext.data.image_text_collator import ImageTextCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import build_from_config, load_complete, one_line, parse_config
@@ -65,6 +66,7 @@ def hints(run: Run) -> list[str]:
 
 
 def load_processor(config: RunConfig) -> Any:
+    require_pillow()
     name = config.tokenizer_name or config.model_name_or_path
     if name is None:
         if config.dataset_name != digits.NAME:

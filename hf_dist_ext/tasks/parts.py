@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers import set_seed
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
@@ -33,6 +35,12 @@ from hf_dist_ext.training.trainer import DistTrainer
 TASKS = {  # each has build(run, args) -> Parts, and hints(run)
     "embedding": "embedding",
     "image-text-to-text": "image_text",
+}
+# A word of transformers' error: what is said in its place.
+OUR_WORDS = {
+    "support bf16": "bf16=true, but no GPU that computes in bfloat16 is visible. Remove bf16, or add use_cpu=true: a "
+    "CPU computes in bfloat16 too, more slowly than in float32 where it has no instructions for it.",
+    "--tf32": "tf32=true, but no GPU that computes in TF32 (NVIDIA's Ampere and later) is visible. Remove tf32.",
 }
 
 
@@ -108,10 +116,24 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     try:
         args = DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here
-        raise UsageError(str(error)) from error
+        theirs = str(error)
+        raise UsageError(next((ours for word, ours in OUR_WORDS.items() if word in theirs), theirs)) from error
+    _check_schedule(args)
     if "trackio" in args.report_to:
         _settle_trackio(args)
     return args
+
+
+def _check_schedule(args: DistTrainingArguments) -> None:
+    """Options that the schedule does not have; Trainer finds them when the model is loaded."""
+    options = args.lr_scheduler_kwargs or {}
+    takes = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[args.lr_scheduler_type]).parameters
+    known = [name for name in takes if name not in ("optimizer", "num_warmup_steps", "num_training_steps", "kwargs")]
+    if "kwargs" not in takes and (wrong := [name for name in options if name not in known]):
+        raise UsageError(
+            f'lr_scheduler_kwargs has "{wrong[0]}", and lr_scheduler_type="{args.lr_scheduler_type.value}" takes '
+            f"{', '.join(known)}."
+        )
 
 
 def _settle_trackio(args: DistTrainingArguments) -> None:

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints.merge import folders_behind
 from hf_dist_ext.data.columns import columns_of
+from hf_dist_ext.data.image_files import require_pillow
 from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
@@ -88,6 +89,7 @@ def find(
 
 
 def pictures_below(folder: Path) -> Documents:
+    require_pillow()
     from PIL import Image
 
     endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}

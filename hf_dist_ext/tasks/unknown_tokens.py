@@ -26,7 +26,9 @@ def warn_of_unknown(tokenizer: Any, rows: Any, columns: Iterable[str]) -> None:
             continue
         values = rows.select(range(min(ROWS, len(rows))))[column]
         texts = [text for value in values for text in as_list(value) if isinstance(text, str) and text]
-        tokens = [token for text in texts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        # verbose: transformers would warn of texts that are too long, which are cut before a model sees them
+        ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        tokens = [token for of_text in ids for token in of_text]
         share = tokens.count(unknown) / max(1, len(tokens))
         if share > SHARE:
             logger.warning(

@@ -7,6 +7,7 @@ gradient cache works on. It looks at the training rows when the first batch is a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,8 @@ def set_defaults_of_ddp(args: Any, model: Any, processor: Any, has_frozen: bool,
             args.ddp_find_unused_parameters = False
     if uses_cache and args.ddp_broadcast_buffers is None:
         args.ddp_broadcast_buffers = False  # modules that write to their buffers are refused with a cache
+        # accelerate 1.15 hands it to DDP by this name, and torch 2.13 wants another. Remove when accelerate uses that.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
 
 
 def check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer: bool, has_loss: bool) -> None:

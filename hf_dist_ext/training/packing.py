@@ -1,7 +1,7 @@
 """`gradient_cache_packing`: whether the rows of a chunk go through the model end to end, without padding.
 
-What can not is known before training: true is refused then, and "auto" pads and says once why. Batch by batch "auto"
-packs where packing was measured to be faster (docs/benchmarks.md, packed chunks).
+What can not is known before training: true is refused then and told why, and "auto" pads. Batch by batch "auto" packs
+where packing was measured to be faster (docs/benchmarks.md, packed chunks).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def may_pack(args: Any, model: nn.Module, strategy: Strategy) -> bool:
         raise UsageError(
             f'gradient_cache_packing=true: {why}. Set it to "auto", which pads chunks where they can not be packed.'
         )
-    logger.info(f"gradient cache: chunks are padded, not packed: {why}.")
+    logger.debug(f"gradient cache: chunks are padded, not packed: {why}.")  # "auto" is the default: nobody asked
     return False
 
 

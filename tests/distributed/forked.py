@@ -213,7 +213,9 @@ def train_under_preset(
     (folder / "run.json").write_text(json.dumps(run))
     if is_launched:
         starter = "python" if groups == 1 else preset
-        launching.launch(starter, processes, ROOT / "scripts" / "train_hf.py", "--config", folder / "run.json")
+        done = launching.launch(starter, processes, ROOT / "scripts" / "train_hf.py", "--config", folder / "run.json")
+        for noise in ("examples/s", "broadcast_buffers"):  # bars without a terminal, a warning of other libraries
+            assert noise not in done.stderr + done.stdout
     else:
         launch(preset, processes, train_hf, "--config", folder / "run.json")
     report = json.loads((folder / "run" / "metrics.json").read_text())

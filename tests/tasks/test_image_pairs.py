@@ -1,5 +1,6 @@
 """Pairs of a caption and a picture from a run file: one tower trains against the other, which is locked."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import (
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.tasks.search_files import pictures_below
 from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.tasks.test_stages import main
 from tests.tiny_models import SPECIAL_IDS, WORDS, tiny_tokenizer
@@ -173,6 +175,16 @@ def test_what_does_not_fit_is_one_line(run_file, capsys, change, words):
     with pytest.raises(SystemExit):
         main(run_file(**change))
     assert words in capsys.readouterr().err
+
+
+def test_without_pillow_a_run_with_pictures_ends_in_one_line(run_file, monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "PIL" else find(name, *more))
+    with pytest.raises(SystemExit):
+        main(run_file())
+    assert "error: pictures need Pillow, which is not installed. Run: pip install" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="pictures need Pillow"):
+        pictures_below(tmp_path)
 
 
 def test_siglips_texts_have_the_full_width(run_file, tmp_path):

@@ -84,14 +84,15 @@ def with_prompt() -> torch.nn.Module:
     (with_prompt, {}, "tokens of their own"),
     (lambda: TowerModel(tiny_towers(), {"a": "text", "b": "image"}), {}, 'tower "text", CLIPTextModelWithProjection'),
 ])  # fmt: skip
-def test_a_run_that_can_not_pack_is_refused_or_told_why(tmp_path, caplog, build, more, words):
+def test_a_run_that_can_not_pack_is_refused_and_pads_by_default(tmp_path, caplog, build, more, words):
     with pytest.raises(UsageError, match="gradient_cache_packing=true: .*" + words):
         trainer(tmp_path, build(), gradient_cache_packing=True, **more)
-    caplog.set_level(logging.INFO)
-    logging.getLogger("hf_dist_ext").setLevel(logging.INFO)
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("hf_dist_ext").setLevel(logging.DEBUG)
     run = trainer(tmp_path, build(), **more)
     assert not run.step.sizes.may_pack
-    assert [words in line.getMessage() for line in caplog.records if "not packed" in line.getMessage()] == [True]
+    (line,) = [line for line in caplog.records if "not packed" in line.getMessage()]
+    assert words in line.getMessage() and line.levelno == logging.DEBUG, "by default nobody asked for it"
 
 
 def arguments(packing, device: str = "cpu") -> SimpleNamespace:
