@@ -65,7 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
     plan.add_argument("--num_nodes", type=int, help="machines (default: one for every eight devices)")
     plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
-    plan.add_argument("--device", help="a card by name, such as h100, a100-80, l40s, 4090: memory, speed, links")
+    plan.add_argument(
+        "--device",
+        help="a card by name, such as h100, a100-80, l40s, 4090: memory, speed, links; cpu: this CPU, measured",
+    )
     plan.add_argument("--host_memory_gib", type=float, help="of a machine (default: twice its devices', at least 64)")
     plan.add_argument("--network_gbps", type=float, help="that a machine sends to others, in Gbit/s (default: 24)")
     plan.add_argument("--tflops", type=float, help="that a device reaches, as --compare prints them of a run")
@@ -302,8 +305,9 @@ def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.planner import cpu
     from hf_dist_ext.planner.choose import make_plan
-    from hf_dist_ext.planner.compare import compared, lines_of, run_file
+    from hf_dist_ext.planner.compare import compared, lines_of, measured, run_file
     from hf_dist_ext.planner.devices import hardware_of
     from hf_dist_ext.planner.report import print_plan, to_json, write_png
     from hf_dist_ext.run.read import load_run
@@ -312,15 +316,22 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     if arguments.run is None and arguments.compare is None:
         raise UsageError("hf-dist plan needs a run file, or --compare with the output_dir of a run.")
     run = load_run(["--config", arguments.run or str(run_file(Path(arguments.compare))), *overrides])
-    hardware = hardware_of(
-        arguments.num_devices or run.options.num_processes,
-        arguments.device_memory_gib,
-        arguments.num_nodes,
-        arguments.interconnect,
-        arguments.device,
-        arguments.host_memory_gib,
-        arguments.network_gbps,
-        arguments.tflops,
+    seen = measured(Path(arguments.compare)) if arguments.compare else None
+    devices = arguments.num_devices or (seen and seen.processes) or run.options.num_processes
+    device = arguments.device or (cpu.NAME if seen and seen.device == cpu.NAME else None)
+    hardware = (
+        cpu.hardware_of_cpu(run, devices, arguments.tflops)
+        if device == cpu.NAME
+        else hardware_of(
+            devices,
+            arguments.device_memory_gib,
+            arguments.num_nodes,
+            arguments.interconnect,
+            device,
+            arguments.host_memory_gib,
+            arguments.network_gbps,
+            arguments.tflops,
+        )
     )
     plan = make_plan(run, hardware)
     plan.num_rows, plan.price_per_hour, plan.overrides = arguments.num_rows, arguments.price_per_hour, overrides

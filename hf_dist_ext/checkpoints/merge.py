@@ -39,7 +39,8 @@ from hf_dist_ext.strategies.tensors import gathered
 NOT_PROCESSOR = {
     manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
-    "metrics.json", "run.json", "plan.json", "towers.json", "router_config.json", manifest.RUN, trainable.FROZEN,
+    "metrics.json", "run.json", "plan.json", "measured.json", "towers.json", "router_config.json", manifest.RUN,
+    trainable.FROZEN,
 }  # fmt: skip
 PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 ADAPTER_FILES = [adapter_folder.CONFIG, adapter_folder.WEIGHTS]

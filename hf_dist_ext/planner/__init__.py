@@ -1,9 +1,9 @@
 """A run and a machine become a plan: which strategy fits, and which is fastest.
 
 `choose.py` makes a `plan.py`, from `catalog.py` (the ways to spread a run), `memory.py` (bytes per device) and
-`traffic.py` (what is sent); `cards.py` knows devices by name. Pipelines have their own of all three in
-`pipelines.py`, over stages that `cut.py` makes. `reasons.py` and `report.py` say why, `compare.py` what came of it.
-The forwards are counted on `tape.py`, a model of what autograd keeps, by `architectures.py` and its neighbours; what
-these do not know is traced by torch (`traced.py`). `environment.py` lists versions and devices, `resolved.py` says
-what a run file comes to. Nothing here imports torch.
+`traffic.py` (what is sent); `cards.py` knows devices by name, `cpu.py` measures the one that is always here. Pipelines
+have their own of all three in `pipelines.py`, over stages that `cut.py` makes. `reasons.py` and `report.py` say why,
+`compare.py` what came of it. The forwards are counted on `tape.py`, a model of what autograd keeps, by
+`architectures.py` and its neighbours; what these do not know is traced by torch (`traced.py`). `environment.py` lists
+versions and devices, `resolved.py` says what a run file comes to. Nothing here imports torch.
 """

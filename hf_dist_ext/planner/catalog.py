@@ -104,6 +104,11 @@ class Hardware:
     reached: float | None = None  # operations per second of a device, where somebody measured them
 
     @property
+    def half_speed_tokens(self) -> int:
+        """A chunk of few tokens leaves an accelerator waiting: with so many it runs at half speed."""
+        return 0 if self.card == "cpu" else 512
+
+    @property
     def per_node(self) -> int:
         return max(1, self.num_devices // self.num_nodes)
 

@@ -47,8 +47,6 @@ from hf_dist_ext.planner.workload import Workload, with_batch, workload_of
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
 
-# A chunk of few tokens leaves a device waiting: with this many it runs at half speed.
-HALF_SPEED_TOKENS = 512
 NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
 CLEARLY = 1.25  # what needs DeepSpeed beside torch has to be so much quicker
 TWICE = 2  # sharding what fits whole has to be so much quicker: the bytes it saves a hook of DDP saves too
@@ -222,7 +220,7 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
         hardware,
         turns,
         Bytes(),
-        _seconds(work, as_given, sent) * turns,
+        _seconds(work, as_given, sent, hardware) * turns,
     )
     option.least = min(option.given, option.checkpointed, key=lambda needed: needed.total)
     needs_chunk = strategy.pipeline is not None and not work.is_cached
@@ -267,7 +265,7 @@ def _take_if_quicker(option: Option, work: Workload, settings: Settings, hardwar
     if not hardware.holds(needed.total, needed.host):
         return
     sent = _sent(work, option.strategy, hardware, settings)
-    seconds = _seconds(work, settings, sent) * option.turns
+    seconds = _seconds(work, settings, sent, hardware) * option.turns
     if seconds < option.seconds:
         option.settings, option.batch, option.fitted, option.optimizer = settings, work.batch, needed, work.optimizer
         option.seconds, option.sent = seconds, sent
@@ -315,7 +313,7 @@ def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:
         if not hardware.holds(needed.total, needed.host):
             break
         sent = _sent(work, best.strategy, hardware, wider)
-        seconds = _seconds(work, wider, sent) * best.turns
+        seconds = _seconds(work, wider, sent, hardware) * best.turns
         if seconds < WORTH * (found.seconds if found else best.seconds):
             found = Larger(min(rows, most), needed.total, seconds, sent.bytes)
         if rows >= most:
@@ -337,11 +335,13 @@ def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[t
     return whole + [(work, Settings(rows, is_checkpointed)) for rows in sizes]
 
 
-def _seconds(work: Workload, settings: Settings, sent: Traffic) -> float:
+def _seconds(work: Workload, settings: Settings, sent: Traffic, hardware: Hardware) -> float:
     """Of one step."""
     longest = max(column.length for column in work.columns)
     rows = work.rows_of_chunk(longest, settings.chunk_rows) if is_cut(work, settings) else work.batch
-    waiting = 1 + HALF_SPEED_TOKENS / (rows * longest)  # arithmetic takes so many times longer in small chunks
+    waiting = 1 + hardware.half_speed_tokens / (
+        rows * longest
+    )  # arithmetic takes so many times longer in small chunks
     return sent.seconds + sent.arithmetic_seconds * waiting
 
 

@@ -1,7 +1,8 @@
 """A plan beside the run that it was for: `hf-dist plan --compare RUN_DIR` reads what the run wrote of itself.
 
-`run.json` says what ran, `plan.json` which preset was chosen where the run left that open, and `metrics.jsonl` has the
-rows per second and, on accelerators, the highest allocation.
+`run.json` says what ran, `plan.json` which preset was chosen where the run left that open, and `measured.json` what a
+step and the memory were. A run that has not ended yet has `metrics.jsonl`: rows per second, and on accelerators the
+highest allocation.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from hf_dist_ext.planner.plan import Option, Plan
 
 @dataclass(frozen=True)
 class Measured:
-    """`rows_per_second`: of all columns and processes, the median of the logged lines but the first, which has the
-    start in it. `peak`: bytes, None on a device that does not count them."""
+    """Of a step and of the process that needs most memory. `seconds` or, in mid-run, `rows_per_second`: of all columns
+    and processes, the median of the logged lines but the first, which has the start in it. `allocated`: bytes of an
+    accelerator, `process`: of a CPU's process with all that it loaded; None where it is not counted."""
 
-    rows_per_second: float
-    peak: float | None
+    seconds: float | None
+    rows_per_second: float | None
+    allocated: float | None
+    process: float | None = None
+    device: str | None = None
+    processes: int | None = None
 
 
 def run_file(folder: Path) -> Path:
@@ -35,13 +41,18 @@ def run_file(folder: Path) -> Path:
 
 
 def measured(folder: Path) -> Measured:
+    path = folder / "measured.json"
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        of_memory = [found["memory"].get(name) for name in ("allocated", "process")]
+        return Measured(found["seconds_per_step"], None, *of_memory, found["device"], found["processes"])
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     rates = [line["rows_per_second"] for line in lines if "rows_per_second" in line]
     if not rates:
         raise UsageError(f"{path} has no line with rows_per_second yet. Let the run log once (logging_steps).")
     peaks = [line["peak_memory_gib"] * GIB for line in lines if "peak_memory_gib" in line]
-    return Measured(statistics.median(rates[1:] or rates), max(peaks, default=None))
+    return Measured(None, statistics.median(rates[1:] or rates), max(peaks, default=None))
 
 
 def compared(plan: Plan, folder: Path) -> dict[str, Any]:
@@ -49,14 +60,19 @@ def compared(plan: Plan, folder: Path) -> dict[str, Any]:
     found, option = measured(folder), _option_of(plan, folder)
     work, needed = plan.work, option.given
     rows = sum(column.rows for column in work.columns) * work.accumulation * plan.hardware.num_devices
-    predicted = {"rows_per_second": rows / option.given_seconds, "allocated": needed.total - needed.framework}
+    seconds = found.seconds or rows / (found.rows_per_second or 1)
+    allocated = needed.total - needed.framework
     return {
         "strategy": option.strategy.name,
-        "predicted": predicted,
-        "measured": {"rows_per_second": found.rows_per_second, "allocated": found.peak},
+        "predicted": _figures(option.given_seconds, rows) | {"allocated": allocated},
+        "measured": _figures(seconds, rows) | {"allocated": found.allocated, "process": found.process},
         # what a device's arithmetic would have to be, if a step did nothing else
-        "arithmetic_per_second": option.traffic.arithmetic * option.turns * found.rows_per_second / rows,
+        "arithmetic_per_second": option.traffic.arithmetic * option.turns / seconds,
     }
+
+
+def _figures(seconds: float, rows: float) -> dict[str, float]:
+    return {"seconds_per_step": seconds, "rows_per_second": rows / seconds}
 
 
 def _option_of(plan: Plan, folder: Path) -> Option:
@@ -80,15 +96,19 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     """For people."""
     predicted, seen = found["predicted"], found["measured"]
     lines = [f"{found['strategy']}, predicted beside measured:"]
-    if seen["allocated"] is None:
-        lines.append("  memory: the device of the run does not count its peak")
-    else:
-        error = predicted["allocated"] / seen["allocated"] - 1
-        lines.append(
-            f"  memory: {predicted['allocated'] / GIB:.2f} GiB / {seen['allocated'] / GIB:.2f} GiB ({error:+.0%}), "
-            "without what torch does not allocate"
-        )
+    seconds, real = predicted["seconds_per_step"], seen["seconds_per_step"]
+    lines.append(f"  seconds per step: {seconds:,.3g} / {real:,.3g} ({seconds / real - 1:+.0%})")
     rate, real = predicted["rows_per_second"], seen["rows_per_second"]
     lines.append(f"  rows per second, of all columns: {rate:,.3g} / {real:,.3g} ({rate / real - 1:+.0%})")
+    planned = f"{predicted['allocated'] / GIB:.2f} GiB"
+    if seen["allocated"] is not None:
+        error = predicted["allocated"] / seen["allocated"] - 1
+        real = f"{seen['allocated'] / GIB:.2f} GiB ({error:+.0%}), without what torch does not allocate"
+        lines.append(f"  memory: {planned} / {real}")
+    elif seen["process"] is not None:
+        real = f"{seen['process'] / GIB:.2f} GiB of the process with all of its libraries"
+        lines.append(f"  memory: {planned} of tensors / {real}")
+    else:
+        lines.append(f"  memory: {planned} / not counted by the device of the run")
     lines.append(f"  arithmetic of a device, as measured: {found['arithmetic_per_second'] / 1e12:.3g} TFLOP/s")
     return lines

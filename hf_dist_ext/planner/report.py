@@ -107,8 +107,9 @@ def _why_nots(plan: Plan) -> str:
 def _assumptions(plan: Plan) -> str:
     hardware = plan.hardware
     between = f", {hardware.network / 1e9:.3g} GB/s between machines" if hardware.num_nodes > 1 else ""
-    source = f" (a share of the peak in the {CARDS[hardware.card].source})" if hardware.card else ""
-    source = " (as given)" if hardware.reached else source
+    known = CARDS.get(hardware.card or "")
+    source = f" (a share of the peak in the {known.source})" if known else ""
+    source = " (measured or given)" if hardware.reached else source
     return (
         f"framework bytes, {speed(hardware, plan.work.compute_bytes) / 1e12:.3g} TFLOP/s{source} and "
         f"{BANDWIDTH[hardware.interconnect] / 1e9:.0f} GB/s{between} are assumed: seconds are for comparing. Rows are "

@@ -45,6 +45,11 @@ class Scaling(TrainerCallback):
         self.report: dict[str, float] = {}
         self._since: float | None = None  # of an evaluation without training
 
+    @property
+    def seconds_per_batch(self) -> float | None:
+        """Of all forwards and backwards of a batch, and its share of an update; None before the end."""
+        return self._seconds / self._batches if self.report else None
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.report, self._batches, self._seconds, self._since = {}, 0, 0.0, None
         path = getattr(args, "scaling_baseline", None)

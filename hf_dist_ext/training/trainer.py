@@ -49,6 +49,7 @@ from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import Embedder
 from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
+from hf_dist_ext.training.measured import Measured
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.own_loss import OwnLossStep
@@ -241,6 +242,8 @@ class DistTrainer(Trainer):
             self.add_callback(MetricsFile())
         if is_ours or getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
+        if is_ours:
+            self.add_callback(Measured(self.scaling))
         if patience := getattr(self.args, "early_stopping_patience", None):
             self.add_callback(EarlyStop(patience))
         if getattr(self.args, "profile_steps", None):

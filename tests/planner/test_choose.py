@@ -9,7 +9,7 @@ import pytest
 
 from hf_dist_ext import cli, launch
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner import auto
+from hf_dist_ext.planner import auto, cpu
 from hf_dist_ext.planner.cards import CARDS, card_of
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import make_plan, plan_workload
@@ -381,8 +381,15 @@ def test_a_plan_stands_beside_what_its_run_measured(make_run, capsys, tmp_path):
     cli.main([*words, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["predicted"]["rows_per_second"] == pytest.approx(rate)
+    assert found["measured"]["rows_per_second"] == pytest.approx(rate / 2)
     assert found["arithmetic_per_second"] == pytest.approx(ddp.traffic.arithmetic * rate / 2 / rows)
     (tmp_path / "metrics.jsonl").unlink()
+    of_end = {"seconds_per_step": 4 * ddp.seconds, "processes": 2, "device": "NVIDIA", "memory": {"allocated": GIB}}
+    (tmp_path / "measured.json").write_text(json.dumps(of_end))
+    cli.main([*words[:3], "--device_memory_gib", "80"])  # on as many processes as ran
+    said = capsys.readouterr().out
+    assert "(-75%)" in said and "/ 1.00 GiB" in said and "rows per second, of all columns" in said
+    (tmp_path / "measured.json").unlink()
     for changed, message in ((words, "has no line with rows_per_second"), (["plan"], "needs a run file")):
         with pytest.raises(SystemExit):
             cli.main(changed)
@@ -554,3 +561,24 @@ def test_gradients_that_wait_are_counted_in_the_precision_they_are_added_up_in(m
     of = [bytes_of(one, "FSDP speed", 4).gradients for one in (run, wide, half)]
     trained = model_of(workload(run)).whole.trained
     assert of[0] == of[1] == of[2] + 2 * trained
+
+
+def test_a_run_on_the_cpu_is_compared_with_what_this_cpu_reaches(make_run, capsys, tmp_path, monkeypatch):
+    make_run(output_dir=str(tmp_path), per_device_train_batch_size=16, gradient_cache_chunk_size=4)
+    of_end = {"seconds_per_step": 2.0, "processes": 1, "device": "cpu", "memory": {"process": GIB}}
+    (tmp_path / "measured.json").write_text(json.dumps(of_end))
+    monkeypatch.setattr(cpu, "measured", lambda run: 2e10)
+    cli.main(["plan", "--compare", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    run = make_run(per_device_train_batch_size=16, gradient_cache_chunk_size=4)
+    needed = traffic(workload(run), strategy("single"), Hardware(), Settings()).arithmetic
+    assert found["predicted"]["seconds_per_step"] == pytest.approx(needed / 2e10)  # no waiting of an accelerator
+    assert found["arithmetic_per_second"] == pytest.approx(needed / 2)
+    cli.main(["plan", "run.json", "--device", "cpu", "--num_devices", "2"])
+    said = capsys.readouterr().out
+    assert "(cpu), ethernet" in said and "0.01 TFLOP/s (measured or given)" in said
+
+
+@pytest.mark.slow
+def test_the_arithmetic_of_this_cpu_is_measured(make_run):
+    assert 1e8 < cpu.measured(make_run({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 2})) < 1e14

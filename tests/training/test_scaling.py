@@ -61,6 +61,9 @@ def test_throughput_counts_waiting_for_data_and_every_micro_batch_but_not_evalua
     assert ends[-1] - ends[0] > 2  # evaluations slept
     assert batches * BATCH / (ends[-1] - ends[0] - 2) * 0.8 < found < BATCH / LOADING
     assert "scaling_efficiency" not in trainer.scaling.report
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert measured["seconds_per_step"] == pytest.approx(accumulation * BATCH / found, rel=1e-3)
+    assert (measured["device"], measured["processes"]) == ("cpu", 1) and measured["memory"]["process"] > 2**27
 
 
 def test_efficiency_is_the_share_of_the_stored_figure(tmp_path):
