@@ -58,6 +58,16 @@ def token_products_bytes(candidates: int, tokens: int) -> int:
     return 8 * queries * tokens * candidates + products
 
 
+# ---- packed chunks: rows end to end, without padding ----
+
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+# Model types whose layers mix tokens in attention alone, and take their positions from the caller. Each is tested.
+PACKED_FAMILIES = frozenset(
+    "albert bert camembert distilbert electra ernie eurobert gemma gemma3_text granite llama ministral mistral "
+    "modernbert nomic_bert olmo2 phi3 qwen2 qwen3 roberta smollm3 starcoder2 xlm-roberta".split()
+)
+
+
 # What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").
 _OPTIMIZERS = {
     "adamw_bnb_8bit": 2.03,  # two bytes and a float32 scale for every 256

@@ -44,7 +44,7 @@ from hf_dist_ext.models.model_folder import (
 )
 from hf_dist_ext.models.multi_vector import TokenOutput, real_in_front
 from hf_dist_ext.models.weights import accept_names_of_backbone, load_weights, names_without_adapters, shortened
-from hf_dist_ext.policy import TOKENS
+from hf_dist_ext.policy import FLASH, TOKENS
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 from hf_dist_ext.strategies.stages import put_back
 from hf_dist_ext.strategies.tensors import is_split
@@ -275,7 +275,7 @@ class EmbeddingModel(PreTrainedModel):
     @property
     def packs_in_one_kernel(self) -> bool:
         """Whether rows that go end to end take one call in each layer, whatever their lengths."""
-        return self.backbone.config._attn_implementation in packing.FLASH
+        return self.backbone.config._attn_implementation in FLASH
 
     def describe(self) -> str:
         """What follows the backbone, in words."""

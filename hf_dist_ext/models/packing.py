@@ -27,12 +27,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
-# Model types whose layers mix tokens in attention alone, and take their positions from the caller. Each is tested.
-FAMILIES = frozenset(
-    "albert bert camembert distilbert electra ernie eurobert gemma gemma3_text granite llama ministral mistral "
-    "modernbert nomic_bert olmo2 phi3 qwen2 qwen3 roberta smollm3 starcoder2 xlm-roberta".split()
-)
+from hf_dist_ext.policy import FLASH, PACKED_FAMILIES
+
 VARLEN_HEAD_WIDTH = 256  # the widest head that torch's kernel takes
 
 # ---- which models can ----
@@ -42,7 +38,7 @@ def why_not(backbone: PreTrainedModel) -> str | None:
     """Why rows can not go end to end through this backbone; None: they can."""
     config = backbone.config
     kinds = [kind.__module__ for kind in type(backbone).__mro__]
-    if config.model_type not in FAMILIES or not any(kind.startswith("transformers.models.") for kind in kinds):
+    if config.model_type not in PACKED_FAMILIES or not any(kind.startswith("transformers.models.") for kind in kinds):
         return f'of model type "{config.model_type}" it is not known that its layers keep the rows of a sequence apart'
     if config._attn_implementation not in ("sdpa", *FLASH):
         return f'attn_implementation="{config._attn_implementation}" does not keep the rows of a sequence apart'

@@ -143,7 +143,8 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     needed, whole = Bytes(), model.whole
     # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
     casts_itself = "w" in strategy.shards or strategy.is_deepspeed
-    of_chunk = held(work, settings, cast_by(strategy, work), parts)
+    # DeepSpeed's chunks are padded always.
+    of_chunk = held(work if strategy.is_deepspeed else work.packed, settings, cast_by(strategy, work), parts)
     # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
     needed.activations = max(of_chunk.activations, 0 if casts_itself else whole.largest_trained)
     needed.embeddings = loss_bytes(work, hardware.num_devices // parts)
@@ -258,7 +259,7 @@ def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int 
         if encodes_once(work, settings):
             _hold_features(of_tower, column, cost, work, settings)
             continue
-        rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) if cut else column.rows
+        rows = work.held_rows(column, settings.chunk_rows) if cut else column.rows
         graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
         of_row = cost.checkpointed if settings.is_checkpointed else cost.plain
         of_column = Cost(rows * of_row.saved * graphs, of_row.casts * graphs, rows * of_row.temporary)
@@ -276,7 +277,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(sum, zip(*map(astuple, costs), strict=True)))
 
 
-def _without_graph(column: Column, rows: int, cost: Work, work: Workload, settings: Settings) -> float:
+def _without_graph(column: Column, rows: float, cost: Work, work: Workload, settings: Settings) -> float:
     """Of the pass without a graph, which takes wider chunks."""
     return min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
 
@@ -284,7 +285,7 @@ def _without_graph(column: Column, rows: int, cost: Work, work: Workload, settin
 def _hold_features(of_tower: dict[str, Cost], column: Column, cost: Work, work: Workload, settings: Settings) -> None:
     """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
     through the projection together, with one graph. `cost.plain` is the projection's, its input included."""
-    rows = min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows))
+    rows = work.held_rows(column, settings.chunk_rows)
     before = of_tower.get("", Cost())
     saved = before.saved + column.rows * cost.plain.saved
     # alone on the device before there is a graph

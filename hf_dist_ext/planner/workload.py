@@ -85,6 +85,7 @@ class Workload:
     has_feature_cache: bool
     is_embedding: bool
     has_tiled_loss: bool
+    packs: bool = False  # accelerators get chunks without padding, where the strategy does not need it
     notes: tuple[str, ...] = ()
     mask_bytes: int = 1  # see tape.Recipe
     has_padding: bool = True
@@ -135,6 +136,20 @@ class Workload:
         if self.chunk_tokens is not None:
             rows = min(rows, max(1, self.chunk_tokens // length))
         return rows if self.chunk_rows is None else min(rows, self.chunk_rows)
+
+    def held_rows(self, column: Column, chunk_rows: int | None = None) -> float:
+        """Rows of a column that are as many tokens as the chunk which has most. A packed chunk is filled with shorter
+        rows up to its limit, so this is no whole number."""
+        rows = min(column.rows, self.rows_of_chunk(column.length, chunk_rows))
+        if self.has_padding or self.chunk_tokens is None or chunk_rows is not None:
+            return rows
+        most = column.rows if self.chunk_rows is None else min(column.rows, self.chunk_rows)
+        return min(most, max(rows, self.chunk_tokens / column.length))
+
+    @functools.cached_property
+    def packed(self) -> Workload:
+        """The same in chunks as they run on accelerators: without padding, if they are packed."""
+        return replace(self, has_padding=False) if self.packs else self
 
     def num_chunks(self, chunk_rows: int | None = None) -> int:
         if not self.is_cached:
@@ -256,12 +271,16 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     width = text.get("hidden_size") or 0
     token_dim = (fields.token_dim or width) if is_embedding and outputs_of(fields) else None
     parts = [part.config for part in all_parts(fields)] if is_embedding else []
+    is_cached = size is not None or tokens is not None or given.get("gradient_cache_chunk_patches") is not None
+    packs = is_embedding and is_cached and token_dim is None and _packs(given, config, fields.attn_implementation)
+    if packs:
+        notes.append("chunks are packed: counted without padding (gradient_cache_packing).")
     return Workload(
         config=config,
         columns=columns,
         chunk_rows=size if isinstance(size, int) else None,
         chunk_tokens=tokens,
-        is_cached=size is not None or tokens is not None or given.get("gradient_cache_chunk_patches") is not None,
+        is_cached=is_cached,
         finds_chunk=size == "auto",
         keep_graph=keep if isinstance(keep, int) else 0,
         is_checkpointed=bool(given.get("gradient_checkpointing") or given.get("activation_checkpointing")),
@@ -286,8 +305,17 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
+        packs=packs,
         notes=tuple(notes),
     )
+
+
+def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str | None) -> bool:
+    """As training/packing.py decides on an accelerator."""
+    asked = given.get("gradient_cache_packing", "auto")
+    kernels = {"auto": policy.FLASH, True: (*policy.FLASH, "sdpa")}.get(asked, ())
+    can = config["model_type"] in policy.PACKED_FAMILIES and config.get("is_causal", True)
+    return bool(can and (attention or "sdpa") in kernels and not given.get("torch_compile"))
 
 
 def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:

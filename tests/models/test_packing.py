@@ -8,18 +8,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import is_flash_attn_2_available
 
+from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models import packing
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.tiny_models import SMALL, SPECIAL_IDS
 
 DECODER = SMALL | SPECIAL_IDS | {"num_key_value_heads": 1, "head_dim": 16}
 WINDOWS = {"sliding_window": 6, "num_hidden_layers": 3}
 CONFIGS = {
-    **dict.fromkeys(packing.FAMILIES, SMALL | SPECIAL_IDS),
+    **dict.fromkeys(policy.PACKED_FAMILIES, SMALL | SPECIAL_IDS),
     **dict.fromkeys("eurobert gemma granite llama olmo2 phi3 qwen3 smollm3 starcoder2".split(), DECODER),
     **dict.fromkeys(["ministral", "mistral"], DECODER | WINDOWS),
     "gemma3_text": DECODER | WINDOWS | {"use_bidirectional_attention": True, "layer_types": [

@@ -1,21 +1,28 @@
 """The closed form against what autograd, optimizers and transformers really hold."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText
 
+from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.architectures import FAMILIES, TWO_TOWERS, embed, embed_tower, generate
+from hf_dist_ext.planner.catalog import STRATEGIES, Hardware
+from hf_dist_ext.planner.memory import Settings, estimate, held
 from hf_dist_ext.planner.shape_config import read_model_config, with_defaults
 from hf_dist_ext.planner.tape import Recipe, Tape
 from hf_dist_ext.planner.text_architectures import Rows, bert
 from hf_dist_ext.planner.vision_language import TOWERS, image_tokens
 from hf_dist_ext.planner.who_trains import depth
 from hf_dist_ext.planner.workload import workload_of
+from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies.layers import is_multiplied
 from tests.distributed.forked import run_python
 from tests.parity.memory_table import BERT, CASES, CLIP, EXPERTS, GEMMA, LLAMA, MODERN, ON_TWO, QWEN, error, rows_of
@@ -69,6 +76,52 @@ def test_one_process_holds_what_was_predicted(names):
     for row in rows:
         assert min(row["measured"].values()) > 1024
         assert {part: error(row, part) for part in PARTS} == pytest.approx(dict.fromkeys(PARTS, 0), abs=0.1), row
+
+
+@pytest.mark.parametrize("config", [BERT, LLAMA], ids=["bert", "llama"])
+def test_a_packed_chunk_holds_what_was_predicted(tmp_path, config):
+    fields = {"model_config": config, "max_length": 100, "gradient_cache_chunk_tokens": 300}
+    fields |= {"gradient_cache_packing": True, "per_device_train_batch_size": 32, "dataset_name": "code-search"}
+    (tmp_path / "run.json").write_text(json.dumps(fields))
+    work = workload_of(load_run(["--config", str(tmp_path / "run.json")]), with_defaults(config))
+    model, lengths = EmbeddingModel.from_config(config), torch.tensor([100, 100, 60, 40])
+    mask = (torch.arange(100) < lengths[:, None]).long()
+    rows = {"input_ids": torch.randint(3, 60, (4, 100)), "attention_mask": mask}
+    (chunk,) = lay_out({"query": rows}, ChunkLimits(max_tokens=300, packs=True)).chunks()
+    features = chunk.features
+    with peak_bytes(torch.device("cpu"), [*model.parameters(), *model.buffers(), *rows.values()]) as peak:
+        model(**features).embeddings.sum().backward()
+    joined = 4 * 300 * 64 * 4  # of each layer: a CPU attends length by length, and lays the results end to end
+    found, packed, padded = peak() - joined, held(work.packed, Settings()), held(work, Settings())
+    assert chunk.num_tokens == 300 and found > 2**20
+    assert packed.saved == pytest.approx(found, rel=0.03) and padded.saved < 0.8 * found, "two rows of 104 tokens"
+
+
+PACKED_RUN = {"attn_implementation": "flash_attention_2", "gradient_cache_chunk_tokens": 1000}
+
+
+@pytest.mark.parametrize("is_packed, model, fields", [
+    (True, BERT, PACKED_RUN),
+    (False, BERT, PACKED_RUN | {"attn_implementation": "sdpa"}),
+    (True, BERT, PACKED_RUN | {"attn_implementation": "sdpa", "gradient_cache_packing": True}),
+    (False, BERT, PACKED_RUN | {"gradient_cache_packing": False}),
+    (False, BERT, PACKED_RUN | {"gradient_cache_chunk_tokens": None}),
+    (False, BERT, PACKED_RUN | {"torch_compile": True}),
+    (False, BERT, PACKED_RUN | {"losses": [{"loss": "infonce"}, {"loss": "sparse"}, {"loss": "late_interaction"}]}),
+    (False, CLIP, PACKED_RUN),
+    (False, EXPERTS, PACKED_RUN),
+])  # fmt: skip
+def test_chunks_are_counted_packed_where_an_accelerator_gets_them_packed(tmp_path, is_packed, model, fields):
+    content = {"model_config": model, "max_length": 64, "dataset_name": "code-search", **fields}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    work = workload_of(load_run(["--config", str(tmp_path / "run.json")]), with_defaults(model))
+    assert work.packs == is_packed and any("chunks are packed" in note for note in work.notes) == is_packed
+    of_each = {one.name: estimate(work, one, Hardware(2), Settings()).activations for one in STRATEGIES}
+    padded = {
+        one.name: estimate(replace(work, packs=False), one, Hardware(2), Settings()).activations for one in STRATEGIES
+    }
+    differ = {name for name in of_each if of_each[name] != padded[name]}
+    assert differ == ({one.name for one in STRATEGIES if not one.is_deepspeed} if is_packed else set())
 
 
 @pytest.mark.slow
