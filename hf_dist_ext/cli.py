@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -59,21 +60,20 @@ def main(argv: list[str] | None = None) -> None:
     plan = commands.add_parser("plan", help=summary, allow_abbrev=False)
     _add_run(plan, is_required=False)
     plan.add_argument("--compare", metavar="RUN_DIR", help="what a run of it measured, beside what was predicted")
+    over = "over all machines; several, as 1,4,8, make a table"
     plan.add_argument(
-        "--num_devices", type=int, help="over all machines (default: num_processes, else those visible here, else 1)"
+        "--num_devices", type=_list_of(int), help=f"{over} (default: num_processes, else those visible here, else 1)"
     )
     plan.add_argument("--device_memory_gib", type=float, help="of one device (default: that of those here, else 80)")
     plan.add_argument("--num_nodes", type=int, help="machines (default: one for every eight devices)")
     plan.add_argument("--interconnect", choices=["nvlink", "pcie", "ethernet"], help="between devices of a machine")
-    plan.add_argument(
-        "--device",
-        help="a card by name, such as h100, a100-80, l40s, 4090: memory, speed, links; cpu: this CPU, measured",
-    )
+    cards = "a card by name, such as h100, a100-80, l40s, 4090: memory, speed, links; cpu: this CPU, measured"
+    plan.add_argument("--device", type=_list_of(str), help=f"{cards}; several, as h100,l40s, make a table")
     plan.add_argument("--host_memory_gib", type=float, help="of a machine (default: twice its devices', at least 64)")
     plan.add_argument("--network_gbps", type=float, help="that a machine sends to others, in Gbit/s (default: 24)")
     plan.add_argument("--tflops", type=float, help="that a device reaches, as --compare prints them of a run")
     plan.add_argument("--num_rows", type=int, help="of the dataset: says how long the run takes")
-    plan.add_argument("--price_per_hour", type=float, help="of one device: says what the run costs")
+    plan.add_argument("--price_per_hour", type=_list_of(float), help="of one device: says what the run costs")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--png", metavar="FILE", help="also draw a stacked bar per strategy")
     plan.add_argument("--trace", action="store_true", help="also let torch trace the model without its memory")
@@ -197,6 +197,14 @@ def _add_push(commands: argparse._SubParsersAction) -> None:
     push.set_defaults(act=_push)
 
 
+def _list_of(kind: type) -> Callable[[str], list]:
+    def parse(text: str) -> list:
+        return [kind(word) for word in text.split(",")]
+
+    parse.__name__ = f"{kind.__name__} or a list of them"  # as argparse names it in an error
+    return parse
+
+
 def _number_or_none(text: str) -> float | None:
     return None if text == "none" else float(text)
 
@@ -305,47 +313,10 @@ def _check_flags(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.planner import cpu
-    from hf_dist_ext.planner.choose import make_plan
-    from hf_dist_ext.planner.compare import compared, lines_of, measured, run_file
-    from hf_dist_ext.planner.devices import hardware_of
-    from hf_dist_ext.planner.report import print_plan, to_json, write_png
-    from hf_dist_ext.run.read import load_run
+    from hf_dist_ext.planner.command import main
 
     _check_flags(arguments, overrides)
-    if arguments.run is None and arguments.compare is None:
-        raise UsageError("hf-dist plan needs a run file, or --compare with the output_dir of a run.")
-    run = load_run(["--config", arguments.run or str(run_file(Path(arguments.compare))), *overrides])
-    seen = measured(Path(arguments.compare)) if arguments.compare else None
-    devices = arguments.num_devices or (seen and seen.processes) or run.options.num_processes
-    device = arguments.device or (cpu.NAME if seen and seen.device == cpu.NAME else None)
-    hardware = (
-        cpu.hardware_of_cpu(run, devices, arguments.tflops)
-        if device == cpu.NAME
-        else hardware_of(
-            devices,
-            arguments.device_memory_gib,
-            arguments.num_nodes,
-            arguments.interconnect,
-            device,
-            arguments.host_memory_gib,
-            arguments.network_gbps,
-            arguments.tflops,
-        )
-    )
-    plan = make_plan(run, hardware)
-    plan.num_rows, plan.price_per_hour, plan.overrides = arguments.num_rows, arguments.price_per_hour, overrides
-    if arguments.compare:
-        found = compared(plan, Path(arguments.compare))
-        print(json.dumps(found, indent=2) if arguments.json else "\n".join(lines_of(found)))
-        return
-    if arguments.trace:
-        from hf_dist_ext.planner.traced import beside
-
-        plan.trace = beside(plan.run, plan.work)
-    print(to_json(plan)) if arguments.json else print_plan(plan)
-    if arguments.png:
-        write_png(plan, Path(arguments.png))
+    main(arguments, overrides)
 
 
 def _search(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -207,6 +207,10 @@ class Plan:
         return next((option for option in self.options if option.strategy.name == name), None)
 
     @property
+    def parameters(self) -> float:
+        return model_of(self.work).whole.elements
+
+    @property
     def simplest(self) -> Option:
         return self.option("DDP") or self.options[0]
 
