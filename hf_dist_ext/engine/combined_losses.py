@@ -55,6 +55,20 @@ class _Losses(nn.Module):
         return any(getattr(loss, "cross_device_negatives", True) for loss in self._all)
 
     @property
+    def cross_device_exchange(self) -> str:
+        """The one that holds most: "gather" where one of them gathers."""
+        found = {getattr(loss, "cross_device_exchange", "gather") for loss in self._all}
+        return next(name for name in ("gather", "auto", "ring") if name in found)
+
+    @property
+    def symmetric(self) -> bool:
+        return any(getattr(loss, "symmetric", False) for loss in self._all)
+
+    @property
+    def bf16_products(self) -> bool:
+        return all(getattr(loss, "bf16_products", False) for loss in self._all)
+
+    @property
     def tile_halvings(self) -> int:
         return max(getattr(loss, "tile_halvings", 0) for loss in self._all)
 

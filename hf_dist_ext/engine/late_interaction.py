@@ -92,8 +92,7 @@ class LateInteractionLoss(nn.Module):
         anchor, positive, *negatives = names = _checked(own, everyone)
         queries, documents = own[anchor], [everyone[name] for name in (positive, *negatives)]
         dtype = torch.promote_types(queries["vectors"].dtype, torch.float32)
-        # keys_of reads their numbers of rows; everyone's queries are never asked for, as that would gather them.
-        heights = {name: one["mask"] for name, one in zip((positive, *negatives), documents, strict=True)}
+        heights = {name: len(one["mask"]) for name, one in zip((positive, *negatives), documents, strict=True)}
         plan = _Plan(
             keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
             row_offset=row_offset,

@@ -5,7 +5,8 @@ The one thing to know: a loss is the mean over this rank's OWN rows, scored agai
 
 (1) check the columns: anchor, positive, then any hard negatives
 (2) turn ids into small numbers, per column of candidates: rows and candidates that share one are no negatives
-(3) hand over to engine/tiled_infonce.py, which computes loss and gradient tile by tile
+(3) hand over to engine/tiled_infonce.py, which computes loss and gradient tile by tile, or, where candidates go round
+    the processes, to engine/ring_infonce.py
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hf_dist_ext import policy
+from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.ring_infonce import Ring, RingPlan, ring_infonce
 from hf_dist_ext.engine.tiled_infonce import Direction, Plan, tiled_infonce
 from hf_dist_ext.errors import UsageError
 
 MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
+
+
+Keys = list[list[tuple[Tensor, Tensor]]]  # of `keys_of`
+Exchange = Literal["auto", "gather", "ring"]
 
 
 class LossOutput(NamedTuple):
@@ -52,6 +59,10 @@ class InfoNCELoss(nn.Module):
         false_negative_margin: leaves out every candidate more similar than (i's positive - margin). Which ones is a
             constant of the gradient. None = off.
         cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
+        cross_device_exchange: "gather": every rank holds all candidates; three products per pair. "ring": candidates
+            go round (ring_infonce.py); a rank holds two blocks of the others' at most, four products. "auto": the ring
+            where the gathered ones would take more than policy.LOSS_TILE_BYTES. The gradient is the same.
+        bf16_products: factors of matrix products are rounded to bfloat16 (products.py), sums stay in float32.
         normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros
             stays zeros and gets no gradient: it has no direction to turn.
         rows_per_tile: memory is at most 4 buffers of this times the candidates. None: 512 on a CPU (fastest or within
@@ -74,6 +85,8 @@ class InfoNCELoss(nn.Module):
         normalize: bool = True,
         rows_per_tile: int | None = None,
         candidates_per_tile: int | None = None,
+        cross_device_exchange: Exchange = "auto",
+        bf16_products: bool = False,
     ) -> None:
         super().__init__()
         if not 0 < temperature < math.inf:
@@ -88,11 +101,20 @@ class InfoNCELoss(nn.Module):
         for name, size in (("rows_per_tile", rows_per_tile), ("candidates_per_tile", candidates_per_tile)):
             if size is not None and size < 1:
                 raise UsageError(f"{name}={size} must be at least 1, or None for the default.")
+        if cross_device_exchange not in get_args(Exchange):
+            raise UsageError(f'cross_device_exchange="{cross_device_exchange}" must be "auto", "gather" or "ring".')
+        if cross_device_exchange == "ring" and not cross_device_negatives:
+            raise UsageError(
+                'cross_device_exchange="ring" sends every process the candidates of all, and '
+                "cross_device_negatives=false keeps each to its own. Remove one of them."
+            )
         self.symmetric = symmetric
         self.matryoshka = _matryoshka(matryoshka_dims, matryoshka_weights, normalize)
         self.mask_false_negatives = mask_false_negatives
         self.false_negative_margin = false_negative_margin
         self.cross_device_negatives = cross_device_negatives
+        self.cross_device_exchange = cross_device_exchange
+        self.bf16_products = bf16_products
         self.normalize = normalize
         self.rows_per_tile = rows_per_tile
         self.tile_halvings = 0  # of a tile's rows, after a lack of memory
@@ -125,41 +147,97 @@ class InfoNCELoss(nn.Module):
         accumulated in float32, under autocast too.
         """
         everyone = own if everyone is None else everyone
-        columns = checked_columns(own, everyone, row_offset, self.symmetric or everyone is own)  # (1)
-        anchor, positive, *negatives = columns
-        rows = own[anchor]
+        ring = self._ring(own, everyone)
+        sees = own if ring is not None else everyone
+        offset = row_offset if ring is None else 0
+        columns = checked_columns(own, sees, offset, self.symmetric or everyone is own)  # (1)
+        rows = own[columns[0]]
         if self.matryoshka is not None and self.matryoshka[0][0] > rows.shape[1]:
             raise UsageError(
                 f"matryoshka_dims lists {self.matryoshka[0][0]}, but the embeddings have {rows.shape[1]} dimensions. "
                 f"List dimensions up to {rows.shape[1]}."
             )
+        candidates = columns[1:]
+        dtypes = [own[name].dtype for name in columns] + [sees[name].dtype for name in candidates]
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        counts = ring.counts if ring is not None else {name: [len(everyone[name])] for name in candidates}
+        heights = {name: sum(counts[name]) for name in candidates}
+        keys = keys_of(columns, heights, ids, dtype) if ids and self.mask_false_negatives else []  # (2)
+        inverse_temperature = self._inverse_temperature(dtype, rows.device)
+        if ring is not None:
+            loss, metrics = self._scored_in_ring(own, columns, ring, keys, inverse_temperature)
+        else:
+            loss, metrics = self._scored(own, everyone, columns, row_offset, keys, inverse_temperature)
+        names = ("accuracy", "masked_share", "positive_similarity")
+        temperature = inverse_temperature.detach().reciprocal().squeeze(0)
+        return LossOutput(loss, {**dict(zip(names, metrics.unbind(), strict=True)), "temperature": temperature})
+
+    def _scored(
+        self,
+        own: Mapping[str, Tensor],
+        everyone: Mapping[str, Tensor],
+        columns: list[str],
+        row_offset: int,
+        keys: Keys,
+        inverse_temperature: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and metrics (3,) of own rows against the columns of all."""
+        anchor, positive, *negatives = columns
         embeddings: list[Tensor] = []
         candidates = tuple(_index_of(everyone[column], embeddings) for column in (positive, *negatives))
-        directions = [Direction(_index_of(rows, embeddings), candidates)]
+        directions = [Direction(_index_of(own[anchor], embeddings), candidates)]
         if self.symmetric:
             candidates = (_index_of(everyone[anchor], embeddings),)
             directions.append(Direction(_index_of(own[positive], embeddings), candidates))
-
-        dtype = functools.reduce(torch.promote_types, (e.dtype for e in embeddings), torch.float32)
-        on_cpu = rows.device.type == "cpu"
-        inverse_temperature = self._inverse_temperature(dtype, rows.device)
+        on_cpu, item = own[anchor].device.type == "cpu", inverse_temperature.dtype.itemsize
         num_candidates = max(sum(embeddings[i].shape[0] for i in direction.candidates) for direction in directions)
         most_rows = 512 if on_cpu else policy.LOSS_TILE_ROWS
-        fitting_rows = self.rows_per_tile or policy.loss_tile_rows(num_candidates, most_rows, dtype.itemsize)
+        fitting_rows = self.rows_per_tile or policy.loss_tile_rows(num_candidates, most_rows, item)
         plan = Plan(
             directions=directions,
-            prefixes=self.matryoshka or [(rows.shape[1], 1.0)],
-            keys=keys_of(columns, everyone, ids, dtype) if ids and self.mask_false_negatives else [],  # (2)
+            prefixes=self.matryoshka or [(own[anchor].shape[1], 1.0)],
+            keys=keys,
             row_offset=row_offset,
             margin=self.false_negative_margin,
             normalize=self.normalize,
             rows_per_tile=max(1, fitting_rows >> self.tile_halvings),
             candidates_per_tile=self.candidates_per_tile or (512 if on_cpu else None),
+            products=Products(self.bf16_products),
         )
-        loss, metrics = tiled_infonce(plan, inverse_temperature, embeddings)  # (3)
-        names = ("accuracy", "masked_share", "positive_similarity")
-        temperature = inverse_temperature.detach().reciprocal().squeeze(0)
-        return LossOutput(loss, {**dict(zip(names, metrics.unbind(), strict=True)), "temperature": temperature})
+        return tiled_infonce(plan, inverse_temperature, embeddings)  # (3)
+
+    def _ring(self, own: Mapping[str, Tensor], everyone: Mapping[str, Tensor]) -> Ring | None:
+        """The ring that `everyone` can go round in, where it is to."""
+        ring = getattr(everyone, "ring", None)
+        if ring is None:
+            return None
+        all_rows, width = sum(map(sum, ring.counts.values())), next(iter(own.values())).shape[-1]
+        return ring if policy.goes_round(self.cross_device_exchange, all_rows, width) else None
+
+    def _scored_in_ring(
+        self, own: Mapping[str, Tensor], columns: list[str], ring: Ring, keys: Keys, inverse_temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same where candidates go round."""
+        counts = [ring.counts[name] for name in columns]
+        rows = [own[name] for name in columns]
+        # A rank whose rows are stand-ins has none that count.
+        rows = [r if len(r) == c[ring.index] else r[: c[ring.index]] for r, c in zip(rows, counts, strict=True)]
+        on_cpu, item = rows[0].device.type == "cpu", inverse_temperature.dtype.itemsize
+        most = (512, 512) if on_cpu else (policy.LOSS_TILE_ROWS, None)
+        tile_rows = max(1, (self.rows_per_tile or most[0]) >> self.tile_halvings)
+        tile_rows, candidates = policy.ring_tile(max(map(max, counts)), tile_rows, item)
+        plan = RingPlan(
+            ring=ring,
+            counts=counts,
+            is_symmetric=self.symmetric,
+            prefixes=self.matryoshka or [(rows[0].shape[1], 1.0)],
+            keys=keys,
+            margin=self.false_negative_margin,
+            normalize=self.normalize,
+            tile=(tile_rows, min(candidates, self.candidates_per_tile or most[1] or candidates)),
+            products=Products(self.bf16_products),
+        )
+        return ring_infonce(plan, inverse_temperature, rows)
 
     def _inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(1,), with a graph to the parameter when it is learnable."""
@@ -186,16 +264,16 @@ def _index_of(embedding: Tensor, embeddings: list[Tensor]) -> int:
     return len(embeddings) - 1
 
 
-def keys_of(
-    columns: list[str], everyone: Mapping[str, Tensor], ids: Mapping[str, Tensor], dtype: torch.dtype
-) -> list[list[tuple[Tensor, Tensor]]]:
-    """Per column of candidates the pairs (key of each of the N rows, key of each candidate); any in common masks."""
+def keys_of(columns: list[str], heights: Mapping[str, int], ids: Mapping[str, Tensor], dtype: torch.dtype) -> Keys:
+    """Per column of candidates the pairs (key of each of the N rows, key of each candidate); any in common masks.
+
+    heights: all ranks' rows of every column of candidates; anchors and groups are as many as positives.
+    """
     anchor, positive, *negatives = columns
     for name, values in ids.items():
         if name not in (*columns, "group"):
             raise UsageError(f"ids has {name!r}, which is no column. Give ids of {', '.join(columns)} or 'group'.")
-        # As many anchors and groups as positives; asking for everyone's anchors would gather them.
-        num_rows = everyone[positive if name in (anchor, "group") else name].shape[0]
+        num_rows = heights[positive if name in (anchor, "group") else name]
         if values.shape != (num_rows,):
             raise UsageError(f"ids[{name!r}] has the shape {tuple(values.shape)}. Give one id per row: ({num_rows},).")
     names = dict.fromkeys(name for name in (anchor, positive, "group") if name in ids)

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +58,11 @@ class PartOfColumns(Mapping[str, Output]):
 
     def __init__(self, columns: Mapping[str, Output], name: str):
         self._columns, self._name = columns, name
+
+    @property
+    def ring(self) -> Any:
+        """That of the columns, as every output of a row has its number."""
+        return getattr(self._columns, "ring", None)
 
     def __getitem__(self, column: str) -> Output:
         return part_of(self._columns[column], self._name)

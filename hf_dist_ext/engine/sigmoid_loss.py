@@ -80,8 +80,9 @@ class SigmoidLoss(nn.Module):
         anchor, *candidates = names = checked_columns(own, everyone, row_offset, everyone is own)
         rows, columns = own[anchor], [everyone[name] for name in candidates]
         dtype = torch.promote_types(rows.dtype, torch.float32)
+        heights = dict(zip(candidates, map(len, columns), strict=True))
         plan = _Plan(
-            keys=keys_of(names, everyone, ids, dtype) if ids and self.mask_false_negatives else [],
+            keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
             row_offset=row_offset,
             normalize=self.normalize,
             rows_per_tile=max(1, self.rows_per_tile >> self.tile_halvings),

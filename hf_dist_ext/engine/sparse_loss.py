@@ -87,8 +87,7 @@ class SparseLoss(nn.Module):
         sides = [own[anchor], *(everyone[name] for name in (positive, *negatives))]
         weights = [side["weights"] for side in sides]
         dtype = torch.promote_types(weights[0].dtype, torch.float32)
-        # keys_of reads their numbers of rows; everyone's queries are never asked for, as that would gather them.
-        heights = dict(zip((positive, *negatives), weights[1:], strict=True))
+        heights = dict(zip((positive, *negatives), map(len, weights[1:]), strict=True))
         plan = _Plan(
             keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
             row_offset=row_offset,

@@ -37,8 +37,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hf_dist_ext.engine.by_hand import with_gradients
+from hf_dist_ext.engine.products import Products
 
-_MASKED = -1e30  # a logit that weighs nothing; finite, because -inf - -inf is NaN in a row whose others are all masked
+MASKED = -1e30  # a logit that weighs nothing; finite, because -inf - -inf is NaN in a row whose others are all masked
 
 
 class Direction(NamedTuple):
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
     normalize: bool
     rows_per_tile: int
     candidates_per_tile: int | None  # None = whole columns
+    products: Products = Products()
 
 
 def tiled_infonce(plan: Plan, inverse_temperature: Tensor, embeddings: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -83,6 +85,7 @@ def _loss_and_gradients(
 
     # (1) per prefix and embedding: unit vectors with their inverse norms, and the gradient of the unit vectors
     units = [[normalized(e[:, :dim], plan.normalize, loss.dtype) for e in embeddings] for dim, _ in plan.prefixes]
+    factors = [[plan.products.factor(unit) for unit, _ in row] for row in units]
     buffers = [
         [torch.zeros_like(unit) if needed else None for (unit, _), needed in zip(row, needs_embedding, strict=True)]
         for row in units
@@ -99,11 +102,11 @@ def _loss_and_gradients(
             for which, direction in enumerate(plan.directions):
                 unit_rows = units[prefix][direction.rows][0][rows]  # (T, d)
                 scaled_rows = unit_rows * inverse_temperature
-                columns = [units[prefix][i][0] for i in direction.candidates]
+                columns = [factors[prefix][i] for i in direction.candidates]
                 blocks = _blocks(logits_buffer, rows, heights[which], plan.candidates_per_tile)
-                positives = _score(blocks, scaled_rows, columns, first)  # (3)
+                positives = _score(plan.products, blocks, scaled_rows, columns, first)  # (3)
                 threshold = None if plan.margin is None else positives - plan.margin * inverse_temperature
-                num_masked, highest = _mask(blocks, masks, threshold)
+                num_masked, highest = mask_blocks(blocks, masks, threshold)
                 total = torch.zeros_like(positives)
                 for block in blocks:  # (4)
                     total += block.values.sub_(highest[:, None]).exp_().sum(dim=1)
@@ -119,7 +122,9 @@ def _loss_and_gradients(
                 factor = (torch.sigmoid(-lead) * row_weight / total)[:, None]  # (T, 1)
                 column_buffers = [buffers[prefix][i] for i in direction.candidates]
                 weighted_rows = scaled_rows * factor
-                row_gradient = _add_gradients(blocks, weighted_rows, columns, column_buffers, first, total)  # (5)
+                row_gradient = _add_gradients(
+                    plan.products, blocks, weighted_rows, columns, column_buffers, first, total
+                )  # (5)
                 row_gradient *= factor * inverse_temperature
                 row_buffer = buffers[prefix][direction.rows]
                 if row_buffer is not None:
@@ -207,21 +212,21 @@ def softmax_of_tile(
     return weights
 
 
-def _score(blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
+def _score(products: Products, blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
     """Write the logits; return those of the positives (T,), which are masked in the blocks."""
-    positives = scaled_rows.new_empty(scaled_rows.shape[0])
+    positives, row_factors = scaled_rows.new_empty(scaled_rows.shape[0]), products.factor(scaled_rows)
     for block in blocks:
-        torch.mm(scaled_rows, columns[block.column][block.low : block.high].T, out=block.values)
+        products.write(row_factors, columns[block.column][block.low : block.high].T, block.values)
         rows, entries = block.positives(first)
         positives[rows] = entries
-        entries.fill_(_MASKED)
+        entries.fill_(MASKED)
     return positives
 
 
-def _mask(blocks: list[Block], masks: list[Block], threshold: Tensor | None) -> tuple[Tensor, Tensor]:
+def mask_blocks(blocks: list[Block], masks: list[Block], threshold: Tensor | None) -> tuple[Tensor, Tensor]:
     """Mask the false negatives by key and by similarity; return per row their number and the highest logit left."""
     num_masked = blocks[0].values.new_zeros(blocks[0].values.shape[0])
-    highest = torch.full_like(num_masked, _MASKED)
+    highest = torch.full_like(num_masked, MASKED)
     for position, block in enumerate(blocks):
         # The reverse direction has the first column's blocks only, and the same pairs are false negatives in it.
         mask = masks[position].values if masks else None
@@ -230,12 +235,13 @@ def _mask(blocks: list[Block], masks: list[Block], threshold: Tensor | None) -> 
             mask = above if mask is None else above.maximum(mask)
         if mask is not None:
             num_masked += mask.sum(dim=1)
-            block.values.add_(mask, alpha=_MASKED)
+            block.values.add_(mask, alpha=MASKED)
         highest = torch.maximum(highest, block.values.amax(dim=1))
     return num_masked, highest
 
 
 def _add_gradients(
+    products: Products,
     blocks: list[Block],
     weighted_rows: Tensor,
     columns: list[Tensor],
@@ -244,15 +250,15 @@ def _add_gradients(
     total: Tensor,
 ) -> Tensor:
     """Add the candidates' gradients to their buffers; return the rows' (T, d) but for the factor per row."""
-    row_gradient = torch.zeros_like(weighted_rows)
+    row_gradient, row_factors = torch.zeros_like(weighted_rows), products.factor(weighted_rows)
     for block in blocks:
         rows, entries = block.positives(first)
         entries.copy_(-total[rows])
         candidates = slice(block.low, block.high)
-        row_gradient.addmm_(block.values, columns[block.column][candidates])
+        products.add(row_gradient, block.values, columns[block.column][candidates])
         column_buffer = column_buffers[block.column]
         if column_buffer is not None:
-            column_buffer[candidates].addmm_(block.values.T, weighted_rows)
+            products.add(column_buffer[candidates], block.values.T, row_factors)
     return row_gradient
 
 

@@ -304,13 +304,19 @@ def encodes_once(work: Workload, settings: Settings) -> bool:
 
 
 def loss_bytes(work: Workload, world: int) -> float:
-    """The loss stage: linear in the batch, and on several devices in everyone's rows; a tile of scores."""
+    """The loss stage: linear in the batch, and where several devices gather candidates in everyone's rows; a tile of
+    scores."""
     if not work.is_embedding:
         return 0.0
     vectors = work.vectors(work.columns)
+    if work.candidates_go_round(world):
+        counts = [[column.rows] * world for column in work.columns]
+        of_batch = 4 * vectors * work.embedding_dim  # as chunks gave them
+        options = {"is_symmetric": work.is_symmetric, "has_bf16_products": work.has_bf16_products}
+        return of_batch + policy.ring_bytes(counts, work.embedding_dim, **options)
     candidates = sum(column.rows for column in work.columns[1:]) * world
     anchors = work.batch if work.has_tiled_loss else work.batch * world
-    options = {"is_tiled": work.has_tiled_loss}
+    options = {"is_tiled": work.has_tiled_loss, "has_bf16_products": work.has_bf16_products}
     size = policy.loss_stage_bytes(vectors, vectors * world, anchors, candidates, work.embedding_dim, **options)
     longest = max(column.length for column in work.columns) if work.leaves_tokens else 0
     return size + policy.token_products_bytes(candidates, longest)

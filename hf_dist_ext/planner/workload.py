@@ -85,6 +85,9 @@ class Workload:
     has_feature_cache: bool
     is_embedding: bool
     has_tiled_loss: bool
+    exchange: str  # of candidates, "gather" for losses that know no other
+    is_symmetric: bool
+    has_bf16_products: bool
     packs: bool = False  # accelerators get chunks without padding, where the strategy does not need it
     notes: tuple[str, ...] = ()
     mask_bytes: int = 1  # see tape.Recipe
@@ -97,6 +100,11 @@ class Workload:
     def vectors(self, columns: Sequence[Column]) -> int:
         """Of the rows of a batch's columns: one each, or one for every token."""
         return sum(one.rows * (one.length if self.leaves_tokens else 1) for one in columns)
+
+    def candidates_go_round(self, world: int) -> bool:
+        """Instead of being gathered by each of so many devices with rows of their own."""
+        all_rows = self.vectors(self.columns) * world
+        return world > 1 and policy.goes_round(self.exchange, all_rows, self.embedding_dim)
 
     @functools.cached_property
     def has_frozen_backbone(self) -> bool:
@@ -305,6 +313,9 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
+        exchange=fields.cross_device_exchange if all(part.loss == "infonce" for part in parts) else "gather",
+        is_symmetric=any(part.symmetric for part in parts),
+        has_bf16_products=all(part.bf16_products for part in parts),
         packs=packs,
         notes=tuple(notes),
     )

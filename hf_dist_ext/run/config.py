@@ -178,6 +178,14 @@ class RunConfig:
         None, "Also ignore negatives that score above the positive's score minus this margin."
     )
     cross_device_negatives: bool = option(True, "The documents of all processes are negatives, not only one's own.")
+    cross_device_exchange: Literal["auto", "gather", "ring"] = option(
+        "auto",
+        "How infonce meets them. 'gather': every process holds all. 'ring': they go round, each process holds two "
+        "others' at most, a fourth product is computed. 'auto': the ring where gathered ones would take over 512 MiB.",
+    )
+    bf16_products: bool = option(
+        False, "infonce multiplies embeddings rounded to bfloat16, and sums in float32: faster on a CUDA device."
+    )
 
 
 # Where an annotation says less than what is meant.

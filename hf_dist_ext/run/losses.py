@@ -21,7 +21,8 @@ LATE, SPARSE = "late_interaction", "sparse"
 OWN = ("infonce", "siglip", LATE, SPARSE)
 INFONCE_FIELDS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
-    "mask_false_negatives", "false_negative_margin", "cross_device_negatives",
+    "mask_false_negatives", "false_negative_margin", "cross_device_negatives", "cross_device_exchange",
+    "bf16_products",
 )  # fmt: skip
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 

@@ -31,7 +31,7 @@ DENSE = "dense"
 OUTPUTS = {LATE: "tokens", SPARSE: "sparse"}
 
 # What one of several losses, or a dataset, sets for itself; what all processes see is of the whole run.
-OF_A_LOSS = ("loss", "loss_options", *(name for name in INFONCE_FIELDS if name != "cross_device_negatives"))
+OF_A_LOSS = ("loss", "loss_options", *(name for name in INFONCE_FIELDS if not name.startswith("cross_device_")))
 SEVERAL = f'Give losses over all three, such as "infonce", "{SPARSE}" and "{LATE}", or one loss over vectors.'
 ABOVE_ZERO = {"exclusiveMinimum": 0}
 

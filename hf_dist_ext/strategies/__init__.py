@@ -11,7 +11,7 @@ split, `plans.py` how, and `adapters.py` splits what LoRA adds to them. `pipelin
 `pipeline_passes.py` takes the chunks of a step through the stages. `pipeline_own_loss.py` and `own_loss_stages.py` do
 the same for a causal language model that is trained with its own loss.
 
-`rows.py` gathers rows with gradients, `ragged.py` rows of many vectors, `collectives.py` is what all ranks do together
-beside, `tensors.py` is for tensors of which a process holds a part, `layers.py` finds a model's layers, and
-`agreed.py` makes every rank see the error of one.
+`rows.py` gathers rows with gradients, `ragged.py` rows of many vectors, `ring.py` sends blocks of rows round,
+`collectives.py` is what all ranks do together beside, `tensors.py` is for tensors of which a process holds a part,
+`layers.py` finds a model's layers, and `agreed.py` makes every rank see the error of one.
 """

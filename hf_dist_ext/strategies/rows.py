@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_dist_ext.engine.ring_infonce import Ring
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.ragged import GatheredOutputs
+from hf_dist_ext.strategies.ring import visits
 from hf_dist_ext.strategies.tensors import held_here
 
 
@@ -68,6 +70,15 @@ class Rows:
         `counts` holds every rank's number of rows. One all-gather forward, one reduce-scatter backward.
         """
         return own if self.size == 1 else _GatherRows.apply(own, tuple(counts), self)
+
+    def ring(self, counts: Mapping[str, list[int]]) -> Ring:
+        """counts: column -> every rank's number of rows."""
+        return Ring(
+            index=self.index,
+            counts=counts,
+            visits=lambda own, heights: visits(own, heights, self.index, self.peers),
+            gather=torch.no_grad()(self.gather),
+        )
 
     def gather_output(
         self, own: torch.Tensor | Mapping[str, torch.Tensor], counts: Sequence[int]
@@ -158,13 +169,18 @@ class _GatherRows(torch.autograd.Function):
 
 class GatheredColumns(Mapping):
     """column -> (N, D), or of several outputs per row key -> (N, ...), gathered when first asked for: a column that
-    the loss never reads is never sent.
+    the loss never reads is never sent, and none where the loss takes the `ring`.
 
     Every rank runs the same loss and so asks for the same columns in the same order.
     """
 
     def __init__(self, rows: Rows, own: Mapping[str, Any], counts: Mapping[str, list[int]]):
         self._rows, self._own, self._counts, self._gathered = rows, own, counts, {}
+
+    @property
+    def ring(self) -> Ring:
+        """For a loss that lets candidates go round: no column is gathered then."""
+        return self._rows.ring(self._counts)
 
     def __getitem__(self, column: str) -> torch.Tensor | GatheredOutputs:
         if column not in self._gathered:

@@ -66,16 +66,23 @@ class Layout(NamedTuple):
 
     def loss_bytes(self, loss: Any, size: RowSize) -> int:
         """What the loss will hold of rows that large."""
-        own = self.chunked.row_counts()
-        is_gathered = getattr(loss, "cross_device_negatives", True)
-        everyone = {name: sum(rows) for name, rows in self.counts.items()} if is_gathered else own
+        own, counts = self.chunked.row_counts(), list(self.counts.values())
+        sees_all = getattr(loss, "cross_device_negatives", True) and len(counts[0]) > 1
+        options = {
+            "tile_halvings": getattr(loss, "tile_halvings", 0),
+            "has_bf16_products": getattr(loss, "bf16_products", False),
+        }
+        exchange = getattr(loss, "cross_device_exchange", "gather")
+        if sees_all and policy.goes_round(exchange, sum(map(sum, counts)), size.numbers):
+            of_batch = 4 * size.numbers * sum(own.values())  # as chunks gave them
+            return of_batch + policy.ring_bytes(counts, size.numbers, loss.symmetric, **options)
+        everyone = {name: sum(rows) for name, rows in self.counts.items()} if sees_all else own
         is_tiled = not getattr(loss, "compares_all_pairs", False)
         anchors, *_ = (own if is_tiled else everyone).values()
         _, *candidates = everyone.values()
-        halvings = getattr(loss, "tile_halvings", 0)
-        return policy.loss_stage_bytes(
-            sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers, halvings, is_tiled
-        ) + policy.token_products_bytes(sum(candidates), size.tokens)
+        numbers = sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers
+        of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled, **options)
+        return of_rows + policy.token_products_bytes(sum(candidates), size.tokens)
 
 
 class StepSizes:

@@ -116,6 +116,7 @@ def rounding(num_chunks: int, model: str = "bert") -> Case:
 PACKED = {"gradient_cache_packing": True}
 THREE = {"query": 1, "positive": 1, "negative": 3}
 ONE_EACH = dict.fromkeys(THREE, 1)
+RING = {"cross_device_exchange": "ring"}
 CASES = [
     Case("no cache", arguments={"gradient_cache_chunk_size": None}),
     Case("chunk 1", arguments={"gradient_cache_chunk_size": 1}, worlds=(1, 2)),
@@ -202,6 +203,12 @@ CASES = [
          arguments={CHECKPOINTING: True}),
     Case("learnable temperature", loss={"learnable_temperature": True}, steps=2),
     Case("symmetric", loss={"symmetric": True}),
+    Case("in a ring, three columns", columns=THREE, loss=RING, worlds=(2, 3)),
+    Case("in a ring, symmetric, temperature, accumulation", steps=2, rows=4, worlds=(2, 3),
+         loss=RING | {"symmetric": True, "learnable_temperature": True}, arguments={"gradient_accumulation_steps": 2}),
+    Case("in a ring, ranks with different row counts", columns=THREE, loss=RING | {"symmetric": True},
+         shorter_on_rank=1, worlds=(2, 3)),
+    Case("in a ring, no cache", loss=RING, arguments={"gradient_cache_chunk_size": None}, worlds=(2, 3)),
     Case("CoSENT, accumulation", named="CoSENTLoss", arguments={"gradient_accumulation_steps": 2}, steps=2, rows=4),
     Case("distilled embeddings, trained projection", named="EmbedDistillLoss", steps=2,
          loss={"projection_dim": 5, "distance_metric": "mse"}),
@@ -228,6 +235,7 @@ HSDP_CASES = {
     "frozen backbone, encoded once", "frozen tower, encoded once", "LoRA with LoRA dropout",
     "accumulation, temperature", "ranks with different row counts",
     "FSDP, every chunk reduced", "bf16 against float32, chunks: 8",
+    "in a ring, ranks with different row counts", "in a ring, symmetric, temperature, accumulation",
 }  # fmt: skip
 
 
