@@ -15,7 +15,7 @@ No vector as long as the vocabulary is made:
 (4) the softmax of these scores gives loss, metrics and a weight per pair; autograd takes it back to the entries, tile
     by tile, and after the last tile through the maxima to the tokens
 
-So memory is linear in tokens, and in U and documents times the rows of a tile.
+So memory is linear in tokens, and in U and documents times the rows of a tile. All sizes come to the host in one copy.
 
 Letters: B own queries, N documents of a column, T tokens, E entries of a column, U terms of own queries, b tile rows.
 """
@@ -112,6 +112,14 @@ class _Plan(NamedTuple):
     masks: list[Tensor]
 
 
+class _Tokens(NamedTuple):
+    """Of one side, rows * T of them: which entry each belongs to, before the number of entries is known."""
+
+    entry_of: Tensor  # of tokens that do not count the number of entries
+    terms: Tensor  # from 0 to U
+    starts: Tensor  # (rows + 1,): where each row's entries begin, and where all end
+
+
 class _Entries(NamedTuple):
     """Of one side, in the order of its rows."""
 
@@ -127,20 +135,19 @@ def _loss_and_gradients(
     """Loss, metrics (2,), and the gradients of the queries' weights and of every column's."""
     dtype = torch.promote_types(weights[0].dtype, torch.float32)
     leaves = [one.detach().to(dtype).requires_grad_(needed) for one, needed in zip(weights, needs, strict=True)]
-    known = plan.terms[0][plan.masks[0]]
-    known = torch.cat([known, known.new_full((1,), -1)]).unique()  # (U,), sorted; -1 so that there is one
-    with torch.set_grad_enabled(any(needs)):
-        queries, *documents = (
-            _entries(leaf, terms, mask, known)
-            for leaf, terms, mask in zip(leaves, plan.terms, plan.masks, strict=True)
-        )
     num_queries, num_documents = len(weights[0]), sum(map(len, weights[1:]))
+    known = _numbered(torch.where(plan.masks[0], plan.terms[0], -1).flatten())  # -1: padding, which no token asks for
+    sides = [_tokens(terms, mask, *known) for terms, mask in zip(plan.terms, plan.masks, strict=True)]
+    begins = sides[0].starts[: num_queries : plan.queries_per_tile]  # of the tiles' entries
+    num_terms, *sizes = _to_host([known[1][-1:] + 1, *(side.starts[-1:] for side in sides), begins])
+    counts, ends = sizes[: len(sides)], [*sizes[len(sides) :], sizes[0]]
+    with torch.set_grad_enabled(any(needs)):
+        queries, *documents = (_entries(*one) for one in zip(leaves, sides, counts, strict=True))
     loss, metrics = leaves[0].new_zeros(()), leaves[0].new_zeros(2)
-    starts = queries.starts.tolist()
-    for low in range(0, num_queries, plan.queries_per_tile):
-        high = min(low + plan.queries_per_tile, num_queries)
+    for number, low in enumerate(range(0, num_queries, plan.queries_per_tile)):
+        high, some = min(low + plan.queries_per_tile, num_queries), slice(*ends[number : number + 2])
         with torch.set_grad_enabled(any(needs)):
-            scores = _scores(queries, starts, low, high, documents, len(known))  # (3): (N, b) of every column
+            scores = _scores(queries, some, low, high, documents, num_terms)  # (3): (N, b) of every column
         scaled = [one.detach().T.contiguous() * plan.inverse_temperature for one in scores]
         pairs = softmax_of_tile(scaled, plan.keys, plan.row_offset + low, loss, metrics)  # (4)
         if any(needs):
@@ -160,22 +167,50 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _entries(weights: Tensor, terms: Tensor, mask: Tensor, known: Tensor) -> _Entries:
-    """(1) and (2), of weights (rows, T)."""
-    numbers = torch.searchsorted(known, terms.contiguous()).clamp(max=len(known) - 1)  # (rows, T)
-    is_read = mask & (known[numbers] == terms)
-    rows = torch.arange(len(terms), device=terms.device)[:, None]
-    places, entry_of = (rows * len(known) + numbers)[is_read].unique(return_inverse=True)
-    found = weights.new_zeros(len(places)).scatter_reduce(0, entry_of, weights[is_read], "amax", include_self=False)
-    bounds = torch.arange(len(terms) + 1, device=terms.device) * len(known)
-    starts = torch.searchsorted(places, bounds)
-    return _Entries(starts, places % len(known), found, found.detach().requires_grad_(found.requires_grad))
+def _to_host(sizes: list[Tensor]) -> list[int]:
+    return torch.cat(sizes).tolist()
+
+
+def _numbered(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in order (n,), -1 among them, and of each how many other ones are smaller."""
+    ordered, _ = torch.cat([values, values.new_full((1,), -1)]).sort()
+    return ordered, _is_first(ordered).cumsum(dim=0) - 1
+
+
+def _is_first(ordered: Tensor) -> Tensor:
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return is_first
+
+
+def _tokens(terms: Tensor, mask: Tensor, known: Tensor, numbers: Tensor) -> _Tokens:
+    """(1), and which tokens become one in (2); of terms (rows, T). known, numbers: of `_numbered`."""
+    flat, (num_rows, width), most = terms.flatten(), terms.shape, len(known)
+    places = torch.searchsorted(known, flat).clamp(max=most - 1)
+    of_tokens, is_read = numbers[places], mask.flatten() & (known[places] == flat)
+    rows = torch.arange(num_rows, device=terms.device).repeat_interleave(width, output_size=len(flat))
+    # One number for each row and term; what is not read is an entry of its own, the last one.
+    ordered, order = torch.where(is_read, rows * most + of_tokens, num_rows * most).sort()
+    before = torch.zeros(len(flat) + 1, dtype=torch.long, device=terms.device)  # entries before a place in the order
+    before[1:] = _is_first(ordered).cumsum(dim=0)
+    entry_of = torch.empty_like(order).scatter_(0, order, before[1:] - 1)
+    bounds = torch.arange(num_rows + 1, device=terms.device) * most
+    return _Tokens(entry_of, of_tokens, before[torch.searchsorted(ordered, bounds)])
+
+
+def _entries(weights: Tensor, tokens: _Tokens, count: int) -> _Entries:
+    """(2), of weights (rows, T) in so many entries."""
+    read = weights.flatten().masked_fill(tokens.entry_of == count, 0.0)  # padding may hold anything
+    largest = weights.new_zeros(count + 1).scatter_reduce(0, tokens.entry_of, read, "amax", include_self=False)
+    terms = tokens.terms.new_zeros(count + 1).scatter_(0, tokens.entry_of, tokens.terms)[:count]
+    found = largest[:count]
+    return _Entries(tokens.starts, terms, found, found.detach().requires_grad_(found.requires_grad))
 
 
 def _scores(
-    queries: _Entries, starts: list[int], low: int, high: int, documents: list[_Entries], num_terms: int
+    queries: _Entries, some: slice, low: int, high: int, documents: list[_Entries], num_terms: int
 ) -> list[Tensor]:
-    some = slice(starts[low], starts[high])
+    """Of queries low to high, whose entries are `some`: (N, b) of every column."""
     counts = queries.starts[low + 1 : high + 1] - queries.starts[low:high]  # (b,)
     rows = torch.arange(high - low, device=counts.device).repeat_interleave(counts, output_size=some.stop - some.start)
     values = queries.values[some]

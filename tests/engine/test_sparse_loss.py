@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dist_ext.engine import sparse_loss
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
@@ -104,7 +106,8 @@ def test_rows_that_share_no_term_and_rows_without_any_have_no_gradient():
 
 @pytest.mark.parametrize("rows", [40, 80])
 def test_no_tensor_has_the_length_of_the_vocabulary(rows):
-    """Vectors would be rows x 100,000 numbers, products of all tokens rows x 5 x rows x 12."""
+    """Vectors would be rows x 100,000 numbers, products of all tokens rows x 5 x rows x 12. One entry more is
+    of the tokens that are not read."""
 
     class Largest(TorchDispatchMode):
         numbers = 0
@@ -119,7 +122,7 @@ def test_no_tensor_has_the_length_of_the_vocabulary(rows):
     columns["query"]["terms"] = columns["positive"]["terms"][:, : WIDTHS["query"]].clone()
     with Largest() as largest:
         SparseLoss(queries_per_tile=2)(columns).loss.backward()
-    assert columns["query"]["weights"].grad.abs().sum() > 0 and largest.numbers == rows * WIDTHS["positive"]
+    assert columns["query"]["weights"].grad.abs().sum() > 0 and largest.numbers == rows * WIDTHS["positive"] + 1
 
 
 def test_what_a_sparse_loss_can_not_be_is_refused():
@@ -209,3 +212,24 @@ def test_dropout_of_three_outputs_is_replayed():
     assert all(gradient.abs().max() > 0 for gradient in kept)
     for one, other in zip(replayed, kept, strict=True):
         assert_close(one, other)
+
+
+@pytest.mark.parametrize("queries_per_tile", [64, 4])
+def test_all_sizes_come_to_the_host_in_one_copy(monkeypatch, queries_per_tile):
+    """Tensors without values raise where one is read: a step runs on them once it is told what the copy holds."""
+    columns, loss = columns_of(negatives=5), SparseLoss(queries_per_tile=queries_per_tile)
+    said, to_host = [], sparse_loss._to_host
+    monkeypatch.setattr(sparse_loss, "_to_host", lambda sizes: said.append(to_host(sizes)) or said[-1])
+    loss(columns).loss.backward()
+    assert len(said) == 1 and all(one["weights"].grad.abs().sum() > 0 for one in columns.values())
+    plain = {name: {key: value.detach() for key, value in one.items()} for name, one in columns.items()}
+    with FakeTensorMode() as mode:
+        monkeypatch.setattr(sparse_loss, "_to_host", lambda sizes: said[0])
+        bare = {name: {key: mode.from_tensor(value) for key, value in one.items()} for name, one in plain.items()}
+        for one in bare.values():
+            one["weights"].requires_grad_()
+        loss(bare).loss.backward()
+        assert all(one["weights"].grad.shape == one["weights"].shape for one in bare.values())
+        monkeypatch.setattr(sparse_loss, "_to_host", to_host)
+        with pytest.raises(DataDependentOutputException):
+            loss(bare)
