@@ -39,7 +39,7 @@ class PeakBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, int] = {}
-        self.peak = 0
+        self.now = self.peak = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -47,10 +47,15 @@ class PeakBytes(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in known:
                 storage = leaf.untyped_storage()
+                self._free(storage._cdata)
                 self.alive[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.alive.pop, storage._cdata, None)
-        self.peak = max(self.peak, sum(self.alive.values()))
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+        self.peak = max(self.peak, self.now)
         return result
+
+    def _free(self, key: int) -> None:
+        self.now -= self.alive.pop(key, 0)
 
 
 def our_stage(columns: list[Tensor], chunk_size: int, ids: dict[str, Tensor] | None = None) -> Callable:

@@ -1,14 +1,16 @@
 #!/usr/bin/env python
 """Training as users train: `SentenceTransformerTrainer` beside `DistTrainer`, time and memory in one run.
 
-    python scripts/benchmark_training.py --output outputs/training               # two cores: some ten minutes
+    python scripts/benchmark_training.py --output outputs/training               # two quiet cores: some eight minutes
     python scripts/benchmark_training.py --comparisons tiny --turns 5
     python scripts/benchmark_training.py --device cuda --model minilm --comparisons mnr --rows 2048 \
         --mini_batches 128 --mini_batch_tokens 16384 --chunk_tokens 16384 65536
 
 (1) data: (docstring, function) pairs of the standard library, cut at 256 tokens; a saved model, which both sides load
-(2) contestants: their cached loss with its mini-batch swept, and this project's cache with its chunks swept; each has
-    its trainer, loss, loader and optimizer in a process of its own
+(2) contestants: their cached loss with its mini-batch swept, and this project's cache with its chunks swept, as it
+    runs by default; each has its trainer, loss, loader and optimizer in a process of its own. For each setting of
+    theirs (of a loss without hard work beside the model) there is one of ours that keeps as many graphs as its memory
+    holds, found by a step of each before
 (3) their steps are taken in turns (turns.py); a step holds the loading of its batch too
 
 Weights, batches and their order, optimizer, learning rate and clipping are the same on both sides, and dropout is 0
@@ -69,6 +71,7 @@ LEARNING_RATE = 1e-3
 LENGTH = 256  # tokens
 TOKEN_DIM = 128  # of late interaction
 COLUMNS = ["query", "positive"]
+PROBED = (2, 6)  # graphs kept to see what one takes
 THEIRS, OURS = "sentence-transformers", "hf_dist_ext"
 
 
@@ -97,6 +100,7 @@ class Comparison:
     is_late: bool = False  # a vector of every token
     batches: int = 1  # rows of a step, in batches of --rows
     are_rated: bool = False  # rows of the data; no loss of theirs over rated pairs has a cache
+    keeps_graphs: bool = False  # one more of ours for each setting of theirs
 
 
 # (1) -----------------------------------------------------------------------------------------------------------------
@@ -218,6 +222,7 @@ COMPARISONS = {
         "MultipleNegativesRanking",
         partial(their_trainer, "CachedMultipleNegativesRankingLoss", COLUMNS),
         partial(our_trainer, "infonce", COLUMNS),
+        keeps_graphs=True,
     ),
     "cosent": Comparison(
         "CoSENT",
@@ -243,6 +248,7 @@ COMPARISONS = {
         width=64,
         layers=1,
         batches=4,
+        keeps_graphs=True,
     ),
 }
 
@@ -260,7 +266,31 @@ def contestants(comparison: Comparison, work: Work, options: argparse.Namespace)
         settings |= {f"{n} tokens": {"mini_batch_num_tokens": n} for n in options.mini_batch_tokens}
         found = {f"{THEIRS}, cached, {name}": partial(comparison.theirs, work, one) for name, one in settings.items()}
     for n in options.chunk_tokens:
-        found[f"{OURS}, {n} tokens"] = partial(comparison.ours, work, {"gradient_cache_chunk_tokens": n})
+        found[f"{OURS}, {n} tokens"] = ours_with(comparison, work, n)
+    return found
+
+
+def ours_with(comparison: Comparison, work: Work, tokens: int, num_kept: int = 0) -> Callable:
+    setting = {"gradient_cache_chunk_tokens": tokens, "gradient_cache_keep_graph": num_kept}
+    return partial(comparison.ours, work, setting)
+
+
+def in_their_memory(
+    comparison: Comparison, work: Work, logs: Path, options: argparse.Namespace
+) -> dict[str, Callable]:
+    """Of ours, one for each of theirs: so many graphs kept that a step's tensors take as much memory."""
+    one_step = replace(work, steps=1)
+    probes = {f"{n}, {kept}": ours_with(comparison, one_step, n, kept) for n in options.kept_tokens for kept in PROBED}
+    theirs = {name: make for name, make in contestants(comparison, one_step, options).items() if THEIRS in name}
+    peaks = {name: one["peak_bytes"] for name, one in take_turns(theirs | probes, 1, logs, work.device).items()}
+    found = {}
+    for n in options.kept_tokens:
+        few, many = (peaks[f"{n}, {kept}"] for kept in PROBED)
+        of_graph = max(1, (many - few) // (PROBED[1] - PROBED[0]))
+        for name in theirs:
+            number = PROBED[0] + (peaks[name] - few) // of_graph
+            if number > 0:
+                found[f"{OURS}, {n} tokens, {number} graphs kept"] = ours_with(comparison, work, n, number)
     return found
 
 
@@ -302,7 +332,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=3, help="turns that are timed")
     parser.add_argument("--mini_batches", type=int, nargs="*", default=[8, 32], help="theirs, in rows")
     parser.add_argument("--mini_batch_tokens", type=int, nargs="*", default=[1024], help="theirs, in tokens")
-    parser.add_argument("--chunk_tokens", type=int, nargs="+", default=[1024, 4096], help="ours")
+    parser.add_argument("--chunk_tokens", type=int, nargs="+", default=[1024, 2048, 4096], help="ours")
+    parser.add_argument(
+        "--kept_tokens",
+        type=int,
+        nargs="*",
+        default=[1024],
+        help="ours, of chunks whose graphs are kept; none: no rows",
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", choices=list(MODELS), help="of this size (model_sizes.py), without dropout")
     parser.add_argument("--dropout", type=float, default=0.0, help="losses differ where it is not 0")
@@ -340,7 +377,10 @@ def run(options: argparse.Namespace) -> None:
             batch, steps = options.rows * comparison.batches, options.turns + 2
             rows = make_rows(pairs, batch * steps, comparison.are_rated)
             work = Work(*models, tokenizer, rows, batch, steps, options.device)
-            figures = take_turns(contestants(comparison, work, options), steps, folder / key, options.device)
+            makers = contestants(comparison, work, options)
+            if comparison.keeps_graphs and options.kept_tokens:
+                makers |= in_their_memory(comparison, work, folder / key, options)
+            figures = take_turns(makers, steps, folder / key, options.device)
             results.append(summary(comparison, work, figures))
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ class Sizes:
     plan_chunk_rows: int = 32
     benchmark_rows: tuple[tuple[str, int], ...] = (("minilm", 2048), ("bert-base", 1024), ("qwen3-0.6b", 256))
     chunk_options: tuple[str, ...] = (
-        "--mini_batches", "64", "--mini_batch_tokens", "16384", "--chunk_tokens", "16384", "32768",
+        "--mini_batches", "64", "--mini_batch_tokens", "16384", "--chunk_tokens", "16384", "32768", "--kept_tokens",
     )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ TINY = Sizes(
     compile_backend="aot_eager",  # inductor compiles for minutes on a CPU
     batches=(("tiny", (32, 128)),), batch_length=16, chunk_tokens=256, plan_batch=16, plan_length=16,
     plan_chunk_rows=4, benchmark_rows=(("tiny", 8),),
-    chunk_options=("--mini_batches", "4", "--mini_batch_tokens", "128", "--chunk_tokens", "128"),
+    chunk_options=("--mini_batches", "4", "--mini_batch_tokens", "128", "--chunk_tokens", "128", "--kept_tokens"),
 )  # fmt: skip
 
 
