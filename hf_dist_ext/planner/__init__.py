@@ -4,7 +4,7 @@
 `traffic.py` (what is sent); `cards.py` knows devices by name, `cpu.py` measures the one that is always here. Pipelines
 have their own of all three in `pipelines.py`, over stages that `cut.py` makes. `command.py` is `hf-dist plan`:
 `reasons.py` and `report.py` say why, `compare.py` what came of it, and `grid.py` has a row for each of several
-machines. The forwards are counted on `tape.py`, a model of what autograd keeps, by `architectures.py` and its
-neighbours; what these do not know is traced by torch (`traced.py`). `environment.py` lists versions and devices,
-`resolved.py` says what a run file comes to. Nothing here imports torch.
+machines. `lengths.py` samples how long the rows of local data are. The forwards are counted on `tape.py`, a model of
+what autograd keeps, by `architectures.py` and its neighbours; what these do not know is traced by torch (`traced.py`).
+`environment.py` lists versions and devices, `resolved.py` says what a run file comes to. Nothing here imports torch.
 """

@@ -117,7 +117,7 @@ class Time:
 
     seconds: float  # of a step
     rows_per_second: float
-    tokens_per_second: float  # at the rows' greatest lengths
+    tokens_per_second: float  # at the usual lengths, or at the greatest where the data is not here
     hours: float | None
     price: float | None
 
@@ -135,7 +135,7 @@ def time_of(plan: Plan, option: Option) -> Time:
     """A step is as many rows as all devices take with rows of their own, whoever shares them."""
     work, hardware = plan.work, plan.hardware
     rows = work.batch * work.accumulation * hardware.num_devices
-    tokens = sum(one.rows * one.length for one in work.columns) / work.batch
+    tokens = sum(one.rows * one.usual for one in work.columns) / work.batch
     given = plan.run.given if plan.run is not None else {}
     steps = given.get("max_steps") or 0
     if steps <= 0 and plan.num_rows:

@@ -81,6 +81,14 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
+def model_file(name_or_path: str, file: str, revision: str | None) -> Path | None:
+    """A file of a model's folder, or of a hub model that was fetched before; None: it is not here."""
+    if not name_or_path:
+        return None
+    path = Path(name_or_path, file) if Path(name_or_path).is_dir() else _cached(name_or_path, file, revision)
+    return path if path is not None and path.is_file() else None
+
+
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same with every default of its class, parts (text_config, vision_config) included."""
     model_type = config["model_type"]
@@ -181,9 +189,7 @@ def _tiles_of_picture(model_type: str, name_or_path: str | None, revision: str |
 
 def _processor_file(name_or_path: str, revision: str | None) -> dict[str, Any] | None:
     for name in ("preprocessor_config.json", "processor_config.json"):
-        is_folder = Path(name_or_path).is_dir()
-        path = Path(name_or_path, name) if is_folder else _cached(name_or_path, name, revision)
-        if path is not None and path.is_file():
+        if (path := model_file(name_or_path, name, revision)) is not None:
             content = json.loads(path.read_text(encoding="utf-8"))
             return content.get("image_processor", content)
     return None

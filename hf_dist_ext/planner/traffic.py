@@ -217,5 +217,6 @@ def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:
         cost = work.work(column, "nothing", parts)
         runs_again = cost.backward > 0 and not encodes_once(work, settings)
         forwards = 1 + (is_cut(work, settings) + settings.is_checkpointed) * runs_again
-        total += 2 * column.rows * work.accumulation * (forwards * cost.forward + cost.backward)
+        usual = column.rows * column.usual / column.length  # rows of the greatest length
+        total += 2 * usual * work.accumulation * (forwards * cost.forward + cost.backward)
     return total

@@ -1,7 +1,8 @@
 """What one step of a run computes: columns, row lengths, chunks, precisions, who trains; from the run file alone.
 
 A forward and backward of one row runs on a `Tape`, and everything that the tape keeps is linear in rows. Row lengths
-are upper bounds: `max_length`, or what the model takes at most (said in `notes`); real batches are never longer.
+are those of the data where it lies here (lengths.py), else upper bounds: `max_length`, or what the model takes at
+most. Both are said in `notes`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hf_dist_ext import policy
+from hf_dist_ext.planner import lengths
 from hf_dist_ext.planner.architectures import TWO_TOWERS, embed, embed_tower, generate
 from hf_dist_ext.planner.knobs import Knobs, knobs_of
 from hf_dist_ext.planner.tape import Cost, Layer, Lora, Parameter, Recipe, Tape
@@ -39,6 +41,12 @@ class Column:
     length: int
     tower: str = "backbone"
     images: int = 0
+    tokens: float | None = None  # of a row on average, where the data was looked at
+
+    @property
+    def usual(self) -> float:
+        """Tokens of a row on average, as far as is known."""
+        return self.length if self.tokens is None else self.tokens
 
 
 @dataclass(frozen=True)
@@ -345,22 +353,27 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         return (Column("rows", rows, length, images=1 if per_image else 0),)
     names = _names(fields, notes)
     pictured = set() if has_towers else _pictured(fields, names, config, notes)
-    columns = []
+    limits = {name: lengths.limit_of(fields, name, i == 0) for i, name in enumerate(names)}
+    for name, length in limits.items():
+        limits[name] = min(longest, length or DEFAULT_LENGTH + (image_tokens(config) if name in pictured else 0))
+    texts = {name: limit for name, limit in limits.items() if name not in pictured}
+    seen, columns = lengths.sampled(fields, names, texts), []
     for i, (name, source) in enumerate(names.items()):
-        length = fields.max_length.get(name) if isinstance(fields.max_length, dict) else fields.max_length
         count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
         is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
         if has_towers and (is_image or (i == 1 and "image" not in str(names))):
             columns.append(Column(name, count, num_patches(config["vision_config"]), tower="image", images=1))
             continue
-        if length is None:
-            length = min(longest, DEFAULT_LENGTH + (image_tokens(config) if name in pictured else 0))
+        length, of_data = limits[name], seen.get(name)
+        if of_data is not None:
+            length = of_data.most
+            notes.append(of_data.in_words(name))
+        elif lengths.limit_of(fields, name, i == 0) is None:
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
-        length = min(int(length), longest)
         multiple = given.get("gradient_cache_width_multiple") or 8
         length = -(-length // multiple) * multiple
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
-        columns.append(Column(name, count, length, tower, images=images))
+        columns.append(Column(name, count, length, tower, images, of_data and of_data.mean))
     return tuple(columns)
 
 
@@ -390,7 +403,7 @@ def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
     """The columns of a batch; of several datasets those of the one with most texts in a row."""
     sources = sources_of(fields)
     if not sources:
-        return dict(fields.columns or PAIR)
+        return dict(fields.columns or PAIR | lengths.negatives_of(fields))
     of_each = [source.config.columns or PAIR for source in sources]
     texts = [sum(len(name) if isinstance(name, list) else 1 for name in names.values()) for names in of_each]
     most = texts.index(max(texts))

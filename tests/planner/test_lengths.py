@@ -1,0 +1,93 @@
+"""Rows of local data are as long in a plan as training cuts them."""
+
+import csv
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.planner import lengths
+from hf_dist_ext.planner.memory import Settings
+from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traffic import arithmetic
+from hf_dist_ext.planner.workload import workload_of
+from hf_dist_ext.tasks.lengths import lengths_of
+from tests.planner.test_choose import make_run  # noqa: F401, a fixture
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+
+TEXT = WORDS * 4
+ROWS = [{"query": " ".join(TEXT[: 1 + i % 7]), "positive": " ".join(TEXT[: 3 + i % 40])} for i in range(120)]
+PROMPTS = {"query": "search file : "}
+
+
+def write(path: Path, rows) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=50)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model that cuts at 24 tokens."""
+    path = tmp_path_factory.mktemp("model")
+    config = model_config("bert", max_position_embeddings=64)
+    EmbeddingModel.from_config(config, max_length=24).save_pretrained(path, tokenizer=tiny_tokenizer())
+    return str(path)
+
+
+def columns(run):
+    work = workload_of(run, read_model_config(None, run.options.model_name_or_path))
+    return {one.name: one for one in work.columns}, work
+
+
+@pytest.mark.parametrize("ending", lengths.ENDINGS)
+def test_rows_are_as_long_as_the_collator_makes_them(make_run, folder, tmp_path, ending):  # noqa: F811
+    data = write(tmp_path / f"rows{ending}", ROWS)
+    run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=None, prompts=PROMPTS)
+    found, work = columns(run)
+    model, tokenizer = EmbeddingModel.from_pretrained(folder), tiny_tokenizer()
+    limit = lengths_of(model, None, ["query", "positive"], tokenizer.model_max_length)
+    assert limit == 24
+    batch = ContrastiveCollator(tokenizer, ["query", "positive"], max_length=limit, prompts=PROMPTS)(ROWS)
+    for name, column in found.items():
+        counts = batch[name]["attention_mask"].sum(1)
+        assert column.tokens == pytest.approx(counts.float().mean().item())
+        assert column.length == -(-int(counts.max()) // 8) * 8
+    assert found["positive"].length == 24 > found["query"].length
+    assert all(name in " ".join(work.notes) for name in ("query has", "positive has", "(p95)"))
+
+
+def test_a_sample_leaves_room_for_longer_rows(make_run, folder, monkeypatch):  # noqa: F811
+    data = write(Path("rows.jsonl"), ROWS)
+    run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=64, per_device_train_batch_size=4)
+    found, work = columns(run)
+    costs = [(one.tokens / one.length, work.work(one)) for one in found.values()]
+    computed = sum(share * 2 * 4 * (cost.forward + cost.backward) for share, cost in costs)
+    assert max(share for share, _ in costs) < 1 and arithmetic(work, Settings()) == pytest.approx(computed)
+    monkeypatch.setattr(lengths, "ROWS", 60)
+    sampled, _ = columns(run)
+    assert sampled["positive"].length > found["positive"].length == 48
+
+
+def test_negatives_of_the_data_are_counted_though_no_field_names_them(make_run, folder, tmp_path):  # noqa: F811
+    rows = [row | {"negative": [row["positive"], row["query"]]} for row in ROWS]
+    data = write(tmp_path / "rows.jsonl", rows)
+    found, _ = columns(make_run(None, model_name_or_path=folder, dataset_name=data, per_device_train_batch_size=4))
+    assert [(name, one.rows) for name, one in found.items()] == [("query", 4), ("positive", 4), ("negative", 8)]
+
+
+def test_data_that_is_not_here_is_counted_at_the_limit_of_the_models_folder(make_run, folder):  # noqa: F811
+    found, work = columns(make_run(None, model_name_or_path=folder, dataset_name="some/data", max_length=None))
+    assert {one.length for one in found.values()} == {24} and {one.tokens for one in found.values()} == {None}
+    assert not any("max_length" in note for note in work.notes)
