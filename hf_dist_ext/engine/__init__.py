@@ -1,14 +1,15 @@
 """The gradient cache, in torch alone: a reader who knows torch understands it in one sitting.
 
 Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of columns into tables of sorted rows,
-`chunks.py` cuts these into chunks and puts their embeddings back into the batch's order; `columns.py`, `rows.py` and
-`images.py` say which axis of a feature is the row, the token or the picture, and `families.py` what a model makes of a
-picture. `flat.py` reads rows that travel end to end, and with `travelling.py` the cuts of a batch travel beside it.
-`losses.py` and `tiled_infonce.py` hold the loss and its gradient, `ring_infonce.py` the same for candidates that go
-round, `products.py` their matrix products, `sigmoid_loss.py`, `late_interaction.py` and `sparse_loss.py` other losses.
-`by_hand.py` hands their gradients to autograd and `combined_losses.py` adds several up. `outputs.py` handles several
-tensors per row where a vector is not all. `packing.py` lays rows end to end without padding. `budget.py` finds how
-large a chunk may be, from what `peak.py` measures.
+`chunks.py` cuts these into chunks and puts their embeddings back into the batch's order, with `assembly.py` while
+later ones are encoded; `columns.py`, `rows.py` and `images.py` say which axis of a feature is the row, the token or
+the picture, and `families.py` what a model makes of a picture. `flat.py` reads rows that travel end to end, and with
+`travelling.py` the cuts of a batch travel beside it. `losses.py` and `tiled_infonce.py` hold the loss and its
+gradient, `ring_infonce.py` the same for candidates that go round, `products.py` their matrix products,
+`sigmoid_loss.py`, `late_interaction.py` and `sparse_loss.py` other losses. `by_hand.py` hands their gradients to
+autograd and `combined_losses.py` adds several up. `outputs.py` handles several tensors per row where a vector is not
+all. `packing.py` lays rows end to end without padding. `budget.py` finds how large a chunk may be, from what `peak.py`
+measures.
 """
 
 from typing import TYPE_CHECKING

@@ -118,6 +118,7 @@ class Table:
     """All rows that go through one tower: those without images first, and in each half the longest first (what does
     not fit fails first). `bounds`: first row and one past the last of every chunk, equal where it is idle."""
 
+    kind: int  # of the rows: tables of one kind reach the same parameters
     columns: list[str]
     places: list[int]  # of the columns in the batch
     row_counts: list[int]
@@ -345,12 +346,16 @@ class ChunkedBatch:
     def to_columns(self, outputs: Sequence[torch.Tensor], chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
         """Chunk outputs (b, D) -> column -> (rows, D); columns and rows in the order of the batch."""
         columns: dict[str, torch.Tensor] = {}
-        for index, (table, order) in enumerate(zip(self.tables, self.orders, strict=True)):
-            parts = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
-            ordered = torch.cat([outputs[0][:0], *parts])  # (R, D) as chunks hold them; R may be 0
-            rows = torch.empty_like(ordered).index_copy_(0, order.order, ordered)
-            columns.update(zip(table.columns, rows.split(table.row_counts), strict=True))
+        for index in range(len(self.tables)):
+            own = [o for o, c in zip(outputs, chunks, strict=True) if c.table == index and not c.is_idle]
+            columns |= self.table_columns(index, [outputs[0][:0], *own])
         return {name: columns[name] for name in self.row_counts()}  # tables hold them by kind
+
+    def table_columns(self, index: int, outputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same of one table's chunks, idle ones left out."""
+        table, ordered = self.tables[index], torch.cat(list(outputs))  # (R, D) as chunks hold them; R may be 0
+        rows = torch.empty_like(ordered).index_copy_(0, self.orders[index].order, ordered)
+        return dict(zip(table.columns, rows.split(table.row_counts), strict=True))
 
     def to_chunks(self, columns: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> list[torch.Tensor]:
         """Column -> (rows, D) -> one (b, D) per chunk; zeros for an idle chunk. The inverse of `to_columns`."""

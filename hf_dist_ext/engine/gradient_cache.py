@@ -35,8 +35,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from hf_dist_ext.engine.assembly import Assembly, OnColumn
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
-from hf_dist_ext.engine.outputs import Output, detached, gradients_of, inner_product, leaves_of, to_chunks, to_columns
+from hf_dist_ext.engine.outputs import Output, detached, gradients_of, inner_product, leaves_of, to_chunks
 from hf_dist_ext.errors import UsageError
 
 Embeddings = Mapping[str, Output]
@@ -96,6 +97,7 @@ def cached_step(
     wide: ChunkedBatch | None = None,
     is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
     make_passes: Callable[..., Passes] | None = None,
+    on_column: OnColumn | None = None,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
@@ -118,15 +120,18 @@ def cached_step(
             forward turns out to draw random numbers, (1) is run again in the chunks that (3) can replay.
         is_frozen: chunks whose rows train nothing (their column's tower is frozen): encoded once, and not in (3).
         make_passes: another way through the model than `Passes`, with its arguments: through stages of a pipeline.
+        on_column: told the name and the rows (R, D), detached, of each column once, as soon as they are known: the
+            place to send them while others are encoded. `score` gets these very rows.
 
     Raises:
         UsageError: nothing that was encoded requires a gradient.
     """
     chunks = batch.chunks()
-    order = _order(chunks, is_frozen, keep_graph, backward_together, last_reaches_all)
+    kinds = [batch.tables[chunk.table].kind for chunk in chunks]
+    order = _order(chunks, kinds, is_frozen, keep_graph, backward_together, last_reaches_all)
     passes = (make_passes or Passes)(batch, chunks, order, encode, backward, phase)
 
-    embeddings = passes.embed(wide)  # (1)
+    embeddings = passes.embed(wide, on_column)  # (1)
     with phase(Phase(SCORE)):  # (2)
         scored = passes.score(embeddings, score, [p for p in loss_parameters if p.requires_grad])
     passes.replay(scored)  # (3)
@@ -134,13 +139,17 @@ def cached_step(
     return CachedStep(scored.loss, scored.metrics, len(chunks), passes.num_forwards, passes.drew_randomness)
 
 
-def encode_without_graph(batch: ChunkedBatch, encode: Encode, phase: Door) -> Embeddings:
+def encode_without_graph(
+    batch: ChunkedBatch, encode: Encode, phase: Door, on_column: OnColumn | None = None
+) -> Embeddings:
     """Column -> (rows, D) in the batch's order: pass 1 alone, for rows whose features train nothing."""
-    chunks, outputs = batch.chunks(), []
-    for chunk in chunks:
+    chunks = batch.chunks()
+    columns = Assembly(batch, chunks, on_column)
+    for i, chunk in enumerate(chunks):
         with phase(Phase(ENCODE, chunk)), torch.no_grad():
-            outputs.append(encode(chunk))
-    return to_columns(batch, outputs, chunks)
+            output = encode(chunk)
+        columns.add(i, output)
+    return columns.whole()
 
 
 @dataclass
@@ -196,24 +205,35 @@ class Passes:
         self._cache: Sequence[Output] = ()
         self._has_trained = False
 
-    def embed(self, wide: ChunkedBatch | None) -> Embeddings:
+    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> Embeddings:
         chunks, kept, start = self.chunks, self.order.kept, RandomState(self.chunks[0].device)
+        told: dict[str, torch.Tensor] = {}
         if wide is not None and not kept:
-            embeddings = encode_without_graph(wide, self.encode, self.phase)
+
+            def tell(name: str, rows: torch.Tensor) -> None:
+                if on_column is not None and start.is_now():  # else these are not the rows that (3) will replay
+                    told[name] = rows
+                    on_column(name, rows)
+
+            embeddings = encode_without_graph(wide, self.encode, self.phase, tell)
             self.num_forwards = len(wide.chunks())
             if start.is_now():
                 return embeddings
             start.restore()
+        columns = Assembly(self.batch, chunks, on_column, known=told)
         for i in self.order.encoded:
             is_kept = i in kept
             if not is_kept:
                 self._states[i] = RandomState(start.device)
             phase = Phase(KEEP if is_kept else ENCODE, chunks[i], is_last=is_kept and i == self.order.last)
             with self.phase(phase), torch.set_grad_enabled(is_kept):
-                self._outputs[i] = self.encode(chunks[i])
+                output = self.encode(chunks[i])
+            if is_kept:
+                self._outputs[i] = output
+            columns.add(i, detached(output))
         self.num_forwards += len(chunks)
         self.drew_randomness = not start.is_now()
-        return to_columns(self.batch, [detached(self._outputs[i]) for i in range(len(chunks))], chunks)
+        return columns.whole()
 
     def replay(self, scored: Scored) -> None:
         """Backward of <embedding, its cached gradient> for every chunk; the loss's terms are added to the last one."""
@@ -272,39 +292,44 @@ class _Order:
 
 def _order(
     chunks: Sequence[Chunk],
+    kinds: Sequence[int],
     is_frozen: Callable[[Chunk], bool],
     keep_graph: int,
     backward_together: bool,
     last_reaches_all: bool,
 ) -> _Order:
-    """Frozen chunks come first in (1): none may run between the forward that completes the step and its backward.
-    Kept graphs come first in (3), as they hold memory, then replays, and last one chunk of every tower."""
+    """Frozen chunks come first in (1): none may run between the forward that completes the step and its backward. The
+    others follow table by table, so that the columns of a table are whole when the next one begins. Kept graphs come
+    first in (3), as they hold memory, then replays, and last one chunk of every tower. Where one backward is that of
+    all chunks, it completes the step whichever chunk is the last.
+
+    kinds: of the rows of every chunk (engine/chunks.py, Table).
+    """
     frozen = [i for i, chunk in enumerate(chunks) if is_frozen(chunk)]
     trained = sorted({*range(len(chunks))} - {*frozen})
     if not trained:
         refuse_nothing_trains()
-    final = _final_chunks(chunks, trained)[0 if last_reaches_all else -1 :]
+    final = _final_chunks(chunks, kinds, trained)[0 if last_reaches_all else -1 :]
     others = [i for i in trained if i not in final]
-    encoded = [*frozen, *others, *final]
+    encoded = [*frozen, *trained]
     if keep_graph >= len(trained) or len(trained) == 1:
-        last = final[-1]
-        groups = [[*others, *final]] if backward_together else [*([i] for i in trained if i != last), [last]]
+        groups = [trained] if backward_together else [*([i] for i in trained if i != final[-1]), [final[-1]]]
         return _Order(encoded, set(trained), groups)
     kept, replayed = others[:keep_graph], others[keep_graph:]
     early = [kept] if backward_together and kept else [[i] for i in kept]
     return _Order(encoded, set(kept), [*early, *([i] for i in replayed), final])
 
 
-def _final_chunks(chunks: Sequence[Chunk], trained: Sequence[int]) -> list[int]:
-    """One full-size chunk of every table, with images where there are any: replayed last and back-propagated together,
+def _final_chunks(chunks: Sequence[Chunk], kinds: Sequence[int], trained: Sequence[int]) -> list[int]:
+    """One full-size chunk of every kind, with images where there are any: replayed last and back-propagated together,
     so that the backward which reduces reaches the parameters of every tower and is long enough to hide the reduction.
 
     Rows are sorted, the longest first: a table's first chunk is replayed early, since what does not fit shall fail
     before anything is reduced, and its last one may be small. So it is the second, and the first of two.
     """
     final = []
-    for table in sorted({chunks[i].table for i in trained}):
-        own = [i for i in trained if chunks[i].table == table]
+    for kind in sorted({kinds[i] for i in trained}):
+        own = [i for i in trained if kinds[i] == kind]
         own = [i for i in own if chunks[i].has_vision] or own
         final.append(own[1] if len(own) > 2 else own[0])
     return final

@@ -21,6 +21,8 @@ from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.engine.packing import PackedTokens, can_be_packed
 from hf_dist_ext.engine.rows import RowFeature
 
+CHUNKS_PER_COLUMN = 4  # at least, where columns have chunks of their own (chosen, not measured)
+
 
 def lay_out(
     batch: Mapping[str, Mapping[str, Any]],
@@ -31,6 +33,8 @@ def lay_out(
     can_trim: bool = True,
     can_shift: bool = False,
     sort: bool = True,
+    candidates_first: bool = False,
+    separates_columns: bool = False,
     model_config: Any = None,
     feature_axes: FeatureAxes | None = None,
 ) -> ChunkedBatch:
@@ -46,6 +50,10 @@ def lay_out(
             padding on the left may be trimmed as well; the positions rows had are then handed along.
         sort: False keeps the batch's order (rows are then trimmed among their neighbours), except that rows without
             images still come before those with.
+        candidates_first: the first column, of anchors, is encoded last, so that what becomes of the others can be sent
+            meanwhile.
+        separates_columns: where every column makes several chunks, none holds rows of two: a column is whole when its
+            own chunks are done.
         model_config: the transformers config of the model, or column -> config where columns have towers of their own.
             It says how image keys belong to rows, and whether text has a fixed width.
         feature_axes: for keys that are not known: the axis with one entry per row (int), the name of the feature that
@@ -55,15 +63,20 @@ def lay_out(
         UsageError: features that are not tensors over the same rows, images that can not be matched to rows.
     """
     groups: list[list[Column]] = []
-    for column in read_columns(batch, limits.max_patches is not None, model_config, feature_axes or {}):
+    columns = read_columns(batch, limits.max_patches is not None, model_config, feature_axes or {})
+    if candidates_first:
+        columns = [*columns[1:], columns[0]]
+    for column in columns:
         same = next((g for g in groups if shares_tower and _can_mix(g[0], column, can_trim)), None)
         if same is None:
             groups.append([column])
         else:
             same.append(column)
+    is_separate = separates_columns and _has_many_chunks(columns, limits)
     tables = [
         _make_table(
             columns,
+            kind=kind,
             column=None if shares_tower else columns[0].name,
             pad_values=pad_values or {},
             can_trim=can_trim and not columns[0].has_fixed_width,
@@ -71,10 +84,18 @@ def lay_out(
             sort=sort,
             packs=limits.packs,
         )
-        for group in groups
-        for columns in _unmixed_when_padded_left(group, can_shift)
+        for kind, group in enumerate(groups)
+        for columns in ([[column] for column in group] if is_separate else _unmixed_when_padded_left(group, can_shift))
     ]
     return ChunkedBatch(tables, limits)
+
+
+def _has_many_chunks(columns: list[Column], limits: ChunkLimits) -> bool:
+    """So many that one more per column, not quite full, is nothing."""
+    rows = sum(column.num_rows for column in columns)
+    tokens = sum(last - first for column in columns for first, last in column.extents)
+    sizes = ((rows, limits.max_rows), (tokens, limits.max_tokens))
+    return max((size / most for size, most in sizes if most), default=0) >= CHUNKS_PER_COLUMN * len(columns)
 
 
 def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:
@@ -108,6 +129,7 @@ def _unmixed_when_padded_left(columns: list[Column], can_shift: bool) -> list[li
 def _make_table(
     columns: list[Column],
     *,
+    kind: int,
     column: str | None,
     pad_values: Mapping[str, int],
     can_trim: bool,
@@ -147,6 +169,7 @@ def _make_table(
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
     return Table(
+        kind=kind,
         columns=[c.name for c in columns],
         places=[c.place for c in columns],
         row_counts=row_counts,

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from hf_dist_ext import policy
+from hf_dist_ext.engine.assembly import OnColumn
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import (
     BACKWARD,
@@ -360,7 +361,7 @@ class PipelinePasses:
         self.drew_randomness = False
         self._states: dict[tuple[int, int], RandomState] = {}
 
-    def embed(self, wide: ChunkedBatch | None) -> Embeddings:
+    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> Embeddings:
         """On the last stage, {} on the others."""
         start = RandomState(self.line.device)
         outputs = self.line.forward(self.chunks, self.phase, self._states)
@@ -368,7 +369,10 @@ class PipelinePasses:
         self.drew_randomness = not start.is_now()
         if not any(self.line.trains):
             refuse_nothing_trains()
-        return self.batch.to_columns(outputs, self.chunks) if self.line.has_last else {}
+        columns = self.batch.to_columns(outputs, self.chunks) if self.line.has_last else {}
+        for name in columns if on_column is not None else ():
+            on_column(name, columns[name])
+        return columns
 
     def score(self, embeddings: Embeddings, score: Score, parameters: list[torch.nn.Parameter]) -> Scored:
         """(2)"""

@@ -64,12 +64,13 @@ class Rows:
         groups = zip(*[iter(everyone)] * self.shared_by, strict=True)
         return all(len(set(group)) == 1 for group in groups)
 
-    def gather(self, own: torch.Tensor, counts: Iterable[int]) -> torch.Tensor:
+    def gather(self, own: torch.Tensor, counts: Iterable[int], begun: Gathering | None = None) -> torch.Tensor:
         """(B, ...) -> (N, ...) in rank order, differentiable: what all ranks say about a row is summed at its owner.
 
-        `counts` holds every rank's number of rows. One all-gather forward, one reduce-scatter backward.
+        `counts` holds every rank's number of rows. One all-gather forward, one reduce-scatter backward. `begun`: the
+        all-gather of these rows that runs already.
         """
-        return own if self.size == 1 else _GatherRows.apply(own, tuple(counts), self)
+        return own if self.size == 1 else _GatherRows.apply(own, tuple(counts), self, begun)
 
     def ring(self, counts: Mapping[str, list[int]]) -> Ring:
         """counts: column -> every rank's number of rows."""
@@ -81,10 +82,15 @@ class Rows:
         )
 
     def gather_output(
-        self, own: torch.Tensor | Mapping[str, torch.Tensor], counts: Sequence[int]
+        self,
+        own: torch.Tensor | Mapping[str, torch.Tensor],
+        counts: Sequence[int],
+        begun: Gathering | None = None,
     ) -> torch.Tensor | GatheredOutputs:
         """The same of what a row encodes to, one tensor or several."""
-        return self.gather(own, counts) if isinstance(own, torch.Tensor) else GatheredOutputs(self.gather, own, counts)
+        if isinstance(own, torch.Tensor):
+            return self.gather(own, counts, begun)
+        return GatheredOutputs(self.gather, own, counts)
 
     def gather_ids(
         self, ids: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], anchor: str
@@ -142,17 +148,31 @@ class Rows:
             parameter.grad = gradient
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, own: torch.Tensor, counts: tuple[int, ...], rows: Rows) -> torch.Tensor:
-        ctx.counts, ctx.rows = counts, rows
+class Gathering:
+    """An all-gather that runs beside other work until it is waited for. It keeps what it sends alive as long."""
+
+    def __init__(self, own: torch.Tensor, counts: Sequence[int], peers: Any):
         most = max(counts)
         padded = own if len(own) == most else torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-        everyone = own.new_empty(len(counts) * most, *own.shape[1:])
-        collectives.all_gather(everyone, padded.contiguous(), group=rows.peers)
-        if min(counts) == most:
-            return everyone  # (W*B, D)
-        return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
+        self._counts, self._own = counts, padded.contiguous()
+        self._everyone = own.new_empty(len(counts) * most, *own.shape[1:])
+        self._work = collectives.all_gather(self._everyone, self._own, group=peers, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """(N, ...), once."""
+        self._work.wait()
+        counts, everyone = self._counts, self._everyone
+        del self._own, self._everyone
+        if min(counts) == max(counts):
+            return everyone  # (W*B, ...)
+        return torch.cat([part[:count] for part, count in zip(everyone.split(max(counts)), counts, strict=True)])
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, counts: tuple[int, ...], rows: Rows, begun: Gathering | None) -> torch.Tensor:
+        ctx.counts, ctx.rows = counts, rows
+        return (begun or Gathering(own, counts, rows.peers)).wait()
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
@@ -164,18 +184,54 @@ class _GatherRows(torch.autograd.Function):
             gradient = padded.flatten(0, 1)
         own = gradient.new_empty(most, *gradient.shape[1:])
         collectives.reduce_scatter(own, gradient.contiguous(), group=ctx.rows.peers)
-        return own[: counts[ctx.rows.index]], None, None
+        return own[: counts[ctx.rows.index]], None, None, None
+
+
+class EarlyGather:
+    """Columns of a step that are gathered while others are encoded.
+
+    Args:
+        order: the columns, as all ranks send them: a column waits for its turn. Those that the loss has read before
+            (`GatheredColumns.asked`).
+        counts: column -> every rank's number of rows.
+    """
+
+    def __init__(self, rows: Rows, order: Sequence[str], counts: Mapping[str, list[int]]):
+        self._rows, self._left, self._counts = rows, list(order), counts
+        self._ready: dict[str, torch.Tensor] = {}
+        self.begun: dict[str, Gathering] = {}
+
+    def add(self, column: str, rows: torch.Tensor) -> None:
+        """A column (R, D) that is whole. The loss has it in float32, at least."""
+        if column in self._left:
+            own = rows[: self._counts[column][self._rows.index]]
+            self._ready[column] = own.float() if own.dtype.itemsize < 4 else own
+        while self._left and self._left[0] in self._ready:
+            name = self._left.pop(0)
+            self.begun[name] = Gathering(self._ready.pop(name), self._counts[name], self._rows.peers)
 
 
 class GatheredColumns(Mapping):
     """column -> (N, D), or of several outputs per row key -> (N, ...), gathered when first asked for: a column that
     the loss never reads is never sent, and none where the loss takes the `ring`.
 
-    Every rank runs the same loss and so asks for the same columns in the same order.
+    Every rank runs the same loss and so asks for the same columns in the same order. `begun`: those whose all-gather
+    runs already; `asked`: those that were asked for.
     """
 
-    def __init__(self, rows: Rows, own: Mapping[str, Any], counts: Mapping[str, list[int]]):
-        self._rows, self._own, self._counts, self._gathered = rows, own, counts, {}
+    def __init__(
+        self,
+        rows: Rows,
+        own: Mapping[str, Any],
+        counts: Mapping[str, list[int]],
+        begun: Mapping[str, Gathering] | None = None,
+    ):
+        self._rows, self._own, self._counts, self._begun = rows, own, counts, dict(begun or {})
+        self._gathered: dict[str, Any] = {}
+
+    @property
+    def asked(self) -> frozenset[str]:
+        return frozenset(self._gathered)
 
     @property
     def ring(self) -> Ring:
@@ -184,8 +240,14 @@ class GatheredColumns(Mapping):
 
     def __getitem__(self, column: str) -> torch.Tensor | GatheredOutputs:
         if column not in self._gathered:
-            self._gathered[column] = self._rows.gather_output(self._own[column], self._counts[column])
+            own, begun = self._own[column], self._begun.pop(column, None)
+            self._gathered[column] = self._rows.gather_output(own, self._counts[column], begun)
         return self._gathered[column]
+
+    def finish(self) -> None:
+        """Wait for what was begun and nobody has asked for."""
+        while self._begun:
+            self._begun.popitem()[1].wait()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._own)

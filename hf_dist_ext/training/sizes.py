@@ -243,9 +243,25 @@ class StepSizes:
             "can_trim": is_cut,
             "can_shift": getattr(config, "rope_parameters", None) is not None,
             "sort": is_cut and self.args.gradient_cache_sort,
+            "candidates_first": is_cut and self.gathers_early,
+            "separates_columns": is_cut and self.gathers_early,
             "model_config": _configs_by_column(model) or config,
         }
         return Cutter(options, self.args.gradient_cache_packing)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the loss sees the columns of several ranks."""
+        strategy = self.strategy()
+        return strategy.rows.size > 1 and not strategy.is_cut and getattr(self.loss(), "cross_device_negatives", True)
+
+    @property
+    def gathers_early(self) -> bool:
+        """Whether a column may be sent while others are encoded. Where a forward waits for other ranks, all ranks must
+        send it between the same chunks: columns with towers of their own make as many of them on all."""
+        if self.strategy().forwards_are_collective:
+            return self.gathers and self.takes_column and not self.has_stand_in
+        return self.gathers
 
     def _wish(self) -> Wish:
         """Before the budget has its say."""

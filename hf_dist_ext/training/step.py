@@ -37,7 +37,7 @@ from hf_dist_ext.engine.gradient_cache import (
 from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
-from hf_dist_ext.strategies.rows import GatheredColumns, row_weight
+from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.training import all_columns
 from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
@@ -93,6 +93,7 @@ class EmbeddingStep:
         self._gradients_are_used = True  # those of the loss's own parameters
         self._before_update: RandomState | None = None
         self._own_loss: torch.Tensor | None = None
+        self._asked: dict[str | None, frozenset[str]] = {}  # source -> columns that its loss reads of all ranks
 
     @property
     def loss(self) -> Callable:
@@ -158,11 +159,12 @@ class EmbeddingStep:
         chunked, wide = layout.chunked, layout.wide
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
         facts = self._completed(facts, layout)
+        early = self._early_gather(layout, facts)
 
         def score(embeddings: dict[str, Output]):
             if budget is not None:
                 budget.reserve(layout.loss_bytes(self._loss_of(facts), max(map(row_size, embeddings.values()))))
-            return self._score(embeddings, facts, layout.counts)
+            return self._score(embeddings, facts, layout.counts, early)
 
         with budget.measured_step() if is_measured else nullcontext():
             to_train, phase = chunked, functools.partial(self._phase, is_measured, is_measured)
@@ -184,6 +186,7 @@ class EmbeddingStep:
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
                 make_passes=strategy.make_passes,
+                on_column=early and early.add,
             )
         sizes.may_widen = not step.drew_randomness
         return replace(step, num_chunks=len(chunked.chunks()))
@@ -275,7 +278,22 @@ class EmbeddingStep:
     def _loss_of(self, facts: RowFacts) -> Callable:
         return loss_of(self.loss, facts.source)
 
-    def _score(self, embeddings: dict[str, Output], facts: RowFacts, counts: dict[str, list[int]]):
+    def _early_gather(self, layout: Layout, facts: RowFacts) -> EarlyGather | None:
+        """Of the columns that the loss of these rows read from other ranks in the step before."""
+        asked = self._asked.get(facts.source)
+        if not asked or not self.sizes.gathers_early:
+            return None
+        anchor, *candidates = layout.counts
+        order = [name for name in (*candidates, anchor) if name in asked]
+        return EarlyGather(self.strategy().rows, order, layout.counts)
+
+    def _score(
+        self,
+        embeddings: dict[str, Output],
+        facts: RowFacts,
+        counts: dict[str, list[int]],
+        early: EarlyGather | None = None,
+    ):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/epoch_order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
         anchor, ranks = next(iter(embeddings)), self.strategy().rows
@@ -283,7 +301,7 @@ class EmbeddingStep:
         everyone, row_offset, (ids, targets, *_), scores = None, 0, facts, self._loss_of(facts)
         if ranks.size > 1 and getattr(scores, "cross_device_negatives", True):
             rows = {name: each(embeddings[name], lambda one, n=own[name]: one[:n]) for name in embeddings}
-            everyone = GatheredColumns(ranks, rows, counts)
+            everyone = GatheredColumns(ranks, rows, counts, early and early.begun)
             row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
             if ids is not None:
                 ids = {name: values[: own.get(name, own[anchor])] for name, values in ids.items()}
@@ -296,6 +314,9 @@ class EmbeddingStep:
                 "has no argument `targets`. Leave out label_column, or use a loss that reads labels."
             )
         output = scores(embeddings, everyone, row_offset=row_offset, ids=ids, **more)
+        if everyone is not None:
+            everyone.finish()
+            self._asked[facts.source] = everyone.asked
         loss, metrics = output if isinstance(output, tuple) else (output, {})
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()

@@ -159,6 +159,11 @@ CASES = [
     Case("a positive of another kind, no cache", columns=ONE_EACH, typed=("positive",), worlds=(1, 2),
          arguments={"gradient_cache_chunk_size": None}),
     Case("tower per column", model="towers"),
+    Case("columns of their own chunks, sent early", model="deep", columns=THREE, steps=2, shorter_on_rank=1,
+         loss={"symmetric": True}, arguments={"gradient_cache_chunk_size": 2}, worlds=(2, 3)),
+    Case("columns of their own chunks, dropout", model="dropout", columns=THREE, steps=2, same_masks=True,
+         arguments={"gradient_cache_chunk_size": 2}, worlds=(2, 3)),
+    Case("tower per column, sent early", model="towers", steps=2, loss={"symmetric": True}, worlds=(2, 3)),
     Case("tower per column, no cache", model="towers", arguments={"gradient_cache_chunk_size": None}),
     Case("first tower frozen", model="towers:query"),
     Case("last tower frozen", model="towers:positive"),
@@ -231,8 +236,8 @@ CASES = [
 
 # Four processes on a small machine: what differs from FSDP on two.
 HSDP_CASES = {
-    "no cache", "chunk 4, does not divide", "2 graphs kept", "tower per column", "first tower frozen",
-    "frozen backbone, encoded once", "frozen tower, encoded once", "LoRA with LoRA dropout",
+    "no cache", "chunk 4, does not divide", "2 graphs kept", "tower per column", "tower per column, sent early",
+    "first tower frozen", "frozen backbone, encoded once", "frozen tower, encoded once", "LoRA with LoRA dropout",
     "accumulation, temperature", "ranks with different row counts",
     "FSDP, every chunk reduced", "bf16 against float32, chunks: 8",
     "in a ring, ranks with different row counts", "in a ring, symmetric, temperature, accumulation",

@@ -19,7 +19,8 @@ OF_TWO = [
     "no cache", "chunk 4, does not divide", "64 tokens per chunk", "packed chunks, three columns",
     "packed chunks, dropout and gradient checkpointing", "2 graphs kept", "4 layers: a wider first pass",
     "automatic chunk size", "three columns, 3 hard negatives", "other kinds in other columns on each rank",
-    "tower per column", "first tower frozen", "frozen backbone, accumulation, temperature",
+    "tower per column, sent early", "columns of their own chunks, sent early", "first tower frozen",
+    "frozen backbone, accumulation, temperature",
     "frozen tower, encoded once", "two Dense modules, activation and residual", "static embeddings",
     "routes of queries and documents", "decoder, accumulation, temperature", "decoder, frozen layers",
     "gradient checkpointing", "LoRA with LoRA dropout", "dropout", "symmetric",
@@ -29,7 +30,7 @@ OF_TWO = [
 # The loss sees embeddings only; test_columns.py and test_precision.py have FSDP's runs of other kinds and of bf16.
 OF_LOSS = {
     "three columns, 3 hard negatives", "symmetric", "in a ring, symmetric, temperature, accumulation",
-    "own negatives only",
+    "own negatives only", "columns of their own chunks, sent early",
 }  # fmt: skip
 ELSEWHERE = {"other kinds in other columns on each rank", "bf16 autocast"}
 OF_FSDP = [name for name in OF_TWO if name not in OF_LOSS | ELSEWHERE]
