@@ -3,7 +3,8 @@
 (1) engine/layout.py has laid the rows of a batch into tables, one per tower, sorted so that alike rows are neighbours
 (2) a table is packed by rows, tokens and image patches; ranks may ask for more chunks than packing needs
 (3) a chunk is a slice of a table's rows, trimmed to its own longest one, with the images they own; its features are
-    gathered from the collator's tensors when it runs (engine/rows.py)
+    gathered from the collator's tensors when it runs (engine/rows.py). For what is compiled or recorded per shape,
+    chunks have few shapes: widths are of few numbers, and rows too, where the last one is repeated for what is missing
 (4) what the model returns for the chunks is put back into columns, and gradients are taken apart the same way
 
 Letters: R rows of a table, L its token width, b rows of a chunk, D embedding.
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from hf_dist_ext import policy
 from hf_dist_ext.engine.packing import PackedTokens
 from hf_dist_ext.engine.rows import ChunkOrder, RowFeature, positions_of_edges, positions_of_mask
 from hf_dist_ext.errors import UsageError
@@ -33,7 +35,8 @@ _REMEDY = (
 class ChunkLimits:
     """What bounds a chunk: rows, tokens (rows x width, padding included), image patches, or nothing (one chunk).
 
-    `packs`: text rows go through the model end to end, without padding, so that tokens are real ones.
+    `packs`: text rows go through the model end to end, without padding, so that tokens are real ones. `has_buckets`:
+    padded chunks have few shapes (`bucket`), within the other limits.
     """
 
     max_rows: int | None = None
@@ -41,6 +44,26 @@ class ChunkLimits:
     width_multiple: int = 8
     max_patches: int | None = None
     packs: bool = False
+    has_buckets: bool = False
+
+    def width(self, tokens: int) -> int:
+        """Of a chunk whose longest row has so many tokens."""
+        if self.has_buckets:
+            return policy.width_in_buckets(tokens, self.width_multiple)
+        return -(-max(1, tokens) // self.width_multiple) * self.width_multiple
+
+    def rows(self, rows: int, width: int) -> int:
+        """Rows that are computed for so many: with buckets all that fit into a chunk, three fourths of these, a half,
+        three eighths, ... and two at least, since a graph for one row is another one."""
+        given = (self.max_rows, None if self.max_tokens is None else self.max_tokens // max(1, width))
+        bounds = [size for size in given if size is not None]
+        if not (self.has_buckets and bounds):
+            return rows
+        bucket = min(bounds)
+        while bucket > 2 and (half := -(-bucket // 2)) >= rows:
+            bucket = half
+        fourths = -(-3 * bucket // 4)
+        return max(rows, fourths if 1 < fourths >= rows else bucket)
 
     @property
     def is_bounded(self) -> bool:
@@ -60,8 +83,9 @@ class Chunk:
     `column` is handed to models with one tower per column, else None. An idle chunk repeats a row of the table so
     that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
     `has_vision`: vision layers run. `width`: tokens of the longest row, padding included where there is any; 0 without
-    a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `features` is what the
-    model takes; it is gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
+    a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `num_computed`: rows
+    that the model computes, those beyond `num_rows` to be dropped. `features` is what the model takes; it is gathered
+    anew at every access, so that tokens and pixels exist twice for the running chunk only.
     """
 
     gather: Callable[[], dict[str, Any]]
@@ -74,6 +98,11 @@ class Chunk:
     stop: int
     is_idle: bool = False
     has_vision: bool = False
+    num_repeated: int = 0  # times the last row stands behind all others
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_rows + self.num_repeated
 
     @property
     def features(self) -> dict[str, Any]:
@@ -132,6 +161,7 @@ class Table:
     order: list[int]  # sorted row i is row order[i] of the columns laid end to end
     column: str | None
     width: int
+    most_tokens: int | None  # the model's positions
     pads_left: bool
     can_trim: bool
     real_tokens: int
@@ -147,25 +177,35 @@ class Table:
         """The rows without padding, where that is how they are encoded."""
         return self.packed if limits.packs else None
 
-    def window(self, start: int, stop: int, multiple: int) -> tuple[int, int]:
-        """Token columns [left, right) that rows start..stop need, widened to a multiple where the table has room."""
+    def window(self, start: int, stop: int, limits: ChunkLimits) -> tuple[int, int]:
+        """Token columns [left, right) that rows start..stop need, widened as the limits say where there is room: in
+        the table, or with buckets in what the model can read."""
         first = min(first for first, _ in self.extents[start:stop])
-        return self._widened(first, max(last for _, last in self.extents[start:stop]), multiple)
+        return self._widened(first, max(last for _, last in self.extents[start:stop]), limits)
 
-    def _widened(self, first: int, last: int, multiple: int) -> tuple[int, int]:
+    def _widened(self, first: int, last: int, limits: ChunkLimits) -> tuple[int, int]:
         if not self.can_trim or self.width == 0:
             return 0, self.width
-        width = min(self.width, -(-max(1, last - first) // multiple) * multiple)
-        if self.pads_left:
-            return max(0, last - width), last
-        return first, min(self.width, first + width)
+        width = limits.width(last - first)
+        room = self.width
+        if limits.has_buckets:  # the batch's own width is any number
+            room = width if self.most_tokens is None else max(last - first, self.most_tokens)
+        width = min(width, room)
+        return (last - width, last) if self.pads_left else (first, first + width)
+
+    def num_repeated(self, start: int, stop: int, limits: ChunkLimits) -> int:
+        """Times the last of rows start..stop is repeated. Pictures have sizes of their own, and cost too much."""
+        if self.has_vision((start, stop)) or self.packed_for(limits):
+            return 0
+        left, right = self.window(start, stop, limits)
+        return limits.rows(stop - start, right - left) - (stop - start)
 
     def cost(self, start: int, stop: int, limits: ChunkLimits) -> int:
         """Tokens the chunk computes, padding included (rows when there is no token axis)."""
         if packed := self.packed_for(limits):
             return packed.num_tokens(start, stop)
-        left, right = self.window(start, stop, limits.width_multiple)
-        return (stop - start) * max(1, right - left)
+        left, right = self.window(start, stop, limits)
+        return (stop - start + self.num_repeated(start, stop, limits)) * max(1, right - left)
 
     def num_patches(self, start: int, stop: int) -> int:
         """Image patches the chunk computes, padding included."""
@@ -189,7 +229,7 @@ class Table:
             (row_first, row_last), (row_entries, row_longest) = self.extents[row], self.patches[row]
             first, last = min(first, row_first), max(last, row_last)
             entries, longest = entries + row_entries, max(longest, row_longest)
-            left, right = self._widened(first, last, limits.width_multiple)
+            left, right = self._widened(first, last, limits)
             rows = row + 1 - start
             tokens = packed.num_tokens(start, row + 1) if packed else rows * (right - left)
             fits = rows <= most_rows and tokens <= most_tokens and entries * longest <= most_patches
@@ -242,10 +282,17 @@ class Table:
                 yield last - 1, last, True, has_vision
 
     def gather(
-        self, order: ChunkOrder, start: int, stop: int, window: tuple[int, int], multiple: int, has_vision: bool
+        self,
+        order: ChunkOrder,
+        start: int,
+        stop: int,
+        window: tuple[int, int],
+        multiple: int,
+        has_vision: bool,
+        num_repeated: int,
     ) -> dict[str, Any]:
-        """What the model takes for the rows at places start..stop of a chunk order."""
-        runs = order.runs(start, stop)
+        """What the model takes for the rows at places start..stop of a chunk order, the last one repeated so often."""
+        runs = order.runs(start, stop, num_repeated)
         gathered: dict[str, Any] = {key: feature.gather(runs, *window) for key, feature in self.features.items()}
         if self.positions == "edges":
             gathered["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, self.device)
@@ -321,15 +368,18 @@ class ChunkedBatch:
         for start, stop, is_idle, has_vision in own.runs():
             if source != index:
                 start, stop = table.num_rows - 1, table.num_rows
-            window = table.window(start, stop, multiple)
+            window, num_repeated = table.window(start, stop, self.limits), table.num_repeated(start, stop, self.limits)
             if packed := table.packed_for(self.limits):
                 gather, width = partial(packed.gather, start, stop), max(packed.lengths[start:stop])
             else:
                 place = order.sorted_rows.index(start) if is_idle else start
-                gather = partial(table.gather, order, place, place + stop - start, window, multiple, has_vision)
+                places = (place, place + stop - start)
+                gather = partial(table.gather, order, *places, window, multiple, has_vision, num_repeated)
                 width = window[1] - window[0]
             tokens = table.cost(start, stop, self.limits)
-            yield Chunk(gather, table.device, width, tokens, own.column, index, start, stop, is_idle, has_vision)
+            yield Chunk(
+                gather, table.device, width, tokens, own.column, index, start, stop, is_idle, has_vision, num_repeated
+            )
 
     def _like(self, empty: Table) -> int:
         """A table whose last row runs idle where other processes have hard negatives and this one has none."""

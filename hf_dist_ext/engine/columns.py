@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_dist_ext.engine import flat, images
-from hf_dist_ext.engine.families import reads_fixed_width
+from hf_dist_ext.engine.families import most_positions, reads_fixed_width
 from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.errors import UsageError
@@ -53,6 +53,7 @@ class Column:
     patches: list[tuple[int, int]]  # per row: entries, patches in the longest
     counts_positions_from_mask: bool
     has_fixed_width: bool
+    most_tokens: int | None  # the model's positions
 
     @property
     def has_left_padding(self) -> bool:
@@ -123,6 +124,7 @@ def _read_column(
         patches=[(0, 1)] * num_rows,
         counts_positions_from_mask=False,
         has_fixed_width=reads_fixed_width(config),
+        most_tokens=most_positions(config),
     )
     vision = None
     if images.has_images(known):

@@ -22,6 +22,12 @@ def reads_fixed_width(config: Any) -> bool:
     return getattr(config, "model_type", None) in FIXED_WIDTH_MODEL_TYPES
 
 
+def most_positions(config: Any) -> int | None:
+    """Tokens of the longest row that the model can read. None: any, or the config does not tell."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
 def patch_size(config: Any) -> tuple[int, int] | None:
     """(height, width) in pixels; None where the config does not tell."""
     size = getattr(getattr(config, "vision_config", None) or config, "patch_size", None)

@@ -51,10 +51,13 @@ class ChunkOrder:
         # Without waiting: a copy that waits costs as much as the one to the host.
         self.order, self._own = numbers.to(device, non_blocking=True)  # (R,) each
 
-    def runs(self, start: int, stop: int) -> list[Run]:
+    def runs(self, start: int, stop: int, num_repeated: int = 0) -> list[Run]:
         """The rows at places start..stop, column by column: a slice where the batch's own order is kept (nothing is
-        copied then), else row numbers on the device."""
+        copied then), else row numbers on the device. At last the last row as often as `num_repeated` says."""
         runs: list[Run] = []
+        if num_repeated:
+            repeated = (self._places[stop - 1][0], self._own[stop - 1 : stop].expand(num_repeated))
+            return [*self.runs(start, stop), repeated]
         while start < stop:
             column, own = self._places[start]
             end = start

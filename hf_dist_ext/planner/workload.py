@@ -371,7 +371,10 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         elif lengths.limit_of(fields, name, i == 0) is None:
             notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
         multiple = given.get("gradient_cache_width_multiple") or 8
-        length = -(-length // multiple) * multiple
+        if given.get("torch_compile"):
+            length = min(max(length, longest), policy.width_in_buckets(length, multiple))
+        else:
+            length = -(-length // multiple) * multiple
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
         columns.append(Column(name, count, length, tower, images, of_data and of_data.mean))
     return tuple(columns)

@@ -44,7 +44,7 @@ def _why_padded(args: Any, model: nn.Module, strategy: Strategy) -> str | None:
         return "torch_compile would compile again for every set of row lengths"
     if strategy.pads_rows:
         return strategy.pads_rows
-    if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
+    if has_prompt_tokens(model):
         return "the adapters put tokens of their own before a batch's rows"
     why = getattr(model, "why_padded", f"{type(model).__name__} is no EmbeddingModel")
     is_quick = args.device.type == "cpu" or getattr(model, "packs_in_one_kernel", False)
@@ -54,6 +54,11 @@ def _why_padded(args: Any, model: nn.Module, strategy: Strategy) -> str | None:
             'set attn_implementation="flash_attention_2", or gradient_cache_packing to true'
         )
     return why
+
+
+def has_prompt_tokens(model: nn.Module) -> bool:
+    """Whether adapters put tokens of their own before a batch's rows."""
+    return any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values())
 
 
 def decided(chunked: ChunkedBatch, asked: bool | str) -> ChunkedBatch:

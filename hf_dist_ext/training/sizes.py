@@ -28,7 +28,7 @@ from hf_dist_ext.engine.outputs import Output, RowSize
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import all_columns
+from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Batch, Cuts, Cutter, SharedWish, Wish, cut_ahead
 from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, PLACES, FittingSizes, empty_cache, place_out_of_memory
 
@@ -273,7 +273,8 @@ class StepSizes:
             return ChunkLimits()
         size = None if args.gradient_cache_chunk_size == "auto" else args.gradient_cache_chunk_size
         tokens, patches = args.gradient_cache_chunk_tokens, args.gradient_cache_chunk_patches
-        limits = ChunkLimits(size, tokens, args.gradient_cache_width_multiple, patches, self.may_pack)
+        multiple, has_buckets = args.gradient_cache_width_multiple, compiling.has_buckets(args, self.model())
+        limits = ChunkLimits(size, tokens, multiple, patches, self.may_pack, has_buckets)
         return limits if self.fitting is None else limits.scaled(self.fitting.now.share)
 
     def _limits_of_budget(self, chunked: ChunkedBatch, is_first: bool) -> ChunkLimits:

@@ -254,15 +254,17 @@ class EmbeddingStep:
         with self.precision():
             output = model(**chunk.features, **column, **more)
         embeddings = output if isinstance(output, torch.Tensor) else _field(output, "embeddings")
-        if not _are_embeddings(embeddings, chunk.num_rows):
+        if not _are_embeddings(embeddings, chunk.num_computed):
             found = tuple(embeddings.shape) if isinstance(embeddings, torch.Tensor) else type(output).__name__
             raise UsageError(
                 f"{type(self.sizes.model()).__name__} does not return embeddings: a loss over embeddings needs a "
-                f"tensor ({chunk.num_rows}, D) or an output with the field `embeddings`, got {found}. "
+                f"tensor ({chunk.num_computed}, D) or an output with the field `embeddings`, got {found}. "
                 "Wrap the backbone in hf_dist_ext.EmbeddingModel."
             )
+        if not self.args.torch_compile:
+            return embeddings
         # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
-        return each(embeddings, torch.clone) if self.args.torch_compile else embeddings
+        return each(embeddings, lambda rows: rows[: chunk.num_rows].clone())
 
     def _completed(self, facts: RowFacts, layout: Layout) -> RowFacts:
         """With ids, of no row, of columns that this rank's batch lacked, and with what the loss wants to know of the

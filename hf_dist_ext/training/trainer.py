@@ -43,7 +43,7 @@ from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.run import lease
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import checks, learning_rate, loss_scale, metrics, packing
+from hf_dist_ext.training import checks, compiling, learning_rate, loss_scale, metrics, packing
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import Embedder
@@ -316,6 +316,8 @@ class DistTrainer(Trainer):
         options = super()._build_accelerator_args(**options)
         if self._has_own_arguments:
             choose.set_handlers(self.args, options["kwargs_handlers"], self.loss is not None)
+        if self.loss is not None:
+            compiling.prepare(self.args, options["dynamo_plugin"])
         return options
 
     def _prepare_for_training(self, *arguments: Any, **options: Any):

@@ -14,41 +14,100 @@ from tests.parity.exactness_worker import Case
 
 
 class CompiledGraphs(TrainerCallback):
-    """Number of graphs compiled so far, after every step."""
+    """Number of graphs compiled so far, after every step and evaluation."""
 
     def __init__(self) -> None:
-        self.after_step: list[int] = []
+        torch._dynamo.reset()
+        counters.clear()
+        self.counts: list[int] = []
 
-    def on_step_end(self, args, state, control, **others):
-        self.after_step.append(counters["stats"]["unique_graphs"])
+    def on_step_end(self, *arguments, **others):
+        self.counts.append(counters["stats"]["unique_graphs"])
+
+    on_evaluate = on_step_end
 
 
 @pytest.fixture
-def compiled_graphs(monkeypatch):
-    torch._dynamo.reset()
-    counters.clear()
-    callback = CompiledGraphs()
-    original = exactness_worker.DistTrainer
-    monkeypatch.setattr(
-        exactness_worker,
-        "DistTrainer",
-        lambda *args, callbacks, **options: original(*args, callbacks=[*callbacks, callback], **options),
-    )
-    return callback
+def uncompiled(monkeypatch):
+    """What `torch.compile` was called with; models stay what they are."""
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: calls.append(options) or model)
+    return calls
 
 
-def test_a_compiled_model_gives_the_same_gradients_and_stops_compiling(compiled_graphs, monkeypatch):
+def trained(
+    folder, num_rows: int, callbacks=(), dtype=torch.float32, dropout: float = 0.3, **arguments
+) -> list[torch.Tensor]:
+    """All gradients of every step, one tensor each."""
+    model, loss, recorder = exactness_worker.build_model("bert"), InfoNCELoss(), exactness_worker.GradientRecorder()
+    recorder.loss = loss
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = dropout
+    options = {"gradient_cache_chunk_size": 4, "per_device_train_batch_size": 16} | arguments
+    args = DistTrainingArguments(
+        output_dir=str(folder), learning_rate=0.0, max_grad_norm=0, report_to=[], save_strategy="no",
+        disable_tqdm=True, train_sampling_strategy="sequential", **options,
+    )  # fmt: skip
+    case = Case("compiled")
+    DistTrainer(
+        model.train().to(dtype), args, data_collator=lambda rows: exactness_worker.collate(case, rows, 0), loss=loss,
+        train_dataset=list(range(num_rows)), eval_dataset=list(range(100, 105)), callbacks=[recorder, *callbacks],
+    ).train()  # fmt: skip
+    return [torch.cat([g.flatten().cpu() for g in of_step.values()]) for of_step in recorder.steps]
+
+
+def test_batches_of_all_lengths_and_an_evaluation_are_compiled_once_per_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(exactness_worker, "BERT", exactness_worker.BERT | {"num_hidden_layers": 1})
     # aot_eager traces forward and backward as inductor does, and leaves out only the generation of kernels
-    arguments = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    steps = 5
-    error = exactness_worker.measure(
-        Case("compiled", model="dropout", same_masks=True, arguments=arguments, steps=steps)
-    )
-    assert error < 1e-10
-    after_step = compiled_graphs.after_step[-steps:]
-    assert after_step[0] > 0
-    assert after_step[2] == after_step[-1], after_step  # rows and width became dynamic in the first steps
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "use_cpu": True, "dtype": torch.float64}
+    options |= {"per_device_train_batch_size": 7, "num_train_epochs": 2, "eval_strategy": "epoch"}
+    graphs = CompiledGraphs()
+    found = trained(tmp_path, 17, [graphs], **options)  # batches of 7, 7 and 3 rows
+    assert len(found) == 6
+    # the pass without gradients and the one with them; while it trains, Trainer evaluates the model in no wrapper
+    assert graphs.counts == [2] * 8
+    kept = trained(tmp_path, 17, gradient_cache_keep_graph=99, **options)
+    for own, wanted in zip(found, kept, strict=True):  # dropout: the same masks in the replay
+        assert wanted.norm() > 0 and (own - wanted).norm() < 1e-10 * wanted.norm()
+
+
+class Shapes(EmbeddingModel):
+    seen: set[tuple[int, ...]] = set()
+
+    def forward(self, **features):
+        type(self).seen.add(tuple(features["input_ids"].shape))
+        return super().forward(**features)
+
+
+@pytest.mark.parametrize("options, shapes", [
+    ({"gradient_cache_chunk_size": 5}, {(rows, width) for rows in (5, 4, 3, 2) for width in (8, 16, 24, 32)}),
+    ({"gradient_cache_chunk_size": None, "gradient_cache_chunk_tokens": 90},
+     {(11, 8), (9, 8), (6, 8), (5, 8), (3, 8), (2, 8), (5, 16), (4, 16), (3, 16), (2, 16), (3, 24), (2, 24), (2, 32)}),
+])  # fmt: skip
+def test_chunks_of_few_shapes_give_the_gradient_of_the_batch(options, shapes, uncompiled, monkeypatch):
+    monkeypatch.setattr(Shapes, "seen", set())
+    monkeypatch.setattr(exactness_worker, "EmbeddingModel", Shapes)
+    arguments = {"torch_compile": True} | options
+    case = Case("buckets", model="bert", columns=exactness_worker.THREE, arguments=arguments, rows=-2, steps=3)
+    assert exactness_worker.measure(case) < 1e-10
+    (call,) = uncompiled
+    assert call["dynamic"] is True and torch._dynamo.config.recompile_limit >= 64
+    assert len(Shapes.seen & shapes) > 3
+    reference = {(rows, width) for rows in (4, 6, 12, 18) for width in exactness_worker.WIDTHS.values()}
+    assert Shapes.seen - reference <= shapes
+
+
+@pytest.mark.parametrize("model, more", [
+    ("qwen3", {}),  # padded on the left: wider than the batch on that side
+    ("deep", {}),  # a pass without gradients in larger chunks
+    ("towers", {}),
+    ("bert", {"trainable_modules": ["projection"]}),
+])  # fmt: skip
+def test_every_kind_of_step_is_exact_in_few_shapes(model, more, uncompiled):
+    arguments = {"torch_compile": True, "gradient_cache_chunk_size": 5} | more  # a last chunk of fewer rows
+    case = Case("buckets", model=model, arguments=arguments)
+    assert exactness_worker.measure(case) < 1e-10 and uncompiled
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -76,10 +135,10 @@ class OneBuffer(EmbeddingModel):
         return output
 
 
-def test_embeddings_without_a_graph_outlive_the_next_replay(monkeypatch):
+def test_embeddings_without_a_graph_outlive_the_next_replay(monkeypatch, uncompiled):
     monkeypatch.setattr(OneBuffer, "memory", torch.zeros(9, 32, dtype=torch.float64), raising=False)
     monkeypatch.setattr(exactness_worker, "EmbeddingModel", OneBuffer)
-    arguments = {"torch_compile": True, "torch_compile_backend": "eager"}
+    arguments = {"torch_compile": True}
     assert exactness_worker.measure(Case("one buffer", model="deep", arguments=arguments)) < 1e-10
     assert OneBuffer.memory.any()
 
@@ -87,34 +146,15 @@ def test_embeddings_without_a_graph_outlive_the_next_replay(monkeypatch):
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def on_cuda(folder, collate, **arguments) -> list[torch.Tensor]:
-    """Gradients of the second step, in which CUDA graphs are replayed."""
-    torch._dynamo.reset()
-    model, loss, recorder = exactness_worker.build_model("dropout"), InfoNCELoss(), exactness_worker.GradientRecorder()
-    recorder.loss = loss
-    options = {"gradient_cache_chunk_size": 4, "max_steps": 3} | arguments
-    args = DistTrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=16, learning_rate=0.0, max_grad_norm=0, report_to=[],
-        save_strategy="no", disable_tqdm=True, train_sampling_strategy="sequential", **options,
-    )  # fmt: skip
-    trainer = DistTrainer(
-        model, args, data_collator=collate, train_dataset=list(range(16)), loss=loss, callbacks=[recorder]
-    )
-    trainer.train()
-    return [gradient.flatten().cpu() for gradient in recorder.steps[-1]]
-
-
 @pytest.mark.parametrize("mode", [
     pytest.param(mode, marks=needs_cuda) for mode in ("default", "reduce-overhead")
 ])  # fmt: skip
 def test_compiled_on_cuda_dropout_is_replayed_and_outputs_are_not_overwritten(mode, tmp_path):
-    def collate(rows):
-        return exactness_worker.collate(Case("cuda"), rows, 0)
-
-    options = {"torch_compile": True, "torch_compile_mode": mode}
-    wanted = on_cuda(tmp_path, collate, gradient_cache_keep_graph=99, **options)
-    found = on_cuda(tmp_path, collate, **options)
-    wanted, found = torch.cat(wanted), torch.cat(found)
+    options = {"torch_compile": True, "torch_compile_mode": mode, "max_steps": 3}
+    torch._dynamo.reset()
+    *_, wanted = trained(tmp_path, 16, gradient_cache_keep_graph=99, **options)
+    torch._dynamo.reset()
+    *_, found = trained(tmp_path, 16, **options)  # CUDA graphs are replayed from the second step on
     assert wanted.norm() > 0 and (found - wanted).norm() < 1e-4 * wanted.norm()  # float32
 
 
@@ -123,8 +163,8 @@ def test_inductor_draws_the_same_dropout_masks_with_and_without_a_graph():
     dropout = {"num_hidden_layers": 1, "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
     torch.manual_seed(0)
     model = EmbeddingModel.from_config(exactness_worker.BERT | dropout).train()
-    compiled = torch.compile(model, backend="inductor")
-    for rows, width in ((4, 16), (3, 8), (4, 24)):  # the later ones run with dynamic shapes
+    compiled = torch.compile(model, backend="inductor", dynamic=True)
+    for rows, width in ((4, 16), (3, 8), (4, 24)):
         features = {"input_ids": torch.randint(1, 99, (rows, width)), "attention_mask": torch.ones(rows, width).long()}
         state = torch.get_rng_state()
         with torch.no_grad():

@@ -1,0 +1,43 @@
+"""Who asks for torch.compile gets graphs for chunks of any shape, with a loss over embeddings alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import TorchDynamoPlugin
+
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training import compiling
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.parity.exactness_worker import BERT
+
+
+@pytest.mark.parametrize("loss", [InfoNCELoss(), None])
+def test_an_accelerate_yaml_compiles_as_the_run_file_does(loss, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")  # what the launcher sets when nobody asked
+    options = {} if loss is None else {"gradient_cache_chunk_size": 4}
+    args = DistTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **options)
+    trainer = DistTrainer(EmbeddingModel.from_config(BERT), args, loss=loss)
+    has_loss = loss is not None
+    assert trainer.accelerator.state.dynamo_plugin.dynamic is has_loss
+    assert trainer.args.torch_compile is has_loss  # so that chunks are padded, in buckets, and embeddings are copied
+    if has_loss:
+        assert not trainer.step.sizes.may_pack and trainer.step.sizes._limits().has_buckets
+
+
+@pytest.mark.parametrize("backend, dynamic, is_compiled", [("inductor", True, True), ("no", None, False)])
+def test_graphs_are_for_any_shape(backend, dynamic, is_compiled):
+    args, plugin = SimpleNamespace(torch_compile=False), TorchDynamoPlugin(backend=backend)
+    compiling.prepare(args, plugin)
+    assert plugin.dynamic is dynamic and args.torch_compile is is_compiled
+
+
+def test_prompt_tokens_leave_no_room_to_widen_chunks():
+    prompts = {"default": SimpleNamespace(is_prompt_learning=True)}
+    args, model = SimpleNamespace(torch_compile=True), torch.nn.Linear(2, 2)
+    assert compiling.has_buckets(args, model)
+    model.peft_config = prompts
+    assert not compiling.has_buckets(args, model)
