@@ -118,7 +118,7 @@ class AheadCollator:
             cuts = self.cutter.cut({name: batch[name] for name in names[:read]}, self.wish.get())
         except UsageError:
             return batch  # the training process comes to the same error, and tells it
-        return {**batch, CUTS: cuts.without_tensors()}
+        return {**batch, CUTS: {"all": cuts.without_tensors()}}  # a mapping, as every value of a batch
 
 
 def cut_ahead(loader: DataLoader, cutter: Cutter, wish: SharedWish, num_columns: Mapping[str, int | None]) -> None:

@@ -327,7 +327,7 @@ class EmbeddingStep:
 
 def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], RowFacts]:
     """The batch's columns, and the reserved `ids` and `targets`."""
-    if not isinstance(inputs, Mapping) or not all(isinstance(inputs[name], Mapping) for name in {*inputs} - {CUTS}):
+    if not isinstance(inputs, Mapping) or not all(isinstance(value, Mapping) for value in inputs.values()):
         raise UsageError(
             "with a loss over embeddings a batch is a mapping column -> features, e.g. "
             f'{{"query": {{"input_ids": ...}}, "positive": {{...}}}}; got {_shape_of(inputs)}. '
@@ -339,7 +339,7 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tenso
         raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
     ids = inputs.get("ids")
     ids = ids if ids is None else {name: values for name, values in ids.items() if name not in NOT_OF_LOSS}
-    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs), inputs.get(CUTS))
+    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs), inputs.get(CUTS, {}).get("all"))
 
 
 def _shape_of(inputs: Any) -> str:

@@ -169,7 +169,8 @@ def measure(case: dict, run, folder: str) -> dict[str, float]:
             saved = SavedBytes(model)
             found["parameters"] = local_bytes(model.parameters())
             columns = self._prepare_inputs(inputs)
-            saved.inputs = {storage_of(one) for column in columns.values() for one in column.values()}
+            values = [one for column in columns.values() for one in column.values()]
+            saved.inputs = {storage_of(one) for one in values if isinstance(one, torch.Tensor)}
             with saved.measured():
                 loss = super().training_step(model, columns, *more)
             found["activations"] = saved.most

@@ -34,7 +34,7 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     wish = SharedWish(first)
     collator = AheadCollator(collator_of(flat), cutter, wish, {"": None})
     batch = collator(rows(20))
-    cuts = pickle.loads(pickle.dumps(batch.pop(ahead.CUTS)))
+    cuts = pickle.loads(pickle.dumps(batch.pop(ahead.CUTS)["all"]))
     columns = {name: batch[name] for name in ("query", "positive", "negative")}
     assert cuts.wish == first and not any(table.features["input_ids"].values for table in cuts.chunked.tables)
     whole = lay_out(columns, first.limits, **OPTIONS)
@@ -45,7 +45,7 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     assert again.wide is None and len(again.chunked.chunks()) > len(whole.chunks())
     assert_same_chunks(cuts.of(columns).chunked, whole)  # as the batch of an update that is run again
     wish.set(then)
-    assert collator(rows(20))[ahead.CUTS].wish == then
+    assert collator(rows(20))[ahead.CUTS]["all"].wish == then
 
 
 def test_columns_that_the_loss_does_not_read_are_not_cut():
@@ -55,9 +55,9 @@ def test_columns_that_the_loss_does_not_read_are_not_cut():
     batch = collator_of(True)(rows(4))
     batch["ids"]["source"] = "pairs"
     collator.collate = lambda rows: batch
-    assert list(collator([])[ahead.CUTS].chunked.row_counts()) == ["query", "positive"]
+    assert list(collator([])[ahead.CUTS]["all"].chunked.row_counts()) == ["query", "positive"]
     batch["ids"]["source"] = "others"
-    assert list(collator([])[ahead.CUTS].chunked.row_counts()) == ["query", "positive", "negative"]
+    assert list(collator([])[ahead.CUTS]["all"].chunked.row_counts()) == ["query", "positive", "negative"]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
