@@ -41,6 +41,11 @@ def uses_deepspeed() -> bool:
     return _is_on("ACCELERATE_USE_DEEPSPEED")
 
 
+def compiles() -> bool:
+    """Whether an accelerate configuration has models compiled."""
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+
+
 def uses_mesh() -> bool:
     """Whether processes lie on a mesh of several dimensions."""
     return _is_on("ACCELERATE_USE_PARALLELISM_CONFIG")

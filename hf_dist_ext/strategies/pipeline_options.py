@@ -86,6 +86,7 @@ def _check_rest(args: Any) -> None:
         not in (0, "0", None),
         "fp16=true": args.fp16,
         "torch_compile=true": args.torch_compile,
+        "dynamo in the accelerate configuration": launched.compiles(),
         "frozen_feature_cache": args.frozen_feature_cache is not None,
         "save_async=true": args.save_async,
         "save_on_each_node=true": args.save_on_each_node

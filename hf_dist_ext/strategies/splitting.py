@@ -182,6 +182,7 @@ def check_rest(model: nn.Module, args: Any) -> None:
     refused = {
         "fp16=true": args.fp16,
         "torch_compile=true": args.torch_compile,
+        "dynamo in the accelerate configuration": launched.compiles(),
         "frozen_feature_cache": getattr(args, "frozen_feature_cache", None) is not None,
         "save_async=true": args.save_async,
         "DeepSpeed": bool(args.deepspeed) or launched.uses_deepspeed(),

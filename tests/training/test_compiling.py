@@ -7,7 +7,9 @@ import torch
 from accelerate.utils import TorchDynamoPlugin
 
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import splitting
 from hf_dist_ext.training import compiling
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -26,6 +28,18 @@ def test_an_accelerate_yaml_compiles_as_the_run_file_does(loss, tmp_path, monkey
     assert trainer.args.torch_compile is has_loss  # so that chunks are padded, in buckets, and embeddings are copied
     if has_loss:
         assert not trainer.step.sizes.may_pack and trainer.step.sizes._limits().has_buckets
+
+
+def test_a_yaml_that_compiles_is_refused_where_the_run_file_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    args = DistTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(UsageError, match="tensor parallelism does not go with dynamo in the accelerate configuration"):
+        splitting.check_rest(EmbeddingModel.from_config(BERT), args)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="a pipeline does not go with dynamo in the accelerate configuration"):
+        DistTrainingArguments(
+            output_dir=str(tmp_path), report_to=[], use_cpu=True, pipeline_parallel_size=2, gradient_cache_chunk_size=4
+        )
 
 
 @pytest.mark.parametrize("backend, dynamic, is_compiled", [("inductor", True, True), ("no", None, False)])
