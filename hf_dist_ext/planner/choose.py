@@ -15,7 +15,7 @@ knows how large a "large" model is. No weights are loaded: a laptop plans for a 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from hf_dist_ext.planner.catalog import (
     tensor_parallel_size,
 )
 from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
-from hf_dist_ext.planner.plan import Larger, Option, Plan, changes_for, waits_for_links
+from hf_dist_ext.planner.plan import MOST_ROWS, Larger, Most, Option, Plan, changes_for, waits_for_links
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import TracedWorkload, traced
@@ -115,6 +115,7 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     if best is not None:
         plan.larger = _larger(work, best, hardware)
         plan.levers = _levers(work, best, hardware)
+        plan.most = _most(work, best, hardware)
     if hardware.memory_is_assumed:
         plan.notes.append(
             f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
@@ -319,6 +320,35 @@ def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:
         if rows >= most:
             break
     return found
+
+
+def _most(work: Workload, best: Option, hardware: Hardware) -> Most | None:
+    """The largest chunk, and the largest batch of a device, by halving the range in which they lie."""
+    settings = best.settings
+    if settings is None or best.strategy.pipeline is not None:
+        return None
+    as_fitted = replace(with_batch(work, best.batch), optimizer=best.optimizer)
+
+    def fits(variant: Workload, chosen: Settings) -> bool:
+        needed = _needed(variant, best.strategy, hardware, chosen)
+        return hardware.holds(needed.total, needed.host)
+
+    def largest(known: int, limit: int, holds: Callable[[int], bool]) -> int:
+        upper = known
+        while upper < limit and holds(min(limit, 2 * upper)):
+            upper = min(limit, 2 * upper)
+        step = upper // 2
+        while step > upper // 64:  # to about 2 %
+            upper += step if upper + step <= limit and holds(upper + step) else 0
+            step //= 2
+        return upper
+
+    chunk = None
+    if work.is_embedding and is_cut(work, settings):
+        longest, most = max(column.length for column in work.columns), max(column.rows for column in work.columns)
+        own = work.rows_of_chunk(longest, settings.chunk_rows)
+        chunk = largest(own, most, lambda rows: fits(as_fitted, replace(settings, chunk_rows=rows)))
+    return Most(chunk, largest(best.batch, MOST_ROWS, lambda rows: fits(with_batch(as_fitted, rows), settings)))
 
 
 def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[tuple[Workload, Settings]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_dist_ext.planner.catalog import Hardware, Strategy
@@ -15,6 +15,8 @@ from hf_dist_ext.planner.memory import Bytes, Settings, model_of
 from hf_dist_ext.planner.pipelines import Facts, facts_of
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload
+
+MOST_ROWS = 2**20  # of a device's batch, that are tried
 
 
 @dataclass
@@ -111,6 +113,21 @@ class Larger:
 
 
 @dataclass(frozen=True)
+class Most:
+    """The largest that fit with the other settings of the plan; None where there is nothing of the kind."""
+
+    chunk_rows: int | None
+    batch: int | None  # rows of a device, MOST_ROWS where no limit was met
+
+
+def checkpoint_bytes(work: Workload) -> float:
+    """Of a checkpoint: weights (of a model with frozen parts, those that train), and the optimizer's state."""
+    whole = model_of(work).whole
+    frozen = 0.0 if whole.trained < whole.elements else whole.frozen_stored
+    return whole.trained_stored + frozen + whole.optimizer
+
+
+@dataclass(frozen=True)
 class Time:
     """`rows_per_second`: of all devices. `hours` and `price`: None where the number of steps or the price is not
     known."""
@@ -166,6 +183,7 @@ class Plan:
     price_per_hour: float | None = None  # of one device
     overrides: Sequence[str] = ()  # of the run file, as the command had them
     larger: Larger | None = None
+    most: Most | None = None
     enough: Plan | None = None  # where nothing fits: of so many more devices that something does
     levers: dict[str, float] = field(default_factory=dict)  # a change -> bytes of a device that it would save
 
@@ -207,6 +225,11 @@ class Plan:
         return next((option for option in self.options if option.strategy.name == name), None)
 
     @property
+    def checkpoint_bytes(self) -> float:
+        optimizer = self.best.optimizer if self.best is not None else self.work.optimizer
+        return checkpoint_bytes(replace(self.work, optimizer=optimizer))
+
+    @property
     def parameters(self) -> float:
         return model_of(self.work).whole.elements
 
@@ -239,6 +262,8 @@ class Plan:
             },
             "levers": {what: round(size) for what, size in self.levers.items()},
             "larger_chunks": self.larger and vars(self.larger),
+            "largest": self.most and asdict(self.most),
+            "checkpoint_bytes": round(self.checkpoint_bytes),
             "enough_devices": self.enough and self.enough.hardware.num_devices,
             "reasons": self.reasons,
             "notes": self.notes,

@@ -12,7 +12,7 @@ from hf_dist_ext.planner.cards import CARDS
 from hf_dist_ext.planner.catalog import GIB
 from hf_dist_ext.planner.memory import Settings, is_cut, model_of
 from hf_dist_ext.planner.pipelines import Facts
-from hf_dist_ext.planner.plan import Option, Plan
+from hf_dist_ext.planner.plan import MOST_ROWS, Option, Plan
 from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
 from hf_dist_ext.planner.traffic import BANDWIDTH, speed
 
@@ -39,7 +39,7 @@ def print_plan(plan: Plan) -> None:
     for option in plan.options:
         if option.pipeline is not None and (option is plan.best or plan.work.knobs.pipeline_size > 1):
             print(pipeline_line(option.pipeline, option.strategy.name))
-    for line in [*plan.reasons[MAIN_REASONS:], *_levers(plan)]:
+    for line in [*plan.reasons[MAIN_REASONS:], *_levers(plan), _sizes(plan)]:
         print(f"  - {line}")
     for note in [*plan.notes, _why_nots(plan), _assumptions(plan)]:
         if note:
@@ -93,6 +93,16 @@ def _levers(plan: Plan) -> list[str]:
         return []
     levers = ", ".join(f"{what} {gib(size)}" for what, size in plan.levers.items() if gib(size) != gib(0))
     return [f"What would save more of each device: {levers}."]
+
+
+def _sizes(plan: Plan) -> str:
+    """The largest that fit, and what lands on the disk."""
+    words = [f"A checkpoint takes {gib(plan.checkpoint_bytes)}."]
+    if plan.most is not None:
+        more = " or more" if plan.most.batch == MOST_ROWS else ""
+        chunk = "" if plan.most.chunk_rows is None else f"a chunk of {plan.most.chunk_rows:,} rows, or "
+        words.insert(0, f"The largest that fits beside the rest: {chunk}{plan.most.batch:,} rows{more} per device.")
+    return " ".join(words)
 
 
 def _why_nots(plan: Plan) -> str:

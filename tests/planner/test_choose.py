@@ -9,6 +9,7 @@ import pytest
 
 from hf_dist_ext import cli, launch
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import auto, cpu
 from hf_dist_ext.planner.cards import CARDS, card_of
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
@@ -21,9 +22,12 @@ from hf_dist_ext.planner.report import duration
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traffic import speed, traffic
 from hf_dist_ext.planner.who_trains import depth
-from hf_dist_ext.planner.workload import workload_of
+from hf_dist_ext.planner.workload import with_batch, workload_of
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
+from tests.tasks.test_folders import write_run
+from tests.tasks.test_stages import main as train
+from tests.tiny_models import model_config, tiny_tokenizer
 
 BASE = {"model_type": "bert"}  # 109M parameters
 DECODER = {
@@ -582,3 +586,34 @@ def test_a_run_on_the_cpu_is_compared_with_what_this_cpu_reaches(make_run, capsy
 @pytest.mark.slow
 def test_the_arithmetic_of_this_cpu_is_measured(make_run):
     assert 1e8 < cpu.measured(make_run({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 2})) < 1e14
+
+
+def test_the_largest_chunk_and_batch_fit_and_hardly_larger_ones_do_not(make_run):
+    work = workload(make_run(per_device_train_batch_size=8192, gradient_cache_chunk_size=16, bf16=True))
+    plan = plan_workload(work, Hardware(2, 24 * GIB))
+    needed = lambda work, **more: estimate(work, strategy("DDP"), plan.hardware, Settings(**more)).total  # noqa: E731
+    for larger, fits in ((1, True), (1.04, False)):
+        rows = round(larger * plan.most.chunk_rows)
+        assert (needed(work, chunk_rows=rows) <= plan.hardware.usable) == fits and 16 < rows < 8192
+        rows = round(larger * plan.most.batch)
+        assert (needed(with_batch(work, rows)) <= plan.hardware.usable) == fits and rows > 8192
+
+
+PROJECTION = {"trainable_modules": ["projection"], "projection_dim": 16}
+
+
+@pytest.mark.parametrize("fields", [{}, PROJECTION, {"use_lora": True, "lora_r": 64}])
+def test_a_checkpoint_is_as_large_as_planned(tmp_path, fields):
+    path = write_run(tmp_path, model_name_or_path=folder_of(tmp_path), optim="adamw_torch", **fields)
+    train(path, "--max_steps", "2", "--save_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false")
+    files = [one for one in (tmp_path / "out" / "checkpoint-2").rglob("*") if one.suffix in (".safetensors", ".pt")]
+    written = sum(one.stat().st_size for one in files)
+    plan = make_plan(load_run(["--config", str(path)]), Hardware())
+    assert plan.checkpoint_bytes > 1000 and written == pytest.approx(plan.checkpoint_bytes, rel=0.05, abs=8000)
+
+
+def folder_of(path):
+    """A model whose weights outweigh the headers of files."""
+    config = model_config("bert", hidden_size=128, intermediate_size=512)
+    EmbeddingModel.from_config(config).save_pretrained(path / "model", tokenizer=tiny_tokenizer())
+    return str(path / "model")
