@@ -6,7 +6,7 @@ The one thing to know: a loss is the mean over this rank's OWN rows, scored agai
 (1) check the columns: anchor, positive, then any hard negatives
 (2) turn ids into small numbers, per column of candidates: rows and candidates that share one are no negatives
 (3) hand over to engine/tiled_infonce.py, which computes loss and gradient tile by tile, or, where candidates go round
-    the processes, to engine/ring_infonce.py
+    the processes, to engine/ring.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.products import Products
-from hf_dist_ext.engine.ring_infonce import Ring, RingPlan, ring_infonce
+from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
+from hf_dist_ext.engine.ring_scores import Softmax
 from hf_dist_ext.engine.tiled_infonce import Direction, Plan, tiled_infonce
 from hf_dist_ext.errors import UsageError
 
@@ -60,7 +61,7 @@ class InfoNCELoss(nn.Module):
             constant of the gradient. None = off.
         cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
         cross_device_exchange: "gather": every rank holds all candidates; three products per pair. "ring": candidates
-            go round (ring_infonce.py); a rank holds two blocks of the others' at most, four products. "auto": the ring
+            go round (ring.py); a rank holds two blocks of the others' at most, four products. "auto": the ring
             where the gathered ones would take more than policy.LOSS_TILE_BYTES. The gradient is the same.
         bf16_products: factors of matrix products are rounded to bfloat16 (products.py), sums stay in float32.
         normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros
@@ -101,8 +102,7 @@ class InfoNCELoss(nn.Module):
         for name, size in (("rows_per_tile", rows_per_tile), ("candidates_per_tile", candidates_per_tile)):
             if size is not None and size < 1:
                 raise UsageError(f"{name}={size} must be at least 1, or None for the default.")
-        if cross_device_exchange not in get_args(Exchange):
-            raise UsageError(f'cross_device_exchange="{cross_device_exchange}" must be "auto", "gather" or "ring".')
+        check_exchange(cross_device_exchange)
         if cross_device_exchange == "ring" and not cross_device_negatives:
             raise UsageError(
                 'cross_device_exchange="ring" sends every process the candidates of all, and '
@@ -147,7 +147,7 @@ class InfoNCELoss(nn.Module):
         accumulated in float32, under autocast too.
         """
         everyone = own if everyone is None else everyone
-        ring = self._ring(own, everyone)
+        ring = ring_of(self.cross_device_exchange, own, everyone)
         sees = own if ring is not None else everyone
         offset = row_offset if ring is None else 0
         columns = checked_columns(own, sees, offset, self.symmetric or everyone is own)  # (1)
@@ -206,38 +206,29 @@ class InfoNCELoss(nn.Module):
         )
         return tiled_infonce(plan, inverse_temperature, embeddings)  # (3)
 
-    def _ring(self, own: Mapping[str, Tensor], everyone: Mapping[str, Tensor]) -> Ring | None:
-        """The ring that `everyone` can go round in, where it is to."""
-        ring = getattr(everyone, "ring", None)
-        if ring is None:
-            return None
-        all_rows, width = sum(map(sum, ring.counts.values())), next(iter(own.values())).shape[-1]
-        return ring if policy.goes_round(self.cross_device_exchange, all_rows, width) else None
-
     def _scored_in_ring(
         self, own: Mapping[str, Tensor], columns: list[str], ring: Ring, keys: Keys, inverse_temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The same where candidates go round."""
         counts = [ring.counts[name] for name in columns]
-        rows = [own[name] for name in columns]
-        # A rank whose rows are stand-ins has none that count.
-        rows = [r if len(r) == c[ring.index] else r[: c[ring.index]] for r, c in zip(rows, counts, strict=True)]
-        on_cpu, item = rows[0].device.type == "cpu", inverse_temperature.dtype.itemsize
+        anchors = own[columns[0]]
+        on_cpu, item = anchors.device.type == "cpu", inverse_temperature.dtype.itemsize
         most = (512, 512) if on_cpu else (policy.LOSS_TILE_ROWS, None)
         tile_rows = max(1, (self.rows_per_tile or most[0]) >> self.tile_halvings)
         tile_rows, candidates = policy.ring_tile(max(map(max, counts)), tile_rows, item)
         plan = RingPlan(
+            score=Softmax(),
             ring=ring,
             counts=counts,
             is_symmetric=self.symmetric,
-            prefixes=self.matryoshka or [(rows[0].shape[1], 1.0)],
+            prefixes=self.matryoshka or [(anchors.shape[1], 1.0)],
             keys=keys,
             margin=self.false_negative_margin,
             normalize=self.normalize,
             tile=(tile_rows, min(candidates, self.candidates_per_tile or most[1] or candidates)),
             products=Products(self.bf16_products),
         )
-        return ring_infonce(plan, inverse_temperature, rows)
+        return scored_in_ring(plan, inverse_temperature, None, plan.own_rows(own, columns))
 
     def _inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """(1,), with a graph to the parameter when it is learnable."""
@@ -253,6 +244,20 @@ class InfoNCELoss(nn.Module):
     def extra_repr(self) -> str:
         learnable = self.log_inverse_temperature is not None
         return f"temperature={self.temperature:.4g}, learnable_temperature={learnable}, symmetric={self.symmetric}"
+
+
+def check_exchange(exchange: str) -> None:
+    if exchange not in get_args(Exchange):
+        raise UsageError(f'cross_device_exchange="{exchange}" must be "auto", "gather" or "ring".')
+
+
+def ring_of(exchange: Exchange, own: Mapping[str, Tensor], everyone: Mapping[str, Tensor]) -> Ring | None:
+    """The ring that `everyone` can go round in, where it is to."""
+    ring = getattr(everyone, "ring", None)
+    if ring is None:
+        return None
+    all_rows, width = sum(map(sum, ring.counts.values())), next(iter(own.values())).shape[-1]
+    return ring if policy.goes_round(exchange, all_rows, width) else None
 
 
 def _index_of(embedding: Tensor, embeddings: list[Tensor]) -> int:

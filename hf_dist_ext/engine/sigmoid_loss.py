@@ -8,7 +8,8 @@ For row i and candidate j with similarity c_ij, scale s, bias b, and z_ij = 1 fo
     dloss_i / dl_ij = sigmoid(l_ij) - [z_ij = 1]
 
 No row needs a sum over its candidates, so a tile is done with at once: loss and gradient are made in the forward pass
-(by_hand.py). Blocks and normalisation are those of tiled_infonce.py.
+(by_hand.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as InfoNCE's do
+(ring.py).
 
 Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of a tile.
 """
@@ -25,7 +26,10 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from hf_dist_ext.engine.by_hand import with_gradients
-from hf_dist_ext.engine.losses import LossOutput, checked_columns, keys_of
+from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, keys_of, ring_of
+from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
+from hf_dist_ext.engine.ring_scores import Sigmoid
 from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
 from hf_dist_ext.errors import UsageError
 
@@ -43,6 +47,7 @@ class SigmoidLoss(nn.Module):
         normalize: L2-normalise here.
         rows_per_tile: memory is a few buffers of this times `candidates_per_tile`.
         candidates_per_tile: see `rows_per_tile`.
+        cross_device_exchange: of `InfoNCELoss`.
     """
 
     def __init__(
@@ -54,12 +59,15 @@ class SigmoidLoss(nn.Module):
         normalize: bool = True,
         rows_per_tile: int = 512,
         candidates_per_tile: int = 2048,
+        cross_device_exchange: Exchange = "auto",
     ) -> None:
         super().__init__()
         if not 0 < scale < math.inf or not math.isfinite(bias):
             raise UsageError(f"scale={scale} must be a positive number and bias={bias} a number, such as 10 and -10.")
         if min(rows_per_tile, candidates_per_tile) < 1:
             raise UsageError(f"rows_per_tile={rows_per_tile}, candidates_per_tile={candidates_per_tile}: at least 1.")
+        check_exchange(cross_device_exchange)
+        self.cross_device_exchange = cross_device_exchange
         self.mask_false_negatives, self.normalize = mask_false_negatives, normalize
         self.rows_per_tile, self.candidates_per_tile = rows_per_tile, candidates_per_tile
         self.tile_halvings = 0  # of a tile's rows, after a lack of memory
@@ -77,6 +85,8 @@ class SigmoidLoss(nn.Module):
         """The loss, and as metrics accuracy, masked_share, positive_similarity, scale and bias. Arguments and dtypes
         as of `InfoNCELoss`."""
         everyone = own if everyone is None else everyone
+        if ring := ring_of(self.cross_device_exchange, own, everyone):
+            return self._in_ring(own, ring, ids)
         anchor, *candidates = names = checked_columns(own, everyone, row_offset, everyone is own)
         rows, columns = own[anchor], [everyone[name] for name in candidates]
         dtype = torch.promote_types(rows.dtype, torch.float32)
@@ -90,7 +100,30 @@ class SigmoidLoss(nn.Module):
         )
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
         made = partial(_loss_and_gradients, plan)
-        loss, metrics = with_gradients("SigmoidLoss", made, scale, bias, rows, *columns)
+        return self._output(*with_gradients("SigmoidLoss", made, scale, bias, rows, *columns), scale, bias)
+
+    def _in_ring(self, own: Mapping[str, Tensor], ring: Ring, ids: Mapping[str, Tensor] | None) -> LossOutput:
+        """The same where candidates go round."""
+        names = checked_columns(own, own, 0, reads_anchors=True)
+        dtype = torch.promote_types(own[names[0]].dtype, torch.float32)
+        counts = [ring.counts[name] for name in names]
+        heights = dict(zip(names, map(sum, counts), strict=True))
+        plan = RingPlan(
+            score=Sigmoid(),
+            ring=ring,
+            counts=counts,
+            is_symmetric=False,
+            prefixes=[(own[names[0]].shape[1], 1.0)],
+            keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
+            margin=None,
+            normalize=self.normalize,
+            tile=(max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile),
+            products=Products(),
+        )
+        scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
+        return self._output(*scored_in_ring(plan, scale, bias, plan.own_rows(own, names)), scale, bias)
+
+    def _output(self, loss: Tensor, metrics: Tensor, scale: Tensor, bias: Tensor) -> LossOutput:
         of_rows = dict(zip(("accuracy", "masked_share", "positive_similarity"), metrics.unbind(), strict=True))
         return LossOutput(loss, of_rows | {"scale": scale.detach().squeeze(0), "bias": bias.detach().squeeze(0)})
 

@@ -321,7 +321,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
-        exchange=fields.cross_device_exchange if all(part.loss == "infonce" for part in parts) else "gather",
+        exchange=_exchange(parts),
         is_symmetric=any(part.symmetric for part in parts),
         has_bf16_products=all(part.bf16_products for part in parts),
         packs=packs,
@@ -412,6 +412,14 @@ def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
     most = texts.index(max(texts))
     notes.append(f'datasets: counted with batches of "{sources[most].name}", which has most texts in a row.')
     return dict(of_each[most])
+
+
+def _exchange(parts: Sequence[RunConfig]) -> str:
+    """How candidates meet: "gather" where one of the losses knows no other way."""
+    of_losses = {"infonce": lambda part: part.cross_device_exchange}
+    of_losses["siglip"] = lambda part: (part.loss_options or {}).get("cross_device_exchange", "auto")
+    found = {of_losses[part.loss](part) if part.loss in of_losses else "gather" for part in parts}
+    return next((name for name in ("gather", "auto") if name in found), "ring")
 
 
 def with_batch(work: Workload, rows: int) -> Workload:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_dist_ext.engine.ring_infonce import Ring
+from hf_dist_ext.engine.ring import Ring
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.ragged import GatheredOutputs
 from hf_dist_ext.strategies.ring import visits

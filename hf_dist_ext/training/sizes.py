@@ -75,7 +75,8 @@ class Layout(NamedTuple):
         exchange = getattr(loss, "cross_device_exchange", "gather")
         if sees_all and policy.goes_round(exchange, sum(map(sum, counts)), size.numbers):
             of_batch = 4 * size.numbers * sum(own.values())  # as chunks gave them
-            return of_batch + policy.ring_bytes(counts, size.numbers, loss.symmetric, **options)
+            is_symmetric = getattr(loss, "symmetric", False)
+            return of_batch + policy.ring_bytes(counts, size.numbers, is_symmetric, **options)
         everyone = {name: sum(rows) for name, rows in self.counts.items()} if sees_all else own
         is_tiled = not getattr(loss, "compares_all_pairs", False)
         anchors, *_ = (own if is_tiled else everyone).values()

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hf_dist_ext import policy  # noqa: E402
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
-from hf_dist_ext.engine.ring_infonce import Ring  # noqa: E402
+from hf_dist_ext.engine.ring import Ring  # noqa: E402
 from hf_dist_ext.strategies import ring  # noqa: E402
 from tests.engine.test_losses import LiveBytes  # noqa: E402
 

@@ -299,3 +299,15 @@ def test_where_candidates_go_round_the_plan_counts_their_blocks(make_run):  # no
     assert loss_and_traffic(symmetric=True)[0] > of_ring
     small = workload(make_run(model, per_device_train_batch_size=512))
     assert not small.candidates_go_round(4) and not workload(make_run(model, **fields)).candidates_go_round(1)
+
+
+def test_one_loss_that_gathers_is_counted_for_all(make_run):  # noqa: F811
+    model, fields = BASE | {"hidden_size": 1024, "num_attention_heads": 16}, {"per_device_train_batch_size": 16384}
+
+    def goes_round(**more):
+        return workload(make_run(model, **fields, **more)).candidates_go_round(4)
+
+    assert goes_round(loss="siglip")
+    assert not goes_round(loss="siglip", loss_options={"cross_device_exchange": "gather"})
+    assert goes_round(losses=[{"loss": "infonce"}, {"loss": "siglip"}])
+    assert not goes_round(losses=[{"loss": "infonce"}, {"loss": "CoSENTLoss"}], label_column="score")

@@ -1,4 +1,4 @@
-"""InfoNCE whose candidates go round, against the same loss over gathered candidates; float64, ranks are threads."""
+"""Losses whose candidates go round, against the same ones over gathered candidates; float64, ranks are threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,8 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.outputs import PartOfColumns
 from hf_dist_ext.engine.products import Products
-from hf_dist_ext.engine.ring_infonce import Ring
+from hf_dist_ext.engine.ring import Ring
+from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import ring as moves
 from tests.engine.test_losses import LiveBytes, assert_close, make_columns, make_ids
@@ -77,8 +78,16 @@ def counts_of(height, rows_of_rank):
     return shares
 
 
-def run_ranks(loss, columns, rows_of_rank, ids=None, backward=True):
-    """(loss, metrics, gradients by column, that of the temperature), of all rows together; and the board."""
+def infonce(**options):
+    return InfoNCELoss(0.1, learnable_temperature=True, **options).double()
+
+
+def siglip(**options):
+    return SigmoidLoss(scale=8.0, bias=-2.0, **options).double()
+
+
+def run_ranks(options, columns, rows_of_rank, ids=None, backward=True, make=infonce):
+    """(loss, metrics, gradients by column, those of its parameters), of all rows together; and the board."""
     size = len(rows_of_rank)
     board, counts = Board(size), {name: counts_of(len(v), rows_of_rank) for name, v in columns.items()}
     parts = [split(columns, rows_of_rank, rank) for rank in range(size)]
@@ -87,28 +96,28 @@ def run_ranks(loss, columns, rows_of_rank, ids=None, backward=True):
         everyone = Everyone(columns)
         everyone.ring = board.ring(rank, counts)
         # Every rank has a loss of its own: threads would add to one `.grad` at once.
-        own = InfoNCELoss(0.1, learnable_temperature=True, **{"cross_device_exchange": "ring", **loss}).double()
+        own = make(**{"cross_device_exchange": "ring", **options})
         output = own(parts[rank], everyone, ids=ids, row_offset=sum(rows_of_rank[:rank]))
         weighted = output.loss * (rows_of_rank[rank] / sum(rows_of_rank))
         if backward:
             weighted.backward()
-        return weighted.detach(), output.metrics, own.log_inverse_temperature.grad
+        return weighted.detach(), output.metrics, [p.grad for p in own.parameters()]
 
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(of_rank, range(size)))
     shares = [rows / sum(rows_of_rank) for rows in rows_of_rank]
     metrics = {n: sum(m[n] * share for (_, m, _), share in zip(results, shares, strict=True)) for n in results[0][1]}
     gradients = {name: torch.cat([part[name].grad for part in parts]) for name in columns} if backward else None
-    of_temperature = sum(g for _, _, g in results) if backward else None
-    return (sum(value for value, _, _ in results), metrics, gradients, of_temperature), board
+    of_loss = [sum(of_ranks) for of_ranks in zip(*(g for _, _, g in results), strict=True)] if backward else None
+    return (sum(value for value, _, _ in results), metrics, gradients, of_loss), board
 
 
-def run_alone(loss, columns, ids=None):
-    own = InfoNCELoss(0.1, learnable_temperature=True, **loss).double()
+def run_alone(options, columns, ids=None, make=infonce):
+    own = make(**options)
     columns = {name: values.detach().clone().requires_grad_() for name, values in columns.items()}
     output = own(columns, ids=ids)
     output.loss.backward()
-    return output.loss, output.metrics, {n: v.grad for n, v in columns.items()}, own.log_inverse_temperature.grad
+    return output.loss, output.metrics, {n: v.grad for n, v in columns.items()}, [p.grad for p in own.parameters()]
 
 
 RANKS = [[13], [9, 4], [5, 0, 8], [4, 3, 1, 5]]
@@ -128,11 +137,28 @@ OPTIONS = [
 def test_loss_metrics_and_gradients_are_those_of_gathered_candidates(rows_of_rank, options, has_ids):
     columns = make_columns(negatives=(7, 26))
     ids = make_ids(columns, group=True) if has_ids else None
-    (loss, metrics, gradients, of_temperature), _ = run_ranks(options, columns, rows_of_rank, ids)
-    wanted = run_alone(options, columns, ids)
+    compare(options, columns, rows_of_rank, ids, infonce)
+
+
+@pytest.mark.parametrize("rows_of_rank", RANKS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"rows_per_tile": 3, "candidates_per_tile": 2}, {"normalize": False}], ids=str
+)
+@pytest.mark.parametrize("has_ids", [False, True], ids=["no_ids", "ids"])
+def test_so_are_those_of_the_sigmoid_loss(rows_of_rank, options, has_ids):
+    columns = make_columns(negatives=(7, 26))
+    ids = make_ids(columns, group=True) if has_ids else None
+    compare(options, columns, rows_of_rank, ids, siglip)
+
+
+def compare(options, columns, rows_of_rank, ids, make):
+    (loss, metrics, gradients, of_loss), _ = run_ranks(options, columns, rows_of_rank, ids, make=make)
+    wanted = run_alone(options, columns, ids, make)
     assert wanted[0] > 1e-3
     assert_close(loss, wanted[0])
-    assert_close(of_temperature, wanted[3])
+    for found, expected in zip(of_loss, wanted[3], strict=True):
+        assert expected.abs().max() > 1e-6
+        assert_close(found, expected)
     for name, gradient in gradients.items():
         assert wanted[2][name].abs().max() > 1e-6
         assert_close(gradient, wanted[2][name])
@@ -295,11 +321,11 @@ def test_products_of_rounded_factors_are_off_by_what_bfloat16_rounds(rows_of_ran
     wanted = run_alone(options, columns)
     half = {**options, "bf16_products": True}
     if rows_of_rank is None:
-        loss, _, gradients, of_temperature = run_alone(half, columns)
+        loss, _, gradients, of_loss = run_alone(half, columns)
     else:
-        (loss, _, gradients, of_temperature), _ = run_ranks(half, columns, rows_of_rank)
+        (loss, _, gradients, of_loss), _ = run_ranks(half, columns, rows_of_rank)
     assert 1e-6 < relative_error(loss, wanted[0]) < 4e-3
-    assert relative_error(of_temperature, wanted[3]) < 1e-2
+    assert relative_error(of_loss[0], wanted[3][0]) < 1e-2
     for name, gradient in gradients.items():
         assert 1e-5 < relative_error(gradient, wanted[2][name]) < 1e-2
 

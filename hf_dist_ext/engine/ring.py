@@ -1,16 +1,18 @@
-"""InfoNCE whose candidates go round the processes: of the others' embeddings no rank holds more than two blocks.
+"""Losses whose candidates go round the processes: of the others' embeddings no rank holds more than two blocks.
 
-Loss, metrics and gradient are those of tiled_infonce.py, whose letters and words hold here. With z = sqrt(s) u of
-every unit vector u a logit is <z_i, z_j>, whoever computes it. As in Inf-CL (https://huggingface.co/papers/2410.17243,
-section 3) blocks travel from rank to rank while each works on the one it has:
+Loss, metrics and gradient are those of tiled_infonce.py, whose letters and words hold here, or of sigmoid_loss.py.
+With z = sqrt(s) u of every unit vector u a logit is <z_i, z_j>, whoever computes it. As in Inf-CL
+(https://huggingface.co/papers/2410.17243, section 3) blocks travel from rank to rank while each works on the one it
+has:
 
-(1) the candidates go round. A rank keeps of each own row the highest logit m, the sum t of exp(logit - m) and the
-    row's gradient but for a factor, the sum of exp(logit - m) z_j. A higher m scales down what was added up before
+(1) the candidates go round. A rank makes of each pair's logit a weight, w (ring_scores.py), and keeps of each own row
+    sums of them and its gradient but for a factor, the sum of w z_j. InfoNCE's weight is exp(logit - m) with the
+    highest logit m so far, and a higher m scales down what was added up before
     (https://huggingface.co/papers/1805.02867)
-(2) t and the positive's logit give loss and metrics; backward says what the loss is worth, and every rank gathers m
-    and the factor of all rows, two numbers each
-(3) the rows go round. A rank computes their logits with its own candidates again: exp(logit - m) times the factor is
-    the gradient of a logit, and its product with the rows is added to the candidates' gradients
+(2) these sums and the positive's logit give loss and metrics; backward says what the loss is worth, and every rank
+    gathers m and the factor of all rows, two numbers each
+(3) the rows go round. A rank computes their logits with its own candidates again: the weight times the factor is the
+    gradient of a logit, and its product with the rows is added to the candidates' gradients
 (4) own positives, then each gradient through its normalisation
 
 So no gradient travels. Both rounds send what a gather of the candidates and the reduce-scatter of their gradients
@@ -26,9 +28,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.ring_scores import Score, Side
 from hf_dist_ext.engine.tiled_infonce import (
     MASKED,
     Block,
@@ -51,6 +53,7 @@ class Ring(NamedTuple):
 
 
 class RingPlan(NamedTuple):
+    score: Score
     ring: Ring
     counts: list[list[int]]  # per column (anchors, positives, negatives): rows of every rank
     is_symmetric: bool
@@ -73,29 +76,36 @@ class RingPlan(NamedTuple):
         """Rows of these columns together, of every rank."""
         return [sum(of_rank) for of_rank in zip(*(self.counts[c] for c in columns), strict=True)]
 
+    def own_rows(self, own: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+        """This rank's rows of every column; of a rank whose rows are stand-ins none counts."""
+        heights = [of_ranks[self.ring.index] for of_ranks in self.counts]
+        rows = [own[name] for name in names]
+        return [one if len(one) == height else one[:height] for one, height in zip(rows, heights, strict=True)]
+
     def columns_of(self, block: Tensor, columns: range, rank: int) -> dict[int, Tensor]:
         return dict(zip(columns, block.split([self.counts[c][rank] for c in columns]), strict=True))
 
 
-def ring_infonce(plan: RingPlan, inverse_temperature: Tensor, own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def scored_in_ring(plan: RingPlan, scale: Tensor, bias: Tensor | None, own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Loss (scalar, mean over own rows) and detached metrics (3,), as of `tiled_infonce`. Every rank calls it, and
     backward of what it gives, which works once.
 
-    own: this rank's rows of every column, as many as `plan.counts` says; gradients are those of the sum of all ranks'
-    losses, each times what arrives there from above.
+    scale, bias: (1,), a logit is the similarity times the scale and plus the bias; None is 0. own: this rank's rows of
+    every column, as many as `plan.counts` says; gradients are those of the sum of all ranks' losses, each times what
+    arrives there from above.
     """
-    return _RingInfoNCE.apply(plan, torch.is_grad_enabled(), inverse_temperature, *own)
+    return _RingLoss.apply(plan, torch.is_grad_enabled(), scale, bias, *own)
 
 
-class _RingInfoNCE(torch.autograd.Function):
+class _RingLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: RingPlan, is_grad_enabled: bool, inverse_temperature: Tensor, *own: Tensor):
+    def forward(ctx, plan: RingPlan, is_grad_enabled: bool, scale: Tensor, bias: Tensor | None, *own: Tensor):
         needs = [is_grad_enabled and needed for needed in ctx.needs_input_grad[2:]]
-        with torch.autocast(inverse_temperature.device.type, enabled=False):
-            rounds = _Rounds(plan, inverse_temperature, own, needs)
+        with torch.autocast(scale.device.type, enabled=False):
+            rounds = _Rounds(plan, scale.detach(), bias, own, needs)
             loss, metrics = rounds.score()
-        ctx.save_for_backward(inverse_temperature, *own)
-        ctx.rounds = rounds if any(needs) else None
+        ctx.save_for_backward(*own)
+        ctx.name, ctx.rounds = plan.score.name, rounds if any(needs) else None
         ctx.mark_non_differentiable(metrics)
         return loss, metrics
 
@@ -103,64 +113,47 @@ class _RingInfoNCE(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor, _: Tensor):
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "InfoNCELoss computes its gradient by hand and cannot differentiate it again. "
+                f"{ctx.name} computes its gradient by hand and cannot differentiate it again. "
                 "Call backward without create_graph=True."
             )
         if ctx.rounds is None:
             raise RuntimeError(
-                "InfoNCELoss with candidates that go round gives its gradient once. Call the loss again before a "
+                f"{ctx.name} with candidates that go round gives its gradient once. Call the loss again before a "
                 'second backward, or set cross_device_exchange="gather".'
             )
         rounds, ctx.rounds = ctx.rounds, None
-        inverse_temperature, *own = ctx.saved_tensors
-        with torch.autocast(inverse_temperature.device.type, enabled=False):
-            return (None, None, *rounds.gradients(grad_loss, inverse_temperature, own))
-
-
-class _Side:
-    """One direction on one prefix: what rank-local rows know of the candidates that came by. B own rows."""
-
-    def __init__(
-        self, direction: Direction, dim: int, weight: float, z: dict[int, Tensor], needs_gradient: bool, like: Tensor
-    ):
-        self.direction, self.dim, self.weight, self.z = direction, dim, weight, z
-        self.rows = z[direction.rows]  # (B, d)
-        self.highest = like.new_full((len(self.rows),), MASKED)  # (B,) logit other than the positive's
-        self.total = like.new_zeros(len(self.rows))  # (B,) of exp(logit - highest)
-        self.gradient = like.new_zeros(self.rows.shape) if needs_gradient else None
-        self.positives = like.new_empty(len(self.rows))  # (B,) logits
+        with torch.autocast(grad_loss.device.type, enabled=False):
+            return (None, None, *rounds.gradients(grad_loss, ctx.saved_tensors))
 
 
 class _Rounds:
     """The state of a loss between its two rounds."""
 
-    def __init__(self, plan: RingPlan, inverse_temperature: Tensor, own: Sequence[Tensor], needs: list[bool]):
-        self.plan, self.like = plan, inverse_temperature.detach()
-        self.needs_temperature, *self.needs = needs
-        self.root = self.like.sqrt()
+    def __init__(self, plan: RingPlan, scale: Tensor, bias: Tensor | None, own: Sequence[Tensor], needs: list[bool]):
+        self.plan, self.scale, self.bias = plan, scale, bias
+        self.needs_scale, self.needs_bias, *self.needs = needs
+        self.root = scale.sqrt()
         self.num_rows = len(own[0])  # B
         index, counts = plan.ring.index, plan.counts
         assert [len(rows) for rows in own] == [of_ranks[index] for of_ranks in counts]
         self.travellers = range(0 if plan.is_symmetric else 1, len(counts))  # columns of candidates
         self.movers = range(2 if plan.is_symmetric else 1)  # columns of rows
         widest = plan.prefixes[0][0]
-        self.packed = inverse_temperature.new_empty(
-            sum(map(len, own)), widest, dtype=plan.products.dtype(inverse_temperature.dtype)
-        )
+        self.packed = scale.new_empty(sum(map(len, own)), widest, dtype=plan.products.dtype(scale.dtype))
         z = plan.columns_of(self.packed, range(len(counts)), index)
         for column, raw in enumerate(own):
             for tile in self._row_tiles(len(raw)):
-                unit, _ = normalized(raw[tile, :widest], plan.normalize, inverse_temperature.dtype)
+                unit, _ = normalized(raw[tile, :widest], plan.normalize, scale.dtype)
                 z[column][tile] = unit * self.root
         self.sides = []
         for dim, weight in plan.prefixes:
             of_prefix = {column: self._prefix(rows, dim) for column, rows in z.items()}
             for direction in plan.directions:
-                needed = self.needs_temperature or self.needs[direction.rows]
-                self.sides.append(_Side(direction, dim, weight, of_prefix, needed, inverse_temperature))
+                needed = self.needs_scale or self.needs[direction.rows]
+                self.sides.append(Side(direction, dim, weight, of_prefix, needed, scale))
         rows = plan.tile[0] * plan.tile[1]
-        self.logits = inverse_temperature.new_empty(rows)
-        self.masks = inverse_temperature.new_empty(rows if plan.keys else 0)
+        self.logits = scale.new_empty(rows)
+        self.masks = scale.new_empty(rows if plan.keys else 0)
 
     def _row_tiles(self, height: int) -> Iterator[slice]:
         return _tiles(height, self.plan.tile[0])
@@ -169,11 +162,11 @@ class _Rounds:
         """The first dimensions, normalised again."""
         if dim == z.shape[1]:
             return z
-        unit, _ = normalized(z[:, :dim], True, self.like.dtype)
+        unit, _ = normalized(z[:, :dim], True, self.scale.dtype)
         return (unit * self.root).to(z.dtype)
 
     def _threshold(self, positives: Tensor) -> Tensor | None:
-        return None if self.plan.margin is None else positives - self.plan.margin * self.like
+        return None if self.plan.margin is None else positives - self.plan.margin * self.scale
 
     def _met(
         self, rows: Tensor, first: int, candidates: Tensor, place: int, offset: int, threshold: Tensor | None
@@ -190,6 +183,8 @@ class _Rounds:
             low, high = offset + which.start, offset + which.stop
             block = Block(place, low, high, self.logits[:size].view(shape))
             self.plan.products.write(rows, candidates[which].T, block.values)
+            if self.bias is not None:
+                block.values.add_(self.bias)
             block.positives(first)[1].fill_(MASKED)
             masks = []
             if self.plan.keys:
@@ -202,14 +197,14 @@ class _Rounds:
 
     def score(self) -> tuple[Tensor, Tensor]:
         plan, index = self.plan, self.plan.ring.index
-        loss, metrics = self.like.new_zeros(()), self.like.new_zeros(3)
+        loss, metrics = self.scale.new_zeros(()), self.scale.new_zeros(3)
         own_first = plan.offset(0, index)
         for side in self.sides:
             positives = side.z[side.direction.candidates[0]]
             for tile in self._row_tiles(self.num_rows):
-                logits = self.like.new_empty(tile.stop - tile.start, tile.stop - tile.start)
+                logits = self.scale.new_empty(tile.stop - tile.start, tile.stop - tile.start)
                 plan.products.write(side.rows[tile], positives[tile].T, logits)  # as rounded as the others' logits
-                side.positives[tile] = logits.diagonal()
+                side.positives[tile] = logits.diagonal() if self.bias is None else logits.diagonal() + self.bias
         for rank, block in plan.ring.visits(self._part(self.travellers), plan.heights(self.travellers)):
             columns = plan.columns_of(block, self.travellers, rank)
             for number, side in enumerate(self.sides):
@@ -221,13 +216,12 @@ class _Rounds:
                         if number == 0:
                             metrics[1] += num_masked
         for number, side in enumerate(self.sides):
-            lead = side.positives - (side.highest + side.total.log())
             share = side.weight / (len(plan.directions) * max(self.num_rows, 1))
-            loss -= logsigmoid(lead).sum() * share
-            side.wrong = torch.sigmoid(-lead).mul_(share)  # (B,) -d(loss) / d(logit of the positive)
+            loss += plan.score.settle(side, share).sum() * share
             if number == 0:
                 metrics[0] = (side.positives > side.highest).sum()
-                metrics[2] = (side.positives / self.like).sum()
+                similarity = side.positives if self.bias is None else side.positives - self.bias
+                metrics[2] = (similarity / self.scale).sum()
         metrics[1] /= max(sum(map(sum, plan.counts[1:])) - 1, 1)
         return loss, metrics / max(self.num_rows, 1)
 
@@ -237,60 +231,57 @@ class _Rounds:
         return self.packed[start : start + self.plan.heights(columns)[self.plan.ring.index]]
 
     def _add_candidates(
-        self, side: _Side, tile: slice, own_first: int, candidates: Tensor, place: int, offset: int
+        self, side: Side, tile: slice, own_first: int, candidates: Tensor, place: int, offset: int
     ) -> Tensor:
         """What a tile of own rows learns of a block; the number of masked pairs."""
-        threshold, num_masked = self._threshold(side.positives[tile]), self.like.new_zeros(())
+        threshold, num_masked = self._threshold(side.positives[tile]), self.scale.new_zeros(())
         met = self._met(side.rows[tile], own_first + tile.start, candidates, place, offset, threshold)
         for which, logits, masked, highest in met:
             num_masked += masked.sum()
-            highest = torch.maximum(highest, side.highest[tile])
-            shrink = (side.highest[tile] - highest).exp_()
-            side.highest[tile] = highest
-            weights = logits.sub_(highest[:, None]).exp_()
-            side.total[tile] = side.total[tile] * shrink + weights.sum(dim=1)
+            weights, shrink = self.plan.score.absorb(side, tile, logits, highest)
             if side.gradient is not None:
-                gradient = side.gradient[tile].mul_(shrink[:, None])
+                gradient = side.gradient[tile] if shrink is None else side.gradient[tile].mul_(shrink[:, None])
                 self.plan.products.add(gradient, weights, candidates[which])
         return num_masked
 
     # ---- (3) and (4) ----
 
-    def gradients(self, grad_loss: Tensor, inverse_temperature: Tensor, own: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of the inverse temperature and of every column."""
+    def gradients(self, grad_loss: Tensor, own: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of the scale, the bias and every column."""
         plan = self.plan
         buffers: list[list[Tensor | None]] = []  # per prefix and column: the gradient of z, (b, d)
-        stats, of_temperature = [], torch.zeros_like(inverse_temperature)
+        stats, of_scale, of_bias = [], torch.zeros_like(self.scale), torch.zeros_like(self.scale)
         for side in self.sides:
             side.wrong *= grad_loss
-            factor = side.wrong / side.total
-            stats += [side.highest, factor]
+            side.factor *= grad_loss
+            of_bias += (side.mass * side.factor - side.wrong).sum()
+            stats += [side.level, side.factor]
             if plan.margin is not None:
                 stats.append(side.positives)
             if side.gradient is None:
                 continue
             positives = side.z[side.direction.candidates[0]]
             for tile in self._row_tiles(self.num_rows):
-                gradient = side.gradient[tile].mul_(factor[tile, None])
+                gradient = side.gradient[tile].mul_(side.factor[tile, None])
                 gradient.addcmul_(side.wrong[tile, None], positives[tile], value=-1.0)
                 # d/ds of a function of s times the similarity: <z, its gradient> / s
-                of_temperature += (side.rows[tile] * gradient).sum() / inverse_temperature
+                of_scale += (side.rows[tile] * gradient).sum() / self.scale
         for prefix, (dim, _) in enumerate(plan.prefixes):
             sides = self._sides_of(prefix)
             of_rows = {side.direction.rows: side.gradient for side in sides}
             buffers.append([])
             for column, (rows, is_needed) in enumerate(zip(own, self.needs, strict=True)):
                 made = of_rows.get(column) if is_needed else None
-                buffers[-1].append(self.like.new_zeros(len(rows), dim) if is_needed and made is None else made)
+                buffers[-1].append(self.scale.new_zeros(len(rows), dim) if is_needed and made is None else made)
         if any(self.needs[column] for column in self.travellers):
             self._to_candidates(torch.stack(stats, dim=1), buffers)
         found = [
             self._of_raw([row[i] for row in buffers], raw) if needed else None
             for i, (raw, needed) in enumerate(zip(own, self.needs, strict=True))
         ]
-        return [of_temperature if self.needs_temperature else None, *found]
+        return [of_scale if self.needs_scale else None, of_bias if self.needs_bias else None, *found]
 
-    def _sides_of(self, prefix: int) -> list[_Side]:
+    def _sides_of(self, prefix: int) -> list[Side]:
         number = len(self.plan.directions)
         return self.sides[prefix * number : (prefix + 1) * number]
 
@@ -303,7 +294,7 @@ class _Rounds:
             columns, first = plan.columns_of(block, self.movers, rank), plan.offset(0, rank)
             of_rank = everyone[first : first + plan.counts[0][rank]]
             for number, side in enumerate(self.sides):
-                highest, factor, *positives = of_rank[:, number * per_side : (number + 1) * per_side].unbind(dim=1)
+                level, factor, *positives = of_rank[:, number * per_side : (number + 1) * per_side].unbind(dim=1)
                 column = side.direction.rows
                 rows = side.z[column] if rank == index else self._prefix(columns[column], side.dim)
                 for tile in self._row_tiles(len(rows)):
@@ -316,8 +307,8 @@ class _Rounds:
                         z, offset = side.z[candidates], plan.offset(candidates, index)
                         met = self._met(rows[tile], first + tile.start, z, place, offset, threshold)
                         for which, logits, _, _ in met:
-                            logits.sub_(highest[tile, None]).exp_()
-                            plan.products.add(buffer[which], logits.T, weighted)
+                            weights = plan.score.weights(logits, level[tile])
+                            plan.products.add(buffer[which], weights.T, weighted)
         for number, side in enumerate(self.sides):  # own positives
             buffer = buffers[number // len(plan.directions)][side.direction.candidates[0]]
             if buffer is not None:
@@ -327,7 +318,7 @@ class _Rounds:
     def _of_raw(self, buffers: list[Tensor], raw: Tensor) -> Tensor:
         """The embedding's gradient (b, D) from those of the prefixes' z, which it overwrites."""
         is_whole = len(buffers) == 1 and buffers[0].shape == raw.shape
-        found = buffers[0] if is_whole else self.like.new_zeros(raw.shape)
+        found = buffers[0] if is_whole else self.scale.new_zeros(raw.shape)
         for tile in self._row_tiles(len(raw)):
             units = [normalized(raw[tile, : b.shape[1]], self.plan.normalize, b.dtype) for b in buffers]
             part = gradient_of_raw(units, [b[tile].mul_(self.root) for b in buffers], raw[tile])
