@@ -98,6 +98,7 @@ def cached_step(
     is_frozen: Callable[[Chunk], bool] = lambda chunk: False,
     make_passes: Callable[..., Passes] | None = None,
     on_column: OnColumn | None = None,
+    by_table: bool = False,
 ) -> CachedStep:
     """One forward and backward over a batch; gradients are added to the parameters' `.grad`.
 
@@ -122,13 +123,14 @@ def cached_step(
         make_passes: another way through the model than `Passes`, with its arguments: through stages of a pipeline.
         on_column: told the name and the rows (R, D), detached, of each column once, as soon as they are known: the
             place to send them while others are encoded. `score` gets these very rows.
+        by_table: (1) encodes all chunks of a table before those of another, so that its columns are known early.
 
     Raises:
         UsageError: nothing that was encoded requires a gradient.
     """
     chunks = batch.chunks()
     kinds = [batch.tables[chunk.table].kind for chunk in chunks]
-    order = _order(chunks, kinds, is_frozen, keep_graph, backward_together, last_reaches_all)
+    order = _order(chunks, kinds, is_frozen, keep_graph, backward_together, last_reaches_all, by_table)
     passes = (make_passes or Passes)(batch, chunks, order, encode, backward, phase)
 
     embeddings = passes.embed(wide, on_column)  # (1)
@@ -297,11 +299,12 @@ def _order(
     keep_graph: int,
     backward_together: bool,
     last_reaches_all: bool,
+    by_table: bool,
 ) -> _Order:
-    """Frozen chunks come first in (1): none may run between the forward that completes the step and its backward. The
-    others follow table by table, so that the columns of a table are whole when the next one begins. Kept graphs come
-    first in (3), as they hold memory, then replays, and last one chunk of every tower. Where one backward is that of
-    all chunks, it completes the step whichever chunk is the last.
+    """Frozen chunks come first in (1): none may run between the forward that completes the step and its backward. Then
+    come the others, and last those that complete it, or (`by_table`) all of one table after all of another. Kept
+    graphs come first in (3), as they hold memory, then replays, and last one chunk of every tower. Where one backward
+    is that of all chunks, it completes the step whichever chunk is the last.
 
     kinds: of the rows of every chunk (engine/chunks.py, Table).
     """
@@ -311,9 +314,10 @@ def _order(
         refuse_nothing_trains()
     final = _final_chunks(chunks, kinds, trained)[0 if last_reaches_all else -1 :]
     others = [i for i in trained if i not in final]
-    encoded = [*frozen, *trained]
+    order = trained if by_table else [*others, *final]
+    encoded, last = [*frozen, *order], final[-1]
     if keep_graph >= len(trained) or len(trained) == 1:
-        groups = [trained] if backward_together else [*([i] for i in trained if i != final[-1]), [final[-1]]]
+        groups = [order] if backward_together else [*([i] for i in trained if i != last), [last]]
         return _Order(encoded, set(trained), groups)
     kept, replayed = others[:keep_graph], others[keep_graph:]
     early = [kept] if backward_together and kept else [[i] for i in kept]

@@ -72,20 +72,22 @@ def lay_out(
             groups.append([column])
         else:
             same.append(column)
-    is_separate = separates_columns and _has_many_chunks(columns, limits)
+    if separates_columns and _has_many_chunks(columns, limits):
+        parts = [(kind, [column]) for kind, group in enumerate(groups) for column in group]
+    else:
+        parts = list(enumerate(part for group in groups for part in _unmixed_when_padded_left(group, can_shift)))
     tables = [
         _make_table(
-            columns,
+            part,
             kind=kind,
-            column=None if shares_tower else columns[0].name,
+            column=None if shares_tower else part[0].name,
             pad_values=pad_values or {},
-            can_trim=can_trim and not columns[0].has_fixed_width,
+            can_trim=can_trim and not part[0].has_fixed_width,
             can_shift=can_shift,
             sort=sort,
             packs=limits.packs,
         )
-        for kind, group in enumerate(groups)
-        for columns in ([[column] for column in group] if is_separate else _unmixed_when_padded_left(group, can_shift))
+        for kind, part in parts
     ]
     return ChunkedBatch(tables, limits)
 

@@ -187,6 +187,7 @@ class EmbeddingStep:
                 is_frozen=lambda chunk: chunk.column in frozen,
                 make_passes=strategy.make_passes,
                 on_column=early and early.add,
+                by_table=sizes.gathers_early,
             )
         sizes.may_widen = not step.drew_randomness
         return replace(step, num_chunks=len(chunked.chunks()))

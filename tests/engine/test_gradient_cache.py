@@ -248,7 +248,9 @@ def test_columns_of_their_own_chunks_are_told_as_soon_as_they_are_whole(dropout,
         assert all(torch.equal(embeddings[name], rows) for name, rows in told.items()) and len(told) == 3
         return naive_score(0.1)(embeddings)
 
-    step = cached_step(chunked, encode, score, on_column=tell, keep_graph=keep_graph, wide=wide, phase=phase)
+    step = cached_step(
+        chunked, encode, score, on_column=tell, by_table=True, keep_graph=keep_graph, wide=wide, phase=phase
+    )
     assert step.drew_randomness == draws or keep_graph == 0 and not draws
     places = {name: [i for i, event in enumerate(events) if event == name] for name in batch}
     at = [events.index(f"told {name}") for name in ("positive", "negative", "query")]
