@@ -50,6 +50,7 @@ from hf_dist_ext.run.presets import presets
 NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
 CLEARLY = 1.25  # what needs DeepSpeed beside torch has to be so much quicker
 TWICE = 2  # sharding what fits whole has to be so much quicker: the bytes it saves a hook of DDP saves too
+LORA = "LoRA (at least)"
 MOST_DEVICES = 1024  # that are tried where nothing fits
 WORTH = 0.95  # a change that makes a step as long as this is worth a sentence
 EIGHT_BIT = "adamw_torch_8bit"  # torchao's, whose state FSDP shards
@@ -298,6 +299,9 @@ def _levers(work: Workload, best: Option, hardware: Hardware) -> dict[str, float
     saved = {
         what: now - _needed(variant, best.strategy, hardware, one).total for what, (variant, one) in changes.items()
     }
+    whole, shown = model_of(work).whole, best.shown
+    if whole.trained == whole.elements:  # adapters are small beside the model; they save activations too
+        saved[LORA] = shown.gradients + shown.optimizer + (shown.buffers if best.strategy.name == "DDP" else 0.0)
     return dict(sorted(((what, size) for what, size in saved.items() if size > 0), key=lambda one: -one[1]))
 
 

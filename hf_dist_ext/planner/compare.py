@@ -16,6 +16,7 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB
 from hf_dist_ext.planner.plan import Option, Plan
+from hf_dist_ext.planner.report import duration, rounded
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,9 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     predicted, seen = found["predicted"], found["measured"]
     lines = [f"{found['strategy']}, predicted beside measured:"]
     seconds, real = predicted["seconds_per_step"], seen["seconds_per_step"]
-    lines.append(f"  seconds per step: {seconds:,.3g} / {real:,.3g} ({seconds / real - 1:+.0%})")
+    lines.append(f"  a step: {duration(seconds)} / {duration(real)} ({seconds / real - 1:+.0%})")
     rate, real = predicted["rows_per_second"], seen["rows_per_second"]
-    lines.append(f"  rows per second, of all columns: {rate:,.3g} / {real:,.3g} ({rate / real - 1:+.0%})")
+    lines.append(f"  rows per second, of all columns: {rounded(rate)} / {rounded(real)} ({rate / real - 1:+.0%})")
     planned = f"{predicted['allocated'] / GIB:.2f} GiB"
     if seen["allocated"] is not None:
         error = predicted["allocated"] / seen["allocated"] - 1

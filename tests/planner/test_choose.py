@@ -13,7 +13,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import auto, cpu
 from hf_dist_ext.planner.cards import CARDS, card_of
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
-from hf_dist_ext.planner.choose import make_plan, plan_workload
+from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
 from hf_dist_ext.planner.plan import Time
@@ -349,7 +349,7 @@ def test_a_plan_leaves_a_margin_and_says_what_wider_chunks_save(make_run):
 def test_levers_save_what_they_say(make_run):
     fields, card = {"per_device_train_batch_size": 256, "gradient_cache_chunk_size": 32}, Hardware(2, 80 * GIB)
     plan = make_plan(make_run(**fields), card)
-    assert list(plan.levers.values()) == sorted(plan.levers.values(), reverse=True) and len(plan.levers) == 3
+    assert list(plan.levers.values()) == sorted(plan.levers.values(), reverse=True) and len(plan.levers) == 4
     changed = {
         "checkpointing": {"gradient_checkpointing": True},
         "half as wide chunks": {"gradient_cache_chunk_size": 16},
@@ -360,6 +360,9 @@ def test_levers_save_what_they_say(make_run):
         assert (
             plan.best.given.total - other.given.total == pytest.approx(plan.levers[lever]) and plan.levers[lever] > 0
         )
+    adapted = option(make_plan(make_run(**fields, later={"use_lora": True}), card), plan.best.strategy.name)
+    # what adapters themselves take is not in it
+    assert plan.best.given.total - adapted.given.total > 0.98 * plan.levers[LORA] > GIB
 
 
 def test_an_8_bit_optimizer_comes_before_the_memory_of_the_cpu(make_run):
