@@ -7,7 +7,8 @@
 (3) the chunk at which the line meets the memory that is free (from the second update on, when the optimizer's state
     exists), less a margin of 5 %, is approached by doubling, and every step on the way is measured: the line is never
     extended to more than twice what was seen. Of the ranks' sizes the smallest counts
-(4) with graphs to keep, a chunk gets a quarter of what the intercept and the loss leave, and kept graphs the rest
+(4) with graphs to keep, a chunk gets a quarter of what the intercept and the loss leave, and kept graphs the rest.
+    Where the loss takes most of it, none is kept: a chunk alone is gone before the loss, and may have all
 (5) longer rows than any measured get fewer tokens, as if bytes per token grew with the width (as attention's do), and
     are measured in their turn
 
@@ -34,6 +35,7 @@ MEASURING_ROWS = (8, 16)  # of the first two steps
 GROWTH = 2
 MARGIN = 0.05
 CHUNK_SHARE_WITH_KEPT_GRAPHS = 0.25
+LEAST_BESIDE_LOSS = 0.25  # of what the intercept leaves, for graphs to be kept
 CAN_DIFFER = 0.75  # two sizes: the smaller has at most this share of the larger one's tokens
 ALIKE = 0.9  # of the width
 LASTING = 1 / 64  # of a peak: a chunk that leaves more than that behind has made gradients, and its own peak is hidden
@@ -110,7 +112,7 @@ class ChunkBudget:
         self._new_points: list[_Point] = []
         self._largest = self._largest_now = 0  # tokens of a chunk: of the last step, of the one that is measured
         self._agreed = self._limit = self._longest = 0  # tokens per chunk, as its limit, of a batch's longest row
-        self._has_warned = False
+        self._has_line = self._has_warned = False
 
     @property
     def is_measuring(self) -> bool:
@@ -130,9 +132,11 @@ class ChunkBudget:
         known = self.measured
         known.available = self.budget_bytes or int(free_bytes(self.device) * (1 - MARGIN))
         known.device = _name(self.device)
-        reserved = known.intercept + (known.loss_bytes if self.keeps_graphs else 0)
-        share = CHUNK_SHARE_WITH_KEPT_GRAPHS if self.keeps_graphs else 1
-        tokens = max(1, int((known.available - reserved) * share / (known.bytes_per_token * known.graphs_at_once)))
+        of_chunk = known.available - known.intercept
+        beside_loss = of_chunk - known.loss_bytes
+        if self.keeps_graphs and beside_loss >= LEAST_BESIDE_LOSS * of_chunk:
+            of_chunk = beside_loss * CHUNK_SHARE_WITH_KEPT_GRAPHS
+        tokens = max(1, int(of_chunk / (known.bytes_per_token * known.graphs_at_once)))
         is_whole_batch = self._limit and self._largest <= self._limit / GROWTH
         self.proposed = min(tokens, GROWTH * self._largest)
         if not self.finds_size or is_whole_batch or self.proposed == tokens:
@@ -238,7 +242,8 @@ class ChunkBudget:
         most = max(points, key=_by_size)
         smaller = [point for point in points if point.tokens <= CAN_DIFFER * most.tokens]
         alike = [point for point in smaller if point.width >= ALIKE * most.width]
-        if other := max(alike or ([] if known.bytes_per_token else smaller), key=_by_size, default=None):
+        if other := max(alike or ([] if self._has_line else smaller), key=_by_size, default=None):
+            self._has_line = True
             known.bytes_per_token = max(1.0, (most.peak - other.peak) / (most.tokens - other.tokens))
             known.intercept = most.peak - known.bytes_per_token * most.tokens
         else:
@@ -253,7 +258,7 @@ class ChunkBudget:
         """Take a checkpoint's measurement, unless it was made on another kind of device."""
         if state.get("device") != _name(self.device) or set(state) != {field.name for field in fields(Measured)}:
             return False
-        self.measured, self.num_measured_steps = Measured(**state), len(MEASURING_ROWS)
+        self.measured, self.num_measured_steps, self._has_line = Measured(**state), len(MEASURING_ROWS), True
         return True
 
 

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from hf_dist_ext.engine.budget import ChunkBudget
+from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.strategies.collectives import leave_together, rank
+from hf_dist_ext.strategies.collectives import leave_together, rank, world_size
 from hf_dist_ext.training.out_of_memory import FILE, LAST, REPLAY
 from tests.distributed.forked import MODES, Run
 from tests.engine.test_budget import Formula
@@ -99,15 +99,18 @@ class Told(Tiny):
         return super().forward(input_ids, attention_mask)
 
 
-def fill_memory(say, folder: Path) -> str:
-    """A run with chunks of an automatic size on a device whose memory is a formula: what it takes, what was free."""
+def fill_memory(say, folder: Path, keeps_graphs: bool) -> str:
+    """A run with chunks of an automatic size, and kept graphs if asked for, on a device whose memory is a formula:
+    what it takes, what was free."""
     options = dict(gradient_cache_chunk_size="auto", max_steps=12, per_device_train_batch_size=256, num_rows=1024)
+    options |= dict(gradient_cache_keep_graph="auto" if keeps_graphs else 0)
     made = trainer(folder, Told(six_layers().middle), learning_rate=1e-3, **options)
-    device = Formula(made.model, total=2_000_000, fixed=100_000, per_token=700, of_loss=50_000)
+    of_other_rows = 1_500_000 if keeps_graphs and world_size() == 2 else 0  # in the loss
+    device = Formula(made.model, total=2_000_000 + of_other_rows, fixed=100_000, per_token=700, of_loss=50_000)
     made.model.of_formula = [device]
     plain = torch.get_device_module
     torch.get_device_module = lambda of=None: device if of == torch.device("cuda") else plain(of)
-    made.step.sizes.budget = ChunkBudget(torch.device("cuda"), None)
+    made.step.sizes.budget = ChunkBudget(torch.device("cuda"), None, keeps_graphs=keeps_graphs)
     free = []
 
     def limits(*arguments, limits=made.chunk_budget.limits):
@@ -119,8 +122,16 @@ def fill_memory(say, folder: Path) -> str:
     made.chunk_budget.limits = limits
     made.train()
     tokens, of_model = made.chunk_budget.measured.tokens, device.bytes_of(made.model.parameters())
+    layout, loss_bytes = made.step.layout, made.chunk_budget.measured.loss_bytes
     used = device.fixed + device.per_token * tokens + of_model
-    found = {"used": used, "free": free[0], "weights": of_model, "state": device.state, "steps": len(free)}
+    if keeps_graphs:
+        tokens = costliest_chunk(layout.chunked)
+        used = device.fixed + device.per_token * tokens * (layout.num_kept + 1) + of_model + loss_bytes
+    found = {
+        "used": used, "free": free[0], "weights": of_model, "state": device.state, "steps": len(free),
+        "kept": layout.num_kept, "graph": device.per_token * tokens, "loss": loss_bytes,
+        "logged": made.state.log_history[-2].get("kept_graphs"),
+    }  # fmt: skip
     torch.get_device_module = plain
     leave_together()
     return json.dumps(found)
@@ -162,12 +173,13 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--kind", choices=["speed", "memory"], default="speed", help="of FSDP")
     parser.add_argument("--places", nargs="+", default=PLACES)
-    parser.add_argument("--fill_memory", action="store_true")
+    parser.add_argument("--fill_memory", choices=["chunk", "graphs"], help="with a chunk alone, or kept graphs too")
     parser.add_argument("--output", required=True)
     options = parser.parse_args(words)
     with TemporaryDirectory() as folder:
         if options.fill_memory:
-            found = Run(options.mode, Path(folder, "log"), partial(fill_memory, folder=Path(folder, "out"))).result()
+            fill = partial(fill_memory, folder=Path(folder, "out"), keeps_graphs=options.fill_memory == "graphs")
+            found = Run(options.mode, Path(folder, "log"), fill).result()
             Path(options.output).write_text(found)
             return
         whole = Path(folder, "whole")

@@ -50,7 +50,15 @@ def test_ranks_whose_forwards_are_their_own_find_a_size_that_fits_all_of_them(tm
 
 @pytest.mark.parametrize("mode", ["single", "fsdp-full"])
 def test_an_automatic_chunk_takes_what_the_device_has_left(tmp_path, mode):
-    found = worker(tmp_path, mode, "--fill_memory")
+    found = worker(tmp_path, mode, "--fill_memory", "chunk")
     assert 0.85 * found["free"] < found["used"] <= found["free"], found
     assert found["weights"] == (3328 if mode == "single" else 1664), "of a model that two processes share, half"
-    assert found["state"] >= 2 * found["weights"] and found["steps"] >= 3
+    assert found["state"] >= 2 * found["weights"] and found["steps"] >= 3 and found["kept"] == 0
+
+
+@pytest.mark.parametrize("mode", ["single", pytest.param("fsdp-full", marks=pytest.mark.slow)])
+def test_kept_graphs_fill_what_chunk_gradients_and_loss_leave(tmp_path, mode):
+    found = worker(tmp_path, mode, "--fill_memory", "graphs")
+    assert found["free"] - found["graph"] < found["used"] <= found["free"], found
+    assert found["kept"] >= 2 and found["loss"] > found["graph"] / 2, "it would be another number without the loss"
+    assert found["logged"] == found["kept"]

@@ -249,15 +249,32 @@ def test_new_gradients_are_no_bytes_per_token(on_formula):
     device, budget = on_formula(model), ChunkBudget(torch.device("cuda"), None)
     gradients = device.bytes_of(model.parameters())
     for sizes in ([80, 72, 72], [160, 152, 152]):
-        model.zero_grad()
-        with budget.measured_step():
-            for tokens in sizes:
-                with budget.phase(Phase(REPLAY, SimpleNamespace(width=40, num_tokens=tokens))):
-                    device.chunk(tokens)
-                    for parameter in model.parameters():
-                        parameter.grad = torch.zeros_like(parameter)
+        replay(budget, device, sizes)
     assert budget.measured.bytes_per_token == 500 and gradients > 10 * 500 * 160
     assert budget.measured.intercept == gradients + device.fixed
+
+
+def replay(budget: ChunkBudget, device: Formula, sizes: list[int], width: int = 40) -> None:
+    """A step of chunks of so many tokens, in rows of a width."""
+    device.model.zero_grad()
+    with budget.measured_step():
+        for tokens in sizes:
+            with budget.phase(Phase(REPLAY, SimpleNamespace(width=width, num_tokens=tokens))):
+                device.chunk(tokens)
+                for parameter in device.model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def test_sizes_of_other_widths_make_a_line_where_there_is_none(on_formula):
+    """And do not replace one."""
+    device, budget = on_formula(OnFormula(width=256)), ChunkBudget(torch.device("cuda"), None)
+    replay(budget, device, [80, 80], width=16)
+    replay(budget, device, [160, 160], width=40)
+    line = device.bytes_of(device.model.parameters()) + device.fixed, 500
+    assert (budget.measured.intercept, budget.measured.bytes_per_token) == line
+    device.per_token = 600
+    replay(budget, device, [320, 320], width=100)
+    assert budget.measured.intercept == line[0] and budget.measured.bytes_per_token == pytest.approx(600, rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
@@ -291,6 +308,18 @@ def test_kept_graphs_leave_room_for_the_loss(on_formula, finds_size):
     assert budget.measured.loss_bytes == of_loss and kept >= 2
     used = (kept + 1) * 500 * costliest + 10_000 + gradients + of_loss
     assert free_on(device) - 500 * costliest < used <= free_on(device)
+
+
+@pytest.mark.parametrize("of_loss", [1_200_000, 5_000_000])
+def test_a_loss_that_takes_most_of_the_memory_leaves_the_chunk_all_of_it(on_formula, of_loss):
+    """It runs when no chunk is there."""
+    model = OnFormula()
+    device = on_formula(model, of_loss=of_loss)
+    budget = ChunkBudget(torch.device("cuda"), None, keeps_graphs=True)
+    chunked = settled_on(device, budget, batch())
+    used = device.bytes_of(model.parameters()) + 10_000 + 500 * budget.measured.tokens
+    assert 0.85 * free_on(device) < used <= free_on(device)
+    assert budget.keep_graph(costliest_chunk(chunked)) == 0
 
 
 def test_of_a_frozen_backbone_the_forwards_are_measured_by_their_peaks(on_formula):
