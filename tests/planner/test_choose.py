@@ -361,7 +361,8 @@ def test_levers_save_what_they_say(make_run):
             plan.best.given.total - other.given.total == pytest.approx(plan.levers[lever]) and plan.levers[lever] > 0
         )
     adapted = option(make_plan(make_run(**fields, later={"use_lora": True}), card), plan.best.strategy.name)
-    # what adapters themselves take is not in it
+    states = [one.given.gradients + one.given.optimizer + one.given.buffers for one in (plan.best, adapted)]
+    assert states[0] - states[1] == pytest.approx(plan.levers[LORA], rel=0.02)  # what adapters themselves take
     assert plan.best.given.total - adapted.given.total > 0.98 * plan.levers[LORA] > GIB
 
 
