@@ -28,6 +28,7 @@ from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.training import console
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.measured import Measured
 from hf_dist_ext.training.meter import MetricsFile
 from hf_dist_ext.training.nonfinite import LIMIT
 from hf_dist_ext.training.trainer import DistTrainer
@@ -73,8 +74,10 @@ class Parts:
         names = ("data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics", "loss")
         given = {name: getattr(self, name) for name in (*names, "evaluations")}
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
-        trainer.remove_callback(MetricsFile)  # a run from a file has it always, a DistTrainer when it uses our parts
-        trainer.add_callback(MetricsFile())
+        # a run from a file has them always, a DistTrainer when it uses our parts
+        for watcher in (MetricsFile(), trainer.scaling, Measured(trainer.scaling)):
+            trainer.remove_callback(type(watcher))
+            trainer.add_callback(watcher)
         for stock in console.STOCK:
             trainer.remove_callback(stock)
         evaluations = trainer.evaluations
