@@ -76,7 +76,6 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--price_per_hour", type=_list_of(float), help="of one device: says what the run costs")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--png", metavar="FILE", help="also draw a stacked bar per strategy")
-    plan.add_argument("--trace", action="store_true", help="also let torch trace the model without its memory")
     plan.set_defaults(act=_plan)
 
     summary = "ask a trained model for functions of Python, or for texts or pictures of yours"

@@ -1,6 +1,7 @@
 """Set before any test module is imported, and which tests are quick enough to run after every edit."""
 
 import gc
+import json
 import os
 import signal
 from pathlib import Path
@@ -46,3 +47,23 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Every end of a training collects garbage, which takes half a second when it looks at all that was imported."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def traces_in_this_process(tmp_path_factory: pytest.TempPathFactory):
+    """A plan traces the model in a process of its own, whose imports take seconds: here it does in the test's, and
+    keeps what it finds for all tests of the session. The value is the function whose place this takes."""
+    from hf_dist_ext.planner import traced
+
+    def in_place(run, work):
+        from hf_dist_ext.tasks import trace
+
+        return json.loads(json.dumps(trace.shape(run, work)))
+
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if folder.name.startswith("popen-") else folder
+    in_a_process = traced._trace
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traced, "_trace", in_place)
+        patch.setattr(traced, "_folder", lambda: shared / "traces")
+        yield in_a_process

@@ -4,7 +4,7 @@
 `traffic.py` (what is sent); `cards.py` knows devices by name, `cpu.py` measures the one that is always here. Pipelines
 have their own of all three in `pipelines.py`, over stages that `cut.py` makes. `command.py` is `hf-dist plan`:
 `reasons.py` and `report.py` say why, `compare.py` what came of it, and `grid.py` has a row for each of several
-machines. `lengths.py` samples how long the rows of local data are. The forwards are counted on `tape.py`, a model of
-what autograd keeps, by `architectures.py` and its neighbours; what these do not know is traced by torch (`traced.py`).
+machines. `lengths.py` samples how long the rows of local data are. What a forward keeps and computes is a
+`forward.py`, which torch finds once in a process of its own (`traced.py`), with pictures as `pictures.py` sizes them.
 `environment.py` lists versions and devices, `resolved.py` says what a run file comes to. Nothing here imports torch.
 """

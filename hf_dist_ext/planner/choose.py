@@ -23,7 +23,6 @@ from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import memory, pipelines
 from hf_dist_ext.planner import traffic as on_links
-from hf_dist_ext.planner.architectures import is_known
 from hf_dist_ext.planner.catalog import (
     GIB,
     PER_NODE,
@@ -40,9 +39,8 @@ from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
 from hf_dist_ext.planner.plan import MOST_ROWS, Larger, Most, Option, Plan, changes_for, waits_for_links
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traced import TracedWorkload, traced
+from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import Traffic
-from hf_dist_ext.planner.who_trains import check_patterns
 from hf_dist_ext.planner.workload import Workload, with_batch, workload_of
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
@@ -59,19 +57,13 @@ EIGHT_BIT = "adamw_torch_8bit"  # torchao's, whose state FSDP shards
 def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
     """The plan of a parsed run (`config.Run`). `available`: presets to choose from, those of this package by default.
 
-    Raises UsageError where the model's configuration is not to be had or its family is unknown.
+    Raises UsageError where the model's configuration is not to be had, or it does not run without values.
     """
     if run.stages:
         return _plan_stages(run, hardware, available)
     config = run.options
     shape = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
-    work = workload_of(run, shape)
-    if not is_known(shape) or (config.trust_remote_code and "auto_map" in shape):
-        note = f"model_type {shape['model_type']} has no closed form here: counted by a trace of torch."
-        work = traced(run, replace(work, notes=(*work.notes, note)))
-    for name in ("trainable_modules", "frozen_modules"):
-        check_patterns(name, run.given.get(name), work.parameters())
-    plan = plan_workload(work, hardware, available)
+    plan = plan_workload(traced(run, workload_of(run, shape)), hardware, available)
     plan.run = run
     return plan
 
@@ -98,9 +90,6 @@ def _plan_stages(run: Any, hardware: Hardware, available: Collection[str] | None
 
 def plan_workload(work: Workload, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
     available = set(presets()) if available is None else set(available)
-    if work.lora is not None and not any(".lora_" in name for name in work.parameters()):
-        wanted = work.lora.wanted if isinstance(work.lora.wanted, str) else " or ".join(work.lora.wanted)
-        raise UsageError(f"use_lora: the model has no layer called {wanted}. Name some in lora_target_modules.")
     options = [
         _option(work, adapted(strategy, work, hardware), hardware, available)
         for strategy in STRATEGIES
@@ -187,10 +176,7 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     if strategy.is_hybrid:
         return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
     if strategy.is_tensor_parallel:
-        is_possible = (
-            work.is_embedding and work.token_dim is None and tensor_parallel_size(strategy, work, hardware) > 1
-        )
-        return is_possible and not isinstance(work, TracedWorkload)
+        return work.is_embedding and work.token_dim is None and tensor_parallel_size(strategy, work, hardware) > 1
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
         return strategy.keeps_whole == (work.fsdp_mode == "speed")
     return not strategy.keeps_whole or work.is_embedding  # without our loss nothing keeps weights whole

@@ -38,10 +38,6 @@ def main(arguments: Any, overrides: Sequence[str]) -> None:
         found = compare.compared(plan, folder)
         print(json.dumps(found, indent=2) if arguments.json else "\n".join(compare.lines_of(found)))
         return
-    if arguments.trace:
-        from hf_dist_ext.planner.traced import beside
-
-        plan.trace = beside(plan.run, plan.work)
     print(to_json(plan)) if arguments.json else print_plan(plan)
     if arguments.png:
         write_png(plan, Path(arguments.png))
@@ -80,7 +76,7 @@ def _hardware(run: Run, arguments: Any, num_devices: int | None, device: str | N
 
 
 def _print_grid(run: Run, arguments: Any, overrides: Sequence[str]) -> None:
-    alone = {"--compare": arguments.compare, "--trace": arguments.trace, "--png": arguments.png}
+    alone = {"--compare": arguments.compare, "--png": arguments.png}
     if wrong := [name for name, given in alone.items() if given]:
         raise UsageError(f"{wrong[0]} goes with one plan. Give one number of devices and one device.")
     devices, prices = arguments.device or [None], arguments.price_per_hour or [None]

@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline, by arithmetic: what lies where, and what a chunk leaves on each stage.
+"""A model cut into the stages of a pipeline: what lies where, and what a chunk leaves on each stage.
 
 Word embeddings are on the first stage; the norm, pooling, projection or head behind the layers on the last one. A
 stage keeps of a chunk what autograd saved of its layers, what came in and what it gave, and, under autocast, copies of
@@ -14,8 +14,8 @@ from itertools import accumulate
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import Pipeline
+from hf_dist_ext.planner.forward import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Forward, Layer
 from hf_dist_ext.planner.memory import Model, Settings, Sizes
-from hf_dist_ext.planner.tape import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Layer, Tape
 from hf_dist_ext.planner.workload import Column, Workload
 
 
@@ -35,7 +35,7 @@ class Left:
 
 
 def num_layers(work: Workload) -> int:
-    return len(work.tape(work.columns[0]).layers)
+    return len(work.forward(work.columns[0]).layers)
 
 
 def layers_of(work: Workload, pipeline: Pipeline) -> list[int]:
@@ -57,11 +57,11 @@ def head_in_layers(work: Workload) -> float:
 @functools.lru_cache(maxsize=64)
 def models_of_stages(work: Workload, pipeline: Pipeline) -> list[Model]:
     """Parameters stage by stage, of one device of several that share layers."""
-    tape, counts = work.tape(work.columns[0], "nothing", pipeline.parts), layers_of(work, pipeline)
+    layers, counts = work.forward(work.columns[0]).layers, layers_of(work, pipeline)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    stage_of = dict(zip((layer.name for layer in tape.layers), stages, strict=True))
+    stage_of = dict(zip((layer.name for layer in layers), stages, strict=True))
     models, stage = [Model() for _ in counts], 0
-    for parameter in tape.parameters.values():  # in the order of the forward: before the layers, in them, behind them
+    for parameter in work.parameters(pipeline.parts).values():  # in order: before the layers, in them, behind them
         stage = stage_of[parameter.layer] if parameter.layer else stage and len(counts) - 1
         models[stage].whole.add(parameter, work)
         models[stage].units.setdefault(parameter.layer, Sizes()).add(parameter, work)
@@ -71,22 +71,28 @@ def models_of_stages(work: Workload, pipeline: Pipeline) -> list[Model]:
 @functools.lru_cache(maxsize=256)
 def left_on_stages(work: Workload, pipeline: Pipeline, column: Column, settings: Settings) -> list[Left]:
     """Stage by stage, of one row of a column."""
-    tape = work.tape(column, "nothing", pipeline.parts)
+    forward = work.forward(column, "nothing", pipeline.parts)
     firsts = [0, *accumulate(layers_of(work, pipeline))]
     return [
-        _left_on(work, tape, tape.layers[first:end], tape.layers[end : end + 1], first == 0, settings)
+        _left_on(work, forward, forward.layers[first:end], forward.layers[end : end + 1], first == 0, settings)
         for first, end in zip(firsts, firsts[1:], strict=False)
     ]
 
 
 def _left_on(
-    work: Workload, tape: Tape, layers: Sequence[Layer], following: Sequence[Layer], is_first: bool, settings: Settings
+    work: Workload,
+    whole: Forward,
+    layers: Sequence[Layer],
+    following: Sequence[Layer],
+    is_first: bool,
+    settings: Settings,
 ) -> Left:
-    around = [tape.before] * is_first + [tape.after] * (not following)
+    around = [whole.before] * is_first + [whole.after] * (not following)
     parts, again = [*around, *layers], [layer for layer in layers if settings.is_checkpointed and layer.saved]
     largest = max(part.largest for part in parts)
     kept = [part for part in parts if part not in again]
     saved = sum(part.saved for part in kept) + sum(layer.input for layer in again)
+    saved += max(layer.beside for layer in whole.layers) if again else 0.0
     working, working_casts = TEMPORARY_VALUES * largest, 0.0
     casts = sum(part.casts for part in kept)
     own_casts = casts if again else sum(part.frozen_casts for part in kept)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner.tape import Parameter
+from hf_dist_ext.planner.forward import Parameter
 
 # As strategies/pipeline_options.py refuses them.
 NOT_IN_PIPELINES = (

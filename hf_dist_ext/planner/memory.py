@@ -1,4 +1,4 @@
-"""Bytes per device for every way to spread a run: a closed form.
+"""Bytes per device for every way to spread a run.
 
 `estimate` adds up what a model has (planner/workload.py) as a `Strategy` splits it (planner/catalog.py): weights,
 master weights, gradients, optimizer, activations of a chunk, embeddings of the batch, buffers of the collectives, the
@@ -17,8 +17,8 @@ from dataclasses import asdict, astuple, dataclass, field
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import GIB, Hardware, Strategy, shard_count, tensor_parallel_size
+from hf_dist_ext.planner.forward import TEMPORARY_VALUES, Cost, Parameter
 from hf_dist_ext.planner.knobs import kept_by_hook
-from hf_dist_ext.planner.tape import TEMPORARY_VALUES, Cost, Parameter
 from hf_dist_ext.planner.workload import Cast, Column, Work, Workload
 
 # What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
@@ -250,9 +250,10 @@ def cast_by(strategy: Strategy, work: Workload) -> Cast:
 
 
 def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int = 1) -> Cost:
-    """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together;
-    without chunks all columns' graphs are alive at once."""
-    of_tower: dict[str, Cost] = {}
+    """The peak of what autograd holds. Chunks of one tower run one after the other, the last of every tower together,
+    of a vision-language model one with pictures and one without; without chunks all columns' graphs are alive at once.
+    """
+    of_tower: dict[tuple[str, bool], Cost] = {}
     cut = is_cut(work, settings)
     for column in work.columns:
         cost = work.work(column, cast, parts)
@@ -263,13 +264,14 @@ def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int 
         graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
         of_row = cost.checkpointed if settings.is_checkpointed else cost.plain
         of_column = Cost(rows * of_row.saved * graphs, of_row.casts * graphs, rows * of_row.temporary)
-        before = of_tower.get(column.tower, Cost())
+        tower = column.tower, column.images > 0
+        before = of_tower.get(tower, Cost())
         if cut:
             wide = _without_graph(column, rows, cost, work, settings)
             of_column.temporary = max(of_column.temporary, wide - of_column.saved)
-            of_tower[column.tower] = max(before, of_column, key=lambda one: one.activations)
+            of_tower[tower] = max(before, of_column, key=lambda one: one.activations)
         else:
-            of_tower[column.tower] = _sum([before, of_column])
+            of_tower[tower] = _sum([before, of_column])
     return _sum(of_tower.values())
 
 
@@ -282,15 +284,20 @@ def _without_graph(column: Column, rows: float, cost: Work, work: Workload, sett
     return min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
 
 
-def _hold_features(of_tower: dict[str, Cost], column: Column, cost: Work, work: Workload, settings: Settings) -> None:
+EVERY = "", False
+
+
+def _hold_features(
+    of_tower: dict[tuple[str, bool], Cost], column: Column, cost: Work, work: Workload, settings: Settings
+) -> None:
     """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
     through the projection together, with one graph. `cost.plain` is the projection's, its input included."""
     rows = work.held_rows(column, settings.chunk_rows)
-    before = of_tower.get("", Cost())
+    before = of_tower.get(EVERY, Cost())
     saved = before.saved + column.rows * cost.plain.saved
     # alone on the device before there is a graph
     forward = 0.0 if work.reads_features else _without_graph(column, rows, cost, work, settings)
-    of_tower[""] = Cost(saved, before.casts, max(0.0, max(before.activations, forward) - saved))
+    of_tower[EVERY] = Cost(saved, before.casts, max(0.0, max(before.activations, forward) - saved))
 
 
 def is_cut(work: Workload, settings: Settings) -> bool:

@@ -18,7 +18,6 @@ from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, Strategy, splits_layers
 from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, models_of_stages, num_layers
 from hf_dist_ext.planner.memory import Bytes, Settings, Sizes, framework_bytes, loss_bytes, scratch_bytes
-from hf_dist_ext.planner.traced import TracedWorkload
 from hf_dist_ext.planner.traffic import Links, Traffic, between_copies, inside_layers, links_of, speed
 from hf_dist_ext.planner.workload import Workload
 
@@ -30,7 +29,7 @@ MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machi
 
 def why_none(work: Workload) -> str:
     """ "" where the run's model can be cut, and its fields go with it."""
-    if work.config["model_type"] not in policy.IN_STAGES or isinstance(work, TracedWorkload):
+    if not _is_known_in_stages(work):
         return f"a pipeline can not be made of {work.config['model_type']}"
     if not work.is_embedding:
         return "a pipeline needs a loss over embeddings"
@@ -39,11 +38,15 @@ def why_none(work: Workload) -> str:
     return ""
 
 
+def _is_known_in_stages(work: Workload) -> bool:
+    return work.config["model_type"] in policy.IN_STAGES and "auto_map" not in work.config
+
+
 def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
     """Pipelines that the devices can be dealt to: of the size that the run asks for, else of every size."""
-    if hardware.num_devices < 2 or work.has_towers or work.leaves_tokens or isinstance(work, TracedWorkload):
+    if hardware.num_devices < 2 or work.has_towers or work.leaves_tokens:
         return []
-    if work.config["model_type"] not in policy.IN_STAGES:
+    if not _is_known_in_stages(work):
         return []
     asked, devices = work.knobs.pipeline_size, hardware.num_devices
     sizes = [size for size in range(2, devices + 1) if devices % size == 0]

@@ -175,7 +175,6 @@ class Plan:
     changes: dict[str, Any] = field(default_factory=dict)  # fields of the run file to set
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    trace: dict[str, Any] | None = None
     run: Any = None  # the run that was planned: of several stages, the one that needs most
     stages: list[dict[str, Any]] = field(default_factory=list)
 
@@ -270,7 +269,6 @@ class Plan:
             "stage": self.run.name if self.stages else None,
             "stages": self.stages,
             "strategies": [option.as_dict() for option in self.options],
-            "trace": self.trace,
         }
 
 

@@ -46,8 +46,6 @@ def print_plan(plan: Plan) -> None:
     for note in [*plan.notes, _why_nots(plan), _assumptions(plan)]:
         if note:
             print(f"note: {note}")
-    if plan.trace:
-        print(trace_line(plan.trace))
 
 
 def _title(plan: Plan) -> str:
@@ -183,17 +181,6 @@ def duration(seconds: float) -> str:
 
 def seconds_of(number: float) -> str:
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
-
-
-def trace_line(trace: dict[str, Any]) -> str:
-    """What torch's own tracker found beside the closed form."""
-    predicted, traced = trace["closed_form"], trace["traced"]
-    words = [
-        f"{name} {gib(predicted[name])} / {gib(traced[name])} ({predicted[name] / traced[name] - 1:+.0%})"
-        for name in traced
-        if traced[name] and name in predicted
-    ]
-    return "trace (closed form / FakeTensorMode, one device): " + ", ".join(words)
 
 
 def to_json(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""A run of a model that planner/architectures.py does not know, as torch's trace of its forward found it.
+"""What a run's forwards keep and compute, as torch's own trace of them found it.
 
     work = traced(run, work)        # starts tasks/trace.py, which takes some seconds, or reads what it found before
 
@@ -9,7 +9,6 @@ once.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -17,66 +16,55 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner.memory import Settings, held, model_of
-from hf_dist_ext.planner.tape import Layer, Parameter, Tape
-from hf_dist_ext.planner.workload import Cast, Column, Workload
+from hf_dist_ext.planner.workload import Workload
 
 PACKAGES = ("torch", "transformers", "peft", "hf_dist_ext")
 SETS_THE_TRACE = (  # fields of the run file that change it, beside the model's configuration and the columns
-    "model_name_or_path", "model_revision", "trust_remote_code", "task", "pooling", "projection_dim", "dtype", "bf16",
-    "fp16", "attn_implementation", "trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_dropout",
+    "model_name_or_path", "model_revision", "trust_remote_code", "task", "pooling", "projection_dim",
+    "attn_implementation", "trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_dropout",
     "lora_target_modules",
 )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class TracedWorkload(Workload):
-    """`found`: what tasks/trace.py printed."""
-
-    found: Mapping[str, Any] = field(default_factory=dict)
-
-    @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
-    def tape(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1, rows: float = 1) -> Tape:
-        of_column = self.found["columns"][column.name]
-        parts = of_column.get(cast) or of_column["nothing"]  # without autocast nothing is cast
-        before, *layers, after = (Layer(**one) for one in (parts["before"], *parts["layers"], parts["after"]))
-        tape = Tape(parameters={name: Parameter(*one) for name, one in self.found["parameters"].items()})
-        tape.before, tape.layers, tape.after = before, layers, after
-        return tape
-
-
-def traced(run: Any, work: Workload) -> TracedWorkload:
-    """Raises UsageError where the model does not run without values."""
-    path = _kept_at(run, work)
+def traced(run: Any, work: Workload) -> Workload:
+    """The workload with what its forwards take. Raises UsageError where the model does not run without values."""
+    path = _folder() / f"{_key(run, work)}.json"
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
     else:
-        found = _trace(run)
+        found = _trace(run, work)
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(f".{os.getpid()}")
         whole.write_text(json.dumps(found), encoding="utf-8")
         whole.replace(path)
-    of_run = {one.name: getattr(work, one.name) for one in fields(work)}
-    return TracedWorkload(**of_run | {"embedding_dim": found["embedding_dim"]}, found=found)
+    return replace(work, found=found, embedding_dim=found["embedding_dim"])
 
 
-def _kept_at(run: Any, work: Workload) -> Path:
-    given = {name: getattr(run.options, name, None) or run.given.get(name) for name in SETS_THE_TRACE}
-    columns = [asdict(replace(one, rows=1)) for one in work.columns]
-    versions = [importlib.metadata.version(name) for name in PACKAGES]
-    code = Path(__file__).parents[1].joinpath("tasks", "trace.py").read_text(encoding="utf-8")
-    key = json.dumps([work.config, given, columns, versions, code], sort_keys=True, default=str)
+def _folder() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "hf_dist_ext" / "traces" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return caches / "hf_dist_ext" / "traces"
 
 
-def _trace(run: Any) -> dict[str, Any]:
+def _key(run: Any, work: Workload) -> str:
+    given = {name: getattr(run.options, name, None) or run.given.get(name) for name in SETS_THE_TRACE}
+    columns = [asdict(replace(one, rows=1, tokens=None)) for one in work.columns]
+    names = ("load_bytes", "split_bytes", "autocast_bytes", "leaves_tokens", "token_dim", "mask_bytes", "packs")
+    of_run = [getattr(work, name) for name in names]
+    versions = [importlib.metadata.version(name) for name in PACKAGES]
+    files = sorted(Path(__file__).parents[1].joinpath("tasks").glob("trace*.py"))
+    if "auto_map" in work.config:
+        files += sorted(Path(str(given["model_name_or_path"])).glob("*.py"))
+    code = [path.read_text(encoding="utf-8") for path in files]
+    key = json.dumps([work.config, given, columns, of_run, versions, code], sort_keys=True, default=str)
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _trace(run: Any, work: Workload) -> dict[str, Any]:
     """tasks/trace.py in a process of its own, on what the run resolved to."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")
@@ -87,20 +75,3 @@ def _trace(run: Any) -> dict[str, Any]:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         raise UsageError(lines[-1].removeprefix("error: "))
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def beside(run: Any, work: Workload) -> dict[str, dict[str, float]]:
-    """Arithmetic and trace of one run on one device, at its own chunk."""
-    return {"closed_form": _sums(work), "traced": _sums(traced(run, work))}
-
-
-def _sums(work: Workload) -> dict[str, float]:
-    settings = Settings(is_checkpointed=work.is_checkpointed)
-    whole, of_chunk = model_of(work).whole, held(work, settings)
-    found = {
-        "parameters": whole.frozen_stored + whole.trained_stored,
-        "gradients": whole.trained_stored,
-        "optimizer": whole.optimizer,
-        "activations": of_chunk.activations + of_chunk.casts,
-    }
-    return found | {"total": sum(found.values())}

@@ -1,26 +1,21 @@
-"""What one step of a run computes: columns, row lengths, chunks, precisions, who trains; from the run file alone.
+"""What one step of a run computes: columns, row lengths, chunks, precisions; from the run file alone.
 
-A forward and backward of one row runs on a `Tape`, and everything that the tape keeps is linear in rows. Row lengths
-are those of the data where it lies here (lengths.py), else upper bounds: `max_length`, or what the model takes at
-most. Both are said in `notes`.
+What a forward and backward of one row takes comes from a trace (planner/traced.py), and everything in it is linear in
+rows. Row lengths are those of the data where it lies here (lengths.py), else upper bounds: `max_length`, or what the
+model takes at most. Both are said in `notes`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner import lengths
-from hf_dist_ext.planner.architectures import TWO_TOWERS, embed, embed_tower, generate
+from hf_dist_ext.planner import lengths, pictures
+from hf_dist_ext.planner.forward import Cost, Forward, Layer, Parameter, share_forward, share_parameter
 from hf_dist_ext.planner.knobs import Knobs, knobs_of
-from hf_dist_ext.planner.tape import Cost, Layer, Lora, Parameter, Recipe, Tape
-from hf_dist_ext.planner.text_architectures import Rows
-from hf_dist_ext.planner.tower_architectures import num_patches
-from hf_dist_ext.planner.vision_language import TOWERS, assumption, image_tokens
-from hf_dist_ext.planner.who_trains import depth, lora_of, who_trains
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
 from hf_dist_ext.run.parts import outputs_of
@@ -77,14 +72,10 @@ class Workload:
     load_bytes: int
     split_bytes: int  # the same where tensor parallelism splits the weights (tasks/parts.py)
     optimizer: str
-    attention: str
     projection_dim: int | None
     embedding_dim: int
     leaves_tokens: bool  # a vector of every token, for late interaction
     token_dim: int | None  # of these where a row has a dense vector and term weights too
-    trains: Callable[[str], bool]
-    lora: Lora | None
-    is_frozen: bool  # freezing fields or LoRA are given
     bucket_view: bool
     fsdp_mode: str
     replicates_frozen: str
@@ -98,8 +89,9 @@ class Workload:
     has_bf16_products: bool
     packs: bool = False  # accelerators get chunks without padding, where the strategy does not need it
     notes: tuple[str, ...] = ()
-    mask_bytes: int = 1  # see tape.Recipe
-    has_padding: bool = True
+    mask_bytes: int = 1  # of dropout, per element; 0 stands for an element's own, as on a CPU
+    has_padding: bool = True  # rows of different lengths, so that attention takes a mask
+    found: Mapping[str, Any] = field(default_factory=dict)  # by the trace of the model's forwards (tasks/trace.py)
 
     @property
     def batch(self) -> int:
@@ -126,19 +118,19 @@ class Workload:
         """Whether a step reads pooled output from frozen_feature_cache instead."""
         return self.has_feature_cache and self.has_frozen_backbone
 
-    def _products_of(self, tape: Tape, parts: list[Layer]) -> float:
+    def _products_of(self, parts: list[Layer]) -> float:
         """Multiply-adds of one forward in a step; frozen_feature_cache takes the frozen leading part out of it."""
         if self.reads_features:
-            parts = [tape.after]
+            parts = parts[-1:]
         elif self.has_feature_cache and self.has_towers:
-            parts = parts if any(p.trains for p in tape.parameters.values()) else []
+            parts = parts if any(part.backward for part in parts) else []
         elif self.has_feature_cache and not self.is_embedding:  # the image encoder
-            parts = [part for part in parts if part.backward or not depth(["vision"], part.name)]
+            parts = [part for part in parts if part.backward or not part.is_of_images]
         return sum(part.products for part in parts)
 
     @property
     def has_towers(self) -> bool:
-        return self.config["model_type"] in TWO_TOWERS
+        return self.config["model_type"] in pictures.TWO_TOWERS
 
     def widening(self, is_checkpointed: bool) -> int:
         """How many times wider the chunks of the pass without a graph are."""
@@ -172,12 +164,6 @@ class Workload:
             return len(self.columns)
         return sum(-(-one.rows // self.rows_of_chunk(one.length, chunk_rows)) for one in self.columns)
 
-    def item(self, name: str) -> int:
-        """Bytes per element a parameter is stored in."""
-        if self.is_frozen and self.autocast_bytes and self.trains(name):
-            return 4  # frozen/plan.py keeps what trains in float32 under autocast
-        return 4 if ".lora_" in name else self.load_bytes
-
     @property
     def compute_bytes(self) -> int:
         return self.autocast_bytes or self.load_bytes
@@ -202,62 +188,46 @@ class Workload:
         own = max(4, self.load_bytes) if self.is_embedding else self.compute_bytes
         return self.knobs.reduce_bytes or own
 
-    def recipe(self, cast: Cast = "nothing") -> Recipe:
-        items = {
-            "nothing": self.item,
-            "products": lambda name: 4 if self.trains(name) else self.item(name),
-            "all": lambda name: self.compute_bytes,
-        }
-        return Recipe(
-            trains=self.trains,
-            item=items[cast],
-            product_item=self.compute_bytes if cast == "products" else None,
-            autocast_bytes=self.autocast_bytes,
-            attention=self.attention,
-            has_padding=self.has_padding,
-            mask_bytes=self.mask_bytes,
-            lora=self.lora,
-        )
-
     @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
-    def tape(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1, rows: float = 1) -> Tape:
-        """One row of a column through its forward."""
-        stored = self if tensor_parallel == 1 else replace(self, load_bytes=self.split_bytes)
-        tape = Tape(stored.recipe(cast))
-        config = self.config if tensor_parallel == 1 else split_heads(self.config, tensor_parallel)
-        of_row = Rows(rows, column.length, column.images)
-        if not self.is_embedding:
-            generate(tape, config, of_row)
-        elif self.has_towers:
-            embed_tower(tape, config, of_row, is_image=column.tower == "image")
-        else:
-            embed(tape, config, of_row, self.projection_dim, self.leaves_tokens, self.token_dim)
-        return tape
+    def forward(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Forward:
+        """Of one row of a column, by a model some of whose weights a wrapper has cast, or by one device of several
+        that share its layers."""
+        if tensor_parallel == 1:
+            return Forward.of(self._columns_of(self.found["whole"], column, cast))
+        whole, of_one = (Forward.of(self._columns_of(part, column)) for part in self._split)
+        return share_forward(whole, of_one, self.found["split"]["ways"], tensor_parallel)
 
     @functools.cache  # noqa: B019
     def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
         """Of one row of a column."""
-        tape = self.tape(column, cast, tensor_parallel)
-        parts = [tape.before, *tape.layers, tape.after]
-        forward, backward = self._products_of(tape, parts), sum(part.backward for part in parts)
+        forward = self.forward(column, cast, tensor_parallel)
+        parts = forward.parts
         largest = max(part.largest for part in parts)
-        return Work(tape.cost(), tape.cost(lambda layer: True), largest, forward, backward)
+        backward = sum(part.backward for part in parts)
+        return Work(forward.cost(), forward.cost(lambda layer: True), largest, self._products_of(parts), backward)
 
+    @functools.cache  # noqa: B019
     def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
-        """Name -> `tape.Parameter`, of all towers."""
-        tapes = (self.tape(column, "nothing", tensor_parallel) for column in self.columns)
-        return {name: parameter for tape in tapes for name, parameter in tape.parameters.items()}
+        """Name -> `forward.Parameter`, of all towers, in the order of the model."""
+        if tensor_parallel == 1:
+            return {name: Parameter(*one) for name, one in self.found["whole"]["parameters"].items()}
+        whole, of_one = ({name: Parameter(*one) for name, one in part["parameters"].items()} for part in self._split)
+        ways = self.found["split"]["ways"]
+        return {name: share_parameter(one, of_one[name], ways, tensor_parallel) for name, one in whole.items()}
 
+    def _columns_of(self, found: Mapping[str, Any], column: Column, cast: Cast = "nothing") -> Mapping[str, Any]:
+        by_cast = found["columns" if self.has_padding else "packed"][column.name]
+        return by_cast.get(cast) or by_cast["nothing"]  # without autocast nothing is cast
 
-def split_heads(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
-    """The configuration of one rank's share of a decoder under tensor parallelism."""
-    if config.get("text_config"):
-        return {**config, "text_config": split_heads(config["text_config"], parts)}
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    divided = {name: config[name] for name in ("intermediate_size", "moe_intermediate_size") if name in config}
-    divided |= {"num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads") or heads}
-    return {**config, "head_dim": head_dim, **{name: size // parts for name, size in divided.items()}}
+    @property
+    def _split(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The whole model, and what one of the devices that share its layers has."""
+        return self.found["split"]["whole"] or self.found["whole"], self.found["split"]["shared"]
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether devices can share its layers: a plan for that is there."""
+        return bool(self.found["split"])
 
 
 # ---- from a run ----
@@ -273,10 +243,9 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     size = given.get("gradient_cache_chunk_size")
     tokens = given.get("gradient_cache_chunk_tokens")
     half = given.get("bf16") or given.get("fp16")
-    lora = lora_of(given, config) if given.get("use_lora") else None
     trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
     keep = given.get("gradient_cache_keep_graph", 0)
-    has_frozen_part = trainable is not None or frozen is not None or lora is not None
+    has_frozen_part = trainable is not None or frozen is not None or bool(given.get("use_lora"))
     keeps_files = policy.keeps_precision_of_files(
         fields.dtype, bool(fields.model_name_or_path), has_frozen_part, bool(half)
     )
@@ -305,14 +274,10 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         load_bytes=BYTES.get(dtype, 4),
         split_bytes=4 if keeps_files else BYTES.get(dtype, 4),
         optimizer=given.get("optim") or "adamw_torch_fused",
-        attention=fields.attn_implementation or "sdpa",
         projection_dim=fields.projection_dim,
         leaves_tokens=any(part.loss == LATE for part in parts),
         token_dim=token_dim,
         embedding_dim=token_dim or fields.projection_dim or config.get("projection_dim") or width,
-        trains=who_trains(trainable, frozen, is_lora=lora is not None),
-        lora=lora,
-        is_frozen=bool(trainable or frozen or lora),
         bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
         fsdp_mode=knobs.fsdp_mode or given.get("gradient_cache_fsdp") or "auto",
         replicates_frozen=given.get("frozen_parts_fsdp") or "auto",
@@ -340,29 +305,31 @@ def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str |
 def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:
     fields, given = run.options, run.given
     rows = given.get("per_device_train_batch_size") or 8
-    has_towers, text = config["model_type"] in TWO_TOWERS, config.get("text_config") or config
+    has_towers, text = config["model_type"] in pictures.TWO_TOWERS, config.get("text_config") or config
     longest = text.get("max_position_embeddings") or DEFAULT_LENGTH
     if not is_embedding:
-        per_image = image_tokens(config) if config.get("vision_config") else 0
+        per_image = pictures.image_tokens(config) if config.get("vision_config") else 0
         length = fields.max_length
         if not isinstance(length, int):
             length = min(longest, per_image + DEFAULT_LENGTH)
             notes.append(f"max_length is not given: counted with rows of {length} tokens.")
-        if per_image and (said := assumption(config)):
+        if per_image and (said := pictures.assumption(config)):
             notes.append(said)
         return (Column("rows", rows, length, images=1 if per_image else 0),)
     names = _names(fields, notes)
     pictured = set() if has_towers else _pictured(fields, names, config, notes)
     limits = {name: lengths.limit_of(fields, name, i == 0) for i, name in enumerate(names)}
     for name, length in limits.items():
-        limits[name] = min(longest, length or DEFAULT_LENGTH + (image_tokens(config) if name in pictured else 0))
+        limits[name] = min(
+            longest, length or DEFAULT_LENGTH + (pictures.image_tokens(config) if name in pictured else 0)
+        )
     texts = {name: limit for name, limit in limits.items() if name not in pictured}
     seen, columns = lengths.sampled(fields, names, texts), []
     for i, (name, source) in enumerate(names.items()):
         count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
         is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
         if has_towers and (is_image or (i == 1 and "image" not in str(names))):
-            columns.append(Column(name, count, num_patches(config["vision_config"]), tower="image", images=1))
+            columns.append(Column(name, count, pictures.num_patches(config["vision_config"]), tower="image", images=1))
             continue
         length, of_data = limits[name], seen.get(name)
         if of_data is not None:
@@ -374,7 +341,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         if given.get("torch_compile"):
             length = min(max(length, longest), policy.width_in_buckets(length, multiple))
         else:
-            length = -(-length // multiple) * multiple
+            length = min(longest, -(-length // multiple) * multiple)
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
         columns.append(Column(name, count, length, tower, images, of_data and of_data.mean))
     return tuple(columns)
@@ -393,10 +360,10 @@ def _pictured(fields: RunConfig, names: Mapping[str, Any], config: Mapping[str, 
             'no column is said to hold pictures (image_columns, or "image" in columns): counted as texts alone.'
         )
         return set()
-    if config["model_type"] not in TOWERS:
+    if config["model_type"] not in pictures.KINDS:
         notes.append(f'pictures of a "{config["model_type"]}" can not be counted: what they take comes on top.')
         return set()
-    if said := assumption(config):
+    if said := pictures.assumption(config):
         notes.append(said)
     notes.append(f"every row of {', '.join(sorted(found))} is counted with one picture.")
     return found

@@ -68,8 +68,7 @@ def build_towers(run: Run, processor: Any, columns: list[str], image_columns: li
         dual = parse_config(with_vocabulary(config.model_config, processor))
     else:
         dual = config_of(config)
-    kinds = dict(zip((TEXT, IMAGE), DUAL_ENCODERS[dual.model_type], strict=True))
-    towers = {name: _tower(config, getattr(transformers, kind), dual, name) for name, kind in kinds.items()}
+    towers = {name: _tower(config, dual, name) for name in (TEXT, IMAGE)}
     model = TowerModel(towers, column_to_tower, config.normalize)
     if config.model_config is None:
         own = Path(config.model_name_or_path, "config_sentence_transformers.json")
@@ -77,10 +76,17 @@ def build_towers(run: Run, processor: Any, columns: list[str], image_columns: li
     return model
 
 
-def _tower(config: RunConfig, model_class: Any, dual: PreTrainedConfig, name: str) -> Any:
+def part_of(dual: PreTrainedConfig, name: str) -> tuple[Any, PreTrainedConfig]:
+    """The class and the configuration of a dual encoder's tower."""
+    model_class = getattr(transformers, dict(zip((TEXT, IMAGE), DUAL_ENCODERS[dual.model_type], strict=True))[name])
     part = dual.text_config if name == TEXT else dual.vision_config
     if "WithProjection" in model_class.__name__:
         part.projection_dim = dual.projection_dim
+    return model_class, part
+
+
+def _tower(config: RunConfig, dual: PreTrainedConfig, name: str) -> Any:
+    model_class, part = part_of(dual, name)
     options = _options(config)
     if config.model_config is not None:
         return model_class._from_config(part, **options)

@@ -1,13 +1,12 @@
-"""What a model's forward keeps and computes, found by running it on tensors that have shapes and no bytes.
+"""What a run's model keeps and computes in a forward, found by running it on tensors that have shapes and no bytes.
 
     python -m hf_dist_ext.tasks.trace --config run.json      # started by `hf-dist plan`
 
 (1) the run's model is built on torch's meta device, with its adapters, and frozen as in training: a laptop traces a
-    model that it could never hold
-(2) `ROWS` rows of each column go forward under FakeTensorMode with the kernels of an accelerator: attention that keeps
-    no scores, dropout that keeps one byte per element
-(3) autograd's saved tensors are counted, each storage once; parameters, buffers and inputs are no activations, and
-    autocast's copies of weights are counted apart; layer by layer, so that checkpointing follows from the same numbers
+    model that it could never hold. Where a group of devices can share its layers it is also traced as one of such a
+    group has it
+(2) some rows of each column go forward, with pictures of the size that the model takes (planner/pictures.py)
+(3) what is kept and computed is written down layer by layer (tasks/trace_record.py)
 
 It is a process of its own, since the planner imports no torch. Prints one line of JSON, which
 `planner/traced.py` reads.
@@ -15,44 +14,45 @@ It is a process of its own, since the planner imports no torch. Prints one line 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-# Models compare the number of image tokens with that of image features, which tensors without values cannot say.
-os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.nn import functional  # noqa: E402
-from torch.overrides import TorchFunctionMode  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.flop_counter import flop_registry  # noqa: E402
-
-from hf_dist_ext.errors import UsageError  # noqa: E402
-from hf_dist_ext.failures import exit_on_usage_error  # noqa: E402
-from hf_dist_ext.planner.shape_config import read_model_config  # noqa: E402
-from hf_dist_ext.planner.tape import Layer  # noqa: E402
-from hf_dist_ext.planner.workload import Cast, Column, Workload, workload_of  # noqa: E402
-from hf_dist_ext.policy import TOKENS  # noqa: E402
-from hf_dist_ext.run.read import load_run  # noqa: E402
-from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes  # noqa: E402
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.planner import pictures
+from hf_dist_ext.planner.catalog import has_layers_to_split, heads_of
+from hf_dist_ext.planner.forward import Forward
+from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.workload import Cast, Column, Workload, workload_of
+from hf_dist_ext.policy import TOKENS
+from hf_dist_ext.run.read import load_run
+from hf_dist_ext.strategies import plans
+from hf_dist_ext.strategies.layers import is_multiplied
+from hf_dist_ext.tasks.trace_record import Accelerator, Recorder, instead, layers_of, plain_name
 
 ROWS = 32  # what does not grow with rows, such as tables of positions, is spread over them
+ROWS_OF_PICTURES = 4  # a tower may go over each by itself
+MOST_WAYS = 8  # of splitting layers over devices
 
 
 # ---- (1) ----
 
 
-def build(run: Any, work: Workload, cast: Cast = "nothing") -> nn.Module:
-    """The run's model, in training mode, on the meta device. `cast`: which weights FSDP ("products" with a loss over
-    embeddings, else "all") or DeepSpeed ("all") hand to a forward in half precision."""
+def build(run: Any, work: Workload) -> nn.Module:
+    """The run's model, in training mode, on the meta device."""
     from transformers import AutoConfig
 
     from hf_dist_ext.frozen.plan import plan_freezing
@@ -70,17 +70,27 @@ def build(run: Any, work: Workload, cast: Cast = "nothing") -> nn.Module:
     if fields.attn_implementation in ("eager", "sdpa"):  # the others keep what sdpa keeps
         options["attn_implementation"] = fields.attn_implementation
     with torch.device("meta"):
-        model = _embedding_model(config, fields, work, options) if work.is_embedding else _generator(config, options)
+        if work.has_towers:
+            model = _towers(config, work, options)
+        elif work.is_embedding:
+            model = _embedding_model(config, fields, work, options)
+        else:
+            model = _generator(config, options)
         model = add_adapters(model, fields)
         freezing = plan_freezing(model, given.get("trainable_modules"), given.get("frozen_modules"))
         model.train()
         if freezing is not None:
             freezing.apply(model, has_autocast=work.autocast_bytes is not None)
             set_frozen_mode(model)
-        for name, parameter in model.named_parameters() if cast != "nothing" else ():
-            if cast == "all" or is_multiplied(model.get_submodule(name.rpartition(".")[0]), parameter):
-                parameter.data = parameter.data.to(torch.bfloat16)
     return model
+
+
+def cast_weights(model: nn.Module, cast: Cast) -> None:
+    """To half precision, those that FSDP ("products" with a loss over embeddings, else "all") or DeepSpeed ("all")
+    hand to a forward so."""
+    for name, parameter in model.named_parameters():
+        if cast == "all" or is_multiplied(model.get_submodule(name.rpartition(".")[0]), parameter):
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _embedding_model(config: Any, fields: Any, work: Workload, options: dict[str, Any]) -> nn.Module:
@@ -96,6 +106,16 @@ def _embedding_model(config: Any, fields: Any, work: Workload, options: dict[str
     return EmbeddingModel(backbone, pooling=pooling, projection_dim=fields.projection_dim)
 
 
+def _towers(config: Any, work: Workload, options: dict[str, Any]) -> nn.Module:
+    from hf_dist_ext.models.towers import TowerModel
+    from hf_dist_ext.tasks.image_pairs import part_of
+
+    del options["trust_remote_code"]
+    parts = {name: part_of(config, name) for name in ("text", "image")}
+    towers = {name: kind._from_config(part, **options) for name, (kind, part) in parts.items()}
+    return TowerModel(towers, {column.name: column.tower for column in work.columns})
+
+
 def _generator(config: Any, options: dict[str, Any]) -> nn.Module:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -103,176 +123,175 @@ def _generator(config: Any, options: dict[str, Any]) -> nn.Module:
     return auto.from_config(config, **options)
 
 
-def features(work: Workload, column: Column, rows: int) -> dict[str, torch.Tensor]:
-    """Inputs of some rows: ids and mask, and pictures for the rows that have one."""
-    ids = torch.zeros(rows, column.length, dtype=torch.long)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if column.images:
-        vision = work.config["vision_config"]
-        size = vision["image_size"] if isinstance(vision["image_size"], int) else vision["image_size"][0]
-        inputs["pixel_values"] = torch.zeros(rows * column.images, vision.get("num_channels", 3), size, size)
-    if not work.is_embedding:
-        inputs["labels"] = ids.clone()
-    return inputs
+@contextlib.contextmanager
+def split_layers(model: nn.Module, ways: int) -> Iterator[None]:
+    """As one device of `ways` has them by transformers' plan for the model, or ours (strategies/plans.py). A matrix
+    that is cut and put together again, and word embeddings, whose gradient is whole, stay whole: a bound."""
+    part, whole = plans.planned(model), []
+    for name, style in plans.styles_of(part).items():
+        axis = {"colwise": 0, "rowwise": 1}.get(style.removeprefix("packed_").removesuffix("_of_3"))
+        for inner, module in part.get_submodule(name).named_modules():
+            if axis is None or not isinstance(module, nn.Linear) or f"lora_{'AB'[axis]}" in inner:
+                continue  # of an adapter's two factors each device has one whole
+            for key, one in module.named_parameters(recurse=False):
+                shape = [size // ways if at == axis else size for at, size in enumerate(one.shape)]
+                whole.append((module, key, one))
+                part_of_it = torch.empty(shape, dtype=one.dtype, device="meta")
+                setattr(module, key, nn.Parameter(part_of_it, one.requires_grad))
+    try:
+        yield
+    finally:
+        for module, key, one in whole:
+            setattr(module, key, one)
+
+
+def ways_to_split(model: nn.Module, work: Workload) -> int:
+    """The fewest devices that can share the model's layers; 1: there is no plan for it."""
+    if not work.is_embedding or work.token_dim is not None or not has_layers_to_split(work.config):
+        return 1
+    try:
+        plans.planned(model)
+    except UsageError:
+        return 1
+    heads = heads_of(work.config)
+    return next((ways for ways in range(2, MOST_WAYS + 1) if not any(number % ways for number in heads)), 1)
 
 
 # ---- (2) ----
 
 
-IN_FLOAT32 = (  # of those that a GPU's autocast runs so, the ones that a CPU's does not
-    functional.layer_norm, functional.group_norm, functional.softmax, functional.log_softmax, functional.cross_entropy,
-    torch.softmax, torch.log_softmax, torch.Tensor.softmax,
-)  # fmt: skip
+def features(work: Workload, column: Column, rows: int) -> dict[str, Any]:
+    """Inputs of some rows: ids and mask, and pictures for the rows that have one."""
+    if column.tower == "image":
+        return {"column": column.name, **_pictures(work.config, rows)}
+    ids = torch.zeros(rows, column.length, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if work.has_padding:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    if work.has_towers:
+        inputs["column"] = column.name
+    if work.config["model_type"] in pictures.QWEN:  # else they follow from where its pictures are
+        inputs["position_ids"] = ids.expand(3, rows, column.length)
+    if column.images:
+        inputs |= _pictures(work.config, rows * column.images)
+    if not work.is_embedding:
+        inputs["labels"] = ids.clone()
+    return inputs
 
 
-class Accelerator(TorchFunctionMode):
-    """The kernels that a GPU has, by others that keep as many bytes: attention's dropout keeps a seed there and all
-    scores on a CPU; dropout's mask has one byte per element there and four here; experts' products take any dtype."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args = tuple(one.float() if _is_half(one) else one for one in args)
-        if function is functional.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            return function(*args[:4], **kwargs)
-        if function is functional.dropout:
-            probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            is_training = kwargs.get("training", args[2] if len(args) > 2 else True)
-            of = kwargs.get("input", args[0] if args else None)
-            return torch.native_dropout(of, probability, True)[0] if is_training and probability else of
-        if getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm"):
-            offsets = kwargs["offs"] if "offs" in kwargs else args[2]
-            return torch.ops.transformers.grouped_mm_fallback(*args[:2], offsets)
-        return function(*args, **kwargs)
+def _pictures(config: Any, count: int) -> dict[str, torch.Tensor]:
+    """As the model's processor gives them, with its most tiles."""
+    kind, vision = config["model_type"], config["vision_config"]
+    if kind in pictures.QWEN:
+        side, channels = pictures.grid(vision), vision.get("in_channels") or vision.get("in_chans") or 3
+        values = channels * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+        grid = torch.tensor([[1, side, side]] * count)
+        return {"pixel_values": torch.zeros(count * side * side, values), "image_grid_thw": grid}
+    side, tiles = pictures.side(vision, "image_size"), pictures.images_of_picture(config)
+    image = (vision.get("num_channels", 3), side, side)
+    if kind == "llava_next":
+        rows, columns = pictures.most_tiles(config)
+        sizes = torch.tensor([[rows * side, columns * side]] * count)
+        return {"pixel_values": torch.zeros(count, tiles, *image), "image_sizes": sizes}
+    if kind in pictures.SHUFFLING:
+        return {"pixel_values": torch.zeros(count, tiles, *image)}
+    return {"pixel_values": torch.zeros(count * tiles, *image)}
 
 
-def _is_half(one: Any) -> bool:
-    return isinstance(one, torch.Tensor) and one.dtype in (torch.bfloat16, torch.float16)
+def _windows(module: nn.Module, grid: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of Qwen2.5-VL's tower, which finds them by values."""
+    from transformers.vision_utils import get_vision_window_index
+
+    sizes = (module.spatial_merge_size, module.window_size, module.patch_size)
+    with unset_fake_temporarily():
+        index, ends = get_vision_window_index(torch.tensor(grid.tolist()), *sizes)
+        lists = index.tolist(), ends.tolist()
+    return dict(zip(("window_index", "cu_window_seqlens"), map(torch.tensor, lists), strict=True))
 
 
 # ---- (3) ----
 
 
-class Recorder(TorchDispatchMode):
-    """One forward of a model as `tape.Layer`s: before its layers, in them, after them."""
-
-    def __init__(self, model: nn.Module, inputs: Iterable[torch.Tensor]):
-        super().__init__()
-        self.before, self.after = Layer("", 0.0), Layer("", 0.0)
-        self.layers: list[Layer] = []
-        self._current = self.before
-        self._weights = {_storage(one) for one in model.parameters()}
-        self._known = {_storage(one) for one in (*inputs, *model.buffers())}
-        self._copies: dict[int, torch.UntypedStorage] = {}  # of weights; storages are held, so that ids stay their own
-        self._kept: dict[int, torch.UntypedStorage] = {}
-        self._input: int | None = None
-        classes = set(repeated_layer_classes(model))
-        for name, module in model.named_modules():
-            if type(module).__name__ in classes:
-                module.register_forward_pre_hook(self._enter(name), with_kwargs=True)
-                module.register_forward_hook(self._leave)
-
-    def _enter(self, name: str):
-        def enter(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            self._join()
-            inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-            first = next((one for one in inputs if one.is_floating_point()), None)
-            self._input = None if first is None else _storage(first)
-            self._current = Layer(plain_name(name), 0.0 if first is None else first.untyped_storage().nbytes())
-            self.layers.append(self._current)
-
-        return enter
-
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._current = self.after
-
-    def _join(self) -> None:
-        """What comes between two layers is not what comes after the last."""
-        for name in ("saved", "casts", "frozen_casts", "products", "backward"):
-            setattr(self.before, name, getattr(self.before, name) + getattr(self.after, name))
-        self.before.largest = max(self.before.largest, self.after.largest)
-        self.after = Layer("", 0.0)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = function(*args, **kwargs)
-        packet = function._overloadpacket
-        if packet is torch.ops.aten._to_copy and _storage(args[0]) in self._weights:
-            self._copy_weight(args[0], out)
-        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-            query, key, _, _, is_causal = (*args, 0.0, False)[:5]
-            products = 2 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1)
-            self._multiply(args[:3], products, most=2)
-        elif packet is torch.ops.transformers.grouped_mm_fallback:
-            self._multiply(args[:2], args[0].numel() * args[1].shape[2])
-        elif packet in flop_registry:
-            self._multiply(args, flop_registry[packet](*args, **kwargs, out_val=out) / 2)
-        for one in tree_leaves(out):
-            if isinstance(one, torch.Tensor) and _storage(one) not in self._weights | self._copies.keys():
-                self._current.largest = max(self._current.largest, one.untyped_storage().nbytes())
-        return out
-
-    def _copy_weight(self, weight: torch.Tensor, copy: torch.Tensor) -> None:
-        self._copies[_storage(copy)] = copy.untyped_storage()
-        if weight.requires_grad:  # autocast keeps it until it ends; a frozen one's lives while a backward needs it
-            self._kept[_storage(copy)] = copy.untyped_storage()
-            self._current.casts += copy.untyped_storage().nbytes()
-
-    def _multiply(self, args: tuple, products: float, most: int = 3) -> None:
-        """A backward multiplies once more for every factor that has a gradient, `most` times at most."""
-        factors = [one for one in args if isinstance(one, torch.Tensor) and one.dim() > 1]
-        self._current.products += products
-        self._current.backward += products * min(most, sum(one.requires_grad for one in factors))
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What autograd calls for every tensor that it saves."""
-        key, storage = _storage(tensor), tensor.untyped_storage()
-        if key in self._weights or key in self._known or key in self._kept:
-            return tensor
-        self._kept[key] = storage
-        if key in self._copies:
-            self._current.casts += storage.nbytes()
-            self._current.frozen_casts += storage.nbytes()
-        else:
-            self._current.saved += storage.nbytes()
-            self._current.keeps_input |= key == self._input
-        return tensor
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def plain_name(name: str) -> str:
-    """Without what peft puts around a model's own names."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".default.", ".")
-
-
-def record(model: nn.Module, work: Workload, column: Column) -> dict[str, Any]:
-    """One forward of `ROWS` rows by a model from the meta device -> its layers: copies of weights, everything else per
+def record(mode: FakeTensorMode, model: nn.Module, work: Workload, column: Column) -> dict[str, Any]:
+    """One forward of a column by a model from the meta device -> its layers: copies of weights, everything else per
     row."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = model.to_empty(device="cpu")
-        inputs = features(work, column, ROWS)
-        recorder = Recorder(model, inputs.values())
-        has_autocast = work.autocast_bytes is not None
-        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda saved: saved)
-        with Accelerator(), recorder, hooks, torch.autocast("cpu", torch.bfloat16, enabled=has_autocast):
-            model(**inputs)
-    parts = [recorder.before, *recorder.layers, recorder.after]
-    for part in parts:
-        for name in ("input", "saved", "products", "backward", "largest"):
-            setattr(part, name, getattr(part, name) / ROWS)
-    before, *layers, after = map(asdict, parts)
-    return {"before": before, "layers": layers, "after": after}
+    rows = ROWS_OF_PICTURES if column.images else ROWS
+    with _without_values(work.has_padding), mode:
+        inputs, images = features(work, column, rows), {}
+        if column.images and column.tower != "image" and work.config["model_type"] in pictures.KINDS:
+            tokens = rows * column.images * pictures.image_tokens(work.config)
+            images = {"image_tokens": tokens, "images": column.images * pictures.images_of_picture(work.config)}
+        forward = _recorded(model, inputs, Accelerator(work.mask_bytes, work.has_padding, **images), work)
+    for part in forward.parts:
+        for name in ("input", "beside", "saved", "products", "backward", "largest"):
+            setattr(part, name, getattr(part, name) / rows)
+    return asdict(forward)
+
+
+@contextlib.contextmanager
+def _without_values(has_padding: bool) -> Iterator[None]:
+    """Models compare the number of image tokens with that of image features, which tensors without values can not say;
+    towers that take pictures of any size read from small tensors how to cut them, so those keep their values. Without
+    padding a kernel needs no copies of keys and values for heads that share them."""
+    options = {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"} | ({} if has_padding else {"TRANSFORMERS_SDPA_FORCE_GQA": "1"})
+    before = {name: os.environ[name] for name in options if name in os.environ}
+    limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, 4096
+    os.environ.update(options)
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        for name in options:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _recorded(model: nn.Module, inputs: dict[str, Any], kernels: Accelerator, work: Workload) -> Forward:
+    recorder = Recorder(model, [one for one in inputs.values() if isinstance(one, torch.Tensor)])
+    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda saved: saved)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=work.autocast_bytes is not None)
+    with contextlib.ExitStack() as stack:
+        for module in model.modules() if "image_grid_thw" in inputs else ():
+            if hasattr(module, "fullatt_block_indexes"):
+                windows = partial(module.forward, **_windows(module, inputs["image_grid_thw"]))
+                stack.enter_context(instead(module, windows))
+        for one in (kernels, recorder, hooks, autocast):
+            stack.enter_context(one)
+        output = model(**inputs)
+        for vectors in tree_leaves(dict(output)) if work.is_embedding else ():
+            if vectors is not None and vectors.is_floating_point():  # they meet the gradients that the loss has left
+                (vectors * torch.empty_like(vectors)).sum()
+    return recorder.forward
 
 
 def shape(run: Any, work: Workload) -> dict[str, Any]:
-    """Parameters as `tape.Parameter` takes them, and every column's forward with the weights that wrappers cast."""
-    model = build(run, work)
-    classes = set(repeated_layer_classes(model))
-    layers = [plain_name(name) for name, module in model.named_modules() if type(module).__name__ in classes]
+    """`whole`: parameters as `forward.Parameter` takes them, and every column's forward with the weights that wrappers
+    cast. `split`: where devices can share the layers, the same of one of so many `ways`."""
+    model, mode = build(run, work), FakeTensorMode(allow_non_fake_inputs=True)
+    width = getattr(model, "embedding_dim", None) or work.embedding_dim
+    found: dict[str, Any] = {"embedding_dim": width, "split": None, "whole": _found(mode, model, work)}
+    if (ways := ways_to_split(model, work)) > 1:
+        found["split"] = {"ways": ways, **_split(mode, run, work, model, ways)}
+    for cast in ("products", "all") if work.is_embedding else ("all",):  # the last casts most
+        if work.autocast_bytes:
+            cast_weights(model, cast)
+            _add(found["whole"], mode, model, work, cast)
+    return found
+
+
+def _split(mode: FakeTensorMode, run: Any, work: Workload, model: nn.Module, ways: int) -> dict[str, Any]:
+    """`shared`: of one of so many `ways`; `whole`: where weights have another precision once devices share layers."""
+    whole = None
+    if work.split_bytes != work.load_bytes:
+        model = build(run, replace(work, load_bytes=work.split_bytes))
+        whole = _found(mode, model, work)
+    with split_layers(model, ways):
+        return {"whole": whole, "shared": _found(mode, model, work)}
+
+
+def _found(mode: FakeTensorMode, model: nn.Module, work: Workload) -> dict[str, Any]:
+    """Before a wrapper casts weights."""
+    layers = [plain_name(name) for name, _ in layers_of(model)]
     parameters = {}
     for name, one in model.named_parameters():
         own = plain_name(name)
@@ -280,14 +299,17 @@ def shape(run: Any, work: Workload) -> dict[str, Any]:
         is_table = one.dim() > 1 and not is_multiplied(model.get_submodule(name.rpartition(".")[0]), one)
         columns = one.shape[-1] if one.dim() > 1 else 0
         parameters[own] = [one.numel(), one.element_size(), one.requires_grad, layer, columns, is_table]
-    casts: list[Cast] = ["nothing"]
-    if work.autocast_bytes:
-        casts += ["products", "all"] if work.is_embedding else ["all"]
-    columns = {
-        column.name: {cast: record(build(run, work, cast), work, column) for cast in casts} for column in work.columns
-    }
-    width = getattr(model, "embedding_dim", None) or work.embedding_dim
-    return {"parameters": parameters, "columns": columns, "embedding_dim": width}
+    found: dict[str, Any] = {"parameters": parameters, "columns": {}, "packed": {}}
+    _add(found, mode, model, work, "nothing")
+    return found
+
+
+def _add(found: dict[str, Any], mode: FakeTensorMode, model: nn.Module, work: Workload, cast: Cast) -> None:
+    """Every column's forward; `packed`: without padding."""
+    for name, each in (("columns", work), ("packed", work.packed)):
+        if name == "columns" or work.packs:
+            for column in work.columns:
+                found[name].setdefault(column.name, {})[cast] = record(mode, model, each, column)
 
 
 def main(argv: list[str]) -> None:

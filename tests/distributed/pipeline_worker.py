@@ -250,10 +250,11 @@ def takes_frozen(base: Path, folder: Path, **more) -> float:
 
 
 def collate_equal(rows: list[int]) -> dict:
-    """Rows of a column are equally long, as a plan takes them to be."""
+    """Rows of a column are equally long, with padding that attention masks, as a plan takes them to be."""
     generator = torch.Generator().manual_seed(rows[0])
     ids = {name: torch.randint(1, 99, (len(rows), width), generator=generator) for name, width in WIDTHS.items()}
-    return {name: {"input_ids": of, "attention_mask": torch.ones_like(of)} for name, of in ids.items()}
+    masks = {name: torch.ones_like(of).index_fill_(1, torch.tensor([of.shape[1] - 1]), 0) for name, of in ids.items()}
+    return {name: {"input_ids": of, "attention_mask": masks[name]} for name, of in ids.items()}
 
 
 def watched_outputs(cut) -> dict[bool, dict[int, list[torch.Tensor]]]:

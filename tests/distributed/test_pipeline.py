@@ -22,6 +22,7 @@ from hf_dist_ext.planner.choose import plan_workload
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.pipelines import held
 from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import schedules
@@ -105,7 +106,7 @@ def planned(tmp_path: Path, schedule: str, **more) -> tuple:
     (tmp_path / "run.json").write_text(json.dumps(run | more))
     run = load_run(["--config", str(tmp_path / "run.json")])
     work = workload_of(run, read_model_config(run.options.model_config, None))
-    work = dataclasses.replace(work, mask_bytes=0, has_padding=False)  # as on a CPU, with rows of equal length
+    work = traced(run, dataclasses.replace(work, mask_bytes=0))  # as on a CPU
     return work, next(option for option in plan_workload(work, Hardware(2)).options if option.pipeline)
 
 

@@ -25,14 +25,15 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from hf_dist_ext.planner import catalog, memory
-from hf_dist_ext.planner.architectures import is_known
+from hf_dist_ext.planner import catalog, memory, pictures
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traced import TracedWorkload
 from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
+from hf_dist_ext.tasks import trace
 
 WHO_TRAINS = ("trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_target_modules")
+PICTURE = 64  # pixels of a side, where a model takes any size
+IMAGE = 63  # the token that stands for a part of a picture
 PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -116,6 +117,8 @@ def local_bytes(tensors) -> int:
 def run_of(case: dict, folder: str):
     path = Path(folder, "run.json")
     content = {"dataset_name": "code-search", "output_dir": str(Path(folder, "out")), **case["run"]}
+    if case.get("code"):
+        content |= {"model_config": None, "model_name_or_path": own_code(Path(folder, "own"), case)}
     who = {name: content.pop(name) for name in WHO_TRAINS if name in content}
     path.write_text(json.dumps(content), encoding="utf-8")
     run = load_run(["--config", str(path)])
@@ -125,15 +128,29 @@ def run_of(case: dict, folder: str):
     return run
 
 
-def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
-    config = run.options
-    shape = read_model_config(config.model_config, config.model_name_or_path)
-    work = replace(workload_of(run, shape), mask_bytes=0)  # a CPU's dropout masks are of the values' own type
-    if not is_known(shape) or (os.environ.get("COUNT_BY_TRACE") and not work.has_towers):
-        from hf_dist_ext.tasks import trace
+def own_code(folder: Path, case: dict) -> str:
+    """A folder with a model's code and weights."""
+    import transformers
 
-        found = trace.shape(run, work)
-        work = TracedWorkload(**vars(work) | {"embedding_dim": found["embedding_dim"]}, found=found)
+    folder.mkdir()
+    (folder / "own_code.py").write_text(case["code"], encoding="utf-8")
+    maps = {"AutoConfig": "own_code.OwnConfig", "AutoModel": "own_code.OwnModel"}
+    content = case["run"]["model_config"] | {"model_type": "own", "auto_map": maps}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    transformers.AutoModel.from_config(config, trust_remote_code=True).save_pretrained(folder)
+    return str(folder)
+
+
+def shape_of(case: dict, run) -> dict:
+    shape = read_model_config(run.options.model_config, run.options.model_name_or_path)
+    return shape | ({"tiles_of_picture": case["tiles"]} if case.get("tiles") else {})
+
+
+def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
+    work = replace(workload_of(run, shape_of(case, run)), mask_bytes=0)  # a CPU's masks are of the values' own type
+    found = trace.shape(run, work)
+    work = replace(work, found=found, embedding_dim=found["embedding_dim"])
     hardware = catalog.Hardware(world)
     settings = memory.Settings(is_checkpointed=work.is_checkpointed)
     chosen = next(one for one in catalog.STRATEGIES if one.name == strategy)
@@ -209,7 +226,7 @@ def build(case: dict, run, embedding_model):
         mask[:, -1] = 0
         return {"input_ids": torch.randint(5, 60, (len(rows), length)), "attention_mask": mask}
 
-    kind = config.model_config["model_type"]
+    kind = (config.model_config or {}).get("model_type")
     if kind in ("clip", "siglip"):
         model, size = two_towers(config.model_config)
 
@@ -221,10 +238,18 @@ def build(case: dict, run, embedding_model):
     else:
         options = {"projection_dim": config.projection_dim, "dtype": config.dtype}
         options["attn_implementation"] = config.attn_implementation
-        model = embedding_model.from_config(config.model_config, **options)
+        if kind is None:
+            options["trust_remote_code"] = config.trust_remote_code
+            model = embedding_model.from_backbone(config.model_name_or_path, **options).train()
+        else:
+            model = embedding_model.from_config(config.model_config, **options)
+        shape = shape_of(case, run)
 
         def collate(rows: list[int]) -> dict:
-            return {name: texts(rows, name) for name in ("query", "positive")}
+            features = {name: texts(rows, name) for name in ("query", "positive")}
+            for name in config.image_columns or ():
+                features[name] |= with_pictures(shape, features[name]["input_ids"])
+            return features
 
     given = run.given
     if given.get("use_lora"):
@@ -235,6 +260,35 @@ def build(case: dict, run, embedding_model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(part in name for part in case["trains"]))
     return model, collate
+
+
+def with_pictures(config: dict, ids: torch.Tensor) -> dict:
+    """One random picture at the start of every row (whose tokens are then its place), as the model takes it. Its
+    sizes are written here, so that a plan's are checked, and the model counts the tokens."""
+    kind, rows, side = config["model_type"], len(ids), config["vision_config"].get("image_size", PICTURE)
+    side = side if isinstance(side, int) else side[0]
+    tiles, patch = config.get("tiles_of_picture", 1), config["vision_config"]["patch_size"]
+    patch = patch if isinstance(patch, int) else patch[0]
+    counts, more = {"num_images": [1] * rows}, {}
+    if kind.startswith("qwen"):
+        patches = PICTURE // 8 * 8 // patch
+        tokens, shape = (patches // 2) ** 2, (rows * patches**2, 3 * 2 * patch**2)
+        more = {"image_grid_thw": torch.tensor([[1, patches, patches]] * rows), "mm_token_type_ids": None}
+    elif kind == "llava_next":  # the whole picture, and one tile whose lines have an end each
+        tokens, shape = (side // 8) ** 2 * 2 + side // 8, (rows, 2, 3, side, side)
+        more = {"image_sizes": torch.tensor([[side, side]] * rows)}
+    elif kind in ("idefics3", "smolvlm"):
+        tokens, shape = tiles * (side // 8 // config["scale_factor"]) ** 2, (rows, tiles, 3, side, side)
+        counts["num_tiles"] = [tiles] * rows
+    elif kind == "internvl":
+        tokens, shape = tiles * (side // patch // 2) ** 2, (rows * tiles, 3, side, side)
+        counts["num_tiles"] = [tiles] * rows
+    else:
+        tokens, shape = config.get("mm_tokens_per_image") or (side // 8) ** 2, (rows, 3, side, side)
+    ids[:, :tokens] = IMAGE
+    if "mm_token_type_ids" in more:
+        more["mm_token_type_ids"] = (ids == IMAGE).int()
+    return {"pixel_values": torch.randn(shape), **more, **counts}
 
 
 def two_towers(config: dict):
@@ -257,6 +311,7 @@ def two_towers(config: dict):
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     strategy, rank = sys.argv[2], int(os.environ.get("RANK", "0"))
+    pictures.PICTURE = PICTURE
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             run = run_of(case, folder)

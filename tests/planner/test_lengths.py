@@ -13,6 +13,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import lengths
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import arithmetic
 from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.tasks.lengths import lengths_of
@@ -72,6 +73,7 @@ def test_a_sample_leaves_room_for_longer_rows(make_run, folder, monkeypatch):  #
     data = write(Path("rows.jsonl"), ROWS)
     run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=64, per_device_train_batch_size=4)
     found, work = columns(run)
+    work = traced(run, work)
     costs = [(one.tokens / one.length, work.work(one)) for one in found.values()]
     computed = sum(share * 2 * 4 * (cost.forward + cost.backward) for share, cost in costs)
     assert max(share for share, _ in costs) < 1 and arithmetic(work, Settings()) == pytest.approx(computed)

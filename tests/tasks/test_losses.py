@@ -14,6 +14,7 @@ from hf_dist_ext.models.hybrid_model import HEADS, HybridEmbeddingModel
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
@@ -188,7 +189,7 @@ def test_heads_alone_are_trained_and_put_together_with_their_base(main, run_file
 
 def test_a_plan_counts_the_heads_of_three_outputs(run_file):  # noqa: F811
     run = load_run(["--config", run_file(losses=M3, token_dim=6, projection_dim=5, **PLAIN)])
-    work = workload_of(run, read_model_config(run.options.model_config, None))
+    work = traced(run, workload_of(run, read_model_config(run.options.model_config, None)))
     counted = {name: parameter.elements for name, parameter in work.parameters().items()}
     built = {name: p.numel() for name, p in trace.build(run, work).named_parameters()}
     assert {name: counted[name] for name in counted if "backbone" not in name} == {
