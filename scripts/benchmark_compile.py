@@ -6,8 +6,8 @@
 (1) shapes: two epochs are laid out with and without buckets, and tokens and shapes are counted
 (2) graphs: the same batches are run with graphs for any shape (as DistTrainer asks for), with those that dynamo
     chooses by itself, and with one for every shape (as accelerate's launcher asks for); the graphs are counted
-(3) time: a step of the compiled model and one of the uncompiled model take turns. The ratio of the first step, in
-    which the model is compiled, and of all later ones (median, by turns)
+(3) time: a step of the compiled model and uncompiled ones, padded and packed, take turns. The first step, in which the
+    model is compiled, over the padded one, and all later ones over both (medians of the ratios within a turn)
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens at which texts are cut")
     parser.add_argument("--chunk_rows", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--timed", nargs="+", choices=list(WAYS), default=["any shape"])
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--mode", help='of torch.compile, such as "reduce-overhead" on a GPU')
     parser.add_argument("--device", default="cpu")
@@ -105,23 +106,26 @@ def main() -> None:
     for way in WAYS:
         encode, after_step = encoder(compiled(model, "eager", None, way)), None
         for batch in batches(everything, options.pairs):
-            our_step(models, batch, limits, encode=encode)()
+            our_step(models, batch, limits, encode=encode, packing=False)()
             after_step = after_step or counters["stats"]["unique_graphs"]
         print(f"{way:<30}{after_step:>14}{counters['stats']['unique_graphs']:>18}", flush=True)
 
-    batch = batch_of(options.pairs)
-    encode = encoder(compiled(model, options.backend, options.mode, "any shape"))
-    steps = {
-        "compiled": our_step(models, batch, limits, encode=encode),
-        "uncompiled": our_step(models, batch, plain),
-    }
-    steps["uncompiled"]()  # it warms up; the compiled one's first step is what is measured
     # Compilers are processes of their own, so the first step is of seconds; later ones as in benchmark_packing.py.
     key = "cpu_seconds" if options.device == "cpu" else "seconds"
-    first = take_turns(steps, 1, options.device)
-    later = ratio(take_turns(steps, options.turns, options.device), *steps, key)
-    print(f"\n{options.backend}: {counters['stats']['unique_graphs']} graphs; compiled / uncompiled")
-    print(f"first step {ratio(first, *steps):.1f} ({first['compiled']['seconds'][0]:.0f} s), later steps {later:.2f}")
+    batch = batch_of(options.pairs)
+    others = {name: our_step(models, batch, plain, packing=name == "packed") for name in ("padded", "packed")}
+    for step in others.values():
+        step()  # these warm up; of the compiled ones the first step is what is measured
+    print(f"\n{options.backend:<30}{'graphs':>8}{'first step':>12}{'seconds':>10}{'later':>8}{'of packed':>12}")
+    for way in options.timed:
+        encode = encoder(compiled(model, options.backend, options.mode, way))
+        steps = {"compiled": our_step(models, batch, limits, encode=encode, packing=False), **others}
+        first = take_turns(steps, 1, options.device)
+        later = take_turns(steps, options.turns, options.device)
+        graphs, seconds = counters["stats"]["unique_graphs"], first["compiled"]["seconds"][0]
+        of_padded, of_packed = (ratio(later, "compiled", name, key) for name in others)
+        relative = ratio(first, "compiled", "padded")
+        print(f"{way:<30}{graphs:>8}{relative:>12.1f}{seconds:>10.0f}{of_padded:>8.2f}{of_packed:>12.2f}", flush=True)
 
 
 if __name__ == "__main__":
