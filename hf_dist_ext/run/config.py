@@ -184,7 +184,7 @@ class RunConfig:
         "others' at most, a fourth product is computed. 'auto': the ring where gathered ones would take over 512 MiB.",
     )
     bf16_products: bool = option(
-        False, "infonce multiplies embeddings rounded to bfloat16, and sums in float32: faster on a CUDA device."
+        False, "infonce multiplies embeddings rounded to bfloat16, and sums in float32. Meant for CUDA devices."
     )
 
 
