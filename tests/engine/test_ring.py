@@ -285,7 +285,7 @@ def counted_bytes(monkeypatch, num_rows, width, ranks, negatives, **options):
 OF_MEMORY = [(0, {}), (2, {}), (1, {"symmetric": True})]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("negatives, options", OF_MEMORY, ids=str)
 def test_what_a_rank_holds_is_what_the_formula_says(monkeypatch, ranks, negatives, options):
     monkeypatch.setattr(policy, "LOSS_TILE_ROWS", 64)
