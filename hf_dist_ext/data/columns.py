@@ -57,6 +57,8 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
     if columns is None:
         columns = _default_columns(available)
         if len(columns) < NUM_PAIR_COLUMNS or list(columns)[1] != "positive":
+            if len(available) == 1 and (sign := next((one for one in ";\t" if one in available[0]), None)):
+                raise UsageError(f"{name}: its columns seem to be divided by {sign!r}. Save it with commas.")
             raise UsageError(
                 f"{name} has the columns {', '.join(available)}, not query and positive. "
                 'Map them: columns={"query": "...", "positive": "..."}.'

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,6 +142,9 @@ def open_splits(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
 @contextlib.contextmanager
 def loading_errors(name: str) -> Iterator[None]:
     """What `datasets` raises for a name, a connection or a file that is not right, as one line with the remedy."""
+    theirs = logging.getLogger("datasets.packaged_modules")  # its lines of a broken file say what the error says
+    level = theirs.level
+    theirs.setLevel(logging.CRITICAL)
     try:
         yield
     except UsageError:
@@ -164,10 +168,14 @@ def loading_errors(name: str) -> Iterator[None]:
             raise UsageError(
                 f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.'
             ) from error
+        if isinstance(cause, UnicodeDecodeError):
+            raise UsageError(f'Dataset "{name}" is not UTF-8 text (byte {cause.start}). Save it as UTF-8.') from error
         raise UsageError(
             f'Dataset "{name}" could not be loaded: {reason.rstrip(".")}. Give "code-search", a hub id that this '
             "machine can reach or has cached (id@revision pins it), or a json/csv/parquet/arrow file or folder."
         ) from error
+    finally:
+        theirs.setLevel(level)
 
 
 def open_saved_folder(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:

@@ -94,6 +94,8 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         has_content = np.zeros(len(table), dtype=bool)
         for dataset_column in sources:
             has_content |= content_mask(table.column(dataset_column))
+            for row in _not_utf8(table.column(dataset_column)):
+                check.add(row_offset + row, "the text is not UTF-8. Save the file as UTF-8.", dataset_column)
         for row in np.flatnonzero(~has_content) if is_pair else ():
             check.add(
                 row_offset + int(row), f"every row needs a {column}, this is empty or null. Remove the row.", shown
@@ -102,6 +104,19 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         row_offset += len(table)
     if not num_rows:
         raise UsageError(f'{check.name}, column "{shown}": no row has a {column}. Leave it out of columns.')
+
+
+def _not_utf8(values: pa.ChunkedArray) -> list[int]:
+    """Rows whose text cannot be decoded: Arrow's JSON reader takes any bytes."""
+
+    def is_valid(part: pa.ChunkedArray) -> bool:
+        try:
+            part.validate(full=True)
+        except pa.ArrowInvalid:
+            return False
+        return True
+
+    return [] if is_valid(values) else [row for row in range(len(values)) if not is_valid(values.slice(row, 1))]
 
 
 def check_same_number(dataset: Dataset, column: str, source: Source, check: RowCheck) -> None:

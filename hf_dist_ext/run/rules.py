@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import deepspeed_install
-from hf_dist_ext.run.config import Run
+from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import INFONCE_FIELDS
@@ -45,6 +46,12 @@ def check_rules(run: Run) -> None:
             raise UsageError('evaluations compare embeddings, but loss is null. Set "loss": "infonce" or remove them.')
         parse_evaluations(config.evaluations)
     check_parts(config, given)
+    _check_folders(config)
+    if given.get("eval_steps") is not None and "eval_strategy" not in given:
+        raise UsageError(
+            f'eval_steps={show(given["eval_steps"])}, but eval_strategy is "no" where it is not given: nothing would '
+            'be evaluated while the run trains. Set eval_strategy to "steps", or remove eval_steps.'
+        )
     if config.token_dim is not None and not outputs_of(config):
         raise UsageError(
             f"token_dim={show(config.token_dim)} is of a model of several outputs per row, and this run's has one. "
@@ -107,6 +114,15 @@ def _has_token() -> bool:
 
 def _is_on(text: str) -> bool:
     return text.strip().upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _check_folders(config: RunConfig) -> None:
+    """What is clearly a path is no name on the hub, where it would be looked for."""
+    for field in ("model_name_or_path", "tokenizer_name"):
+        name = getattr(config, field)
+        is_path = name is not None and (name.startswith((".", "~", "/")) or name.count("/") > 1)
+        if is_path and not Path(name).expanduser().exists():
+            raise UsageError(f'{field}="{name}": there is no such folder. Paths start at {Path.cwd()}.')
 
 
 def check_task_fields(task: str, given: dict[str, Any]) -> None:

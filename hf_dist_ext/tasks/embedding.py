@@ -18,7 +18,7 @@ from hf_dist_ext.data.vision_language_collator import OF_OTHERS
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
-from hf_dist_ext.models.backbones import load_tokenizer
+from hf_dist_ext.models.backbones import load_tokenizer, one_line
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
@@ -37,7 +37,7 @@ from hf_dist_ext.tasks.lengths import lengths_of
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.tasks.sources import LoadedSources
-from hf_dist_ext.tasks.unknown_tokens import warn_of_unknown
+from hf_dist_ext.tasks.unknown_tokens import refuse_unknown_ids, warn_of_unknown
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import paired_of
 
@@ -99,6 +99,7 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
             options = config.processing_kwargs or model.messages.get("processing_kwargs")
             make_collator = vision_language.collators(chat, options)
             model.messages = vision_language.messages_of(model.messages, options)
+        refuse_unknown_ids(tokenizer, (config.model_config or {}).get("vocab_size"))
         warn_of_unknown(tokenizer, train_dataset, texts)
         # What is not given is as the model's folder says: the folder of this run will say so too.
         prompts = _prompts_for(model, config, columns)
@@ -122,6 +123,11 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     for part in parts:
         if part.loss == MATRYOSHKA:
             model.matryoshka_dims = list(part.loss_options["matryoshka_dims"])
+    if args.train_batch_size * args.world_size == 1 and len(columns) == NUM_PAIR_COLUMNS and config.loss == "infonce":
+        raise UsageError(
+            "the batch of all devices is one row (per_device_train_batch_size=1), so no query has a wrong document to "
+            "tell from its own. Raise per_device_train_batch_size; gradient_cache_chunk_size keeps the memory small."
+        )
     is_judged = eval_dataset is not None or not evaluations
     return Parts(
         model=adapted,
@@ -183,8 +189,8 @@ def build_tokenizer(run: Run, train_dataset: Any) -> Any:
         options = {"revision": config.model_revision} if name == config.model_name_or_path else {}
         try:
             return load_tokenizer(name, trust_remote_code=config.trust_remote_code, **options)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"no tokenizer can be loaded from {name!r}: {error}") from error
+        except (OSError, ValueError, ImportError) as error:
+            raise UsageError(f"no tokenizer can be loaded from {name!r}: {one_line(error)}") from error
     if config.dataset_name != CODE_SEARCH:
         raise UsageError(
             "a model built from model_config needs a tokenizer: set tokenizer_name to a folder or hub id."

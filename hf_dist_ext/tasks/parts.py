@@ -119,7 +119,7 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     try:
         args = DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here
-        theirs = str(error)
+        theirs = " ".join(str(error).split())
         raise UsageError(next((ours for word, ours in OUR_WORDS.items() if word in theirs), theirs)) from error
     _check_schedule(args)
     if "trackio" in args.report_to:

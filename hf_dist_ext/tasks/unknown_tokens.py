@@ -10,10 +10,22 @@ from typing import Any
 from datasets import Dataset
 
 from hf_dist_ext.data.collator import as_list
+from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
 ROWS, SHARE = 200, 0.1  # rows that are looked at; more unknown tokens than this share are named
+
+
+def refuse_unknown_ids(tokenizer: Any, rows: int | None) -> None:
+    """UsageError for ids that the model has no embedding for: the first of them would end the run in its forward.
+    `rows`: the `vocab_size` of `model_config`; None: it is the tokenizer's."""
+    largest = max(tokenizer.get_vocab().values(), default=0) if hasattr(tokenizer, "get_vocab") else 0
+    if rows is not None and largest >= rows:
+        raise UsageError(
+            f"model_config has vocab_size {rows}, and the tokenizer has ids up to {largest}. Remove vocab_size, which "
+            "then is the tokenizer's, or give another tokenizer."
+        )
 
 
 def warn_of_unknown(tokenizer: Any, rows: Any, columns: Iterable[str]) -> None:

@@ -245,6 +245,17 @@ def test_an_empty_dataset_is_refused(tmp_path):
     assert "could not be loaded" in refusal(tmp_path / "broken.jsonl")
 
 
+def test_a_file_of_another_encoding_or_sign_is_refused(tmp_path, caplog):
+    lines = ['{"query": "plain", "positive": "b"}', '{"query": "caf\u00e9", "positive": "b"}']
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
+    assert 'row 1 (counted from 0), column "query": the text is not UTF-8' in refusal(tmp_path / "a.jsonl")
+    (tmp_path / "a.csv").write_bytes("query,positive\ncaf\u00e9,b".encode("latin-1"))
+    assert 'a.csv" is not UTF-8 text (byte 3). Save it as UTF-8.' in refusal(tmp_path / "a.csv")
+    (tmp_path / "semi.csv").write_text("query;positive\na;b")
+    assert "its columns seem to be divided by ';'" in refusal(tmp_path / "semi.csv")
+    assert not caplog.records, "one line, the error's"
+
+
 def test_a_row_may_have_no_negative(tmp_path, tokenizer):
     negatives = [{**row, "negative": ["x", "y"] if i != 5 else [[], None][i % 2]} for i, row in enumerate(ROWS)]
     train, _ = load(write(tmp_path / "a.parquet", negatives))

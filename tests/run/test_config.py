@@ -196,7 +196,8 @@ def test_wrong_words_on_the_command_line_are_refused(load, argv, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{\n  "seed": 1,\n}', ["line 3", "column 1"]),
+        ('{\n  "seed": 1,\n}', ["is not JSON: line ", "no trailing comma"]),  # Python 3.13 points at the comma
+        ('{\n  "seed": 1\n  "max_steps": 2}', ["line 3", "column 3"]),
         ('{"seed": 1} x', ["line 1", "column 13"]),
         ('{"seed": 1, "seed": 2}', ['"seed"', "twice"]),
         ('{"columns": {"query": "a", "query": "b"}}', ['"query"', "twice"]),
