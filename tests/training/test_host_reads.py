@@ -138,7 +138,7 @@ def reads_of_a_step(tmp_path, monkeypatch, batch: int, chunk: int, collator: obj
     )  # fmt: skip
     torch.manual_seed(0)
     trainer = DistTrainer(
-        Tiny(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator,
+        Pictured(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator,
         train_dataset=datasets.Dataset.from_list(rows(3 * batch)),
     )  # fmt: skip
     run, counted = trainer.get_batch_samples, []
@@ -162,7 +162,17 @@ def of_users_own(rows: list[dict]) -> dict:
     return collator_of(False)(rows)
 
 
-@pytest.mark.parametrize("collator", [collator_of(False), of_users_own], ids=["ours", "the user's own"])
+def of_pictures(rows: list[dict]) -> dict:
+    batch = of_users_own(rows)
+    return batch | {"positive": with_pictures(batch["positive"], [i % 3 for i in range(len(rows))])}
+
+
+OF_ALL_KINDS = pytest.mark.parametrize(
+    "collator", [collator_of(False), of_users_own, of_pictures], ids=["ours", "the user's own", "pictures"]
+)
+
+
+@OF_ALL_KINDS
 def test_a_step_reads_as_often_for_many_chunks_as_for_few(tmp_path, monkeypatch, collator):
     sizes = ((6, 6), (16, 1))
     (few, first), (many, second) = (reads_of_a_step(tmp_path, monkeypatch, *both, collator) for both in sizes)
@@ -193,7 +203,8 @@ def test_ranks_of_accelerators_agree_over_one_group_of_cpus(tmp_path, monkeypatc
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nothing_waits_for_a_gpu_between_a_batch_and_its_gradients(tmp_path, monkeypatch):
+@OF_ALL_KINDS
+def test_nothing_waits_for_a_gpu_between_a_batch_and_its_gradients(tmp_path, monkeypatch, collator):
     """The first steps may: memory is tried out, kernels are chosen."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     args = DistTrainingArguments(
@@ -201,7 +212,7 @@ def test_nothing_waits_for_a_gpu_between_a_batch_and_its_gradients(tmp_path, mon
         save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     trainer = DistTrainer(
-        Tiny(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator_of(False),
+        Pictured(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator,
         train_dataset=datasets.Dataset.from_list(rows(64)),
     )  # fmt: skip
     run, steps = trainer.step.run, []
