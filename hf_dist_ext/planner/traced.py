@@ -37,6 +37,8 @@ def traced(run: Any, work: Workload) -> Workload:
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
     else:
+        if sys.stderr.isatty():
+            print("counting the model, which takes some seconds and is kept", file=sys.stderr)
         found = _trace(run, work)
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.with_suffix(f".{os.getpid()}")
