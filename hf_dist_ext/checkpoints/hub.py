@@ -35,7 +35,7 @@ TO_GO_ON = (  # files and folders at the top of a checkpoint
 )  # fmt: skip
 OF_A_RUN = (  # at the top of output_dir: what is no part of its model, and caches
     "checkpoint-*", "stage_*", "_*", ".*", "runs", "wandb", "index", "features-*.safetensors", "training_args.bin",
-    "*.unfinished", manifest.RUN, manifest.UNFINISHED, "preempted.json",
+    "*.unfinished", manifest.RUN, manifest.UNFINISHED, "preempted.json", "measured.json",
 )  # fmt: skip
 
 # (1) ---------------------------------------------------------------------------------------------------------------

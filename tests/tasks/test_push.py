@@ -27,7 +27,14 @@ from tests.test_train_script import TEXTS, main, run_file  # noqa: F401, fixture
 from tests.tiny_models import model_config, tiny_tokenizer
 
 TOKEN, REPO = "hf_SECRET", "someone/model"
-LEFT_OUT = ["checkpoint-2/model.safetensors", "checkpoint-2/optimizer.pt", "optimizer.pt", "rng_state.pth", "runs/x"]
+LEFT_OUT = [
+    "measured.json",
+    "checkpoint-2/model.safetensors",
+    "checkpoint-2/optimizer.pt",
+    "optimizer.pt",
+    "rng_state.pth",
+    "runs/x",
+]
 LEFT_OUT += ["index/1.safetensors", "_run.lease", "training_args.bin", "stage_0_a/model.safetensors"]
 
 
