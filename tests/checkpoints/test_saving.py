@@ -215,7 +215,10 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error_that_names_the_file(copi
         file.unlink() if damaged is None else file.write_bytes(damaged)
         with pytest.raises(UsageError, match=f"{name} .*checkpoint-4"):
             make(copied).train(resume_from_checkpoint=named)
-    make(copied, verify_checkpoint_hashes=False, max_steps=6).state  # noqa: B018
+    if name.endswith(".safetensors"):  # of which every bit may be another
+        unverified = make(copied, verify_checkpoint_hashes=False, max_steps=6)
+        unverified.train(resume_from_checkpoint=named)
+        assert unverified.state.global_step == 6, "sizes are right, and hashes were not to be computed"
     with pytest.raises(UsageError, match="holds no checkpoint-N"):
         make(copied / "elsewhere").train(resume_from_checkpoint=True)
 
