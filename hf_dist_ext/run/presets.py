@@ -25,7 +25,7 @@ class Notes(NamedTuple):
     use: str
 
 
-_LOSS = "embeddings to every process and their gradients back"
+_LOSS = "embeddings to every process (and, where they are gathered, their gradients back)"
 _GATHERS = "every layer's weights and gradients, once per step or once per chunk (gradient_cache_fsdp)"
 NOTES = {
     "single_gpu": Notes("nothing", "nothing", "The model, its optimizer state and a chunk fit one device."),
