@@ -44,7 +44,8 @@ class Assembly:
 
     def _finish(self, table: int, like: Tensor) -> None:
         outputs = self._outputs.pop(table, {})
-        own = [outputs[i] for i in sorted(outputs) if not self.chunks[i].is_idle]
+        of_rows = [outputs[i] for i in sorted(outputs) if not self.chunks[i].is_idle]
+        own = [output for output in of_rows if isinstance(output, Tensor)]
         made = self.batch.table_columns(table, [like[:0], *own])
         for name in (name for name in made if name not in self.columns):
             self.columns[name] = made[name]

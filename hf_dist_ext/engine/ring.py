@@ -45,7 +45,7 @@ from hf_dist_ext.engine.tiled_infonce import (
 class Ring(NamedTuple):
     """The ranks with rows of their own. All of them call both functions together."""
 
-    index: int  # of this rank
+    rank: int  # of this process
     counts: Mapping[str, list[int]]  # column -> rows of every rank
     # (own rows (b, ...), contiguous; rows of every rank) -> (rank, its rows), this rank's first
     visits: Callable[[Tensor, list[int]], Iterator[tuple[int, Tensor]]]
@@ -78,7 +78,7 @@ class RingPlan(NamedTuple):
 
     def own_rows(self, own: Mapping[str, Tensor], names: Sequence[str]) -> list[Tensor]:
         """This rank's rows of every column; of a rank whose rows are stand-ins none counts."""
-        heights = [of_ranks[self.ring.index] for of_ranks in self.counts]
+        heights = [of_ranks[self.ring.rank] for of_ranks in self.counts]
         rows = [own[name] for name in names]
         return [one if len(one) == height else one[:height] for one, height in zip(rows, heights, strict=True)]
 
@@ -134,7 +134,7 @@ class _Rounds:
         self.needs_scale, self.needs_bias, *self.needs = needs
         self.root = scale.sqrt()
         self.num_rows = len(own[0])  # B
-        index, counts = plan.ring.index, plan.counts
+        index, counts = plan.ring.rank, plan.counts
         assert [len(rows) for rows in own] == [of_ranks[index] for of_ranks in counts]
         self.travellers = range(0 if plan.is_symmetric else 1, len(counts))  # columns of candidates
         self.movers = range(2 if plan.is_symmetric else 1)  # columns of rows
@@ -196,7 +196,7 @@ class _Rounds:
     # ---- (1) and (2) ----
 
     def score(self) -> tuple[Tensor, Tensor]:
-        plan, index = self.plan, self.plan.ring.index
+        plan, index = self.plan, self.plan.ring.rank
         loss, metrics = self.scale.new_zeros(()), self.scale.new_zeros(3)
         own_first = plan.offset(0, index)
         for side in self.sides:
@@ -227,8 +227,8 @@ class _Rounds:
 
     def _part(self, columns: range) -> Tensor:
         """Own rows of some columns: (b, D), contiguous."""
-        start = sum(self.plan.counts[c][self.plan.ring.index] for c in range(columns.start))
-        return self.packed[start : start + self.plan.heights(columns)[self.plan.ring.index]]
+        start = sum(self.plan.counts[c][self.plan.ring.rank] for c in range(columns.start))
+        return self.packed[start : start + self.plan.heights(columns)[self.plan.ring.rank]]
 
     def _add_candidates(
         self, side: Side, tile: slice, own_first: int, candidates: Tensor, place: int, offset: int
@@ -276,7 +276,7 @@ class _Rounds:
         if any(self.needs[column] for column in self.travellers):
             self._to_candidates(torch.stack(stats, dim=1), buffers)
         found = [
-            self._of_raw([row[i] for row in buffers], raw) if needed else None
+            self._of_raw([one for row in buffers if (one := row[i]) is not None], raw) if needed else None
             for i, (raw, needed) in enumerate(zip(own, self.needs, strict=True))
         ]
         return [of_scale if self.needs_scale else None, of_bias if self.needs_bias else None, *found]
@@ -287,7 +287,7 @@ class _Rounds:
 
     def _to_candidates(self, stats: Tensor, buffers: list[list[Tensor | None]]) -> None:
         """The gradients of own candidates, from the rows that come by. stats (B, ...): of every side, in order."""
-        plan, index = self.plan, self.plan.ring.index
+        plan, index = self.plan, self.plan.ring.rank
         everyone = plan.ring.gather(stats, plan.counts[0])  # (N, ...)
         per_side = stats.shape[1] // len(self.sides)
         for rank, block in plan.ring.visits(self._part(self.movers), plan.heights(self.movers)):

@@ -21,7 +21,7 @@ from hf_dist_ext.engine.packing import PackedTokens
 def without_tensors(chunked: ChunkedBatch) -> ChunkedBatch:
     """The same cuts, which can not be used before they are those of a batch again."""
     keys = [(*table.features, *table.units) for table in chunked.tables]
-    nothing = [dict.fromkeys(of_table, []) for of_table in keys]
+    nothing: list[dict[str, Any]] = [dict.fromkeys(of_table, []) for of_table in keys]
     return _holding(chunked, nothing, torch.device("cpu"))
 
 

@@ -75,7 +75,7 @@ class Rows:
     def ring(self, counts: Mapping[str, list[int]]) -> Ring:
         """counts: column -> every rank's number of rows."""
         return Ring(
-            index=self.index,
+            rank=self.index,
             counts=counts,
             visits=lambda own, heights: visits(own, heights, self.index, self.peers),
             gather=torch.no_grad()(self.gather),
