@@ -35,7 +35,7 @@ def panels_of(
                 values.setdefault(name, {})[line["step"]] = line[f"eval_{name}"]
     panels: dict[str, dict[str, Points]] = {}
     for name, of_step in values.items():
-        title = next((one for one in sets if name.startswith(f"{one}_")), "")
+        title = max((one for one in sets if name.startswith(f"{one}_")), key=len, default="")
         short = name.removeprefix(f"{title}_")
         if short == "loss":
             title, short = f"{title or 'evaluation'} loss", title or short

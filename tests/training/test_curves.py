@@ -34,6 +34,14 @@ def test_the_loss_of_a_set_is_not_drawn_beside_figures_between_0_and_1():
     }
 
 
+def test_a_figure_stands_in_the_panel_of_its_own_set():
+    history = [{"step": step, "eval_nq_mrr": 0.4, "eval_nq_hard_mrr": 0.2} for step in (0, 1)]
+    assert curves.panels_of(history, ["nq_mrr", "nq_hard_mrr"], ["nq", "nq_hard"], False) == {
+        "nq": {"mrr": [(0, 0.4), (1, 0.4)]},
+        "nq_hard": {"mrr": [(0, 0.2), (1, 0.2)]},
+    }
+
+
 def test_a_figure_has_one_colour_in_all_panels_and_the_kept_step_a_line(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
