@@ -37,14 +37,14 @@ def of_run(args: Any, state: Any, strategy: Strategy, per_device_train_batch_siz
     }
 
 
-def of_model(model: nn.Module) -> dict[str, Any]:
-    """Of the bare one."""
+def of_model(model: nn.Module, dtype: str) -> dict[str, Any]:
+    """Of the bare one. `dtype`: what its base was loaded in, before an engine cast it."""
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {
         "model": _class_name(bare),
         "embedding": embedding_options(bare) if _class_name(bare) in EMBEDDING_MODELS else None,
         "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
-        "dtype": dtype_of_base(bare),
+        "dtype": dtype,
         "base_model": base_model(model),
         "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
     }
@@ -68,7 +68,7 @@ def _class_name(model: Any) -> str:
 
 
 def dtype_of_base(model: nn.Module) -> str:
-    """That of the first weights that do not train: what the base was loaded in."""
+    """That of the first weights that do not train: what the base was loaded in, where nothing has cast it since."""
     floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]  # others are quantized
     parameters = sorted(floating, key=lambda parameter: parameter.requires_grad)
     return str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"

@@ -51,13 +51,14 @@ class Keeper:
         model: nn.Module,
         strategy: Strategy,
         frozen_digests: Mapping[str, str] | None,
+        dtype_of_base: str,
         load_adapters: Callable[[nn.Module, Path], None],
         has_scaler: bool,
         is_search: bool,
     ) -> str | None:
         """The path of the checkpoint that this start continues, complete and fit for it, or None. With
         `resume_weights_only` its weights are now in the (bare) model, and nothing is continued. `frozen_digests`: of
-        the weights that this run's checkpoints leave out.
+        the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded the model in.
         """
         self.committed_step = None
         folder, asked = resume.choose(self.args, asked)
@@ -69,7 +70,7 @@ class Keeper:
             resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
             strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
             resume.check_frozen(folder, frozen_digests)
-            resume.check_base(folder, model)
+            resume.check_base(folder, model, dtype_of_base)
             path = str(folder)
         # nothing is written down before everything was looked at
         self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)

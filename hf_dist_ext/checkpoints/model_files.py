@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_dist_ext.checkpoints import commit, loss_state, merge, safe_reading, trainable
 from hf_dist_ext.checkpoints.async_save import Writer
-from hf_dist_ext.checkpoints.facts import base_model
+from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
 from hf_dist_ext.checkpoints.weights import load_in_memory_names
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
@@ -32,6 +32,7 @@ class ModelFiles:
 
     Attributes:
         frozen_digests: of the weights that checkpoints leave out; None when they hold all of them.
+        dtype_of_base: what the base was loaded in. DeepSpeed casts it later.
     """
 
     def __init__(
@@ -47,6 +48,9 @@ class ModelFiles:
         self.processor, self.saved = processor, saved
         self.is_ours = hasattr(args, "save_full_model")  # with other arguments checkpoints are Trainer's
         self.frozen_digests: Mapping[str, str] | None = None
+        bare = bare_model()
+        base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
+        self.dtype_of_base = dtype_of_base(base)
 
     @property
     def is_part(self) -> bool:

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_dist_ext.checkpoints import facts, manifest, safe_reading, trainable
+from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters
 from hf_dist_ext.checkpoints.weights import load_in_memory_names
@@ -212,14 +212,15 @@ def check_frozen(folder: Path, digests: Mapping[str, str] | None) -> None:
         )
 
 
-def check_base(folder: Path, model: Any) -> None:
-    """UsageError where adapters were trained on a base of another precision, which computes something else."""
+def check_base(folder: Path, model: Any, dtype: str) -> None:
+    """UsageError where adapters were trained on a base of another precision than `dtype`, which computes something
+    else."""
     saved = (manifest.read(folder) or {}).get("dtype")
     if not hasattr(model, "peft_config") or saved is None:
         return
-    if (here := facts.dtype_of_base(model.get_base_model())) != saved:
+    if dtype != saved:
         raise UsageError(
-            f'{folder}: its adapters were trained on a base in {saved}, which this run loads in {here}. Set "dtype": '
+            f'{folder}: its adapters were trained on a base in {saved}, which this run loads in {dtype}. Set "dtype": '
             f'"{saved}", or resume_weights_only to start anew from them.'
         )
 

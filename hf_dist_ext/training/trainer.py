@@ -466,6 +466,7 @@ class DistTrainer(Trainer):
             self.bare_model,
             self.strategy,
             self.files.frozen_digests,
+            self.files.dtype_of_base,
             load_adapters=lambda model, folder: super(DistTrainer, self)._load_from_checkpoint(str(folder), model),
             has_scaler=getattr(self.accelerator, "scaler", None) is not None,
             is_search=self.hp_search_backend is not None,
@@ -637,7 +638,7 @@ class DistTrainer(Trainer):
     def _facts(self) -> dict[str, Any]:
         """Of a manifest."""
         with self.strategy.saving_whole(self.model):
-            of_model = run_facts.of_model(self.bare_model)
+            of_model = run_facts.of_model(self.bare_model, self.files.dtype_of_base)
         return {
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size),
             **of_model,

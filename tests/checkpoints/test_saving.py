@@ -346,3 +346,37 @@ def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
     assert found["Trainer"]["ratios"] == [1.0, 1.0] and len(found) == 4
     assert found["ours, last layer trains"]["bytes"] < found["ours"]["bytes"]
     assert "ours, no hashes" in capsys.readouterr().out
+
+
+def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_path):
+    """As DeepSpeed does under bf16, when the model is prepared."""
+    from peft import LoraConfig, get_peft_model
+
+    from hf_dist_ext.models.embedding_model import EmbeddingModel
+    from tests.parity.exactness_worker import BERT, Case
+    from tests.parity.exactness_worker import collate as collate_texts
+
+    class Casting(DistTrainer):
+        def _prepare_for_training(self, *arguments, **options):
+            self.model.to(torch.bfloat16)
+            return super()._prepare_for_training(*arguments, **options)
+
+    def make_adapted(base: torch.dtype) -> DistTrainer:
+        model = EmbeddingModel.from_config(BERT).to(base)
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=4, report_to=[],
+            disable_tqdm=True, use_cpu=True, gradient_cache_chunk_size=3,
+        )  # fmt: skip
+        return Casting(
+            get_peft_model(model, LoraConfig(r=2, target_modules=["query"])), args, train_dataset=list(range(8)),
+            data_collator=lambda rows: collate_texts(Case("cast"), rows, 0), loss=InfoNCELoss(),
+        )  # fmt: skip
+
+    first = tmp_path / "checkpoint-1"
+    trainer = make_adapted(torch.float32)
+    trainer.train()
+    assert manifest.read(first)["dtype"] == "float32" and next(trainer.model.parameters()).dtype == torch.bfloat16
+    trainer.train(resume_from_checkpoint=str(first))  # its model is cast by now
+    make_adapted(torch.float32).train(resume_from_checkpoint=str(first))
+    with pytest.raises(UsageError, match="on a base in float32, which this run loads in bfloat16"):
+        make_adapted(torch.bfloat16).train(resume_from_checkpoint=str(first))
