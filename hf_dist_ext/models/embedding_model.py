@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -179,7 +179,7 @@ class EmbeddingModel(PreTrainedModel):
         return cls(load_backbone(name_or_path, revision, *options), **embedding_options).eval()
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls,
         name_or_path: str | Path,
         *,
@@ -206,8 +206,9 @@ class EmbeddingModel(PreTrainedModel):
         folder says, where it was read before (a route of a Router).
         """
         folder = contents or read_model_folder(resolve_folder(name_or_path, revision))
+        of_backbone = cast(Path, folder.backbone_folder)
         dtype = dtype or "auto"
-        options = dict(
+        options: dict[str, Any] = dict(
             trust_remote_code=trust_remote_code, dtype=dtype, attn_implementation=attn_implementation,
             distributed_config=distributed_config, backbone_class=backbone_class, in_stages=in_stages,
             quantization_config=quantization_config,
@@ -218,7 +219,7 @@ class EmbeddingModel(PreTrainedModel):
                     f"{name_or_path} holds adapters, which tensor parallelism does not split, nor a pipeline cut. "
                     "Merge them."
                 )
-            base, base_revision = adapter_folder.base_of(folder.backbone_folder)
+            base, base_revision = adapter_folder.base_of(of_backbone)
             if dtype == "auto":
                 options["dtype"] = folder.dtype
             backbone = cls.from_pretrained(base, revision=base_revision, **options).backbone
@@ -227,9 +228,9 @@ class EmbeddingModel(PreTrainedModel):
                 raise UsageError(
                     f"{name_or_path} is a table of vectors: it has no layers to split, to cut or to load in 4 bits."
                 )
-            backbone = static_backbone.load(folder.backbone_folder, parse_dtype(dtype))
+            backbone = static_backbone.load(of_backbone, cast("str | torch.dtype", parse_dtype(dtype)))
         else:
-            backbone = load_backbone(folder.backbone_folder, None, **options)
+            backbone = load_backbone(of_backbone, None, **options)
         given = {name: value for name, value in embedding_options.items() if value is not None}
         if folder.projection is not None:
             stored_dim = folder.dense[-1].out_features
@@ -243,17 +244,19 @@ class EmbeddingModel(PreTrainedModel):
         names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
         model = cls(backbone, **{name: getattr(folder, name) for name in names} | given)
         if folder.projection is not None:
-            load_weights(model.projection, folder.projection, source=f"the Dense module of {name_or_path}")
+            load_weights(
+                cast(nn.Module, model.projection), folder.projection, source=f"the Dense module of {name_or_path}"
+            )
         if "max_length" not in given:
             model.lengths = dict(folder.lengths)
         model.messages = dict(folder.messages)
         if folder.is_plain:
             logger.info("%s is a plain transformers model: %s", name_or_path, model.describe())
         if folder.has_adapters:
-            model = adapter_folder.with_adapters(model, folder.backbone_folder).merge_and_unload()
+            model = cast(EmbeddingModel, adapter_folder.with_adapters(model, of_backbone).merge_and_unload())
             model.requires_grad_(True)  # peft froze the base
             model.config._name_or_path = str(name_or_path)
-        return put_back(model).eval()
+        return cast(EmbeddingModel, put_back(model).eval())
 
     @property
     def dense(self) -> list[DenseLayer]:
@@ -305,12 +308,12 @@ class EmbeddingModel(PreTrainedModel):
         """
         mask = None
         if pooled is None:
-            packed = {"packed_lengths": packed_lengths, "packed_offsets": packed_offsets}
+            packed: dict[str, Any] = {"packed_lengths": packed_lengths, "packed_offsets": packed_offsets}
             tokens = self.tokens(input_ids, attention_mask, **features, **packed)  # (1): (B, T, H) or (1, t, H)
             if packed_lengths is not None and self.pooling == TOKENS:
                 pooled, mask = packing.padded_again(tokens[0], packed_lengths)
             elif packed_lengths is not None:
-                pooled = packing.pool_packed(tokens[0], packed_offsets, self.pooling)
+                pooled = packing.pool_packed(tokens[0], cast(torch.Tensor, packed_offsets), self.pooling)
             elif self.pooling == TOKENS:
                 pooled, mask = real_in_front(tokens, attention_mask)  # (2): (B, T, H), (B, T)
             else:
@@ -339,7 +342,7 @@ class EmbeddingModel(PreTrainedModel):
         taken = {name: features[name] for name in features if name in self._feature_names}
         taken = {name: value for name, value in taken.items() if value is not None}
         if packed_lengths is not None:
-            taken = packing.inputs_of(self.backbone, taken, packed_lengths, packed_offsets)
+            taken = packing.inputs_of(self.backbone, taken, packed_lengths, cast(torch.Tensor, packed_offsets))
         if "use_cache" in self._feature_names:
             taken["use_cache"] = False  # a decoder would keep keys and values that nobody reads
         tokens = getattr(self.backbone(**taken), "last_hidden_state", None)
@@ -352,7 +355,7 @@ class EmbeddingModel(PreTrainedModel):
 
     # ---- what is written ----
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | Path,
         is_main_process: bool = True,
@@ -375,7 +378,7 @@ class EmbeddingModel(PreTrainedModel):
         if not is_main_process:
             return
         if getattr(self, "_hf_peft_config_loaded", False):
-            super().save_pretrained(save_directory, state_dict=state_dict)
+            super().save_pretrained(save_directory, state_dict=cast("dict | None", state_dict))
             return
         state_dict = dict(self.state_dict() if state_dict is None else state_dict)
         _check_can_be_saved(self, state_dict)
@@ -415,13 +418,13 @@ class EmbeddingModel(PreTrainedModel):
 
     # ---- what a wrapper has to hand on ----
 
-    def get_input_embeddings(self) -> nn.Module | None:
+    def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.backbone.set_input_embeddings(value)
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
+    def resize_token_embeddings(self, *args, **kwargs):
         return self.backbone.resize_token_embeddings(*args, **kwargs)
 
     def tie_weights(self, *args, **kwargs) -> None:
@@ -476,7 +479,7 @@ def _check_can_be_saved(model: EmbeddingModel, state_dict: Mapping[str, torch.Te
             "The model carries adapters, which a served folder cannot hold. Merge them: merge_and_unload()."
         )
     own = names_without_adapters(model)
-    optional = set(model.all_tied_weights_keys) | model._keys_to_ignore_on_save
+    optional = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     wrong = [key for key in own if key not in state_dict and key not in optional]
     wrong += [key for key in state_dict if key not in own]
     if wrong:
@@ -504,7 +507,8 @@ def lengths_by_role(max_length: int | Mapping[str, int | None] | None) -> dict[s
 def _served_length(max_length: int | Mapping[str, int] | None, tokenizer) -> int | None:
     if isinstance(max_length, Mapping):
         lengths = max_length.values() if len(max_length) > 1 else [None]
-        max_length = None if None in lengths else max(lengths, default=None)
+        known = [length for length in lengths if length is not None]
+        max_length = max(known, default=None) if len(known) == len(lengths) else None
     if max_length is not None:
         return max_length
     limit = getattr(tokenizer, "model_max_length", None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -53,16 +53,19 @@ class TowerModel(PreTrainedModel):
         for column, tower in column_to_tower.items():
             if tower not in towers:
                 raise UsageError(f'column "{column}" asks for the tower "{tower}"; there are {list(towers)}.')
-        self.towers = nn.ModuleDict(towers)
+        self.towers = nn.ModuleDict(dict(towers))
         self.column_to_tower = dict(column_to_tower)
         self.normalize = normalize
         self.prompts: dict[str, str] = {}
         self.tokenizers: dict[str, Any] = {}
 
+    def _each(self) -> dict[str, PreTrainedModel]:
+        return cast("dict[str, PreTrainedModel]", dict(self.towers.items()))
+
     @property
     def embedding_dim(self) -> int:
         """That of every tower's vectors."""
-        tower = next(iter(self.towers.values()))
+        tower = next(iter(self._each().values()))
         names = ("projection_dim", "projection_size", "hidden_size")
         dims = (getattr(tower, "embedding_dim", None), *(getattr(tower.config, name, None) for name in names))
         return next(dim for dim in dims if dim)
@@ -70,12 +73,12 @@ class TowerModel(PreTrainedModel):
     @property
     def is_routed(self) -> bool:
         """Whether the towers are those of texts that are queries, and of texts that are documents."""
-        are_text = all(isinstance(tower, EmbeddingModel) for tower in self.towers.values())
+        are_text = all(isinstance(tower, EmbeddingModel) for tower in self._each().values())
         return are_text and set(self.towers) == {router_folder.QUERY, router_folder.DOCUMENT}
 
     @property
     def _of_text(self) -> dict[str, PreTrainedModel]:
-        return {name: tower for name, tower in self.towers.items() if tower.main_input_name != "pixel_values"}
+        return {name: tower for name, tower in self._each().items() if tower.main_input_name != "pixel_values"}
 
     @property
     def why_padded(self) -> str | None:
@@ -90,7 +93,7 @@ class TowerModel(PreTrainedModel):
     def packs_in_one_kernel(self) -> bool:
         return all(getattr(tower, "packs_in_one_kernel", False) for tower in self._of_text.values())
 
-    def get_input_embeddings(self) -> None:
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
         """None: every tower has its own. accelerate asks before it shards, and transformers would raise."""
 
     def forward(self, column: str, vectors: torch.Tensor | None = None, **features) -> EmbeddingOutput:
@@ -111,24 +114,24 @@ class TowerModel(PreTrainedModel):
             embeddings=nn.functional.normalize(vectors, dim=-1) if self.normalize else vectors
         )  # (3)
 
-    def activation_checkpointing_enable(self, **kwargs) -> None:
-        for tower in self.towers.values():
+    def activation_checkpointing_enable(self, **kwargs) -> None:  # type: ignore[override]
+        for tower in self._each().values():
             tower.activation_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_disable(self) -> None:
-        for tower in self.towers.values():
+        for tower in self._each().values():
             tower.activation_checkpointing_disable()
 
     # What transformers before 5.23 calls the two above. Remove when the minimum is 5.23.
-    def gradient_checkpointing_enable(self, **kwargs) -> None:
-        for tower in self.towers.values():
+    def gradient_checkpointing_enable(self, **kwargs) -> None:  # type: ignore[override]
+        for tower in self._each().values():
             tower.gradient_checkpointing_enable(**kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        for tower in self.towers.values():
+        for tower in self._each().values():
             tower.gradient_checkpointing_disable()
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]  # no other option of transformers' is taken
         self,
         save_directory: str | Path,
         is_main_process: bool = True,
@@ -139,7 +142,7 @@ class TowerModel(PreTrainedModel):
             return
         folder = Path(save_directory)
         state_dict = self.state_dict() if state_dict is None else state_dict
-        for name, tower in self.towers.items():
+        for name, tower in self._each().items():
             prefix = f"towers.{name}."
             weights = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
             if weights.keys() != set(names_without_adapters(tower)):
@@ -149,26 +152,28 @@ class TowerModel(PreTrainedModel):
         if self.is_routed:
             router_folder.write_router(folder, self.normalize, self.prompts)
         else:
-            dual_encoders.write(folder, self.towers, self.normalize, self.prompts)
+            dual_encoders.write(folder, self._each(), self.normalize, self.prompts)
 
     def save_description(self, folder: str | Path) -> None:
         """What there is beside weights: `towers.json`, tokenizers, and a config per tower that has none there yet."""
         folder = Path(folder)
-        for name, tower in self.towers.items():
+        for name, tower in self._each().items():
             (folder / name).mkdir(parents=True, exist_ok=True)
             if not (folder / name / "config.json").is_file():
                 tower.config.save_pretrained(folder / name)
             if name in self.tokenizers:
                 self.tokenizers[name].save_pretrained(folder / name)
         description = {
-            "towers": {name: type(tower).__name__.removeprefix("FSDP") for name, tower in self.towers.items()},
+            "towers": {name: type(tower).__name__.removeprefix("FSDP") for name, tower in self._each().items()},
             "column_to_tower": self.column_to_tower,
             "normalize": self.normalize,
         } | ({"prompts": self.prompts} if self.prompts else {})
         (folder / "towers.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | str = "auto") -> TowerModel:
+    def from_pretrained(  # type: ignore[override]
+        cls, folder: str | Path, dtype: torch.dtype | str = "auto"
+    ) -> TowerModel:
         """The model of a folder that `save_pretrained` wrote; `dtype` "auto" is what its files hold."""
         return cls.from_description(folder, lambda name, kind: load_tower(Path(folder, name), kind, dtype))
 

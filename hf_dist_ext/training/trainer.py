@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -30,7 +30,7 @@ from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
 from hf_dist_ext.data import tokenized
-from hf_dist_ext.data.mixture import Mixture, source_of
+from hf_dist_ext.data.mixture import Mixture, MixtureCollator, source_of
 from hf_dist_ext.data.position import DataPosition
 from hf_dist_ext.data.sampling import sampler_without_duplicates
 from hf_dist_ext.data.source_order import sampler_of_sources
@@ -77,14 +77,19 @@ class DistTrainer(Trainer):
         UsageError: a model or setup that the gradient cache can not be exact with.
     """
 
+    # Trainer's, which are None before they are made only
+    model: nn.Module
     args: DistTrainingArguments
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LambdaLR
+
     health: Health
     strategy: Strategy
     _initial_global_step = 0  # Trainer's, from the beginning of training on
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
     freeze_watch: freeze.FreezeWatch | None = None
-    step: EmbeddingStep | None = None
+    step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
     own_loss: OwnLossStep | None = None
 
     def __init__(
@@ -98,7 +103,9 @@ class DistTrainer(Trainer):
     ):
         args = DistTrainingArguments(output_dir="tmp_trainer") if args is None else args
         named = inspect.signature(Trainer).bind_partial(model, args, *more, **options).arguments
-        self.loss, self._rate_names, self._rates = loss, [], {}
+        self.loss = loss
+        self._rate_names: list[str] = []
+        self._rates: dict[str, float] = {}
         if evaluations and named.get("eval_dataset") is None:
             named["eval_dataset"] = []  # Trainer evaluates only what it is given, and then this too
         self._prepare(model, args, named, evaluations)
@@ -187,7 +194,7 @@ class DistTrainer(Trainer):
     def _make_step(self, fitting: FittingSizes | None) -> EmbeddingStep:
         sizes = StepSizes(
             self.args,
-            loss=lambda: self.loss,
+            loss=lambda: cast(Callable, self.loss),
             model=lambda: self.bare_model,
             strategy=lambda: self.strategy,
             progress=self.progress,
@@ -232,7 +239,7 @@ class DistTrainer(Trainer):
             self.add_callback(self.health)
         if self.freeze_plan is not None:
             self.freeze_watch = freeze.FreezeWatch(
-                lambda: self.freeze_plan,
+                lambda: cast(freeze.FreezePlan, self.freeze_plan),
                 lambda: self.bare_model,
                 is_skipped=lambda: self.health.is_update_skipped,
                 holds_gradients=self.strategy.holds_gradients,
@@ -247,7 +254,7 @@ class DistTrainer(Trainer):
         if patience := getattr(self.args, "early_stopping_patience", None):
             self.add_callback(EarlyStop(patience))
         if getattr(self.args, "profile_steps", None):
-            self.add_callback(Profiler(self.args.profile_steps))
+            self.add_callback(Profiler(self.args.profile_steps or 0))
         if has_loss or self.own_loss is not None:
             self.add_callback(self.clock)
 
@@ -341,8 +348,8 @@ class DistTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         if is_new:
             self.strategy.arrange(optimizer)
-        if is_new and getattr(self.args, "learning_rates", None):
-            rates, is_cut = self.args.learning_rates, self.strategy.is_cut
+        if is_new and (rates := getattr(self.args, "learning_rates", None)):
+            is_cut = self.strategy.is_cut
             with self.strategy.saving_whole(self.model):
                 self._rate_names = freeze.split_by_learning_rate(optimizer, self.model, rates, is_cut)
         return optimizer
@@ -429,7 +436,7 @@ class DistTrainer(Trainer):
             train_dataset = dataset = tokenized.rows_of(self.train_dataset if train_dataset is None else train_dataset)
             window = self.data_position.rows_per_micro_batch
             if isinstance(dataset, Mixture):
-                return sampler_of_sources(self.args, dataset, self.data_collator, window)
+                return sampler_of_sources(self.args, dataset, cast(MixtureCollator, self.data_collator), window)
             if (sampler := sampler_without_duplicates(self.args, dataset, self.data_collator, window)) is not None:
                 return sampler
         return super()._get_train_sampler(train_dataset)
@@ -451,7 +458,7 @@ class DistTrainer(Trainer):
             if self._has_own_arguments:
                 resume_from_checkpoint = self._resume(resume_from_checkpoint)
             try:
-                position = self.data_position.training(resume_from_checkpoint)
+                position = self.data_position.training(cast("str | None", resume_from_checkpoint))
                 with self.keeper.background.ended(), self.strategy.training(), position:
                     return super().train(resume_from_checkpoint, *arguments, **options)
             except LeaveEvaluation:  # the one before the first step: there is nothing to save
@@ -508,7 +515,7 @@ class DistTrainer(Trainer):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
         return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
-    def _run_epoch(self, **options: Any) -> None:
+    def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
         changed = self.data_position.begin_epoch(epoch, loader, num_batches, self.state)
         super()._run_epoch(**options | changed)
@@ -563,8 +570,10 @@ class DistTrainer(Trainer):
             mode, own = self.args.gradient_cache_fsdp, self._loss_parameters()
             self.strategy.start(model, mode, own, self.optimizer, has_towers=self.step.sizes.takes_column)
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
-        outcome = super().compute_loss(model, inputs, return_outputs, **options)
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outcome: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.health.guard is None or return_outputs or not torch.is_grad_enabled():
             return outcome
         return self.strategy.mark(outcome, outcome.detach())
@@ -657,8 +666,11 @@ class DistTrainer(Trainer):
         """The model's state dict on the first rank, also when it is sharded. Every rank calls it."""
         return self.files.whole_weights()
 
+    def _folder(self, given: str | None = None) -> Path:
+        return Path(given or str(self.args.output_dir))
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        folder, as_trainer = Path(output_dir or self.args.output_dir), partial(super().save_model, _internal_call=True)
+        folder, as_trainer = self._folder(output_dir), partial(super().save_model, _internal_call=True)
         if _internal_call:
             is_saved = self.files.save_for_resume(folder, self._save, self.keeper.writer)
         else:
@@ -689,7 +701,7 @@ class DistTrainer(Trainer):
 
     def _push_saved(
         self,
-        commit_message: str,
+        commit_message: str | None,
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
@@ -703,14 +715,20 @@ class DistTrainer(Trainer):
             self.init_hf_repo(token=token, private=private)
         if not self.is_world_process_zero():
             return None
-        if not Path(args.output_dir, "README.md").exists():
+        if not (self._folder() / "README.md").exists():
             self.create_model_card(**card)
         self._finish_current_push()
-        given = {"token": token or args.hub_token, "revision": revision or args.hub_revision, "blocking": blocking}
-        return hub.upload(Path(args.output_dir), self.hub_model_id, message=commit_message, **given)
+        return hub.upload(
+            self._folder(),
+            str(self.hub_model_id),
+            token=token or args.hub_token,
+            revision=revision or args.hub_revision,
+            message=commit_message or "",
+            blocking=blocking,
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
+        folder = self._folder(output_dir)
         with loss_state.without_secrets(self.args):
             self.files.save_weights(folder, state_dict, super()._save, self.keeper.writer)
 
@@ -730,7 +748,7 @@ class DistTrainer(Trainer):
         before = getattr(self, "push_in_progress", None)
         is_free = self.args.hub_always_push or before is None or before.is_done()
         if self._has_own_arguments and self.is_world_process_zero() and self.args.hub_strategy != "end" and is_free:
-            hub.copy_model(Path(checkpoint_folder), Path(self.args.output_dir))
+            hub.copy_model(Path(checkpoint_folder), self._folder())
         with loss_state.without_secrets(self.args):
             super()._push_from_checkpoint(checkpoint_folder)
 
@@ -740,7 +758,7 @@ class DistTrainer(Trainer):
             return super()._finalize_training(*arguments, **options)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
+        best = str(self.state.best_model_checkpoint)
         if self.strategy.has_engine or not self.files.load(self.model, Path(best)):
             super()._load_best_model()
         loss_state.load_loss(self.loss, best)
@@ -760,7 +778,7 @@ class DistTrainer(Trainer):
             model = self._wrap_model(self.model, training=False)  # as the loop has run it
             after_batch = partial(self.health.on_prediction_step, self.args, self.state, self.control)
             embedder = Embedder(self.step, model, self.data_collator, after_batch)
-            output.metrics.update(self.evaluations.run(embedder, prefix))
+            cast(dict, output.metrics).update(self.evaluations.run(embedder, prefix))
         return output
 
     @torch.no_grad()
@@ -774,7 +792,8 @@ class DistTrainer(Trainer):
         if prediction_loss_only:
             return loss, None, None
         anchor, positive, *_ = embeddings
-        labels = metrics.labels_of_rows(loss_of(self.loss, facts.source), facts, anchor, positive, embeddings[anchor])
+        rows: Any = embeddings[anchor]
+        labels = metrics.labels_of_rows(loss_of(self.loss, facts.source), facts, anchor, positive, rows)
         return loss, (as_prediction(embeddings[anchor]), as_prediction(embeddings[positive])), labels
 
     # ---- logging ----
