@@ -179,7 +179,7 @@ class Table:
 
     def window(self, start: int, stop: int, limits: ChunkLimits) -> tuple[int, int]:
         """Token columns [left, right) that rows start..stop need, widened as the limits say where there is room: in
-        the table, or with buckets in what the model can read."""
+        the table, or with buckets in what the model can read, if a mask tells it what is padding."""
         first = min(first for first, _ in self.extents[start:stop])
         return self._widened(first, max(last for _, last in self.extents[start:stop]), limits)
 
@@ -188,7 +188,7 @@ class Table:
             return 0, self.width
         width = limits.width(last - first)
         room = self.width
-        if limits.has_buckets:  # the batch's own width is any number
+        if limits.has_buckets and "attention_mask" in self.features:  # the batch's own width is any number
             room = width if self.most_tokens is None else max(last - first, self.most_tokens)
         width = min(width, room)
         return (last - width, last) if self.pads_left else (first, first + width)

@@ -1,7 +1,8 @@
 """A batch of features (column -> features) -> tables of sorted rows, and these as chunks: `lay_out`.
 
 (1) engine/columns.py brings to the host what must be known: every row's first and last real token, its images
-(2) rows of all columns that share a tower are laid into one table
+(2) rows of all columns that share a tower are laid into one table, unless tokens have no mask: each column then
+    keeps a table and its width
 (3) rows are sorted, those without images first and then by length; engine/chunks.py packs them
 
 Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
@@ -75,7 +76,7 @@ def lay_out(
     if separates_columns and _has_many_chunks(columns, limits):
         parts = [(kind, [column]) for kind, group in enumerate(groups) for column in group]
     else:
-        parts = list(enumerate(part for group in groups for part in _unmixed_when_padded_left(group, can_shift)))
+        parts = list(enumerate(part for group in groups for part in _unmixed(group, can_trim, can_shift)))
     tables = [
         _make_table(
             part,
@@ -120,12 +121,15 @@ def _kinds(column: Column) -> dict[str, Any]:
     return kinds
 
 
-def _unmixed_when_padded_left(columns: list[Column], can_shift: bool) -> list[list[Column]]:
+def _unmixed(columns: list[Column], can_trim: bool, can_shift: bool) -> list[list[Column]]:
+    first = columns[0]
     # With absolute positions a row padded on the left must stay at its own place in its own width.
     has_left_padding = any(column.has_left_padding for column in columns)
-    if has_left_padding and not can_shift and not columns[0].counts_positions_from_mask:
-        return [[column] for column in columns]
-    return [columns]
+    is_bound_to_place = has_left_padding and not can_shift and not first.counts_positions_from_mask
+    # Without a mask the model would read what a narrower column is padded with. Columns of equal widths are apart too,
+    # since widths differ between processes, which must have the same tables.
+    is_unmasked = first.width > 0 and can_trim and not first.has_fixed_width and "attention_mask" not in first.rows
+    return [[column] for column in columns] if is_bound_to_place or is_unmasked else [columns]
 
 
 def _make_table(

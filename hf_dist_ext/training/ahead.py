@@ -3,7 +3,9 @@
 (1) `AheadCollator` stands around the training loader's collator. It cuts every batch within the limits of the last
     step, which are in memory that workers share, and puts the cuts beside the columns
 (2) accelerate brings the tensors of the batch to the device; the cuts are numbers of the host and stay as they are
-(3) `StepSizes.cut` takes them. Where limits have changed since, it packs the sorted rows anew
+(3) `remember` notes the tensors that the loader gave, and `follow` those that Trainer has moved from there
+(4) `StepSizes.cut` takes the cuts of a batch that still consists of these. One that somebody has changed since is cut
+    anew. Where limits have changed, it packs the sorted rows anew
 
 So the training process reads no attention mask back from a device, and does not wait while rows are sorted.
 """
@@ -40,18 +42,66 @@ class Wish:
 
 @dataclass
 class Cuts:
-    """A batch in chunks. wish: what was asked for; padded chunks in the place of packed ones have other limits. wide:
-    larger chunks, None where the factor is 1."""
+    """A batch in chunks.
+
+    wish: what was asked for; padded chunks in the place of packed ones have other limits. wide: larger chunks, None
+    where the factor is 1. loaded: column -> its features as the loader gave them (`_identity`), None: not noted.
+    """
 
     wish: Wish
     chunked: ChunkedBatch
     wide: ChunkedBatch | None
+    loaded: Mapping[str, list] | None = None
 
     def without_tensors(self) -> Cuts:
         return Cuts(self.wish, without_tensors(self.chunked), self.wide and without_tensors(self.wide))
 
     def of(self, batch: Batch) -> Cuts:
         return Cuts(self.wish, cuts_of(self.chunked, batch), self.wide and cuts_of(self.wide, batch))
+
+    def are_of(self, batch: Batch) -> bool:
+        """Whether the columns are those that were cut, and hold what the loader gave."""
+        if self.loaded is None or list(self.chunked.row_counts()) != list(batch):
+            return False
+        return all(_are_same(self.loaded.get(name, []), _identity(features)) for name, features in batch.items())
+
+
+def _identity(value: Any) -> list[tuple[Any, Any, int]]:
+    """Every key and value within, tensors with their shape and the number of changes in place (none where torch allows
+    none)."""
+    if isinstance(value, Mapping):
+        return [one for pair in value.items() for part in pair for one in _identity(part)]
+    if isinstance(value, list | tuple):
+        return [one for part in value for one in _identity(part)]
+    if not isinstance(value, torch.Tensor):
+        return [(value, None, 0)]
+    return [(value, value.shape, 0 if value.is_inference() else value._version)]
+
+
+def _are_same(before: list, now: list) -> bool:
+    """The very same objects: nothing is read from a device."""
+    if len(before) != len(now):
+        return False
+    return all(a is b and more == others for (a, *more), (b, *others) in zip(before, now, strict=True))
+
+
+def remember(batch: Any) -> None:
+    """Tell a batch's cuts that its tensors are those that the loader gave."""
+    if isinstance(batch, Mapping) and CUTS in batch:
+        batch[CUTS]["all"].loaded = {name: _identity(batch[name]) for name in _columns(batch)}
+
+
+def follow(batch: Any, moved: Any) -> None:
+    """The same of what Trainer made of a batch by moving its tensors, if nobody had changed the batch."""
+    if isinstance(batch, Mapping) and CUTS in batch:
+        cuts = batch[CUTS]["all"]
+        names = list(cuts.chunked.row_counts())
+        if all(name in batch for name in names) and cuts.are_of({name: batch[name] for name in names}):
+            moved[CUTS] = {"all": replace(cuts, loaded={name: _identity(moved[name]) for name in names})}
+
+
+def _columns(batch: Mapping[str, Any]) -> list[str]:
+    return [name for name in batch if name not in RESERVED]
 
 
 class Cutter:
@@ -111,7 +161,7 @@ class AheadCollator:
         batch = self.collate(rows)
         if not isinstance(batch, Mapping) or not all(isinstance(value, Mapping) for value in batch.values()):
             return batch  # which the step refuses, in words
-        names = [name for name in batch if name not in RESERVED]
+        names = _columns(batch)
         source = source_of(batch)
         read = self.num_columns.get(source or "", self.num_columns.get(""))
         try:

@@ -150,7 +150,7 @@ class StepSizes:
         Args:
             encode: model, chunk -> embeddings.
             is_first: the first batch of an update.
-            ahead: how the batch was cut where it was made.
+            ahead: how the batch was cut where it was made; it is cut anew where it has changed since.
         """
         while True:
             layout = self.cut(batch, is_first, ahead)
@@ -192,7 +192,7 @@ class StepSizes:
         """This rank's batch in chunks; every number that decides what a step does is the same on all ranks.
         `is_completed`: it was given columns that other ranks have."""
         cutter = self._cutter()
-        if ahead is not None and list(ahead.chunked.row_counts()) == list(batch):
+        if ahead is not None and ahead.are_of(batch):
             cuts = ahead.of(batch)
         else:
             cuts = cutter.cut(batch, self._wish())

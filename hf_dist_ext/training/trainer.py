@@ -43,7 +43,7 @@ from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.run import lease
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
-from hf_dist_ext.training import checks, compiling, learning_rate, loss_scale, metrics, packing
+from hf_dist_ext.training import ahead, checks, compiling, learning_rate, loss_scale, metrics, packing
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import Embedder
@@ -525,11 +525,18 @@ class DistTrainer(Trainer):
         with self.clock.part("data"), self.health.loading():
             batches, items = super().get_batch_samples(position.used_of(epoch_iterator), num_batches, device)
             position.add(batches)
+            for batch in batches:
+                ahead.remember(batch)
             if (checkpoint := position.take_random_states()) is not None:
                 self._load_rng_state(checkpoint)
             return batches, items
 
     # ---- a step ----
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        moved = super()._prepare_inputs(inputs)
+        ahead.follow(inputs, moved)
+        return moved
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.loss is None:

@@ -238,3 +238,24 @@ def test_an_idle_chunk_in_a_bucket_counts_nothing():
     outputs = [chunk.features["attention_mask"].sum(1, keepdim=True)[: chunk.num_rows] for chunk in chunks]
     assert sum(chunk.is_idle for chunk in chunks) == 2 and all(len(c.features["input_ids"]) == 2 for c in chunks)
     assert chunked.to_columns(outputs, chunks)["query"].tolist() == [[5], [3], [2]]
+
+
+@pytest.mark.parametrize("has_buckets", [False, True])
+@pytest.mark.parametrize("widths", [(11, 13), (13, 13)])
+def test_tokens_without_a_mask_are_never_padded(has_buckets, widths):
+    batch = {f"column {i}": {"input_ids": torch.randint(1, 50, (5, width))} for i, width in enumerate(widths)}
+    chunked = lay_out(batch, ChunkLimits(4, has_buckets=has_buckets))
+    chunks = chunked.chunks()
+    assert len(chunks) == 4
+    ids = [chunk.features["input_ids"] for chunk in chunks]
+    assert {rows.shape[1] for rows in ids} == set(widths) and all((rows > 0).all() for rows in ids)
+    sums = chunked.to_columns([r[: c.num_rows].sum(1, keepdim=True) for r, c in zip(ids, chunks, strict=True)], chunks)
+    for name, features in batch.items():
+        assert torch.equal(sums[name], features["input_ids"].sum(1, keepdim=True))
+
+
+def test_rows_without_a_token_axis_share_chunks():
+    chunked = lay_out(
+        {name: {"pixel_values": torch.rand(5, 3, 4, 4)} for name in ("query", "positive")}, ChunkLimits(4)
+    )
+    assert [chunk.num_rows for chunk in chunked.chunks()] == [4, 4, 2]

@@ -11,7 +11,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import ahead
 from hf_dist_ext.training.ahead import AheadCollator, Cutter, SharedWish, Wish
 from tests.training.test_host_reads import collator_of, rows
-from tests.training.test_trainer import collate, trainer
+from tests.training.test_trainer import Tiny, collate, trainer
 
 OPTIONS = {"shares_tower": True, "can_shift": True}
 
@@ -78,3 +78,89 @@ def test_an_error_of_the_layout_is_told_by_the_training_process(tmp_path):
 
     with pytest.raises(UsageError, match="^column 'query': cannot cut pixel_values"):
         trainer(tmp_path, collator=unreadable, dataloader_num_workers=1).train()
+
+
+class Weighted(Tiny):
+    def forward(self, input_ids, attention_mask, weights=None):
+        hidden = super().forward(input_ids, attention_mask)
+        return hidden if weights is None else hidden + weights * torch.arange(8)
+
+
+def a_feature_more(features: dict) -> None:
+    features["weights"] = (torch.arange(len(features["input_ids"])) % 3).float()[:, None]
+
+
+def a_longer_mask(features: dict) -> None:
+    features["attention_mask"] = torch.ones_like(features["attention_mask"])
+
+
+def a_mask_filled_in_place(features: dict) -> None:
+    features["attention_mask"].fill_(1)
+
+
+def fewer_rows(features: dict) -> None:
+    features.update({key: value[:5] for key, value in features.items()})
+
+
+def more_rows(features: dict) -> None:
+    features.update({key: torch.cat([value, value[:3]]) for key, value in features.items()})
+
+
+CHANGES = [a_feature_more, a_longer_mask, a_mask_filled_in_place, fewer_rows, more_rows]
+
+
+def trained_on_changed(folder, change, hook: str, monkeypatch, is_cut_ahead: bool) -> torch.Tensor:
+    own = lambda rows: {name: features for name, features in collate(rows).items() if name != "ids"}  # noqa: E731
+    made = trainer(folder, Weighted(), collator=own, learning_rate=0.1)
+    run = getattr(made, hook)
+
+    def changed(*arguments):
+        inputs = arguments[-1] if hook == "_prepare_inputs" else arguments[1]
+        for name in ("query", "positive"):
+            change(inputs[name])
+        return run(*arguments)
+
+    if hook == "_prepare_inputs":
+        made.step.prepare = changed
+    monkeypatch.setattr(made, hook, changed)
+    if not is_cut_ahead:
+        monkeypatch.setattr(made.step.sizes, "cut_ahead", lambda loader: None)
+    made.train()
+    return torch.cat([weight.detach().flatten() for weight in made.model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "hook, change", [*(("training_step", one) for one in CHANGES), ("_prepare_inputs", CHANGES[1])]
+)
+def test_a_batch_that_has_changed_since_it_was_loaded_is_cut_anew(tmp_path, monkeypatch, hook, change):
+    train = lambda change, is_cut_ahead: trained_on_changed(tmp_path, change, hook, monkeypatch, is_cut_ahead)  # noqa: E731
+    found, wanted = train(change, True), train(change, False)
+    assert not torch.allclose(wanted, train(lambda features: None, True)), "the change is one of the training"
+    assert torch.equal(found, wanted)
+
+
+def test_the_cuts_of_a_batch_follow_its_tensors_to_where_trainer_moves_them():
+    def moved(batch: dict) -> dict:
+        """As where floats get the dtype of an engine: other tensors."""
+        return {
+            name: {k: v.clone() if hasattr(v, "clone") else v for k, v in of.items()} for name, of in batch.items()
+        }
+
+    def columns_and_cuts(batch: dict) -> tuple:
+        return {name: batch[name] for name in ("query", "positive", "negative")}, batch[ahead.CUTS]["all"]
+
+    wish = SharedWish(Wish(ChunkLimits(max_tokens=60), 1))
+    batch = AheadCollator(collator_of(False), Cutter(OPTIONS, False), wish, {"": None})(rows(20))
+    columns, cuts = columns_and_cuts(batch)
+    assert not cuts.are_of(columns), "nobody has noted what the loader gave"
+    ahead.remember(batch)
+    there = moved(batch)
+    assert cuts.are_of(columns) and not cuts.are_of(columns_and_cuts(there)[0])
+    ahead.follow(batch, there)
+    columns_there, cuts_there = columns_and_cuts(there)
+    assert cuts_there.are_of(columns_there) and cuts.are_of(columns), "an update may be run again from its batches"
+    batch["query"]["attention_mask"][0, 0] = 0
+    there = moved(batch)
+    ahead.follow(batch, there)
+    columns_there, cuts_there = columns_and_cuts(there)
+    assert not cuts_there.are_of(columns_there)
