@@ -25,6 +25,10 @@ def main(arguments: Any, overrides: Sequence[str]) -> None:
     folder = Path(arguments.compare) if arguments.compare else None
     path = arguments.run if folder is None else arguments.run or str(compare.run_file(folder))
     run = load_run(["--config", path, *overrides])
+    num_prices, named = len(arguments.price_per_hour or [None]), len(arguments.device or [None])
+    if num_prices not in (1, named):
+        words = f"{named} devices" if named > 1 else "one device"
+        raise UsageError(f"--price_per_hour has {num_prices} prices for {words}. Give one for each.")
     if several(arguments.num_devices) or several(arguments.device):
         _print_grid(run, arguments, overrides)
         return
@@ -80,8 +84,6 @@ def _print_grid(run: Run, arguments: Any, overrides: Sequence[str]) -> None:
     if wrong := [name for name, given in alone.items() if given]:
         raise UsageError(f"{wrong[0]} goes with one plan. Give one number of devices and one device.")
     devices, prices = arguments.device or [None], arguments.price_per_hour or [None]
-    if len(prices) not in (1, len(devices)):
-        raise UsageError(f"--price_per_hour has {len(prices)} prices for {len(devices)} devices. Give one for each.")
     plans = [
         _plan(run, arguments, overrides, count, device, prices[i % len(prices)])
         for i, device in enumerate(devices)

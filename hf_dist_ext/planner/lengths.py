@@ -24,6 +24,7 @@ CHARACTERS = 16  # of a text per token of its limit: more can not matter
 LARGEST_JSON = 2**28  # bytes of a file that is one JSON list, and is read whole
 MOST_TOKENS = 100_000  # a tokenizer that says more says that it has no limit
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+UNREADABLE = (OSError, ValueError, csv.Error)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def sampled(fields: RunConfig, names: Mapping[str, Any], limits: Mapping[str, in
     """Our column name -> lengths, of the columns that hold texts. `names`: our name -> the data's, or several of them.
     Empty where the data or the tokenizer does not lie here, or can not be read: training says why."""
     tokenizer = model_file(fields.tokenizer_name or fields.model_name_or_path or "", "tokenizer.json", None)
-    files = _files(fields)
+    of_data = _files(fields)
+    files = of_data[:: max(1, len(of_data) // 8)]
     if tokenizer is None or not files:
         return {}
     from tokenizers import Tokenizer
@@ -85,23 +87,25 @@ def sampled(fields: RunConfig, names: Mapping[str, Any], limits: Mapping[str, in
     counter.no_truncation()
     counter.no_padding()
     try:
-        rows = [row for file in files for row in _rows(file, -(-ROWS // len(files)))]
-    except (OSError, ValueError, UnicodeError):
+        read = [_rows(file, -(-ROWS // len(files))) for file in files]
+    except UNREADABLE:
         return {}
+    rows = [row for of_file, _ in read for row in of_file]
+    is_part = len(files) < len(of_data) or any(leaves_out for _, leaves_out in read)
     found = {}
     for name, source in names.items():
         texts = [text for row in rows for text in _texts(row, name, source)]
         if texts and name in limits:
             prompt = (fields.prompts or {}).get(name) or ""
-            found[name] = _lengths(counter, [prompt + text for text in texts], limits[name], len(rows) >= ROWS)
+            found[name] = _lengths(counter, [prompt + text for text in texts], limits[name], is_part)
     return found
 
 
 def negatives_of(fields: RunConfig) -> dict[str, list[str]]:
     """The column "negative" of data whose columns the run file does not map, as often as a row has texts in it."""
     try:
-        row = next((row for file in _files(fields)[:1] for row in _rows(file, 1)), {})
-    except (OSError, ValueError, UnicodeError):
+        row = next((row for file in _files(fields)[:1] for row in _rows(file, 1)[0]), {})
+    except UNREADABLE:
         return {}
     texts = row.get("negative")
     return {"negative": ["negative"] * (len(texts) if isinstance(texts, list) else 1)} if texts else {}
@@ -134,22 +138,25 @@ def _files(fields: RunConfig) -> list[Path]:
         return []
     files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS and file.is_file())
     of_split = [file for file in files if fields.train_split in file.stem]
-    files = of_split or files
-    return files[:: max(1, len(files) // 8)]
+    return of_split or files
 
 
-def _rows(path: Path, count: int) -> Iterator[dict[str, Any]]:
-    """So many rows at most, from all over a file; of a CSV file the first ones."""
+def _rows(path: Path, count: int) -> tuple[list[Mapping[str, Any]], bool]:
+    """(about so many rows, from all over a file, of a CSV file the first ones; whether it has others)"""
     if path.suffix == ".parquet":
-        yield from _of_parquet(path, count)
+        rows, leaves_out = _of_parquet(path, count)
     elif path.suffix == ".csv":
         with path.open(encoding="utf-8", newline="") as file:
-            yield from islice(csv.DictReader(file), count)
+            rows = list(islice(csv.DictReader(file), count + 1))
+        rows, leaves_out = rows[:count], len(rows) > count
     elif _is_list(path):
-        rows = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < LARGEST_JSON else []
-        yield from _spread(rows, count)
+        is_small = path.stat().st_size < LARGEST_JSON
+        of_file = json.loads(path.read_text(encoding="utf-8")) if is_small else []
+        rows = _spread(of_file, count)
+        leaves_out = not is_small or len(rows) < len(of_file)
     else:
-        yield from _of_lines(path, count)
+        rows, leaves_out = _of_lines(path, count)
+    return [row for row in rows if isinstance(row, Mapping)], leaves_out
 
 
 def _is_list(path: Path) -> bool:
@@ -161,28 +168,31 @@ def _spread(rows: Sequence[Any], count: int) -> Sequence[Any]:
     return rows[:: max(1, -(-len(rows) // count))]
 
 
-def _of_lines(path: Path, count: int) -> Iterator[dict[str, Any]]:
+def _of_lines(path: Path, count: int) -> tuple[list[Any], bool]:
     """A small file is read whole; of a large one the line that follows each of `count` places."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size < 2**24:
             lines = [line for line in file if line.strip()]
-            yield from map(json.loads, _spread(lines, count))
-            return
+            some = _spread(lines, count)
+            return [json.loads(line) for line in some], len(some) < len(lines)
+        found = []
         for i in range(count):
             file.seek(size * i // count)
             if i:
                 file.readline()
             if line := file.readline().strip():
-                yield json.loads(line)
+                found.append(json.loads(line))
+        return found, True
 
 
-def _of_parquet(path: Path, count: int) -> Iterator[dict[str, Any]]:
+def _of_parquet(path: Path, count: int) -> tuple[list[Any], bool]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
-    groups = list(_spread(range(file.num_row_groups), 8))
+    groups, found = list(_spread(range(file.num_row_groups), 8)), []
     for group in groups:
         rows = file.read_row_group(group)
         share = -(-count // len(groups))
-        yield from rows.slice(0, rows.num_rows).take(list(_spread(range(rows.num_rows), share))).to_pylist()
+        found += rows.take(list(_spread(range(rows.num_rows), share))).to_pylist()
+    return found, len(found) < file.metadata.num_rows

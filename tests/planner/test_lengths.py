@@ -77,9 +77,31 @@ def test_a_sample_leaves_room_for_longer_rows(make_run, folder, monkeypatch):  #
     costs = [(one.tokens / one.length, work.work(one)) for one in found.values()]
     computed = sum(share * 2 * 4 * (cost.forward + cost.backward) for share, cost in costs)
     assert max(share for share, _ in costs) < 1 and arithmetic(work, Settings()) == pytest.approx(computed)
-    monkeypatch.setattr(lengths, "ROWS", 60)
-    sampled, _ = columns(run)
-    assert sampled["positive"].length > found["positive"].length == 48
+    for count in (60, 100):  # 100: every second row is read
+        monkeypatch.setattr(lengths, "ROWS", count)
+        sampled, _ = columns(run)
+        assert sampled["positive"].length > found["positive"].length == 48
+
+
+@pytest.mark.parametrize("ending", lengths.ENDINGS)
+def test_a_file_says_whether_rows_of_it_were_left_out(tmp_path, ending):
+    path = Path(write(tmp_path / f"rows{ending}", ROWS))
+    for count, leaves_out in ((60, True), (100, True), (200, False)):
+        rows, found = lengths._rows(path, count)
+        assert found == leaves_out and bool(rows) and (len(rows) < len(ROWS)) == leaves_out
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("rows.csv", "query,positive\na," + "b " * 80_000 + "\n"),
+    ("rows.json", '["a", "b"]'),
+    ("rows.jsonl", '"a"\n"b"\n'),
+])  # fmt: skip
+def test_rows_that_can_not_be_read_are_left_to_training_to_explain(make_run, folder, tmp_path, name, content):  # noqa: F811
+    (tmp_path / name).write_text(content)
+    data = str(tmp_path / name)
+    run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=None)
+    found, _ = columns(run)
+    assert {one.length for one in found.values()} == {24} and {one.tokens for one in found.values()} == {None}
 
 
 def test_negatives_of_the_data_are_counted_though_no_field_names_them(make_run, folder, tmp_path):  # noqa: F811
