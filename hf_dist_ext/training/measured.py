@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.utils import logging
 
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.training.scaling import Scaling
+
+logger = logging.get_logger(__name__)
 
 NAME = "measured.json"
 
@@ -41,8 +44,11 @@ class Measured(TrainerCallback):
             "memory": {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]},
         }
         folder = Path(args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:  # the model is still to be saved
+            logger.warning(f"{NAME} is not written, and hf-dist plan --compare will lack it: {error}")
 
 
 def device_name(device: torch.device) -> str:

@@ -119,7 +119,8 @@ class StepSizes:
 
     def _make_budget(self) -> ChunkBudget | None:
         args = self.args
-        finds_size, keeps = args.gradient_cache_chunk_size == "auto", args.num_kept_graphs == "auto"
+        encodes_once, finds_size = self.encodes_once(self.model()), args.gradient_cache_chunk_size == "auto"
+        keeps = args.num_kept_graphs == "auto" and not encodes_once  # no chunk has a graph to keep
         if not args.uses_gradient_cache or not (finds_size or keeps):
             return None
         gib = args.gradient_cache_memory_gib
@@ -128,7 +129,7 @@ class StepSizes:
             free = host_memory.available_bytes() / launched.processes_here(launched.processes())
             memory = min(MOST_ON_CPU, int(free * SHARE_ON_CPU))
         budget = ChunkBudget(args.device, memory, lambda: self.model().parameters(), finds_size, keeps)
-        if self.encodes_once(self.model()):
+        if encodes_once:
             budget.forward_bytes = forward_bytes_per_token(self.model().config)
         return budget
 
@@ -311,7 +312,7 @@ class StepSizes:
             return ALL_GRAPHS
         kept = self.args.num_kept_graphs
         if kept == "auto":
-            kept = self.budget.keep_graph(costliest_chunk(chunked))
+            kept = 0 if self.budget is None else self.budget.keep_graph(costliest_chunk(chunked))
         return min(kept, self.fitting.now.max_kept_graphs)
 
 

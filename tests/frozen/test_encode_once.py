@@ -76,6 +76,16 @@ def test_the_backbone_is_encoded_twice_again_when_it_trains(tmp_path):
     assert sum(rows) == 2 * 2 * ROWS
 
 
+def test_no_memory_is_left_for_graphs_that_a_frozen_backbone_does_not_make(tmp_path):
+    found, options = [], {"trainable_modules": ["projection"], "gradient_cache_memory_gib": 1e-3}
+    for keep in (0, "auto"):
+        options |= {"gradient_cache_chunk_size": "auto", "gradient_cache_keep_graph": keep}
+        found.append(trained(tmp_path, frozen_model(), steps=5, **options).chunk_budget.measured.tokens)
+    assert found[0] == found[1] > 0
+    of_given = trained(tmp_path, frozen_model(), **options | {"gradient_cache_chunk_size": 5})
+    assert of_given.chunk_budget is None and of_given.step.layout.num_kept == 0
+
+
 def locked_towers(frozen: str) -> tuple[TowerModel, dict]:
     torch.manual_seed(0)
     model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"}).double()

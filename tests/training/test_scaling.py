@@ -1,15 +1,19 @@
 """Throughput is of training alone, and efficiency is what it says against a stored figure."""
 
 import json
+import logging
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.measured import Measured
 from hf_dist_ext.training.scaling import read_baseline
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
@@ -64,6 +68,18 @@ def test_throughput_counts_waiting_for_data_and_every_micro_batch_but_not_evalua
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert measured["seconds_per_step"] == pytest.approx(accumulation * BATCH / found, rel=1e-3)
     assert (measured["device"], measured["processes"]) == ("cpu", 1) and measured["memory"]["process"] > 2**27
+
+
+def test_a_file_of_measurements_that_can_not_be_written_does_not_end_a_run(tmp_path, caplog):
+    (tmp_path / "measured.json").mkdir()
+    args = SimpleNamespace(
+        output_dir=str(tmp_path), device=torch.device("cpu"), gradient_accumulation_steps=1, world_size=1
+    )
+    with caplog.at_level(logging.WARNING):
+        Measured(SimpleNamespace(seconds_per_batch=1.0)).on_train_end(
+            args, SimpleNamespace(is_world_process_zero=True), None
+        )
+    assert "measured.json is not written" in caplog.text
 
 
 def test_efficiency_is_the_share_of_the_stored_figure(tmp_path):
