@@ -274,7 +274,7 @@ def _levers(work: Workload, best: Option, hardware: Hardware) -> dict[str, float
     if not settings.is_checkpointed:
         changes["checkpointing"] = as_fitted, replace(settings, is_checkpointed=True)
     if is_cut(work, settings):
-        rows = work.rows_of_chunk(max(column.length for column in work.columns), settings.chunk_rows)
+        rows = work.rows_of_chunk(work.longest, settings.chunk_rows)
         if rows > 1:
             changes["half as wide chunks"] = as_fitted, replace(settings, chunk_rows=rows // 2)
     elif best.batch > 1:
@@ -296,7 +296,7 @@ def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:
     settings = best.settings
     if settings is None or not work.is_cached or work.finds_chunk or best.fitted is None:
         return None
-    longest, most = max(column.length for column in work.columns), max(column.rows for column in work.columns)
+    longest, most = work.longest, max(column.rows for column in work.columns)
     own, found = work.rows_of_chunk(longest, settings.chunk_rows), None
     for rows in (own << power for power in range(1, most.bit_length())):
         wider = replace(settings, chunk_rows=min(rows, most))
@@ -335,7 +335,7 @@ def _most(work: Workload, best: Option, hardware: Hardware) -> Most | None:
 
     chunk = None
     if work.is_embedding and is_cut(work, settings):
-        longest, most = max(column.length for column in work.columns), max(column.rows for column in work.columns)
+        longest, most = work.longest, max(column.rows for column in work.columns)
         own = work.rows_of_chunk(longest, settings.chunk_rows)
         chunk = largest(own, most, lambda rows: fits(as_fitted, replace(settings, chunk_rows=rows)))
     return Most(chunk, largest(best.batch, MOST_ROWS, lambda rows: fits(with_batch(as_fitted, rows), settings)))
@@ -357,7 +357,7 @@ def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[t
 
 def _seconds(work: Workload, settings: Settings, sent: Traffic, hardware: Hardware) -> float:
     """Of one step."""
-    longest = max(column.length for column in work.columns)
+    longest = work.longest
     rows = work.rows_of_chunk(longest, settings.chunk_rows) if is_cut(work, settings) else work.batch
     waiting = 1 + hardware.half_speed_tokens / (
         rows * longest

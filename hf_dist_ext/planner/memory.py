@@ -32,7 +32,7 @@ FRAGMENTATION = 0.03
 class Settings:
     """What may be changed to make a run fit."""
 
-    chunk_rows: int | None = None  # None: as the run says
+    chunk_rows: int | None = None  # of the longest rows; None: as the run says
     is_checkpointed: bool = False
 
 

@@ -106,7 +106,7 @@ def waits_for_links(options: Sequence[Option]) -> bool:
 class Larger:
     """Wider chunks that fit too: bytes of a device, seconds of a step, bytes that a device sends in it."""
 
-    chunk_rows: int
+    chunk_rows: int  # of the longest rows
     needed: float
     seconds: float
     sent: float
@@ -300,7 +300,7 @@ def changes_for(plan: Plan, best: Option) -> dict[str, Any]:
     if pipeline := best.strategy.pipeline:
         changes["pipeline_parallel_size"] = pipeline.ranks
     if settings.chunk_rows is not None and (pipeline or not work.finds_chunk):
-        changes["gradient_cache_chunk_size"] = settings.chunk_rows
+        changes |= work.chunk_fields(settings.chunk_rows)
     if best.optimizer != work.optimizer:
         changes["optim"] = best.optimizer
     if best.batch != work.batch:

@@ -75,7 +75,7 @@ def explain(plan: Plan) -> None:
     if (wide := plan.larger) is not None:
         sent = (best.sent or best.traffic).bytes
         say(
-            f'Wider chunks fit: "gradient_cache_chunk_size": {wide.chunk_rows} needs {gib(wide.needed)} and takes '
+            f"Wider chunks fit: {in_json(plan.work.chunk_fields(wide.chunk_rows))} needs {gib(wide.needed)} and takes "
             f"{_seconds(wide.seconds)} per step instead of {_seconds(best.seconds)}"
             + (f", sending {gib(wide.sent)} instead of {gib(sent)}." if wide.sent < 0.95 * sent else ".")
         )
@@ -242,7 +242,7 @@ def explain_stages(plan: Plan) -> None:
 def _activations(plan: Plan, best: Option) -> str:
     work, settings, fitted = plan.work, best.settings, best.fitted or best.given
     assert settings is not None
-    longest = max(column.length for column in work.columns)
+    longest = work.longest
     if is_cut(work, settings):
         rows = work.rows_of_chunk(longest, settings.chunk_rows)
         what = f"a chunk of {count_with(rows, 'row')} of {longest} tokens"

@@ -150,7 +150,7 @@ def _chunk(plan: Plan, option: Option) -> str:
     settings = option.settings or Settings()
     if not is_cut(plan.work, settings):
         return str(option.batch or plan.work.batch)
-    return str(plan.work.rows_of_chunk(max(one.length for one in plan.work.columns), settings.chunk_rows))
+    return str(plan.work.rows_of_chunk(plan.work.longest, settings.chunk_rows))
 
 
 def _time(plan: Plan) -> str:

@@ -136,23 +136,42 @@ class Workload:
         """How many times wider the chunks of the pass without a graph are."""
         return policy.widening(self.config.get("num_hidden_layers"), is_checkpointed)
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Tokens of the longest rows."""
+        return max(column.length for column in self.columns)
+
+    def chunk_fields(self, chunk_rows: int) -> dict[str, int | None]:
+        """Fields of the run file for chunks of so many of the longest rows: in tokens where the run bounds tokens
+        alone."""
+        if self.is_embedding and self.chunk_tokens is not None and self.chunk_rows is None:
+            return {"gradient_cache_chunk_tokens": chunk_rows * self.longest}
+        tokens = {} if self.chunk_tokens is None else {"gradient_cache_chunk_tokens": None}
+        return {"gradient_cache_chunk_size": chunk_rows, **tokens}
+
+    def _limits(self, chunk_rows: int | None) -> tuple[int | None, int | None]:
+        """Rows and tokens that a chunk has at most. `chunk_rows`: of the longest rows; None: as the run says."""
+        if chunk_rows is None:
+            return self.chunk_rows, self.chunk_tokens
+        fields = self.chunk_fields(chunk_rows)
+        return fields.get("gradient_cache_chunk_size"), fields.get("gradient_cache_chunk_tokens")
+
     def rows_of_chunk(self, length: int, chunk_rows: int | None = None) -> int:
-        """Rows per chunk for rows of a length, never more than a column has."""
+        """Rows per chunk for rows of a length, never more than a column has. `chunk_rows`: as for `chunk_fields`."""
+        most, tokens = self._limits(chunk_rows)
         rows = max(column.rows for column in self.columns)
-        if chunk_rows is not None:
-            return min(rows, chunk_rows)
-        if self.chunk_tokens is not None:
-            rows = min(rows, max(1, self.chunk_tokens // length))
-        return rows if self.chunk_rows is None else min(rows, self.chunk_rows)
+        if tokens is not None:
+            rows = min(rows, max(1, tokens // length))
+        return rows if most is None else min(rows, most)
 
     def held_rows(self, column: Column, chunk_rows: int | None = None) -> float:
         """Rows of a column that are as many tokens as the chunk which has most. A packed chunk is filled with shorter
         rows up to its limit, so this is no whole number."""
         rows = min(column.rows, self.rows_of_chunk(column.length, chunk_rows))
-        if self.has_padding or self.chunk_tokens is None or chunk_rows is not None:
+        most, tokens = self._limits(chunk_rows)
+        if self.has_padding or tokens is None:
             return rows
-        most = column.rows if self.chunk_rows is None else min(column.rows, self.chunk_rows)
-        return min(most, max(rows, self.chunk_tokens / column.length))
+        return min(column.rows if most is None else min(column.rows, most), max(rows, tokens / column.length))
 
     @functools.cached_property
     def packed(self) -> Workload:
@@ -160,7 +179,7 @@ class Workload:
         return replace(self, has_padding=False) if self.packs else self
 
     def num_chunks(self, chunk_rows: int | None = None) -> int:
-        if not self.is_cached:
+        if not self.is_cached and chunk_rows is None:
             return len(self.columns)
         return sum(-(-one.rows // self.rows_of_chunk(one.length, chunk_rows)) for one in self.columns)
 

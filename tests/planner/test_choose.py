@@ -16,7 +16,7 @@ from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
-from hf_dist_ext.planner.plan import Time
+from hf_dist_ext.planner.plan import Time, _without, changes_for
 from hf_dist_ext.planner.reasons import gib
 from hf_dist_ext.planner.report import duration
 from hf_dist_ext.planner.shape_config import read_model_config
@@ -29,6 +29,7 @@ from tests.tasks.test_folders import write_run
 from tests.tasks.test_stages import main as train
 from tests.tiny_models import model_config, tiny_tokenizer
 
+ROOT = Path(__file__).parents[2]
 BASE = {"model_type": "bert"}  # 109M parameters
 DECODER = {
     "model_type": "qwen3", "hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -114,6 +115,35 @@ def test_activations_that_do_not_fit_become_smaller_chunks_or_checkpointing(make
     assert plan.changes["gradient_cache_chunk_size"] >= 16
     again = make_plan(make_run(per_device_train_batch_size=4096, **plan.changes), Hardware(1, 8 * GIB))
     assert again.best.fits and again.changes == {}
+
+
+def assert_its_own_fields_give(again, one):
+    same = next(other for other in again.options if other.strategy == one.strategy)
+    assert same.fits and same.given_seconds == pytest.approx(one.seconds)
+    assert same.given.total == pytest.approx(one.fitted.total)
+
+
+def test_a_recommended_chunk_is_what_its_own_fields_give(make_run):
+    model, given = DECODER | {"num_hidden_layers": 2, "vocab_size": 2048}, {"per_device_train_batch_size": 512}
+    run, of_cpu = make_run(model, **given), "FSDP offload"
+    hardware = Hardware(4, filled(1.3 * option(make_plan(run, Hardware(4, 8 * GIB)), of_cpu).least.total))
+    plan = make_plan(run, hardware)
+    fields = changes_for(plan, option(plan, of_cpu))
+    assert fields["gradient_cache_chunk_size"] < 512
+    assert_its_own_fields_give(make_plan(make_run(model, **given, **fields), hardware), option(plan, of_cpu))
+
+
+@pytest.mark.parametrize("more, name", [
+    ([], "gradient_cache_chunk_tokens"), (["--gradient_cache_chunk_size", "64"], "gradient_cache_chunk_size")
+])  # fmt: skip
+def test_a_recommendation_for_a_run_that_bounds_tokens_is_what_its_own_fields_give(more, name):
+    words = ["--config", str(ROOT / "configs/plan/embedder_8b_lora.json"), "--gradient_cache_chunk_tokens", "1024"]
+    hardware = Hardware(1, 24 * GIB)
+    plan = make_plan(load_run([*words, *more]), hardware)
+    assert plan.changes[name] > 2
+    kept = _without([*words, *more], plan.changes)
+    kept += [word for key, value in plan.changes.items() for word in (f"--{key}", json.dumps(value))]
+    assert_its_own_fields_give(make_plan(load_run(kept), hardware), plan.best)
 
 
 def test_a_batch_without_a_gradient_cache_is_accumulated(make_run):
