@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hf_dist_ext import __version__
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.failures import end_with_reader, exit_on_usage_error
 from hf_dist_ext.run import examples
 from hf_dist_ext.train import bars_on_a_terminal_only
 
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     if overrides and arguments.command not in ("train", "resume") and not getattr(arguments, "run", None):
         parser.error(f"unexpected arguments: {' '.join(overrides)}")
     bars_on_a_terminal_only()
-    with exit_on_usage_error():
+    with exit_on_usage_error(), end_with_reader():
         arguments.act(arguments, overrides)
 
 

@@ -92,6 +92,21 @@ def exit_on_usage_error() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def end_with_reader() -> Iterator[None]:
+    """Who reads this process's stdout may stop early, as `head` does: it then ends quietly, with exit code 1."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # stdout's, not that of some other pipe: what is left goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        raise
+
+
+@contextlib.contextmanager
 def first_error_only() -> Iterator[None]:
     """Around what every rank runs. A lost peer is no error of this rank as long as a launcher acts on the real one."""
     try:

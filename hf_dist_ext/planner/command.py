@@ -42,9 +42,9 @@ def main(arguments: Any, overrides: Sequence[str]) -> None:
         found = compare.compared(plan, folder)
         print(json.dumps(found, indent=2) if arguments.json else "\n".join(compare.lines_of(found)))
         return
-    print(to_json(plan)) if arguments.json else print_plan(plan)
-    if arguments.png:
+    if arguments.png:  # first: who reads what is printed may stop early
         write_png(plan, Path(arguments.png))
+    print(to_json(plan)) if arguments.json else print_plan(plan)
 
 
 def several(given: Sequence[Any] | None) -> bool:

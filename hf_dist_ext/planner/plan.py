@@ -6,8 +6,10 @@ planner/choose.py makes plans, planner/reasons.py says why, planner/report.py pr
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.planner.catalog import Hardware, Strategy
@@ -15,6 +17,7 @@ from hf_dist_ext.planner.memory import Bytes, Settings, model_of
 from hf_dist_ext.planner.pipelines import Facts, facts_of
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload
+from hf_dist_ext.run.presets import find_preset
 
 MOST_ROWS = 2**20  # of a device's batch, that are tried
 
@@ -214,10 +217,13 @@ class Plan:
             groups += f" --parallelism_config_dp_shard_size {hardware.per_node}"
         if pipeline and pipeline.parts > 1:
             groups = f" --parallelism_config_tp_size {pipeline.parts}"
+        preset = Path("configs/accelerate", f"{best.preset}.yaml")  # of a clone, else the installed one
+        preset = preset if preset.is_file() else find_preset(best.preset)
+        script = "scripts/train_hf.py" if Path("scripts/train_hf.py").is_file() else "--module hf_dist_ext.train"
         return (
-            f"accelerate launch --config_file configs/accelerate/{best.preset}.yaml"
+            f"accelerate launch --config_file {shlex.quote(str(preset))}"
             f"{machines if hardware.num_nodes > 1 else ''} --num_processes {hardware.num_devices}{groups} "
-            f"scripts/train_hf.py --config {path}{words}"
+            f"{script} --config {path}{words}"
         )
 
     def option(self, name: str) -> Option | None:

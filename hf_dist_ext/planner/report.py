@@ -32,6 +32,8 @@ def print_plan(plan: Plan) -> None:
         changes = in_json(plan.changes) or "nothing"
         print(f"recommended: {plan.best.strategy.name} (preset {plan.best.preset}). Set: {changes}")
         print(f"  run: {plan.command}")
+        if plan.hardware.num_nodes > 1:
+            print("  on every machine: N is its number from 0, ADDRESS that of machine 0, PORT one that is free there")
         print(f"  {_time(plan)}")
     for reason in plan.reasons[:MAIN_REASONS]:
         print(f"  - {reason}")

@@ -1,6 +1,7 @@
 """From a run and a machine to a strategy: boundaries follow from the bytes, and everything is said."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -639,3 +640,24 @@ def folder_of(path):
     config = model_config("bert", hidden_size=128, intermediate_size=512)
     EmbeddingModel.from_config(config).save_pretrained(path / "model", tokenizer=tiny_tokenizer())
     return str(path / "model")
+
+
+def test_a_command_for_machines_names_files_that_are_there(make_run, monkeypatch):
+    """A folder without a clone of this repository, and a clone."""
+    plan = make_plan(make_run(), Hardware(16, 80 * GIB, 2))
+    words = plan.command.split()
+    assert Path(words[words.index("--config_file") + 1]).is_file()
+    assert "--module hf_dist_ext.train --config" in plan.command
+    monkeypatch.chdir(ROOT)
+    assert "--config_file configs/accelerate/multi_node_ddp.yaml" in plan.command
+    assert "--module" not in plan.command and " scripts/train_hf.py --config" in plan.command
+
+
+def test_a_reader_that_stops_early_ends_a_command_quietly_and_the_picture_is_there(make_run, monkeypatch, tmp_path):
+    run, (reading, writing) = make_run(), os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", closed)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", str(run.path), "--num_devices", "1", "--png", "p.png"])
+    assert ended.value.code == 1 and (tmp_path / "p.png").stat().st_size > 1000
