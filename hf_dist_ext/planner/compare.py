@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner import cpu
 from hf_dist_ext.planner.catalog import GIB
 from hf_dist_ext.planner.plan import Option, Plan
 from hf_dist_ext.planner.report import duration, rounded
+
+SHORT = 0.1  # seconds of a step in which starting kernels and reading data show
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def compared(plan: Plan, folder: Path) -> dict[str, Any]:
         "measured": _figures(seconds, rows) | {"allocated": found.allocated, "process": found.process},
         # what a device's arithmetic would have to be, if a step did nothing else
         "arithmetic_per_second": option.traffic.arithmetic * option.turns / seconds,
+        "is_mostly_overhead": seconds < SHORT or (found.device == cpu.NAME and (found.processes or 1) > 1),
     }
 
 
@@ -101,15 +105,21 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     lines.append(f"  a step: {duration(seconds)} / {duration(real)} ({seconds / real - 1:+.0%})")
     rate, real = predicted["rows_per_second"], seen["rows_per_second"]
     lines.append(f"  rows per second, of all columns: {rounded(rate)} / {rounded(real)} ({rate / real - 1:+.0%})")
-    planned = f"{predicted['allocated'] / GIB:.2f} GiB"
+    planned = _size(predicted["allocated"])
     if seen["allocated"] is not None:
         error = predicted["allocated"] / seen["allocated"] - 1
-        real = f"{seen['allocated'] / GIB:.2f} GiB ({error:+.0%}), without what torch does not allocate"
+        real = f"{_size(seen['allocated'])} ({error:+.0%}), without what torch does not allocate"
         lines.append(f"  memory: {planned} / {real}")
     elif seen["process"] is not None:
-        real = f"{seen['process'] / GIB:.2f} GiB of the process with all of its libraries"
+        real = f"{_size(seen['process'])} of the process with all of its libraries"
         lines.append(f"  memory: {planned} of tensors / {real}")
     else:
         lines.append(f"  memory: {planned} / not counted by the device of the run")
     lines.append(f"  arithmetic of a device, as measured: {found['arithmetic_per_second'] / 1e12:.3g} TFLOP/s")
+    if found["is_mostly_overhead"]:
+        lines.append("  overheads outside of the model's arithmetic dominate such a step; a plan does not count them")
     return lines
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= 0.1 * GIB else f"{count / 2**20:.1f} MiB"

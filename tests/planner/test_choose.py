@@ -606,6 +606,22 @@ def test_a_run_on_the_cpu_is_compared_with_what_this_cpu_reaches(make_run, capsy
     assert "(cpu), ethernet" in said and "0.01 TFLOP/s (measured or given)" in said
 
 
+@pytest.mark.parametrize("device, processes, seconds, is_said", [
+    ("cpu", 1, 2.0, False), ("cpu", 2, 2.0, True), ("cpu", 1, 0.05, True), ("NVIDIA", 2, 2.0, False),
+])  # fmt: skip
+def test_a_comparison_says_where_overheads_dominate(
+    make_run, capsys, tmp_path, monkeypatch, device, processes, seconds, is_said
+):
+    run = make_run(output_dir=str(tmp_path), accelerate_config="ddp" if processes > 1 else "single")
+    memory = {"process": 5 * 2**20}
+    of_end = {"seconds_per_step": seconds, "processes": processes, "device": device, "memory": memory}
+    (tmp_path / "measured.json").write_text(json.dumps(of_end))
+    monkeypatch.setattr(cpu, "measured", lambda run: 2e10)
+    cli.main(["plan", str(run.path), "--compare", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert ("overheads outside of the model's arithmetic" in said) == is_said and "/ 5.0 MiB of the process" in said
+
+
 @pytest.mark.slow
 def test_the_arithmetic_of_this_cpu_is_measured(make_run):
     assert 1e8 < cpu.measured(make_run({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 2})) < 1e14
