@@ -6,10 +6,12 @@ import argparse
 import difflib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
 from hf_dist_ext import __version__
 from hf_dist_ext.errors import UsageError
@@ -17,11 +19,27 @@ from hf_dist_ext.failures import end_with_reader, exit_on_usage_error
 from hf_dist_ext.run import examples
 from hf_dist_ext.train import bars_on_a_terminal_only
 
+UNEXPECTED = "unexpected arguments: "
 TAKES_A_RUN = ("train", "plan", "config")
+CHOICE = re.compile(r"argument .*: invalid choice: '(.*)' \(choose from (.*)\)")  # argparse's words
+
+
+class Parser(argparse.ArgumentParser):
+    """A mistake is one line, without the usage above it, and names what comes closest."""
+
+    def error(self, message: str) -> NoReturn:
+        given, among = "", []
+        if found := CHOICE.match(message):
+            given, among = found[1], re.findall(r"[\w-]+", found[2])
+        elif message.startswith(UNEXPECTED):
+            given, among = message.removeprefix(UNEXPECTED).split()[0], [*self._option_string_actions]
+        near = difflib.get_close_matches(given, among, 1)
+        closest = f" Closest: {near[0]}." if near else ""
+        self.exit(2, f"error: {message}.{closest} {self.prog} --help says what there is.\n")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="hf-dist", description="Exact full-batch contrastive training, any size.")
+    parser = Parser(prog="hf-dist", description="Exact full-batch contrastive training, any size.")
     parser.add_argument("--version", action="version", version=f"hf_dist_ext {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -106,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
     arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
     if overrides and arguments.command not in ("train", "resume") and not getattr(arguments, "run", None):
-        parser.error(f"unexpected arguments: {' '.join(overrides)}")
+        commands.choices[arguments.command].error(f"{UNEXPECTED}{' '.join(overrides)}")
     bars_on_a_terminal_only()
     with exit_on_usage_error(), end_with_reader():
         arguments.act(arguments, overrides)
@@ -198,9 +216,11 @@ def _add_push(commands: argparse._SubParsersAction) -> None:
 
 def _list_of(kind: type) -> Callable[[str], list]:
     def parse(text: str) -> list:
-        return [kind(word) for word in text.split(",")]
+        try:
+            return [kind(word) for word in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f'"{text}" is no number, nor several as in 1,4,8') from None
 
-    parse.__name__ = f"{kind.__name__} or a list of them"  # as argparse names it in an error
     return parse
 
 

@@ -94,6 +94,10 @@ def test_search_hands_its_words_to_the_search_module(monkeypatch):
         (["search", "--model", "out", "--top_k", "0", "x"], "--top_k 0"),
         (["search", "--model", "out", "--image", "a.png"], "--image goes with --data"),
         (["config"], "takes a run file"),
+        (["trian", "run.json"], "Closest: train."),
+        (["plan", "--confg", "run.json"], "Closest: --config."),
+        (["plan", "run.json", "--num_devices", "two"], '"two" is no number'),
+        (["plan", "run.json", "--interconnect", "nvlnk"], "Closest: nvlink."),
         ([], "required"),
     ],
 )
@@ -102,4 +106,5 @@ def test_mistakes_exit_with_code_2(monkeypatch, capsys, argv, words):
     monkeypatch.delenv("HF_DIST_DEBUG", raising=False)
     with pytest.raises(SystemExit) as stopped:
         cli.main(argv)
-    assert stopped.value.code == 2 and words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and words in said and said.startswith("error: ") and said.count("\n") == 1
