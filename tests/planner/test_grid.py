@@ -47,7 +47,7 @@ def test_the_table_names_the_quickest_the_cheapest_and_what_does_not_fit(make_ru
         (["--num_devices", "1,2", "--png", "plan.png"], "--png goes with one plan"),
         (["--device", "h100,l4", "--price_per_hour", "1,2,3"], "has 3 prices for 2 devices"),
         (["--device", "h100", "--price_per_hour", "1,2"], "has 2 prices for one device"),
-        (["--num_devices", "1,x"], "int or a list of them"),
+        (["--num_devices", "1,x"], "is no number, nor several as in 1,4,8"),
         (["--device", "h100,l5"], "--device l5 is not known"),
     ],
 )
