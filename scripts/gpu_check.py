@@ -151,6 +151,14 @@ class Part:
     def table(self, *columns: str) -> None:
         self.lines += ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
 
+    def has_benchmark(self, title: str, command: list[str], columns: Sequence[str], failure: str) -> bool:
+        """Begin the table of a benchmark that was run, with its only row where it failed."""
+        self.lines += ["", f"### {title}", "", f"`{shown(command)}`"]
+        self.table(*columns)
+        if failure:
+            self.row("all", *[""] * (len(columns) - 2), failure=failure)
+        return not failure
+
     def counted(self, steps: list[dict]) -> str:
         """Peak GiB, or why there is none."""
         return number(peak_gib(steps)) if self.devices else "not counted on a CPU"
@@ -340,11 +348,8 @@ def training(part: Part, model: str, rows: int) -> None:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     failure, _ = part.call(f"training-{model}", command, 150, **environment)
-    part.lines += ["", f"### Training as users train, {model}, {rows:,} pairs a step", ""]
-    part.lines.append(f"`{shown(command)}`")
-    part.table("trainer", "rows/s", "time, of theirs", "tensors, MiB", "process, MiB", "")
-    if failure:
-        part.row("all", "", "", "", "", failure=failure)
+    columns = ("trainer", "rows/s", "time, of theirs", "tensors, MiB", "process, MiB", "")
+    if not part.has_benchmark(f"Training as users train, {model}, {rows:,} pairs a step", command, columns, failure):
         return
     (result,) = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
     for name, one in result["contestants"].items():
@@ -361,11 +366,9 @@ def gradient_cache(part: Part, model: str) -> None:
     command += [] if part.devices else ["--preset", "smoke", "--curve_pairs", "8"]
     command += ["--output", str(folder)]
     failure, _ = part.call(f"cache-{model}", command, 180)
-    part.lines += ["", f"### A cached step beside the plain one and sentence-transformers, {model}", ""]
-    part.lines.append(f"`{shown(command)}`")
-    part.table("step", "seconds", "of plain", "tokens computed", "peak MiB", "")
-    if failure:
-        part.row("all", "", "", "", "", failure=failure)
+    title = f"A cached step beside the plain one and sentence-transformers, {model}"
+    columns = ("step", "seconds", "of plain", "tokens computed", "peak MiB", "")
+    if not part.has_benchmark(title, command, columns, failure):
         return
     (size,) = json.loads((folder / "results.json").read_text(encoding="utf-8"))["sizes"]
     found = size["text"]["contestants"]

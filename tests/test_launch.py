@@ -281,7 +281,7 @@ def test_train_starts_the_installed_module_in_every_process(make_run, monkeypatc
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
-from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.failures import exit_on_usage_error, first_error_only
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.launch import hand_over_if_needed
@@ -295,6 +295,11 @@ with exit_on_usage_error():
         raise UsageError("nothing to train. Give more.")
     if mode == "crash" and rank == "1":
         sys.exit(7)
+    if mode == "error":
+        with first_error_only():
+            if rank == "0":
+                time.sleep(1.5)
+            raise KeyError("broken")
     if mode:
         Path(f"pid{rank}").write_text(str(os.getpid()))
         time.sleep(60)
@@ -354,6 +359,13 @@ def test_a_usage_error_in_the_ranks_is_one_line_and_exit_code_2(start):
     errors = process.communicate(timeout=60)[1].splitlines()
     assert process.returncode == 2
     assert errors[1:] == ["error: nothing to train. Give more."] and "starting 2" in errors[0]
+
+
+def test_an_error_of_all_ranks_is_that_of_the_first_one(start):
+    process = start(mode="error", accelerate_config="ddp")
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "rank 0 ended with exit code 1" in errors
+    assert errors.count("Traceback") == errors.count("KeyError: 'broken'") == 1
 
 
 def test_a_failing_rank_ends_the_others_and_its_exit_code_comes_back(start):

@@ -119,3 +119,32 @@ def tiny_pairs(folder: Path, rows: int = 32) -> dict[str, str]:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     tiny_tokenizer().save_pretrained(folder / "tokenizer")
     return {"dataset_name": str(folder / "rows.jsonl"), "tokenizer_name": str(folder / "tokenizer")}
+
+
+# The file of a model with code of its own, whose embeddings a parameter scales.
+OWN_CODE = """
+import torch
+from transformers import BertConfig, BertModel, PreTrainedModel
+
+
+class OwnConfig(BertConfig):
+    model_type = "own"
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = BertModel(config, add_pooling_layer=False)
+        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size))
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.inner.embeddings.word_embeddings
+
+    def forward(self, input_ids=None, attention_mask=None, **more):
+        output = self.inner(input_ids=input_ids, attention_mask=attention_mask)
+        output.last_hidden_state = output.last_hidden_state * self.scale
+        return output
+"""

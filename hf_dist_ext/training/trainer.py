@@ -253,8 +253,8 @@ class DistTrainer(Trainer):
             self.add_callback(Measured(self.scaling))
         if patience := getattr(self.args, "early_stopping_patience", None):
             self.add_callback(EarlyStop(patience))
-        if getattr(self.args, "profile_steps", None):
-            self.add_callback(Profiler(self.args.profile_steps or 0))
+        if steps := getattr(self.args, "profile_steps", None):
+            self.add_callback(Profiler(steps))
         if has_loss or self.own_loss is not None:
             self.add_callback(self.clock)
 
@@ -730,7 +730,7 @@ class DistTrainer(Trainer):
             str(self.hub_model_id),
             token=token or args.hub_token,
             revision=revision or args.hub_revision,
-            message=commit_message or "",
+            message=commit_message or "End of training",
             blocking=blocking,
         )
 

@@ -13,33 +13,7 @@ from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-
-CODE = """
-import torch
-from transformers import BertConfig, BertModel, PreTrainedModel
-
-
-class OwnConfig(BertConfig):
-    model_type = "own"
-
-
-class OwnModel(PreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.inner = BertModel(config, add_pooling_layer=False)
-        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size))
-        self.post_init()
-
-    def get_input_embeddings(self):
-        return self.inner.embeddings.word_embeddings
-
-    def forward(self, input_ids=None, attention_mask=None, **more):
-        output = self.inner(input_ids=input_ids, attention_mask=attention_mask)
-        output.last_hidden_state = output.last_hidden_state * self.scale
-        return output
-"""
+from tests.tiny_models import OWN_CODE
 
 
 @pytest.fixture
@@ -47,7 +21,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "own_code.py").write_text(CODE)
+    (folder / "own_code.py").write_text(OWN_CODE)
     sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
     maps = {"AutoConfig": "own_code.OwnConfig", "AutoModel": "own_code.OwnModel"}
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": maps, **sizes}))

@@ -8,6 +8,7 @@ import torch
 from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.training.out_of_memory import costliest_chunks
 
 
 def text(lengths: list[int], width: int, on_left: bool = False, value: int = 1) -> dict[str, torch.Tensor]:
@@ -252,6 +253,16 @@ def test_tokens_without_a_mask_are_never_padded(has_buckets, widths):
     sums = chunked.to_columns([r[: c.num_rows].sum(1, keepdim=True) for r, c in zip(ids, chunks, strict=True)], chunks)
     for name, features in batch.items():
         assert torch.equal(sums[name], features["input_ids"].sum(1, keepdim=True))
+
+
+def test_a_try_out_holds_one_graph_of_rows_that_share_a_tower(batch):
+    """Columns with chunks of their own are of one kind still: a step has no graph of each alive at once."""
+    apart = lay_out(batch, ChunkLimits(max_rows=3), separates_columns=True)
+    assert len(apart.tables) == 3
+    (costliest,) = costliest_chunks(apart)
+    assert costliest.num_tokens == max(chunk.num_tokens for chunk in apart.chunks())
+    towers = lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False)
+    assert [chunk.column for chunk in costliest_chunks(towers)] == list(batch)
 
 
 def test_rows_without_a_token_axis_share_chunks():

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # started by its path, Python looks beside this f
 from tests.distributed.forked import run_python  # noqa: E402
 from tests.launching import launch  # noqa: E402
 from tests.parity.memory_worker import PARTS  # noqa: E402
+from tests.tiny_models import OWN_CODE  # noqa: E402
 
 SMALL = {
     "vocab_size": 64,
@@ -109,32 +110,6 @@ VISION_LANGUAGE = {
         },
     },
 }  # fmt: skip
-OWN_CODE = """
-import torch
-from transformers import BertConfig, BertModel, PreTrainedModel
-
-
-class OwnConfig(BertConfig):
-    model_type = "own"
-
-
-class OwnModel(PreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.inner = BertModel(config, add_pooling_layer=False)
-        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size))
-        self.post_init()
-
-    def get_input_embeddings(self):
-        return self.inner.embeddings.word_embeddings
-
-    def forward(self, input_ids=None, attention_mask=None, **more):
-        output = self.inner(input_ids=input_ids, attention_mask=attention_mask)
-        output.last_hidden_state = output.last_hidden_state * self.scale
-        return output
-"""
 
 
 def case(name: str, model: dict, trains: list[str] | None = None, **fields) -> dict:

@@ -70,6 +70,18 @@ def test_no_batch_is_laid_out_in_the_training_process_beside_a_worker(tmp_path, 
     assert len(calls) == (0 if workers else 4)  # without a worker the loader makes one batch more than it gives
 
 
+def test_a_trainer_that_moves_tensors_itself_cuts_none(tmp_path, monkeypatch):
+    """As under DeepSpeed, where floats get the engine's dtype."""
+    calls, made = [], trainer(tmp_path, dataloader_num_workers=1, gradient_cache_chunk_tokens=40)
+    monkeypatch.setattr(ahead, "lay_out", lambda *given, **options: calls.append(1) or lay_out(*given, **options))
+    move = made._prepare_input
+    monkeypatch.setattr(
+        made, "_prepare_input", lambda data: data.clone() if isinstance(data, torch.Tensor) else move(data)
+    )
+    made.train()
+    assert made.state.global_step == 3 and not calls
+
+
 def test_an_error_of_the_layout_is_told_by_the_training_process(tmp_path):
     def unreadable(rows: list[int]) -> dict:
         batch = collate(rows)
