@@ -35,13 +35,14 @@ from hf_dist_ext.planner.catalog import (
     refusal,
     tensor_parallel_size,
 )
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
 from hf_dist_ext.planner.plan import MOST_ROWS, Larger, Most, Option, Plan, changes_for, waits_for_links
 from hf_dist_ext.planner.reasons import explain, explain_stages
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import Traffic
-from hf_dist_ext.planner.workload import Workload, with_batch, workload_of
+from hf_dist_ext.planner.workload import Workload, with_batch
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.presets import presets
 

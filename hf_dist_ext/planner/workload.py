@@ -1,8 +1,7 @@
-"""What one step of a run computes: columns, row lengths, chunks, precisions; from the run file alone.
+"""What one step of a run computes: columns, row lengths, chunks, precisions.
 
-What a forward and backward of one row takes comes from a trace (planner/traced.py), and everything in it is linear in
-rows. Row lengths are those of the data where it lies here (lengths.py), else upper bounds: `max_length`, or what the
-model takes at most. Both are said in `notes`.
+planner/from_run.py reads them of a run file. What a forward and backward of one row takes comes from a trace
+(planner/traced.py), and everything in it is linear in rows.
 """
 
 from __future__ import annotations
@@ -13,17 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner import lengths, pictures
+from hf_dist_ext.planner import pictures
 from hf_dist_ext.planner.forward import Cost, Forward, Layer, Parameter, share_forward, share_parameter
-from hf_dist_ext.planner.knobs import Knobs, knobs_of
-from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.losses import LATE, compares_all_pairs
-from hf_dist_ext.run.parts import outputs_of
-from hf_dist_ext.run.sources import all_parts, sources_of
+from hf_dist_ext.planner.knobs import Knobs
 
-BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-PAIR = {"query": "query", "positive": "positive"}
-DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
 Cast = Literal["nothing", "products", "all"]  # the weights that a wrapper casts before autocast sees them
 
 
@@ -247,165 +239,6 @@ class Workload:
     def can_be_split(self) -> bool:
         """Whether devices can share its layers: a plan for that is there."""
         return bool(self.found["split"])
-
-
-# ---- from a run ----
-
-
-def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
-    """A parsed run (`config.Run`) and its model's complete configuration (planner/shape_config.py) -> Workload."""
-    given, fields = run.given, run.options
-    knobs = knobs_of(given)
-    notes: list[str] = []
-    is_embedding = fields.task == "embedding"
-    columns = _columns(run, config, is_embedding, notes)
-    size = given.get("gradient_cache_chunk_size")
-    tokens = given.get("gradient_cache_chunk_tokens")
-    half = given.get("bf16") or given.get("fp16")
-    trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
-    keep = given.get("gradient_cache_keep_graph", 0)
-    has_frozen_part = trainable is not None or frozen is not None or bool(given.get("use_lora"))
-    keeps_files = policy.keeps_precision_of_files(
-        fields.dtype, bool(fields.model_name_or_path), has_frozen_part, bool(half)
-    )
-    dtype = fields.dtype or "float32"
-    if keeps_files or dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    text = config.get("text_config") or config
-    width = text.get("hidden_size") or 0
-    token_dim = (fields.token_dim or width) if is_embedding and outputs_of(fields) else None
-    parts = [part.config for part in all_parts(fields)] if is_embedding else []
-    is_cached = size is not None or tokens is not None or given.get("gradient_cache_chunk_patches") is not None
-    packs = is_embedding and is_cached and token_dim is None and _packs(given, config, fields.attn_implementation)
-    if packs:
-        notes.append("chunks are packed: counted without padding (gradient_cache_packing).")
-    return Workload(
-        config=config,
-        columns=columns,
-        chunk_rows=size if isinstance(size, int) else None,
-        chunk_tokens=tokens,
-        is_cached=is_cached,
-        finds_chunk=size == "auto",
-        keep_graph=keep if isinstance(keep, int) else 0,
-        is_checkpointed=bool(given.get("gradient_checkpointing") or given.get("activation_checkpointing")),
-        accumulation=given.get("gradient_accumulation_steps") or 1,
-        autocast_bytes=2 if half else None,
-        load_bytes=BYTES.get(dtype, 4),
-        split_bytes=4 if keeps_files else BYTES.get(dtype, 4),
-        optimizer=given.get("optim") or "adamw_torch_fused",
-        projection_dim=fields.projection_dim,
-        leaves_tokens=any(part.loss == LATE for part in parts),
-        token_dim=token_dim,
-        embedding_dim=token_dim or fields.projection_dim or config.get("projection_dim") or width,
-        bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
-        fsdp_mode=knobs.fsdp_mode or given.get("gradient_cache_fsdp") or "auto",
-        replicates_frozen=given.get("frozen_parts_fsdp") or "auto",
-        can_replicate=bool(trainable or frozen),
-        knobs=knobs,
-        has_feature_cache=given.get("frozen_feature_cache") is not None,
-        is_embedding=is_embedding,
-        has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
-        exchange=_exchange(parts),
-        is_symmetric=any(part.symmetric for part in parts),
-        has_bf16_products=all(part.bf16_products for part in parts),
-        packs=packs,
-        notes=tuple(notes),
-    )
-
-
-def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str | None) -> bool:
-    """As training/packing.py decides on an accelerator."""
-    asked = given.get("gradient_cache_packing", "auto")
-    kernels = {"auto": policy.FLASH, True: (*policy.FLASH, "sdpa")}.get(asked, ())
-    can = config["model_type"] in policy.PACKED_FAMILIES and config.get("is_causal", True)
-    return bool(can and (attention or "sdpa") in kernels and not given.get("torch_compile"))
-
-
-def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:
-    fields, given = run.options, run.given
-    rows = given.get("per_device_train_batch_size") or 8
-    has_towers, text = config["model_type"] in pictures.TWO_TOWERS, config.get("text_config") or config
-    longest = text.get("max_position_embeddings") or DEFAULT_LENGTH
-    if not is_embedding:
-        per_image = pictures.image_tokens(config) if config.get("vision_config") else 0
-        length = fields.max_length
-        if not isinstance(length, int):
-            length = min(longest, per_image + DEFAULT_LENGTH)
-            notes.append(f"max_length is not given: counted with rows of {length} tokens.")
-        if per_image and (said := pictures.assumption(config)):
-            notes.append(said)
-        return (Column("rows", rows, length, images=1 if per_image else 0),)
-    names = _names(fields, notes)
-    pictured = set() if has_towers else _pictured(fields, names, config, notes)
-    limits = {name: lengths.limit_of(fields, name, i == 0) for i, name in enumerate(names)}
-    for name, length in limits.items():
-        limits[name] = min(
-            longest, length or DEFAULT_LENGTH + (pictures.image_tokens(config) if name in pictured else 0)
-        )
-    texts = {name: limit for name, limit in limits.items() if name not in pictured}
-    seen, columns = lengths.sampled(fields, names, texts), []
-    for i, (name, source) in enumerate(names.items()):
-        count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
-        is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
-        if has_towers and (is_image or (i == 1 and "image" not in str(names))):
-            columns.append(Column(name, count, pictures.num_patches(config["vision_config"]), tower="image", images=1))
-            continue
-        length, of_data = limits[name], seen.get(name)
-        if of_data is not None:
-            length = of_data.most
-            notes.append(of_data.in_words(name))
-        elif lengths.limit_of(fields, name, i == 0) is None:
-            notes.append(f"max_length of {name} is not given: counted with rows of {length} tokens.")
-        multiple = given.get("gradient_cache_width_multiple") or 8
-        if given.get("torch_compile"):
-            length = min(max(length, longest), policy.width_in_buckets(length, multiple))
-        else:
-            length = min(longest, -(-length // multiple) * multiple)
-        tower, images = "text" if has_towers else "backbone", int(name in pictured)
-        columns.append(Column(name, count, length, tower, images, of_data and of_data.mean))
-    return tuple(columns)
-
-
-def _pictured(fields: RunConfig, names: Mapping[str, Any], config: Mapping[str, Any], notes: list[str]) -> set[str]:
-    """The columns whose rows hold a picture each, of a model that embeds texts and pictures alike."""
-    if not config.get("vision_config"):
-        return set()
-    found = {name for name, source in names.items() if isinstance(source, dict) and "image" in source}
-    found |= {*(fields.image_columns or ())} & {*names}
-    if fields.dataset_name == "glyph-search":
-        found |= {list(names)[1]}
-    if not found:
-        notes.append(
-            'no column is said to hold pictures (image_columns, or "image" in columns): counted as texts alone.'
-        )
-        return set()
-    if config["model_type"] not in pictures.KINDS:
-        notes.append(f'pictures of a "{config["model_type"]}" can not be counted: what they take comes on top.')
-        return set()
-    if said := pictures.assumption(config):
-        notes.append(said)
-    notes.append(f"every row of {', '.join(sorted(found))} is counted with one picture.")
-    return found
-
-
-def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
-    """The columns of a batch; of several datasets those of the one with most texts in a row."""
-    sources = sources_of(fields)
-    if not sources:
-        return dict(fields.columns or PAIR | lengths.negatives_of(fields))
-    of_each = [source.config.columns or PAIR for source in sources]
-    texts = [sum(len(name) if isinstance(name, list) else 1 for name in names.values()) for names in of_each]
-    most = texts.index(max(texts))
-    notes.append(f'datasets: counted with batches of "{sources[most].name}", which has most texts in a row.')
-    return dict(of_each[most])
-
-
-def _exchange(parts: Sequence[RunConfig]) -> str:
-    """How candidates meet: "gather" where one of the losses knows no other way."""
-    of_losses = {"infonce": lambda part: part.cross_device_exchange}
-    of_losses["siglip"] = lambda part: (part.loss_options or {}).get("cross_device_exchange", "auto")
-    found = {of_losses[part.loss](part) if part.loss in of_losses else "gather" for part in parts}
-    return next((name for name in ("gather", "auto") if name in found), "ring")
 
 
 def with_batch(work: Workload, rows: int) -> Workload:

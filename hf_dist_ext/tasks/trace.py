@@ -35,8 +35,9 @@ from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner import pictures
 from hf_dist_ext.planner.catalog import has_layers_to_split, heads_of
 from hf_dist_ext.planner.forward import Forward
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.workload import Cast, Column, Workload, workload_of
+from hf_dist_ext.planner.workload import Cast, Column, Workload
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans

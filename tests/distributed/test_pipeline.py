@@ -19,11 +19,11 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.catalog import Hardware
 from hf_dist_ext.planner.choose import plan_workload
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.pipelines import held
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
-from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.pipeline import Pipeline

@@ -26,8 +26,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from hf_dist_ext.planner import catalog, memory, pictures
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 

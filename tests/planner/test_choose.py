@@ -16,6 +16,7 @@ from hf_dist_ext.planner.cards import CARDS, card_of
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
 from hf_dist_ext.planner.devices import hardware_of
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings, estimate, model_of
 from hf_dist_ext.planner.plan import Time, _without, changes_for
 from hf_dist_ext.planner.reasons import gib
@@ -23,7 +24,7 @@ from hf_dist_ext.planner.report import duration
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import speed, traffic
-from hf_dist_ext.planner.workload import with_batch, workload_of
+from hf_dist_ext.planner.workload import with_batch
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from tests.tasks.test_folders import write_run

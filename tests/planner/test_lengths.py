@@ -11,11 +11,11 @@ import pytest
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import lengths
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import arithmetic
-from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.tasks.lengths import lengths_of
 from tests.planner.test_choose import make_run  # noqa: F401, a fixture
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer

@@ -16,10 +16,10 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import choose
 from hf_dist_ext.planner import traced as tracing
 from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings, estimate, held
 from hf_dist_ext.planner.shape_config import read_model_config, with_defaults
 from hf_dist_ext.planner.traced import traced
-from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace, trace_record
 from tests.distributed.forked import run_python

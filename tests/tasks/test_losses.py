@@ -13,9 +13,9 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.hybrid_model import HEADS, HybridEmbeddingModel
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
+from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
-from hf_dist_ext.planner.workload import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.losses import build_loss
