@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MOST_WIDENING = 8
 KEPT_WHOLE_SHARE = 0.25  # of a device's memory, that weights or gradients may take whole where they could be sharded
@@ -13,6 +13,7 @@ WHOLE_LOSS_BUFFERS = 6  # of a loss that compares all pairs at once: scores as c
 LOSS_TILE_ROWS = 1024  # enough rows to keep a device busy; more only take memory
 EMBEDDING_COPIES = 4  # of a column's embeddings while the loss is computed: passed, leaf, gradient, normalised
 TOKENS = "tokens"  # the pooling that leaves a vector of every token
+CHUNKS_PER_COLUMN = 4  # at least, where columns have chunks of their own (chosen, not measured)
 LATE_TILE = (16, 32)  # queries and documents whose tokens meet at once in late interaction
 SENT_SHARE = 0.01  # of a gradient's elements, by DDP's hooks top_k and random_k
 
@@ -28,6 +29,12 @@ def widening(num_layers: int | None, is_checkpointed: bool) -> int:
     """How many times larger the chunks without a graph may be: they hold two layers' activations, those with a graph
     all layers'. With activation checkpointing a chunk with a graph holds one layer's and little of the others."""
     return 1 if is_checkpointed else min(MOST_WIDENING, max(1, (num_layers or 1) // 2))
+
+
+def has_many_chunks(num_columns: int, sizes: Iterable[tuple[float, int | None]]) -> bool:
+    """So many that one more per column, not quite full, is nothing. sizes: of a batch, and the most of it that a chunk
+    takes (None: any number)."""
+    return max((size / most for size, most in sizes if most), default=0) >= CHUNKS_PER_COLUMN * num_columns
 
 
 def width_in_buckets(width: int, multiple: int = 8) -> int:

@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 import torch
 
+from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits, Table, Units
 from hf_dist_ext.engine.columns import Column, FeatureAxes, read_columns
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.engine.packing import PackedTokens, can_be_packed
 from hf_dist_ext.engine.rows import RowFeature
-
-CHUNKS_PER_COLUMN = 4  # at least, where columns have chunks of their own (chosen, not measured)
 
 
 def lay_out(
@@ -94,11 +93,9 @@ def lay_out(
 
 
 def _has_many_chunks(columns: list[Column], limits: ChunkLimits) -> bool:
-    """So many that one more per column, not quite full, is nothing."""
     rows = sum(column.num_rows for column in columns)
     tokens = sum(last - first for column in columns for first, last in column.extents)
-    sizes = ((rows, limits.max_rows), (tokens, limits.max_tokens))
-    return max((size / most for size, most in sizes if most), default=0) >= CHUNKS_PER_COLUMN * len(columns)
+    return policy.has_many_chunks(len(columns), ((rows, limits.max_rows), (tokens, limits.max_tokens)))
 
 
 def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:

@@ -170,6 +170,13 @@ def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
     return hardware.num_devices
 
 
+def sends_early(strategy: Strategy, work: Workload, hardware: Hardware) -> bool:
+    """Whether a column travels to other devices while others are encoded, as training/sizes.py decides. With weights
+    that are gathered only columns of several towers do, which have chunks of their own anyway."""
+    is_shared = hardware.num_devices > 1 and strategy.name != "single" and work.sees_all_rows
+    return is_shared and "w" not in strategy.shards and strategy.pipeline is None
+
+
 def is_fsdp(strategy: Strategy) -> bool:
     return "w" in strategy.shards and not strategy.is_deepspeed and not strategy.is_tensor_parallel
 

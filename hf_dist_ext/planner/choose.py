@@ -297,7 +297,7 @@ def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:
     settings = best.settings
     if settings is None or not work.is_cached or work.finds_chunk or best.fitted is None:
         return None
-    longest, most = work.longest, max(column.rows for column in work.columns)
+    longest, most = work.longest, work.most_rows
     own, found = work.rows_of_chunk(longest, settings.chunk_rows), None
     for rows in (own << power for power in range(1, most.bit_length())):
         wider = replace(settings, chunk_rows=min(rows, most))
@@ -336,7 +336,7 @@ def _most(work: Workload, best: Option, hardware: Hardware) -> Most | None:
 
     chunk = None
     if work.is_embedding and is_cut(work, settings):
-        longest, most = work.longest, max(column.rows for column in work.columns)
+        longest, most = work.longest, work.most_rows
         own = work.rows_of_chunk(longest, settings.chunk_rows)
         chunk = largest(own, most, lambda rows: fits(as_fitted, replace(settings, chunk_rows=rows)))
     return Most(chunk, largest(best.batch, MOST_ROWS, lambda rows: fits(with_batch(as_fitted, rows), settings)))

@@ -76,6 +76,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
+        sees_all_rows=any(_sees_all_rows(part) for part in parts),
         exchange=_exchange(parts),
         is_symmetric=any(part.symmetric for part in parts),
         has_bf16_products=all(part.bf16_products for part in parts),
@@ -169,6 +170,10 @@ def _names(fields: RunConfig, notes: list[str]) -> dict[str, str | list[str]]:
     most = texts.index(max(texts))
     notes.append(f'datasets: counted with batches of "{sources[most].name}", which has most texts in a row.')
     return dict(of_each[most])
+
+
+def _sees_all_rows(part: RunConfig) -> bool:
+    return (part.loss_options or {}).get("cross_device_negatives", part.cross_device_negatives)
 
 
 def _exchange(parts: Sequence[RunConfig]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass, field
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner.catalog import GIB, Hardware, Strategy, shard_count, tensor_parallel_size
+from hf_dist_ext.planner.catalog import GIB, Hardware, Strategy, sends_early, shard_count, tensor_parallel_size
 from hf_dist_ext.planner.forward import TEMPORARY_VALUES, Cost, Parameter
 from hf_dist_ext.planner.knobs import kept_by_hook
 from hf_dist_ext.planner.workload import Cast, Column, Work, Workload
@@ -211,17 +211,23 @@ def _fsdp(needed: Bytes, work: Workload, strategy: Strategy, model: Model, shard
 
 def reduces_once(work: Workload, strategy: Strategy, model: Model, hardware: Hardware, settings: Settings) -> bool:
     """ZeRO-2 and 3: whether gradients stay whole until the one reduction of an update (strategies/zero.py)."""
-    if not strategy.is_deepspeed or "g" not in strategy.shards or num_backwards(work, settings) == 1:
+    is_one = num_backwards(work, strategy, hardware, settings) == 1
+    if not strategy.is_deepspeed or "g" not in strategy.shards or is_one:
         return False
     if work.fsdp_mode != "auto" or not work.is_embedding:
         return work.is_embedding and work.fsdp_mode == "speed"
     return model.whole.trained * work.compute_bytes < policy.KEPT_WHOLE_SHARE * hardware.memory_bytes
 
 
-def num_backwards(work: Workload, settings: Settings) -> int:
+def num_chunks(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> int:
+    """Of a micro-batch and device."""
+    return work.num_chunks(settings.chunk_rows, sends_early(strategy, work, hardware))
+
+
+def num_backwards(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> int:
     """Of one update."""
-    chunks = work.num_chunks(settings.chunk_rows) if is_cut(work, settings) and not encodes_once(work, settings) else 1
-    return chunks * work.accumulation
+    is_one = encodes_once(work, settings) or not is_cut(work, settings)
+    return work.accumulation * (1 if is_one else num_chunks(work, strategy, hardware, settings))
 
 
 def _deepspeed(
@@ -281,7 +287,8 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 
 def _without_graph(column: Column, rows: float, cost: Work, work: Workload, settings: Settings) -> float:
     """Of the pass without a graph, which takes wider chunks."""
-    return min(rows * work.widening(settings.is_checkpointed), column.rows) * cost.largest * TEMPORARY_VALUES
+    wide = min(rows * work.widening(settings.is_checkpointed), work.rows_beside(column))
+    return wide * cost.largest * TEMPORARY_VALUES
 
 
 EVERY = "", False
@@ -315,7 +322,7 @@ def loss_bytes(work: Workload, world: int) -> float:
     scores."""
     if not work.is_embedding:
         return 0.0
-    vectors = work.vectors(work.columns)
+    vectors, world = work.vectors(work.columns), world if work.sees_all_rows else 1
     if work.candidates_go_round(world):
         counts = [[column.rows] * world for column in work.columns]
         of_batch = 4 * vectors * work.embedding_dim  # as chunks gave them

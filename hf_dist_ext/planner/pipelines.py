@@ -19,7 +19,7 @@ from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, St
 from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, models_of_stages, num_layers
 from hf_dist_ext.planner.memory import Bytes, Settings, Sizes, framework_bytes, loss_bytes, scratch_bytes
 from hf_dist_ext.planner.traffic import Links, Traffic, between_copies, inside_layers, links_of, speed
-from hf_dist_ext.planner.workload import Workload
+from hf_dist_ext.planner.workload import Chunks, Workload
 
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
 
@@ -189,12 +189,8 @@ def held(
 
 def _chunks(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[float, float, int]]:
     """On a stage: what a chunk saves, its copies of weights, and how many such chunks there are."""
-    for column, left in _left(work, pipeline, settings, stage):
-        rows = work.rows_of_chunk(column.length, settings.chunk_rows)
-        whole, rest = divmod(column.rows, rows)
-        for size, number in ((rows, whole), (rest, 1)):
-            if size and number:
-                yield size * left.saved, left.casts, number
+    for chunks, left in _left_by(work, pipeline, settings, stage):
+        yield chunks.rows * left.saved, left.casts, chunks.number
 
 
 def _left(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[Any, Left]]:
@@ -202,21 +198,26 @@ def _left(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) ->
     return [(column, left_on_stages(work, pipeline, column, key)[stage]) for column in work.columns]
 
 
+def _left_by(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[Chunks, Left]]:
+    lefts = dict(_left(work, pipeline, settings, stage))
+    return [(chunks, lefts[chunks.column]) for chunks in work.chunks(settings.chunk_rows)]
+
+
 def _working(work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int]) -> float:
     return max(
-        min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) * left.working + left.working_casts
+        chunks.rows * left.working + left.working_casts
         for stage in own
-        for column, left in _left(work, pipeline, settings, stage)
+        for chunks, left in _left_by(work, pipeline, settings, stage)
     )
 
 
 def _messages_under_way(work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int]) -> float:
     """Those that leave and one that arrives, forwards and back."""
     largest = max(
-        min(column.rows, work.rows_of_chunk(column.length, settings.chunk_rows)) * left.message
+        chunks.rows * left.message
         for stage in (min(own) - 1, *own)
         if stage >= 0
-        for column, left in _left(work, pipeline, settings, stage)
+        for chunks, left in _left_by(work, pipeline, settings, stage)
     )
     return 2 * (policy.MESSAGES_ON_THE_WAY + 1) * largest
 

@@ -25,6 +25,7 @@ from hf_dist_ext.planner.memory import (
     is_cut,
     model_of,
     num_backwards,
+    num_chunks,
     reduced_bytes,
     reduces_once,
     whole_bytes,
@@ -92,7 +93,7 @@ class Traffic:
             self.send("send", 2 * hops, size, world, links)
             # ids, and of every row two sums
             self.send("all_gather", 2 * work.accumulation, 16 * work.batch * world * work.accumulation, world, links)
-        elif work.is_embedding:
+        elif work.is_embedding and work.sees_all_rows:
             size = work.vectors(work.columns[1:]) * world * work.embedding_dim * 4 * work.accumulation
             self.send("all_gather", 3 * work.accumulation, size, world, links)
             self.send("reduce_scatter", work.accumulation, size, world, links)
@@ -115,7 +116,7 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
     send = sums.send
     computes_in = work.compute_bytes
     model = model_of(work, parts, work.knobs.min_num_params or 0)
-    chunks = work.num_chunks(settings.chunk_rows) if is_cut(work, settings) else len(work.columns)
+    chunks = num_chunks(work, strategy, hardware, settings)
 
     if parts > 1:
         send("all_reduce", *inside_layers(work, settings, len(model.layers)), parts, inside)
@@ -141,7 +142,7 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
             copies = hardware.num_devices // shards
             send("all_reduce", 1, model.whole.trained * 4 / shards, copies, between_copies(hardware, shards))
     else:  # ZeRO-1 and 2: gradients to their owners, updated weights back
-        times = 1 if is_once or "g" not in strategy.shards else num_backwards(work, settings)
+        times = 1 if is_once or "g" not in strategy.shards else num_backwards(work, strategy, hardware, settings)
         send("reduce_scatter", times, times * model.whole.trained * computes_in, shards, across)
         send("all_gather", 1, model.whole.trained * computes_in, shards, across)
     sums.send_embeddings(work, world, across)
@@ -201,13 +202,9 @@ def inside_layers(work: Workload, settings: Settings, num_layers: int) -> Sent:
     """All-reduces of activations under tensor parallelism: two per layer and forward, and as many per backward."""
     width = (work.config.get("text_config") or work.config)["hidden_size"]
     passes = (3 if is_cut(work, settings) else 2) + settings.is_checkpointed
-    times, size = 2 * num_layers * passes * work.accumulation, 0.0
-    chunks = 0
-    for column in work.columns:
-        rows = work.rows_of_chunk(column.length, settings.chunk_rows) if is_cut(work, settings) else column.rows
-        chunks += -(-column.rows // rows)
-        size += column.rows * column.length * width * work.compute_bytes
-    return times * chunks, times * size
+    times = 2 * num_layers * passes * work.accumulation
+    size = sum(column.rows * column.length for column in work.columns) * width * work.compute_bytes
+    return times * work.num_chunks(settings.chunk_rows), times * size
 
 
 def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:

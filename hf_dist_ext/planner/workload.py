@@ -37,6 +37,15 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """So many chunks alike, of rows as long as a column's; shorter rows of other columns may be among them."""
+
+    column: Column
+    rows: int
+    number: int
+
+
+@dataclass(frozen=True)
 class Work:
     """What a row costs: bytes as it stands and with checkpointing, those of the largest value, multiply-adds."""
 
@@ -76,6 +85,7 @@ class Workload:
     has_feature_cache: bool
     is_embedding: bool
     has_tiled_loss: bool
+    sees_all_rows: bool  # the loss, of all devices
     exchange: str  # of candidates, "gather" for losses that know no other
     is_symmetric: bool
     has_bf16_products: bool
@@ -96,7 +106,7 @@ class Workload:
     def candidates_go_round(self, world: int) -> bool:
         """Instead of being gathered by each of so many devices with rows of their own."""
         all_rows = self.vectors(self.columns) * world
-        return world > 1 and policy.goes_round(self.exchange, all_rows, self.embedding_dim)
+        return world > 1 and self.sees_all_rows and policy.goes_round(self.exchange, all_rows, self.embedding_dim)
 
     @functools.cached_property
     def has_frozen_backbone(self) -> bool:
@@ -148,32 +158,70 @@ class Workload:
         fields = self.chunk_fields(chunk_rows)
         return fields.get("gradient_cache_chunk_size"), fields.get("gradient_cache_chunk_tokens")
 
+    @functools.cached_property
+    def tables(self) -> list[list[Column]]:
+        """The columns whose rows share chunks, the longest rows first: those of one tower, apart from those with
+        pictures (engine/layout.py)."""
+        tables: dict[Any, list[Column]] = {}
+        for column in sorted(self.columns, key=lambda one: -one.length):
+            tables.setdefault(column.name if self.has_towers else column.images > 0, []).append(column)
+        return list(tables.values())
+
+    @functools.cached_property
+    def most_rows(self) -> int:
+        """That one chunk could have."""
+        return max(sum(column.rows for column in table) for table in self.tables)
+
     def rows_of_chunk(self, length: int, chunk_rows: int | None = None) -> int:
-        """Rows per chunk for rows of a length, never more than a column has. `chunk_rows`: as for `chunk_fields`."""
+        """Rows per chunk for rows of a length, never more than share chunks. `chunk_rows`: as for `chunk_fields`."""
         most, tokens = self._limits(chunk_rows)
-        rows = max(column.rows for column in self.columns)
+        rows = self.most_rows
         if tokens is not None:
             rows = min(rows, max(1, tokens // length))
         return rows if most is None else min(rows, most)
 
+    def rows_beside(self, column: Column) -> int:
+        """Those that may stand in a chunk as long as the rows of a column: its own, and shorter ones."""
+        table = next(table for table in self.tables if column in table)
+        return sum(one.rows for one in table[table.index(column) :])
+
+    def chunks(self, chunk_rows: int | None = None, are_apart: bool = False) -> list[Chunks]:
+        """As engine/layout.py makes them of a batch with sorted rows. `are_apart`: none has rows of two columns."""
+        found, is_cut = [], self.is_cached or chunk_rows is not None
+        for table in self.tables if is_cut and not are_apart else [[one] for one in self.columns]:
+            first, end, total = 0, 0, sum(column.rows for column in table)
+            for column in table:
+                end += column.rows
+                rows = self.rows_of_chunk(column.length, chunk_rows)
+                if (number := -(-(end - first) // rows)) <= 0:  # all stand behind longer rows
+                    continue
+                last = min(rows, total - first - (number - 1) * rows)
+                found += [Chunks(column, rows, number - 1)] * (number > 1) + [Chunks(column, last, 1)]
+                first += (number - 1) * rows + last
+        return found
+
     def held_rows(self, column: Column, chunk_rows: int | None = None) -> float:
-        """Rows of a column that are as many tokens as the chunk which has most. A packed chunk is filled with shorter
-        rows up to its limit, so this is no whole number."""
-        rows = min(column.rows, self.rows_of_chunk(column.length, chunk_rows))
+        """Rows of a column's length that are as many tokens as the chunk which has most. A packed chunk is filled with
+        shorter rows up to its limit, so this is no whole number."""
+        beside = self.rows_beside(column)
+        rows = min(beside, self.rows_of_chunk(column.length, chunk_rows))
         most, tokens = self._limits(chunk_rows)
         if self.has_padding or tokens is None:
             return rows
-        return min(column.rows if most is None else min(column.rows, most), max(rows, tokens / column.length))
+        return min(beside if most is None else min(beside, most), max(rows, tokens / column.length))
 
     @functools.cached_property
     def packed(self) -> Workload:
         """The same in chunks as they run on accelerators: without padding, if they are packed."""
         return replace(self, has_padding=False) if self.packs else self
 
-    def num_chunks(self, chunk_rows: int | None = None) -> int:
-        if not self.is_cached and chunk_rows is None:
-            return len(self.columns)
-        return sum(-(-one.rows // self.rows_of_chunk(one.length, chunk_rows)) for one in self.columns)
+    def num_chunks(self, chunk_rows: int | None = None, is_sent_early: bool = False) -> int:
+        """`is_sent_early`: a column travels while others are encoded, so that each has chunks of its own where it has
+        many."""
+        most, tokens = self._limits(chunk_rows)
+        rows, in_tokens = sum(one.rows for one in self.columns), sum(one.rows * one.usual for one in self.columns)
+        are_apart = is_sent_early and policy.has_many_chunks(len(self.columns), ((rows, most), (in_tokens, tokens)))
+        return sum(chunks.number for chunks in self.chunks(chunk_rows, are_apart))
 
     @property
     def compute_bytes(self) -> int:
