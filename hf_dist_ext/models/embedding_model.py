@@ -311,9 +311,9 @@ class EmbeddingModel(PreTrainedModel):
             packed: dict[str, Any] = {"packed_lengths": packed_lengths, "packed_offsets": packed_offsets}
             tokens = self.tokens(input_ids, attention_mask, **features, **packed)  # (1): (B, T, H) or (1, t, H)
             if packed_lengths is not None and self.pooling == TOKENS:
-                pooled, mask = packing.padded_again(tokens[0], packed_lengths)
+                pooled, mask = packing.padded_again(tokens.squeeze(0), packed_lengths)
             elif packed_lengths is not None:
-                pooled = packing.pool_packed(tokens[0], cast(torch.Tensor, packed_offsets), self.pooling)
+                pooled = packing.pool_packed(tokens.squeeze(0), cast(torch.Tensor, packed_offsets), self.pooling)
             elif self.pooling == TOKENS:
                 pooled, mask = real_in_front(tokens, attention_mask)  # (2): (B, T, H), (B, T)
             else:

@@ -128,7 +128,7 @@ def _attend_with_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """query (1, h, t, d), key and value with as many heads or fewer -> (1, t, h, d)."""
     is_causal = module.is_causal
-    query, key, value = query[0], key[0], value[0]
+    query, key, value = (one.squeeze(0) for one in (query, key, value))
     if query.is_cuda and query.dtype.itemsize == 2 and not dropout and query.shape[-1] <= VARLEN_HEAD_WIDTH:
         reach = -1 if sliding_window is None else sliding_window - 1
         attended = varlen_attn(
@@ -139,12 +139,15 @@ def _attend_with_sdpa(
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
     tokens = [length * count for length, count in runs]
     attended = []
-    for (length, count), *parts in zip(runs, *(one.split(tokens, dim=1) for one in (query, key, value)), strict=True):
+    # By tokens first, as they lie in memory: the gradients of all runs are put together without a strided copy.
+    for (length, count), *parts in zip(
+        runs, *(one.transpose(0, 1).split(tokens) for one in (query, key, value)), strict=True
+    ):
         mask = None
         if sliding_window is not None and length > sliding_window:
             mask = _window(length, sliding_window, is_causal, query.device)
         of_run = scaled_dot_product_attention(
-            *(part.unflatten(1, (count, length)).transpose(0, 1) for part in parts),  # (count, h, length, d)
+            *(part.unflatten(0, (count, length)).transpose(1, 2) for part in parts),  # (count, h, length, d)
             attn_mask=mask, dropout_p=dropout, is_causal=is_causal and mask is None, scale=scaling,
             enable_gqa=len(key) != len(query),
         )  # fmt: skip
