@@ -11,7 +11,8 @@ tokenizers of their own. `tokens.py` holds texts' tokens before they are padded,
 a run that reads its rows again.
 `hard_negatives.py` finds negatives by a model's embeddings. `evaluations.py` reads the corpora that a run is judged
 by, `evaluation_rows.py` the rows, both as `items.py`, and `mteb_tasks.py` tasks of MTEB. `statistics.py` describes
-rows for a model's card. `bad_rows.py` and `storage.py` deal with rows and files that can not be read.
+rows for a model's card. `bad_rows.py` and `storage.py` deal with rows and files that can not be read, and
+`encoding.py` with files that are not UTF-8.
 """
 
 from typing import TYPE_CHECKING

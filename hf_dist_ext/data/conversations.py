@@ -36,6 +36,7 @@ from datasets import Dataset, IterableDataset
 from hf_dist_ext.data import digits
 from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of, require_column, type_name
+from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.image_files import find_image
 from hf_dist_ext.data.load import load_datasets, open_splits, refuse_empty
 from hf_dist_ext.data.row_check import RowCheck
@@ -101,8 +102,11 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
         if text.lstrip().startswith("["):
             rows = json.loads(text)
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]  # a text may hold other line ends
+    except UnicodeDecodeError:
+        refuse_other_encoding(f'Dataset "{path}"', path)
+        raise
+    except json.JSONDecodeError as error:
         raise UsageError(f'Dataset "{path}" is not JSON or JSON lines: {error}.') from error
     if not all(isinstance(row, dict) for row in rows):
         raise UsageError(f'Dataset "{path}": a row is not an object {{"image": ..., "conversations": [...]}}.')

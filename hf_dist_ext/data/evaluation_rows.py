@@ -17,7 +17,7 @@ import pyarrow as pa
 from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.items import Items, choose_split
-from hf_dist_ext.data.load import open_splits, opened
+from hf_dist_ext.data.load import loading_errors, open_splits, opened
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.evaluations import COLUMNS, Reranking, Rows, Similarity, Triplet
@@ -116,7 +116,8 @@ def _read(options: Rows) -> dict[str, list]:
     for name in COLUMNS[type(options)]:
         source = (options.columns or {}).get(name, name)
         require_column(source, columns_of(dataset), f"{options.path} ({split})", f'columns["{name}"]')
-        rows[name] = dataset[source][:]
+        with loading_errors(options.path):
+            rows[name] = dataset[source][:]
     if not len(dataset):
         raise UsageError(f"{options.path} ({split}) has no rows.")
     return rows

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.evaluation_rows import read_reranking, read_similarity, read_triplets
 from hf_dist_ext.data.items import Items, choose_split
 from hf_dist_ext.data.load import loading_errors
@@ -140,24 +141,33 @@ def _read_beir(folder: Path, split: str | None) -> tuple[dict[str, pa.Table], di
             read = pa.json.ReadOptions(block_size=2**24)
             with pa.input_stream(path) as stream:
                 tables[kind] = pa.json.read_json(stream, read, options)
+            tables[kind].validate(full=True)  # Arrow reads the JSON of any bytes
         except pa.ArrowException as error:
+            refuse_other_encoding(str(path), path)
             raise UsageError(
                 f'{path} cannot be read: {error}. Every line is an object with texts "_id" and "text".'
             ) from None
     files = {path.name.partition(".")[0]: path for path in sorted((folder / "qrels").glob("*.tsv*"))}
     if not files:
         raise UsageError(f"{folder} has no qrels/*.tsv. BEIR's layout is corpus.jsonl, queries.jsonl, qrels/*.tsv.")
-    return tables, _read_qrels(files[choose_split(files, split, "qrels")])
+    qrels = files[choose_split(files, split, "qrels")]
+    try:
+        return tables, _read_qrels(qrels)
+    except UnicodeDecodeError:
+        refuse_other_encoding(str(qrels), qrels)
+        raise
 
 
 def _read_qrels(path: Path) -> dict[str, Any]:
     """Lines of query, document and score; the first may be a header."""
     columns: dict[str, list] = {"query": [], "document": [], "score": []}
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline="") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         for number, line in enumerate(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE), start=1):
             try:
                 query, document, score = line
                 gain = float(score)
+                if not np.isfinite(gain):
+                    raise ValueError
             except ValueError:
                 if number == 1 and len(line) == 3:
                     continue
@@ -259,6 +269,8 @@ def _items(table: Any, kind: str) -> Items:
     if kind == "corpus" and "title" in table.column_names:
         titles = pc.fill_null(_column(table, "title").cast(pa.large_string()), "")
         texts = pc.utf8_trim_whitespace(pc.binary_join_element_wise(titles, texts, pa.scalar(" ", pa.large_string())))
+    if kind == "corpus" and not pc.any(pc.greater(pc.binary_length(texts), 0)).as_py():
+        raise UsageError('corpus: no row has a "text" or a "title". Give the texts of documents these names.')
     return Items(texts)
 
 

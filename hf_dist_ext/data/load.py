@@ -33,6 +33,7 @@ from hf_dist_ext.data.columns import (
     require_column,
     resolve_columns,
 )
+from hf_dist_ext.data.encoding import not_utf8, refuse_other_encoding
 from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together
 from hf_dist_ext.data.image_files import with_images
 from hf_dist_ext.data.row_check import (
@@ -161,6 +162,11 @@ def loading_errors(name: str) -> Iterator[None]:
         cause = error.__cause__ or error
         if isinstance(cause, CastError):
             refuse_late_columns(f'Dataset "{name}"', cause)
+        path = Path(name).expanduser()
+        if path.is_file() and not {".parquet", ".arrow"}.intersection(path.suffixes):
+            refuse_other_encoding(f'Dataset "{name}"', path)
+        if isinstance(cause, UnicodeDecodeError):
+            raise not_utf8(f'Dataset "{name}"', cause) from error
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         # of a CSV file, pandas' words; of a JSON file, those of datasets 4.0
         no_rows = ("corresponds to no data", "No columns to parse", "Please pass `features` or at least one example")
@@ -168,8 +174,6 @@ def loading_errors(name: str) -> Iterator[None]:
             raise UsageError(
                 f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.'
             ) from error
-        if isinstance(cause, UnicodeDecodeError):
-            raise UsageError(f'Dataset "{name}" is not UTF-8 text (byte {cause.start}). Save it as UTF-8.') from error
         raise UsageError(
             f'Dataset "{name}" could not be loaded: {reason.rstrip(".")}. Give "code-search", a hub id that this '
             "machine can reach or has cached (id@revision pins it), or a json/csv/parquet/arrow file or folder."
@@ -206,7 +210,11 @@ def looks_like_a_path(name: str) -> bool:
 
 def pick_split(splits: Mapping[str, AnyDataset], split: str, name: str, option: str) -> AnyDataset:
     if split not in splits:
-        raise UsageError(f'{option}="{split}" is no split of {name}. Splits: {", ".join(splits)}.')
+        is_training_alone = option == "eval_split" and len(splits) == 1
+        remedy = " eval_holdout=N keeps N of its rows for evaluation; eval_dataset_name names other data."
+        raise UsageError(
+            f'{option}="{split}" is no split of {name}. Splits: {", ".join(splits)}.{remedy * is_training_alone}'
+        )
     return splits[split]
 
 

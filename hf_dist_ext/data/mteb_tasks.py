@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,13 +49,48 @@ def read_mteb(options: Mteb) -> MtebData:
                 f"mteb could not load the task {options.task} from {folder}: {reason}. The folder must be laid out as "
                 f"{hub_id}, the task's dataset on the hub."
             ) from error
-    subsets = [task.dataset.get(name, task.dataset) for name in task.hf_subsets]
-    if missing := [split for split in task.eval_splits for subset in subsets if split not in subset]:
-        raise UsageError(
-            f'{folder} has no split "{missing[0]}"; the task {options.task} is evaluated on '
-            f'{", ".join(task.eval_splits)}. Give one as "split", or the missing files.'
-        )
+    _check_columns(task, folder)
     return MtebData(options, task)
+
+
+def _check_columns(task: Any, folder: Path) -> None:
+    """UsageError for a split that is not there, or a column that mteb would miss only when it evaluates."""
+    name, evaluated = task.metadata.name, task.eval_splits
+    subsets = [task.dataset.get(subset, task.dataset) for subset in task.hf_subsets]
+    if missing := [split for split in evaluated for subset in subsets if split not in subset]:
+        raise UsageError(
+            f'{folder} has no split "{missing[0]}"; the task {name} is evaluated on {", ".join(evaluated)}. Give one '
+            'as "split", or the missing files.'
+        )
+    trained = getattr(task, "train_split", None)  # a classifier's
+    if trained is not None and any(trained not in subset for subset in subsets):
+        raise UsageError(
+            f'{folder} has no split "{trained}", on which the task {name} trains a classifier. Add its files.'
+        )
+    for split in dict.fromkeys([*evaluated, trained]):
+        for rows in [subset[split] for subset in subsets if split is not None]:
+            tables = {"": rows} if isinstance(rows, datasets.Dataset) else rows
+            for kind, needed in _columns(task, tables).items():
+                if missing := [column for column in needed if column not in tables[kind].column_names]:
+                    where = f'{kind or "the"} rows of split "{split}"'
+                    raise UsageError(
+                        f'{folder}: {where} have no column "{missing[0]}"; the task {name} reads '
+                        f"{', '.join(needed)}. Columns: {', '.join(tables[kind].column_names)}."
+                    )
+
+
+def _columns(task: Any, tables: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What mteb 2 reads of each of the tables of a split: those of a corpus, or "" for the only one."""
+    if "corpus" in tables:
+        return {"corpus": ["id", "text"], "queries": ["id", "text"]}
+    if "" not in tables:
+        return {}
+    attributes = [name for name in dir(type(task)) if name.endswith(("column_name", "column_names"))]
+    values = [getattr(task, name) for name in attributes]
+    named = [name for value in values for name in ([value] if isinstance(value, str) else value)]
+    if task.metadata.type == "BitextMining" and not task.parallel_subsets:
+        named = ["sentence1", "sentence2"]
+    return {"": named + ["score"] * (task.metadata.type == "STS")}
 
 
 def _task(options: Mteb) -> Any:

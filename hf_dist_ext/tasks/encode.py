@@ -147,14 +147,18 @@ def read(asked: Encode) -> Rows:
     if not is_data and (asked.column is not None or asked.id_column is not None):
         raise UsageError(f"{path} is read as lines of text and has no columns. Leave --column and --id_column out.")
     with loading_errors(str(path)):
-        rows = open_file(path, streaming=False) if is_data else datasets.load_dataset("text", data_files=str(path))
-    rows = rows["train"]
+        if is_data:
+            rows = open_file(path, streaming=False)["train"]
+        else:
+            rows = datasets.load_dataset("text", data_files=str(path), encoding="utf-8-sig")["train"]
     if asked.id_column is not None:
         require_column(asked.id_column, columns_of(rows), str(path), "--id_column")
     ids_named = [name for name in columns_of(rows) if name in (asked.id_column, *ID_COLUMNS) and name != asked.column]
     id_column = asked.id_column or next((name for name in ID_COLUMNS if name in ids_named), None)
     column = column_of_texts(rows.remove_columns(ids_named), asked.column, str(path))
     texts = rows.select_columns([column])
+    with loading_errors(str(path)):
+        texts.data.column(column).validate(full=True)  # Arrow reads the JSON of any bytes
     if len(nulls := np.flatnonzero(texts.data.column(column).is_null())):
         raise UsageError(
             f'{path}, row {nulls[0]} (counted from 0): column "{column}" is null. Give every row a text, or remove it.'

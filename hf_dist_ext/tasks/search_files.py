@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints.merge import folders_behind
 from hf_dist_ext.data.columns import columns_of
+from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.image_files import require_pillow
 from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
 from hf_dist_ext.data.row_check import column_kind
@@ -108,13 +110,15 @@ def texts_of(file: Path, column: str | None = None) -> Documents:
         if column is not None:
             raise UsageError(f"--column {column}: {file} is read as lines of text and has no columns. Remove it.")
         try:
-            texts = file.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"--data {file} is not text in UTF-8 ({error}). Give texts or a folder.") from error
+            with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig") as lines:
+                texts = [line.rstrip("\n") for line in lines]
+        except UnicodeDecodeError:
+            refuse_other_encoding(f"--data {file}", file)
+            raise
     else:
         with loading_errors(str(file)):
             rows = open_file(file, streaming=False)["train"]
-        texts = rows[column_of_texts(rows, column, f"--data {file}")]
+            texts = rows[column_of_texts(rows, column, f"--data {file}")][:]
     texts = [text for text in texts if text and text.strip()]
     if not texts:
         raise UsageError(f"--data {file} holds no text.")

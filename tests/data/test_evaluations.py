@@ -89,10 +89,20 @@ def append(name: str, row) -> object:
     return change
 
 
+def latin(name: str) -> object:
+    """Every q becomes a letter of another encoding."""
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes().replace(b"q", b"\xe9"))
+
+
 @pytest.mark.parametrize("change, words", [
     (append("qrels/test.tsv", "q0\td999\t1"), r'qrels name 1 id\(s\) that are not in corpus, such as "d999"'),
     (append("qrels/test.tsv", "q99\td1\t1"), r'qrels name 1 id\(s\) that are not in queries, such as "q99"'),
     (append("qrels/test.tsv", "q0 d1 1"), r"line \d+: \['q0 d1 1'\] is not a query, a document and a score"),
+    (append("qrels/test.tsv", "q0\td1\tnan"), r"line \d+: \['q0', 'd1', 'nan'\] is not a query"),
+    (latin("qrels/test.tsv"), r"test.tsv is not UTF-8 text: line 1, byte 0 of the file is 0xe9"),
+    (latin("queries.jsonl"), r"queries.jsonl is not UTF-8 text: line 1, byte 9 of the file is 0xe9"),
+    (lambda folder: write_lines(folder / "corpus.jsonl", [{"_id": d, "body": "b"} for d in corpus()[1]]),
+     'corpus: no row has a "text" or a "title"'),
     (append("qrels/test.tsv", "q0\td1\t1\nq0\td1\t2"), 'query "q0" and document "d1" twice'),
     (append("corpus.jsonl", {"_id": "d7", "text": "again"}), 'corpus: the id "d7" stands in 2 rows'),
     (append("queries.jsonl", {"_id": "q7", "text": "again"}), 'queries: the id "q7" stands in 2 rows'),

@@ -204,7 +204,7 @@ def test_what_is_not_there_is_named(tmp_path):
     )
     assert "could not be loaded" in refusal("nobody-at-all/nothing-here")
     assert "dataset_name is missing" in str(pytest.raises(UsageError, load_datasets, RunConfig()).value)
-    assert "Splits: train." in refusal(name, eval_split="test", columns=COLUMNS)
+    assert "Splits: train. eval_holdout=N keeps" in refusal(name, eval_split="test", columns=COLUMNS)
     assert "Splits: train." in refusal(name, train_split="training", columns=COLUMNS)
     message = refusal(name, columns={"query": "questions", "positive": "answer"})
     assert 'no column "questions". Columns: id, question, answer, n1, n2. Closest: "question".' in message
@@ -249,8 +249,18 @@ def test_a_file_of_another_encoding_or_sign_is_refused(tmp_path, caplog):
     lines = ['{"query": "plain", "positive": "b"}', '{"query": "caf\u00e9", "positive": "b"}']
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
     assert 'row 1 (counted from 0), column "query": the text is not UTF-8' in refusal(tmp_path / "a.jsonl")
-    (tmp_path / "a.csv").write_bytes("query,positive\ncaf\u00e9,b".encode("latin-1"))
-    assert 'a.csv" is not UTF-8 text (byte 3). Save it as UTF-8.' in refusal(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_bytes("query,positive\na,b\ncaf\u00e9,b".encode("latin-1"))
+    words = 'a.csv" is not UTF-8 text: line 3, byte 22 of the file is 0xe9. Save it as UTF-8, as iconv -f latin1 '
+    assert words in refusal(tmp_path / "a.csv")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    assert "line 3, byte 22 of the file is 0xe9" in refusal(tmp_path / "a.csv.gz")
+    (tmp_path / "wide.jsonl").write_bytes("\n".join(lines).encode("utf-16"))
+    assert "line 1, byte 0 of the file is 0xff. Save it as UTF-8, as iconv -f utf-16" in refusal(
+        tmp_path / "wide.jsonl"
+    )
+    stream = load_datasets(RunConfig(dataset_name=str(tmp_path / "a.jsonl"), streaming=True))[0]
+    with pytest.raises(UsageError, match=r"the stream is not UTF-8 text, as in b'caf\\xe9'. Save it as UTF-8."):
+        list(Blocks(Readers(stream, 1), [0], 0, 0, None))
     (tmp_path / "semi.csv").write_text("query;positive\na;b")
     assert "its columns seem to be divided by ';'" in refusal(tmp_path / "semi.csv")
     assert not caplog.records, "one line, the error's"

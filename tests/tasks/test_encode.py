@@ -127,7 +127,8 @@ def test_lines_of_a_text_file_stay_lines_also_when_they_are_empty(folder):
     with gzip.open(folder / "lines.csv.gz", "wt") as file:
         file.write("\n".join(["words", "parse a date", '""', "sort", '""', "by key"]))
     served = SentenceTransformer(str(folder / "model"), device="cpu")
-    for data in ("lines.txt", "lines.csv.gz"):
+    (folder / "windows.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode())
+    for data in ("lines.txt", "lines.csv.gz", "windows.txt"):
         found = encoded(folder, f"{data}.npy", data)
         np.testing.assert_allclose(found, served.encode(texts), atol=1e-6)
 
@@ -185,6 +186,8 @@ def test_two_processes_write_what_one_writes(folder, suffix):
     ({"data": "lines.txt", "column": "text"}, "has no columns"),
     ({"data": "nulls.jsonl", "column": "a"}, r'row 1 \(counted from 0\): column "a" is null'),
     ({"data": "nulls.jsonl"}, "text columns a, b. Name one as --column"),
+    ({"data": "latin.jsonl"}, '"latin.jsonl" is not UTF-8 text: line 2, byte 19 of the file is 0xe9. Save'),
+    ({"data": "latin.txt"}, '"latin.txt" is not UTF-8 text: line 2, byte 5 of the file is 0xe9. Save it as UTF-8'),
     ({"data": "pictures"}, "has no towers.json"),
     ({"data": "pictures", "column": "a"}, "folder of pictures"),
 ])  # fmt: skip
@@ -193,6 +196,8 @@ def test_what_cannot_be_is_one_line(folder, pictures, monkeypatch, change, words
     np.save("there.npy", np.zeros((2, 3)))
     Path("lines.txt").write_text("parse")
     Path("nulls.jsonl").write_text('{"a": "x", "b": "y"}\n{"a": null, "b": "y"}\n')
+    Path("latin.jsonl").write_bytes(b'{"a": "x"}\n{"a": "x\xe9"}\n')
+    Path("latin.txt").write_bytes(b"a\ncaf\xe9\n")
     given = {"model": "model", "data": "rows.jsonl", "output": "out.npy"} | change
     with pytest.raises(UsageError, match=words):
         encode.main(Encode(**given))

@@ -1,5 +1,6 @@
 """Search over files: words find pictures, pictures find texts and pictures; the index knows when it is out of date."""
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -140,12 +141,19 @@ def test_a_text_model_searches_the_rows_of_a_file(tmp_path):
         assert found == sorted(zip(expected, CAPTIONS, strict=True), reverse=True)
 
 
+def test_what_an_editor_adds_to_a_file_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + "one \u2028 line\r\ntwo\r\n".encode())
+    assert search_files.texts_of(tmp_path / "a.txt").values == ["one \u2028 line", "two"]
+
+
 @pytest.mark.parametrize("change, words", [
     ({"question": " "}, "words or with --image"),
     ({"image": "a.png"}, "words or with --image"),
     ({"data": "nowhere"}, "no such file or folder"),
     ({"data": "empty"}, "there is no picture below"),
     ({"data": "empty.txt"}, "holds no text"),
+    ({"data": "latin.jsonl"}, '"latin.jsonl" is not UTF-8 text: line 2, byte 19 of the file is 0xe9. Save'),
+    ({"data": "latin.txt.gz"}, "--data latin.txt.gz is not UTF-8 text: line 2, byte 5 of the file is 0xe9"),
     ({"data": "two.jsonl"}, "text columns a, b. Name one as --column"),
     ({"data": "two.jsonl", "column": "c"}, "text columns a, b. Name one as --column"),
     ({"data": "text.txt", "column": "a"}, "has no columns"),
@@ -159,6 +167,8 @@ def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, c
     Path("broken", "a.png").write_text("no picture")
     Path("empty.txt").write_text("\n \n")
     Path("text.txt").write_text("parse")
+    Path("latin.jsonl").write_bytes(b'{"a": "x"}\n{"a": "x\xe9"}\n')
+    Path("latin.txt.gz").write_bytes(gzip.compress(b"a\ncaf\xe9\n"))
     Path("two.jsonl").write_text('{"a": "x", "b": "y", "number": 1}\n')
     given = {"model": str(pairs), "question": "parse", "image": None, "data": str(pictures)} | change
     with pytest.raises(UsageError, match=words):

@@ -84,11 +84,20 @@ def test_the_main_scores_are_those_of_mteb_and_two_processes_have_those_of_one(e
     ({"split": "nowhere"}, 'has the splits test, not "nowhere"'),
     ({"task": "STS12", "path": "../half"}, 'has no split "test"; the task STS12'),
     ({"task": "SciFact", "path": "../STS12"}, "laid out as mteb/scifact"),
+    ({"task": "STS12", "path": "../Banking77Classification"}, 'the rows .* have no column "sentence1".*: text, label'),
+    ({"task": "Banking77Classification", "path": "../STS12"}, 'have no column "text"; .* reads text, label'),
+    ({"task": "Banking77Classification", "path": "../untrained"}, 'has no split "train", on which'),
+    ({"task": "NFCorpus", "path": "../bodies"}, 'corpus rows of split "test" have no column "text".*: id, .*body'),
 ])  # fmt: skip
 def test_what_mteb_cannot_run_is_refused_before_training(entries, change, words):
     folder = Path(entries[2]["path"])  # of STS12
     (folder.parent / "half").mkdir()
     shutil.copy(folder / "train.jsonl", folder.parent / "half")
+    (folder.parent / "untrained").mkdir()
+    shutil.copy(folder.parent / "Banking77Classification" / "test.jsonl", folder.parent / "untrained")
+    shutil.copytree(entries[1]["path"], folder.parent / "bodies")
+    for path in folder.parent.glob("bodies/**/corpus*"):
+        path.write_text(path.read_text().replace('"text":', '"body":'))
     entry = entries[1] | change
     if change.get("path", "").startswith(".."):
         entry["path"] = str(folder / change["path"])

@@ -1,0 +1,37 @@
+"""Text files that are not UTF-8: which byte is wrong, on which line, and what makes UTF-8 of the file.
+
+pandas gives the place of a wrong byte in its field, and Arrow reads the JSON of any bytes and fails when a text is
+asked for. So a file is looked through again once something has failed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+from pathlib import Path
+
+from hf_dist_ext.errors import UsageError
+
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def refuse_other_encoding(what: str, path: Path) -> None:
+    """Raises UsageError where the file `path` (it may be .gz) is not UTF-8. `what`: the file in words."""
+    start = 0  # of the line, in bytes
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                encoding = "utf-16" if number == 1 and line.startswith(UTF_16) else "latin1"
+                raise UsageError(
+                    f"{what} is not UTF-8 text: line {number}, byte {start + error.start} of the file is "
+                    f"0x{line[error.start]:02x}. Save it as UTF-8, as iconv -f {encoding} -t utf-8 FILE does."
+                ) from None
+            start += len(line)
+
+
+def not_utf8(what: str, error: UnicodeDecodeError) -> UsageError:
+    """The error for a text of a file that nobody knows any more."""
+    text = error.object[max(0, error.start - 40) : error.start + 20]
+    return UsageError(f"{what} is not UTF-8 text, as in {text!r}. Save it as UTF-8.")
