@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import gzip
 from pathlib import Path
+from typing import NoReturn
 
 from hf_dist_ext.errors import UsageError
 
@@ -31,7 +32,7 @@ def refuse_other_encoding(what: str, path: Path) -> None:
             start += len(line)
 
 
-def not_utf8(what: str, error: UnicodeDecodeError) -> UsageError:
-    """The error for a text of a file that nobody knows any more."""
+def refuse_text(what: str, error: UnicodeDecodeError) -> NoReturn:
+    """Raises UsageError for a text whose file nobody knows any more."""
     text = error.object[max(0, error.start - 40) : error.start + 20]
-    return UsageError(f"{what} is not UTF-8 text, as in {text!r}. Save it as UTF-8.")
+    raise UsageError(f"{what} is not UTF-8 text, as in {text!r}. Save it as UTF-8.") from error

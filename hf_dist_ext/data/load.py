@@ -33,7 +33,7 @@ from hf_dist_ext.data.columns import (
     require_column,
     resolve_columns,
 )
-from hf_dist_ext.data.encoding import not_utf8, refuse_other_encoding
+from hf_dist_ext.data.encoding import refuse_other_encoding, refuse_text
 from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together
 from hf_dist_ext.data.image_files import with_images
 from hf_dist_ext.data.row_check import (
@@ -166,7 +166,7 @@ def loading_errors(name: str) -> Iterator[None]:
         if path.is_file() and not {".parquet", ".arrow"}.intersection(path.suffixes):
             refuse_other_encoding(f'Dataset "{name}"', path)
         if isinstance(cause, UnicodeDecodeError):
-            raise not_utf8(f'Dataset "{name}"', cause) from error
+            refuse_text(f'Dataset "{name}"', cause)
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         # of a CSV file, pandas' words; of a JSON file, those of datasets 4.0
         no_rows = ("corresponds to no data", "No columns to parse", "Please pass `features` or at least one example")

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as this_worker
 
 from hf_dist_ext.data.columns import refuse_late_columns
-from hf_dist_ext.data.encoding import not_utf8
+from hf_dist_ext.data.encoding import refuse_text
 from hf_dist_ext.data.mixture import MixedStream
 from hf_dist_ext.data.storage import with_retries
 
@@ -180,7 +180,7 @@ class _Open:
         except CastError as error:
             refuse_late_columns("the stream", error)
         except UnicodeDecodeError as error:  # of a JSON file; one of CSV fails before
-            raise not_utf8("the stream", error) from error
+            refuse_text("the stream", error)
         except BaseException:
             self.rows = None  # an iterator that failed is over: a retry begins at the state
             raise
