@@ -12,13 +12,20 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
+from transformers.utils import logging
 
+from hf_dist_ext.policy import width_in_buckets
+from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training.packing import has_prompt_tokens
+
+logger = logging.get_logger(__name__)
 
 # Graphs of one function of the model, which its layers share: without gradients, with them, in evaluation; and each
 # of these again for every kind of layer and tower, and for the sizes that inductor writes other kernels for. Dynamo's
 # own limit, 8, can be reached by that; what is beyond it runs uncompiled, with a warning alone.
 RECOMPILE_LIMIT = 64
+RECORDING_MODES = ("reduce-overhead", "max-autotune")  # with CUDA graphs
 
 
 def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
@@ -38,3 +45,20 @@ def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
 def has_buckets(args: Any, model: nn.Module) -> bool:
     """Whether chunks have few shapes. Not where tokens of adapters take an unknown part of the model's positions."""
     return args.torch_compile and not has_prompt_tokens(model)
+
+
+def announce(args: Any, strategy: Strategy, model: nn.Module) -> None:
+    """On rank 0 one line before the first steps, which compile for minutes in silence. `model`: without wrappers."""
+    if not args.torch_compile or collectives.rank() != 0:
+        return
+    graphs = "1 graph" if not args.uses_gradient_cache else "2 graphs (without gradients, and with them)"
+    parts = (
+        " for each of its parts, of which layers that are alike are one" if strategy.forwards_are_collective else ""
+    )
+    text = f"torch_compile: the first steps compile, which may take minutes. Expected are {graphs}{parts}, "
+    text += "for chunks of any shape, and a few more where sizes need other kernels."
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if args.torch_compile_mode in RECORDING_MODES and has_buckets(args, model) and longest:
+        widths = {width_in_buckets(tokens, args.gradient_cache_width_multiple) for tokens in range(1, longest + 1)}
+        text += f" CUDA graphs are recorded for each shape of a chunk, which has one of {len(widths)} widths."
+    logger.warning(text)

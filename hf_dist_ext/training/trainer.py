@@ -330,6 +330,8 @@ class DistTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
         self.strategy.wrapped(self.model_wrapped, self.args, self.loss is not None)
+        if self.loss is not None:
+            compiling.announce(self.args, self.strategy, self.bare_model)
         return prepared
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

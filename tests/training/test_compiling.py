@@ -13,7 +13,8 @@ from hf_dist_ext.strategies import splitting
 from hf_dist_ext.training import compiling
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.parity.exactness_worker import BERT
+from tests.parity import exactness_worker
+from tests.parity.exactness_worker import BERT, Case
 
 
 @pytest.mark.parametrize("loss", [InfoNCELoss(), None])
@@ -55,3 +56,24 @@ def test_prompt_tokens_leave_no_room_to_widen_chunks():
     assert compiling.has_buckets(args, model)
     model.peft_config = prompts
     assert not compiling.has_buckets(args, model)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({}, "Expected are 2 graphs (without gradients, and with them), for chunks"),
+    ({"gradient_cache_chunk_size": None}, "Expected are 1 graph, for chunks"),
+    ({"torch_compile_mode": "reduce-overhead"}, "has one of 20 widths."),
+])  # fmt: skip
+def test_a_run_says_once_that_its_first_steps_compile(tmp_path, monkeypatch, caplog, options, words):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    options = {"gradient_cache_chunk_size": 4, "torch_compile": True} | options
+    args = DistTrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, save_strategy="no", max_steps=2,
+        per_device_train_batch_size=4, **options,
+    )  # fmt: skip
+    case = Case("compiled")
+    DistTrainer(
+        EmbeddingModel.from_config(BERT), args, loss=InfoNCELoss(), train_dataset=list(range(8)),
+        data_collator=lambda rows: exactness_worker.collate(case, rows, 0),
+    ).train()  # fmt: skip
+    said = [text for text in caplog.messages if text.startswith("torch_compile: the first steps compile")]
+    assert len(said) == 1 and words in said[0]
