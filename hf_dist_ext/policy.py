@@ -126,6 +126,13 @@ PACKED_FAMILIES = frozenset(
 )
 
 
+def bytes_in_4_bits(elements: int) -> int:
+    """Of a matrix that bitsandbytes stores as NF4 with its scales quantized too: half a byte per number, a byte for
+    every 64 of them (their scale), a float32 for every 256 scales, their offset and 16 values."""
+    scales = -(-elements // 64)
+    return -(-elements // 2) + scales + 4 * -(-scales // 256) + 4 + 4 * 16
+
+
 # What an optimizer keeps per trained element, in bytes or in copies of the parameter ("x2").
 _OPTIMIZERS = {
     "adamw_bnb_8bit": 2.03,  # two bytes and a float32 scale for every 256

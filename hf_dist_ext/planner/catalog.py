@@ -205,6 +205,8 @@ def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:
 def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
     """ "" where everything has a meaning."""
     knobs = work.knobs
+    if work.is_in_4_bits and (strategy.shards or strategy.pipeline):
+        return "load_in_4bit keeps the base whole in every process"
     if tensor_parallel_size(strategy, work, hardware) > 1 and work.optimizer not in policy.SPLIT_OPTIMIZERS:
         return f"split layers do not go with optim={work.optimizer}"
     if knobs.hook is not None and strategy.name != "DDP":

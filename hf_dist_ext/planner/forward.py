@@ -19,11 +19,16 @@ TEMPORARY_VALUES_CHECKPOINTED = 2
 @dataclass(frozen=True)
 class Parameter:
     elements: float
-    item: int  # bytes per element as stored
+    item: float  # bytes per element as stored
     trains: bool
     layer: str | None = None  # the layer it belongs to, None outside of all
     columns: int = 0  # of a matrix; 0 for vectors
     is_table: bool = False  # a matrix of which rows are taken
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it is stored in 4 bits, and unpacked for each product."""
+        return self.item < 1
 
     @property
     def is_multiplied(self) -> bool:

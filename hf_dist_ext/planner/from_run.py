@@ -59,6 +59,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         finds_chunk=size == "auto",
         keep_graph=keep if isinstance(keep, int) else 0,
         is_checkpointed=bool(given.get("gradient_checkpointing") or given.get("activation_checkpointing")),
+        is_in_4_bits=fields.load_in_4bit,
         accumulation=given.get("gradient_accumulation_steps") or 1,
         autocast_bytes=2 if half else None,
         load_bytes=BYTES.get(dtype, 4),

@@ -62,7 +62,8 @@ class Bytes:
 
 @dataclass
 class Sizes:
-    """Sums over parameters. Elements; `..._stored` in bytes, `gathered...` in those that FSDP makes whole."""
+    """Sums over parameters. Elements; `..._stored` in bytes, `gathered...` in those that FSDP makes whole.
+    `largest_unpacked`: bytes of a matrix in 4 bits while it is multiplied."""
 
     elements: float = 0.0
     trained: float = 0.0
@@ -72,6 +73,7 @@ class Sizes:
     largest_trained: float = 0.0
     gathered: float = 0.0
     gathered_trained: float = 0.0
+    largest_unpacked: float = 0.0
 
     def add(self, parameter: Parameter, work: Workload) -> None:
         self.elements += parameter.elements
@@ -87,6 +89,8 @@ class Sizes:
             self.largest_trained = max(self.largest_trained, stored)
         else:
             self.frozen_stored += stored
+            unpacked = parameter.elements * work.compute_bytes * parameter.is_packed
+            self.largest_unpacked = max(self.largest_unpacked, unpacked)
 
 
 @dataclass
@@ -158,7 +162,8 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
     else:
         needed.gradients = whole.trained_stored
         has_masters = whole.trained_stored > whole.trained * work.compute_bytes
-        needed.weights = whole.frozen_stored + of_chunk.casts + (0 if has_masters else whole.trained_stored)
+        needed.weights = whole.frozen_stored + whole.largest_unpacked + of_chunk.casts
+        needed.weights += 0 if has_masters else whole.trained_stored
         needed.master_weights = whole.trained_stored if has_masters else 0.0
         if strategy.name == "DDP":
             needed.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "transformers", "peft", "hf_dist_ext")
 SETS_THE_TRACE = (  # fields of the run file that change it, beside the model's configuration and the columns
     "model_name_or_path", "model_revision", "trust_remote_code", "task", "pooling", "projection_dim",
     "attn_implementation", "trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_dropout",
-    "lora_target_modules",
+    "lora_target_modules", "load_in_4bit",
 )  # fmt: skip
 
 

@@ -68,6 +68,7 @@ class Workload:
     finds_chunk: bool  # chunk size "auto"
     keep_graph: int
     is_checkpointed: bool
+    is_in_4_bits: bool  # the base below adapters
     accumulation: int
     autocast_bytes: int | None
     load_bytes: int

@@ -7,6 +7,6 @@ loaded and asked. `sources.py` loads several datasets, `image_text.py` builds co
 `losses.py` makes the loss, `sentence_losses.py` those of sentence-transformers. `adapters.py` adds LoRA, `stages.py`
 runs one trainer after another. `search.py` and `search_files.py` are `hf-dist search`, for which `tower_pair.py` asks
 a pair of towers. `mine.py` is `hf-dist mine`, `export.py` is `hf-dist export`, `encode.py` is `hf-dist encode`,
-`push.py` is `hf-dist push`. For the planner, `trace.py` counts a model, whose forward
-`trace_record.py` writes down, and `speed.py` measures the CPU.
+`push.py` is `hf-dist push`. For the planner, `trace.py` counts a model, whose forward `trace_record.py` writes down
+(of a base in 4 bits with the layers of `trace_4bit.py`), and `speed.py` measures the CPU.
 """

@@ -30,6 +30,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
+from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner import pictures
@@ -38,10 +39,10 @@ from hf_dist_ext.planner.forward import Forward
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.workload import Cast, Column, Workload
-from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans
 from hf_dist_ext.strategies.layers import is_multiplied
+from hf_dist_ext.tasks import trace_4bit
 from hf_dist_ext.tasks.trace_record import Accelerator, Recorder, instead, layers_of, plain_name
 
 ROWS = 32  # what does not grow with rows, such as tables of positions, is spread over them
@@ -78,6 +79,8 @@ def build(run: Any, work: Workload) -> nn.Module:
         else:
             model = _generator(config, options)
         model = add_adapters(model, fields)
+        if work.is_in_4_bits and work.autocast_bytes:
+            trace_4bit.as_bitsandbytes_runs_adapters(model)
         freezing = plan_freezing(model, given.get("trainable_modules"), given.get("frozen_modules"))
         model.train()
         if freezing is not None:
@@ -99,11 +102,14 @@ def _embedding_model(config: Any, fields: Any, work: Workload, options: dict[str
     from hf_dist_ext.models.embedding_model import EmbeddingModel
     from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 
+    backbone = build_backbone(config, **options)
+    if work.is_in_4_bits:
+        half = torch.bfloat16 if work.autocast_bytes else torch.float32
+        backbone = trace_4bit.in_4_bits(backbone, half)
     if work.token_dim is not None:
         heads = {"special_ids": (), "token_dim": work.token_dim, "projection_dim": fields.projection_dim}
-        return HybridEmbeddingModel(build_backbone(config, **options), pooling=fields.pooling, **heads)
-    pooling = TOKENS if work.leaves_tokens else fields.pooling
-    backbone = build_backbone(config, **options)
+        return HybridEmbeddingModel(backbone, pooling=fields.pooling, **heads)
+    pooling = policy.TOKENS if work.leaves_tokens else fields.pooling
     return EmbeddingModel(backbone, pooling=pooling, projection_dim=fields.projection_dim)
 
 
@@ -148,7 +154,8 @@ def split_layers(model: nn.Module, ways: int) -> Iterator[None]:
 
 def ways_to_split(model: nn.Module, work: Workload) -> int:
     """The fewest devices that can share the model's layers; 1: there is no plan for it."""
-    if not work.is_embedding or work.token_dim is not None or not has_layers_to_split(work.config):
+    is_whole = not work.is_embedding or work.token_dim is not None or work.is_in_4_bits
+    if is_whole or not has_layers_to_split(work.config):
         return 1
     try:
         plans.planned(model)
@@ -274,7 +281,7 @@ def shape(run: Any, work: Workload) -> dict[str, Any]:
     if (ways := ways_to_split(model, work)) > 1:
         found["split"] = {"ways": ways, **_split(mode, run, work, model, ways)}
     for cast in ("products", "all") if work.is_embedding else ("all",):  # the last casts most
-        if work.autocast_bytes:
+        if work.autocast_bytes and not work.is_in_4_bits:
             cast_weights(model, cast)
             _add(found["whole"], mode, model, work, cast)
     return found
@@ -299,7 +306,8 @@ def _found(mode: FakeTensorMode, model: nn.Module, work: Workload) -> dict[str, 
         layer = next((layer for layer in layers if own.startswith(layer + ".")), None)
         is_table = one.dim() > 1 and not is_multiplied(model.get_submodule(name.rpartition(".")[0]), one)
         columns = one.shape[-1] if one.dim() > 1 else 0
-        parameters[own] = [one.numel(), one.element_size(), one.requires_grad, layer, columns, is_table]
+        item = policy.bytes_in_4_bits(one.numel()) / one.numel() if one.dtype == torch.uint8 else one.element_size()
+        parameters[own] = [one.numel(), item, one.requires_grad, layer, columns, is_table]
     found: dict[str, Any] = {"parameters": parameters, "columns": {}, "packed": {}}
     _add(found, mode, model, work, "nothing")
     return found

@@ -17,7 +17,7 @@ from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.memory import Settings, estimate, model_of
+from hf_dist_ext.planner.memory import Settings, estimate, held, model_of
 from hf_dist_ext.planner.plan import Time, _without, changes_for
 from hf_dist_ext.planner.reasons import gib
 from hf_dist_ext.planner.report import duration
@@ -194,6 +194,27 @@ def test_frozen_weights_take_what_training_loads_them_in(make_run):
 def test_lora_trains_its_adapters_only(make_run):
     later = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["query", "value"]}
     assert model_of(workload(make_run(later=later))).whole.trained == 12 * 2 * 2 * 4 * 768
+
+
+def test_a_base_in_4_bits_is_counted_as_it_is_stored_and_never_sharded(make_run):
+    small = DECODER | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+    fields = {"use_lora": True, "bf16": True, "per_device_train_batch_size": 256}
+    plain, packed = (workload(make_run(small, **fields, load_in_4bit=is_packed)) for is_packed in (False, True))
+    before, after = plain.parameters(), packed.parameters()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {name for name in before if "proj" in name and "lora" not in name} and len(changed) == 14
+    for name in changed:
+        numbers = before[name].elements
+        assert after[name].elements == numbers
+        assert after[name].item * numbers == pytest.approx(numbers * (1 / 2 + 1 / 64 + 4 / 64 / 256), abs=4 + 64)
+    largest = max(before[name].elements for name in changed)
+    single = estimate(packed, strategy("single"), Hardware(1), Settings())
+    stored = sum(one.elements * one.item for one in after.values() if not one.trains)
+    assert single.weights == pytest.approx(stored + 2 * largest + held(packed, Settings()).casts)
+    assert held(packed, Settings()).casts < held(plain, Settings()).casts / 20  # those of adapters alone
+    plan = plan_workload(packed, Hardware(4, 80 * GIB))
+    assert {one.strategy.name for one in plan.options if not one.why_not} == {"DDP"}
+    assert option(plan, "FSDP speed").why_not == "load_in_4bit keeps the base whole in every process"
 
 
 @pytest.mark.parametrize(

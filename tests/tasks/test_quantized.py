@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,13 @@ from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.planner.from_run import workload_of
+from hf_dist_ext.planner.memory import Settings, held, model_of
+from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.run.read import load_run
+from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
 from hf_dist_ext.tasks.embedding import build_model
 from hf_dist_ext.tasks.parts import make_arguments
@@ -61,6 +67,27 @@ def test_adapters_train_on_a_base_in_4_bits_and_the_run_is_resumed(run_file, tmp
     again = resumed(run_file, tmp_path, EmbeddingModel)
     for name, value in after.state_dict().items():
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6)
+
+
+@needs_bitsandbytes
+def test_a_plan_counts_what_is_stored_and_kept(run_file):
+    run = load_run(["--config", str(run_file), "--lora_target_modules", "all-linear", "--max_length", "32"])
+    work = replace(workload_of(run, read_model_config(None, run.options.model_name_or_path)), mask_bytes=0)
+    found = trace.shape(run, work)
+    work = replace(work, found=found, embedding_dim=found["embedding_dim"], columns=work.columns[:1])
+    model = build_model(run, None, quantization_config=quantization_of(run, make_arguments(run)))
+    model = add_adapters(model, run.options).train()
+    weights = list(model.parameters())
+    states = [one.quant_state for one in weights if hasattr(one, "quant_state")]
+    scales = [one for state in states for one in (state.absmax, state.code, state.offset, state.state2.absmax)]
+    stored, whole = sum(one.numel() * one.element_size() for one in [*weights, *scales]), model_of(work).whole
+    assert len(states) == 14 and stored == pytest.approx(whole.frozen_stored + whole.trained_stored)
+    ids = torch.randint(3, 10, (work.batch, work.columns[0].length))
+    features = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) > 0).long().expand(ids.shape)}
+    with peak_bytes(torch.device("cpu"), [*weights, *model.buffers(), *features.values()]) as peak:
+        (model(**features).embeddings * torch.ones(())).sum()
+    needed = held(work, Settings(chunk_rows=work.batch))
+    assert needed.total == pytest.approx(peak(), rel=0.01) and peak() > 2**18
 
 
 @needs_bitsandbytes
