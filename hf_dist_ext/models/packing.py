@@ -4,7 +4,7 @@
     replaced there by one that does so where a forward says where rows begin, and is the former one otherwise: the
     model's config, and so what is saved, is not touched. The kernels are
         flash_attention_2, 3, 4   FlashAttention with the lengths that transformers hands on
-        sdpa on a GPU             torch.nn.attention.varlen in half precision, where it has no dropout to apply
+        sdpa on a GPU             torch.nn.attention.varlen in half precision, where it can (`_takes_all_lengths`)
         sdpa elsewhere            scaled_dot_product_attention, once for every run of rows of equal length
 (2) a mask that is there and that nobody reads keeps transformers from making one of t x t
 (3) the mean, first or last token of every row is found by the offsets at which rows begin
@@ -29,7 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_dist_ext.policy import FLASH, PACKED_FAMILIES
 
-VARLEN_HEAD_WIDTH = 256  # the widest head that torch's kernel takes
+VARLEN_HEAD_WIDTH = 256  # the widest head that torch's kernel takes; widths are multiples of 8
+VARLEN_CAPABILITY = (8, 0)  # of CUDA devices, the least that has the kernel
 
 # ---- which models can ----
 
@@ -128,8 +129,8 @@ def _attend_with_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """query (1, h, t, d), key and value with as many heads or fewer -> (1, t, h, d)."""
     is_causal = module.is_causal
-    query, key, value = (one.squeeze(0) for one in (query, key, value))
-    if query.is_cuda and query.dtype.itemsize == 2 and not dropout and query.shape[-1] <= VARLEN_HEAD_WIDTH:
+    query, key, value = (_as_autocast(one.squeeze(0)) for one in (query, key, value))
+    if not dropout and _takes_all_lengths(query):
         reach = -1 if sliding_window is None else sliding_window - 1
         attended = varlen_attn(
             *(one.transpose(0, 1) for one in (query, key, value)), offsets, offsets, max(lengths), max(lengths),
@@ -153,6 +154,22 @@ def _attend_with_sdpa(
         )  # fmt: skip
         attended.append(of_run.transpose(1, 2).flatten(0, 1))
     return torch.cat(attended).unsqueeze(0), None
+
+
+def _as_autocast(one: torch.Tensor) -> torch.Tensor:
+    """As scaled_dot_product_attention casts by itself, and torch's other kernel does not: rotary embeddings and norms
+    of heads leave queries and keys in float32 beside values in half precision."""
+    kind = one.device.type
+    if one.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return one
+    return one.to(torch.get_autocast_dtype(kind))
+
+
+def _takes_all_lengths(query: torch.Tensor) -> bool:
+    """Whether torch's kernel for rows of many lengths, which has no dropout, takes heads as these, (h, t, d)."""
+    width = query.shape[-1]
+    fits = query.dtype.itemsize == 2 and width % 8 == 0 and width <= VARLEN_HEAD_WIDTH
+    return query.is_cuda and fits and torch.cuda.get_device_capability(query.device) >= VARLEN_CAPABILITY
 
 
 def _window(length: int, size: int, is_causal: bool, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.models import packing
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.tiny_models import SMALL, SPECIAL_IDS
 
@@ -173,6 +174,49 @@ def test_padded_rows_and_the_config_are_as_before_once_rows_were_packed():
 def test_a_backbone_that_can_not_says_why(config, words):
     implementation = config.pop("attn_implementation", None)
     assert words in EmbeddingModel.from_config(config, attn_implementation=implementation).why_padded
+
+
+@pytest.mark.parametrize("change, kernel", [
+    ({}, "varlen"),
+    ({"dtype": torch.float16}, "varlen"),
+    ({"queries": torch.float32, "autocast": torch.bfloat16}, "varlen"),  # after a rotary embedding
+    ({"dtype": torch.float32, "autocast": torch.bfloat16}, "varlen"),
+    ({"dtype": torch.float32}, "runs"),
+    ({"dtype": torch.float64, "autocast": torch.bfloat16}, "runs"),
+    ({"dropout": 0.1}, "runs"),
+    ({"width": 12}, "runs"),
+    ({"width": 264}, "runs"),
+    ({"capability": (7, 5), "dtype": torch.float16}, "runs"),
+])  # fmt: skip
+def test_on_cuda_one_kernel_takes_rows_of_all_lengths_where_it_can(change, kernel, monkeypatch):
+    """Tensors without values, which may be a CUDA device's where there is none."""
+    given = {"dtype": torch.bfloat16, "dropout": 0.0, "width": 16, "capability": (8, 0), "autocast": None} | change
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
+    calls, wanted = [], given["autocast"] if given["dtype"] != torch.float64 else None
+
+    def called(name, of_torch):
+        def attend(query, key, value, *sizes, **options):
+            calls.append((name, {one.dtype for one in (query, key, value)}))
+            return of_torch(query, key, value, *sizes, **options)
+
+        return attend
+
+    monkeypatch.setattr(packing, "varlen_attn", called("varlen", packing.varlen_attn))
+    monkeypatch.setattr(packing, "scaled_dot_product_attention", called("runs", packing.scaled_dot_product_attention))
+    module = torch.nn.Module()
+    module.is_causal, lengths = True, [9, 9, 4, 1]
+    if given["autocast"]:
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: given["autocast"])
+    with FakeTensorMode():
+        queries, values = (torch.empty(1, heads, 23, given["width"], device="cuda:0") for heads in (4, 2))
+        queries, keys = queries.to(given.get("queries", given["dtype"])), values.to(given["dtype"])
+        offsets = torch.empty(5, dtype=torch.int32, device="cuda:0")
+        found, _ = packing._attend_with_sdpa(
+            None, module, queries, keys, keys, lengths, offsets, dropout=given["dropout"], scaling=0.3
+        )
+    assert found.shape == (1, 23, 4, given["width"]) and found.device.type == "cuda"
+    assert calls == [(kernel, {wanted or given["dtype"]})] * (1 if kernel == "varlen" else 3)
 
 
 ON_GPU = [
