@@ -39,6 +39,7 @@ class Strategy:
     can_redo = True  # an error inside a forward or backward leaves nothing behind, so the step can be run again
     waits_for_all = False  # gradients are complete only when one of every trainable parameter has come
     holds_gradients = True  # until the update; else the wrapper has used them up in the last backward
+    adds_up_in_grad = True  # the gradients of several backwards, in `.grad` of the model's parameters
     keeps_float32 = False  # trains copies of its own of weights in half precision
     is_cut = False  # a rank has some layers of the model and no others
     syncs_replicated = False  # keeps what no mesh holds alike on all ranks, in place of Trainer

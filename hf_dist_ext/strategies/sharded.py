@@ -21,7 +21,7 @@ from hf_dist_ext.strategies.collectives import choose_mode
 
 class Sharded(Strategy):
     forwards_are_collective = True
-    can_redo = False
+    can_redo = adds_up_in_grad = False
 
     def start(
         self, model: nn.Module, mode: str, loss_parameters: Sequence[nn.Parameter], optimizer: Any, has_towers: bool

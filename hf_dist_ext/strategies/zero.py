@@ -32,7 +32,7 @@ from hf_dist_ext.strategies.tensors import bare_optimizer, num_elements
 class ZeRO(Strategy):
     """DeepSpeed's engine, all stages."""
 
-    can_redo = holds_gradients = False
+    can_redo = holds_gradients = adds_up_in_grad = False
     keeps_float32 = has_engine = True
     pads_rows = "it was not compared with padded rows under DeepSpeed"
     fixed_accumulation = "DeepSpeed's accumulation is fixed when it starts"

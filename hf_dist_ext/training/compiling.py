@@ -4,16 +4,22 @@ Dynamo makes graphs that take any number of rows and tokens, from the first chun
 first shape, others once rows and tokens have differed, and, as accelerate's launcher tells it, one for every shape:
 past its limit it then runs uncompiled. Chunks have few shapes all the same (engine/chunks.py): CUDA graphs are
 recorded for each of them.
+
+A CUDA graph writes its results into the same memory at every replay. Embeddings are copied from there (step.py), and
+so are the gradients to which those of later chunks are added (`own_gradients`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from transformers.utils import logging
 
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.policy import width_in_buckets
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
@@ -40,6 +46,31 @@ def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
     # Else a first chunk with as many tokens as rows, or as the model is wide, makes a graph for such chunks alone.
     symbols.use_duck_shape = False
     dynamo.recompile_limit = max(RECOMPILE_LIMIT, dynamo.recompile_limit)
+
+
+def check(plugin: TorchDynamoPlugin, strategy: Strategy) -> None:
+    """UsageError where gradients of several chunks would be added up in the memory of a CUDA graph."""
+    if plugin.backend != DynamoBackend.NO and plugin.mode in RECORDING_MODES and not strategy.adds_up_in_grad:
+        raise UsageError(
+            f'torch_compile_mode="{plugin.mode}" replays CUDA graphs, and FSDP and DeepSpeed keep the gradients of a '
+            "step's first chunk where the replay for the next chunk writes over them. Use torch_compile_mode "
+            '"default" or "max-autotune-no-cudagraphs", or one process or multi_gpu_ddp.'
+        )
+
+
+@contextmanager
+def own_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Around a backward to whose gradients later ones are added.
+
+    The first gradient of a parameter is the very tensor that the backward returned. Where that was a CUDA graph, the
+    next replay writes over it (torch 2.13, torch/_inductor/cudagraph_trees.py, `format_dealloc_msg`). Remove when
+    inductor returns tensors of their own.
+    """
+    first = [parameter for parameter in parameters if parameter.requires_grad and parameter.grad is None]
+    yield
+    for parameter in first:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
 
 
 def has_buckets(args: Any, model: nn.Module) -> bool:

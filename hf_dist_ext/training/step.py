@@ -38,7 +38,7 @@ from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
-from hf_dist_ext.training import all_columns
+from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
@@ -213,7 +213,10 @@ class EmbeddingStep:
         return self.sizes.progress()[0] + 1
 
     def _backward(self, loss: torch.Tensor) -> None:
-        self.strategy().backward(loss / self._accumulated, self._own_loss)
+        strategy = self.strategy()
+        others_follow = self.args.torch_compile and not strategy.completes
+        with compiling.own_gradients(strategy.model.parameters()) if others_follow else nullcontext():
+            strategy.backward(loss / self._accumulated, self._own_loss)
 
     # ---- evaluation ----
 

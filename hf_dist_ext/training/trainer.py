@@ -222,6 +222,7 @@ class DistTrainer(Trainer):
             checks.warn_of_rounded_updates(self.model)
         if has_loss:
             self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
+            compiling.check(self.accelerator.state.dynamo_plugin, self.strategy)
             checks.check_model(self.model, self.args)
             checks.check_outputs(self.bare_model, self.loss)
             self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)

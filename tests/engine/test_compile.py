@@ -1,12 +1,21 @@
 """torch.compile and the attention kernels with the gradient cache: same gradients, and no compilation once warm."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.ddp import DDP
+from hf_dist_ext.strategies.fsdp import FSDP
+from hf_dist_ext.strategies.zero import ZeRO
+from hf_dist_ext.training import compiling
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity import exactness_worker
@@ -141,6 +150,50 @@ def test_embeddings_without_a_graph_outlive_the_next_replay(monkeypatch, uncompi
     arguments = {"torch_compile": True}
     assert exactness_worker.measure(Case("one buffer", model="deep", arguments=arguments)) < 1e-10
     assert OneBuffer.memory.any()
+
+
+class OneGradient(EmbeddingModel):
+    """Its parameters' first gradients lie in memory that the next forward with a graph writes over, as those of a
+    replayed CUDA graph do."""
+
+    memory: list[torch.Tensor] = []
+
+    def forward(self, **features):
+        if torch.is_grad_enabled():
+            for gradient in type(self).memory:
+                gradient.fill_(float("nan"))
+            for parameter in self.parameters():
+                if parameter.grad is None:
+                    self.watch(parameter)
+        return super().forward(**features)
+
+    def watch(self, parameter: torch.nn.Parameter) -> None:
+        def take(parameter: torch.nn.Parameter) -> None:
+            handle.remove()
+            type(self).memory.append(parameter.grad)
+
+        handle = parameter.register_post_accumulate_grad_hook(take)
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"gradient_cache_keep_graph": 2}])
+def test_gradients_of_a_chunk_outlive_the_next_replay(more, monkeypatch, uncompiled):
+    monkeypatch.setattr(OneGradient, "memory", [])
+    case = Case("one gradient", arguments={"torch_compile": True} | more)
+    monkeypatch.setattr(exactness_worker, "EmbeddingModel", OneGradient)
+    assert exactness_worker.measure(case) < 1e-10
+    assert OneGradient.memory and uncompiled
+
+
+@pytest.mark.parametrize("mode, strategy, is_refused", [
+    ("reduce-overhead", FSDP, True), ("max-autotune", FSDP, True), ("reduce-overhead", ZeRO, True),
+    ("reduce-overhead", DDP, False), ("reduce-overhead", Strategy, False),
+    ("max-autotune-no-cudagraphs", FSDP, False), (None, FSDP, False),
+])  # fmt: skip
+def test_cuda_graphs_are_refused_where_gradients_would_be_added_up_in_them(mode, strategy, is_refused):
+    plugin = TorchDynamoPlugin(backend="inductor", mode=mode)
+    with pytest.raises(UsageError, match=f'torch_compile_mode="{mode}"') if is_refused else nullcontext():
+        compiling.check(plugin, strategy())
+    compiling.check(TorchDynamoPlugin(backend="no", mode=mode), strategy())
 
 
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
