@@ -2,6 +2,7 @@ r"""Which rows every process trains on: resumed runs beside the uninterrupted on
 
     python tests/distributed/order_worker.py --output found.json           # the core
     python tests/distributed/order_worker.py --whole --output found.json   # all of it; prints a table
+    python tests/distributed/order_worker.py --whole --output found.json --modes ddp --samplers random   # a part
 
 (1) an uninterrupted run of three epochs writes checkpoints before and behind the middle of each
 (2) it is resumed at every one of them, by as many processes or by another number; every process notes the rows of
@@ -203,10 +204,10 @@ def core() -> dict[str, list[dict[str, Any]]]:
     }  # fmt: skip
 
 
-def whole(stops: tuple[int, ...]) -> dict[str, list[dict[str, Any]]]:
+def whole(stops: tuple[int, ...], samplers: list[str]) -> dict[str, list[dict[str, Any]]]:
     options = [{}, {"gradient_accumulation_steps": 2}, {"dataloader_num_workers": 2}]
-    everything = [(sampler, some) for sampler in SAMPLERS for some in options]
-    default = [(sampler, {}) for sampler in SAMPLERS]
+    everything = [(sampler, some) for sampler in samplers for some in options]
+    default = [(sampler, {}) for sampler in samplers]
 
     def cases(pairs: list, *resumed_by: str) -> list[dict[str, Any]]:
         return [
@@ -237,6 +238,17 @@ def short_batches(folder: Path, rows: int, modes: list[str], **options: Any) -> 
     return found
 
 
+def all_short_batches(folder: Path, is_whole: bool) -> dict[str, Any]:
+    found = {"26 rows": short_batches(folder, 26, ["single", "ddp", "ddp-3", "fsdp-sharded"])}
+    if is_whole:
+        modes = ["single", *(mode for mode in MODES | ZERO | THREE | HSDP if mode != "single")]
+        found["30 rows"] = short_batches(folder, 30, modes)
+        found["14 rows"] = short_batches(folder, 14, modes)
+        more = {"gradient_accumulation_steps": 2, "gradient_cache_chunk_size": 2}
+        found["31 rows, accumulated"] = short_batches(folder, 31, ["single", "ddp", "ddp-3"], **more)
+    return found
+
+
 def printed(row: dict[str, Any]) -> str:
     options = ", ".join(f"{name}={value}" for name, value in row["options"].items()) or "-"
     same = row["begun epoch in order"] and row.get("rows of each process", True)
@@ -248,30 +260,26 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--modes", nargs="+", help="that save, and no short batches; all")
+    parser.add_argument("--modes", nargs="+", help="that save, or short: short last batches; all")
     parser.add_argument("--stops", type=int, nargs="+", default=STOPS, help="of --whole: steps to resume at")
+    parser.add_argument("--samplers", nargs="+", default=SAMPLERS, help="of --whole")
     options = parser.parse_args(words)
-    plan = whole(options.stops) if options.whole else core()
-    if any(mode.startswith("zero") for mode in options.modes or plan):
+    plan = whole(options.stops, options.samplers) if options.whole else core()
+    modes = options.modes or [*plan, "short"]
+    if options.whole and any(mode.startswith(("zero", "short")) for mode in modes):
         import deepspeed  # noqa: F401, once, before the forks
     found: dict[str, Any] = {"resumed": [], "short": {}}
     with TemporaryDirectory() as name:
-        for mode in options.modes or plan:
+        for mode in modes:
             folder = Path(name, mode)
             folder.mkdir()
+            if mode == "short":
+                found["short"] = all_short_batches(folder, options.whole)
+                continue
             for row in matrix(folder, mode, plan[mode]):
                 print(printed(row), flush=True)
                 found["resumed"].append(row)
             shutil.rmtree(folder)
-        if options.modes is None:
-            modes = ["single", "ddp", "ddp-3", "fsdp-sharded"]
-            found["short"]["26 rows"] = short_batches(Path(name), 26, modes)
-        if options.whole and options.modes is None:
-            modes = ["single", *(mode for mode in MODES | ZERO | THREE | HSDP if mode != "single")]
-            found["short"]["30 rows"] = short_batches(Path(name), 30, modes)
-            found["short"]["14 rows"] = short_batches(Path(name), 14, modes)
-            more = {"gradient_accumulation_steps": 2, "gradient_cache_chunk_size": 2}
-            found["short"]["31 rows, accumulated"] = short_batches(Path(name), 31, ["single", "ddp", "ddp-3"], **more)
     options.output.write_text(json.dumps(found, indent=1))
 
 

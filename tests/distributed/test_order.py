@@ -57,10 +57,25 @@ def test_a_short_last_batch_has_the_same_rows_and_the_same_loss_on_any_number_of
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_every_sampler_strategy_and_change_of_processes_resumes_every_epoch():
-    everything = found("--whole")
-    assert {row["sampler"] for row in everything["resumed"]} == set(SAMPLERS)
-    assert {row["stop"] for row in everything["resumed"]} == set(STOPS)
-    check_resumed(everything["resumed"])
-    assert len(everything["short"]) == 4
-    check_short(everything["short"])
+def test_so_it_has_under_every_strategy_and_with_accumulation():
+    short = found("--whole", "--modes", "short")["short"]
+    assert len(short) == 4
+    check_short(short)
+
+
+# The mode that saves, and the modes that resume. Under ZeRO-2 and ZeRO-3, which need long to start, the first sampler.
+WHOLE = [(mode, sampler) for mode in ("single", "ddp", "fsdp-sharded") for sampler in SAMPLERS]
+UNDER_ZERO = [("zero1", sampler) for sampler in SAMPLERS] + [("zero2", SAMPLERS[0]), ("zero3", SAMPLERS[0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "sampler"), [*WHOLE, *(pytest.param(*case, marks=needs_deepspeed) for case in UNDER_ZERO)]
+)
+def test_every_sampler_strategy_and_change_of_processes_resumes_every_epoch(mode, sampler):
+    table = found("--whole", "--modes", mode, "--samplers", sampler)["resumed"]
+    others = {"single": {"ddp", "fsdp-sharded"}, "ddp": {"single"}, "fsdp-sharded": {"single", "ddp"}}
+    assert {row["resumed"] for row in table} == {mode} | others.get(mode, set())
+    assert {row["sampler"] for row in table} == {sampler} and {row["stop"] for row in table} == set(STOPS)
+    assert len({str(row["options"]) for row in table}) == (3 if mode in ("single", "ddp") else 1)
+    check_resumed(table)
