@@ -70,7 +70,7 @@ class Keeper:
             resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
             strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
             resume.check_frozen(folder, frozen_digests)
-            resume.check_base(folder, model, dtype_of_base)
+            resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
             path = str(folder)
         # nothing is written down before everything was looked at
         self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)

@@ -290,10 +290,15 @@ def save_merged(model: nn.Module, processor: Any, folder: Path) -> None:
 
 
 def complete_adapters(
-    model: nn.Module, state_dict: dict[str, torch.Tensor] | None, folder: Path, tokenizer: Any, keep: bool
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor] | None,
+    folder: Path,
+    tokenizer: Any,
+    dtype_of_base: str,
+    keep: bool,
 ) -> None:
-    """What models/adapter_folder.py writes into peft's folder, of the weights that `Trainer._save` was given. Every
-    rank calls it; those that `keep` write."""
+    """What models/adapter_folder.py writes into peft's folder, of the weights that `Trainer._save` was given.
+    `dtype_of_base`: what the base was loaded in. Every rank calls it; those that `keep` write."""
     start = f"{adapter_folder.PEFT}projection."
     tensors = trainable.named(model.named_parameters()) if state_dict is None else state_dict
     parts = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
@@ -302,8 +307,9 @@ def complete_adapters(
     def write() -> None:
         if not keep:
             return
-        base, dtype = run_facts.base_model(model), run_facts.dtype_of_base(model.get_base_model())
-        adapter_folder.write(model, state_dict, folder, base, dtype, projection, tokenizer)
+        adapter_folder.write(
+            model, state_dict, folder, run_facts.base_model(model), dtype_of_base, projection, tokenizer
+        )
 
     agreed.together(write)
 

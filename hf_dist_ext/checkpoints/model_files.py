@@ -142,7 +142,9 @@ class ModelFiles:
                 self._save_later(folder, whole, writer)
         elif self.are_adapters_alone:
             agreed.together(partial(save, str(folder), whole))
-            merge.complete_adapters(self.bare_model(), whole, folder, self.processor(), self.args.should_save)
+            merge.complete_adapters(
+                self.bare_model(), whole, folder, self.processor(), self.dtype_of_base, self.args.should_save
+            )
         else:
             save(str(folder), whole)
 

@@ -212,13 +212,13 @@ def check_frozen(folder: Path, digests: Mapping[str, str] | None) -> None:
         )
 
 
-def check_base(folder: Path, model: Any, dtype: str) -> None:
+def check_base(folder: Path, model: Any, dtype: str, cast_to: str | None) -> None:
     """UsageError where adapters were trained on a base of another precision than `dtype`, which computes something
-    else."""
+    else. `cast_to`: what an engine makes of it before it computes; None: nothing."""
     saved = (manifest.read(folder) or {}).get("dtype")
     if not hasattr(model, "peft_config") or saved is None:
         return
-    if dtype != saved:
+    if saved not in (dtype, cast_to):  # earlier versions wrote down what DeepSpeed had cast the base to
         raise UsageError(
             f'{folder}: its adapters were trained on a base in {saved}, which this run loads in {dtype}. Set "dtype": '
             f'"{saved}", or resume_weights_only to start anew from them.'

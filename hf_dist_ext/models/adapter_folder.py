@@ -45,7 +45,7 @@ def write(
     tokenizer: Any,
 ) -> None:
     """Turn peft's folder of an `EmbeddingModel` into the one above. `state_dict`: whole weights of the model, None for
-    its own; `base`, `dtype`: the folder or hub id of the base, and its precision in training; `projection`: its whole
+    its own; `base`, `dtype`: the folder or hub id of the base, and what it was loaded in; `projection`: its whole
     weights, empty for none."""
     from peft import get_peft_model_state_dict
 

@@ -41,6 +41,7 @@ class Strategy:
     holds_gradients = True  # until the update; else the wrapper has used them up in the last backward
     adds_up_in_grad = True  # the gradients of several backwards, in `.grad` of the model's parameters
     keeps_float32 = False  # trains copies of its own of weights in half precision
+    casts_to: str | None = None  # the precision that an engine puts all weights into, whatever they were loaded in
     is_cut = False  # a rank has some layers of the model and no others
     syncs_replicated = False  # keeps what no mesh holds alike on all ranks, in place of Trainer
     pads_rows = ""  # why rows can not go through the model end to end, without padding

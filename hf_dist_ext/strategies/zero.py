@@ -50,6 +50,10 @@ class ZeRO(Strategy):
         return self.accelerator.state.deepspeed_plugin
 
     @property
+    def casts_to(self) -> str | None:
+        return {"bf16": "bfloat16", "fp16": "float16"}.get(self.accelerator.mixed_precision)
+
+    @property
     def engine(self) -> Any:
         return self.accelerator.deepspeed_engine_wrapped.engine
 

@@ -131,8 +131,10 @@ def test_a_checkpoint_of_another_way_of_splitting_is_refused(before, now):
 ])  # fmt: skip
 def test_an_accelerator_says_which_strategy_runs(plugins, processes, name, is_collective, graphs):
     kind = SimpleNamespace(value="MULTI_CPU" if processes > 1 else "NO")
-    accelerator = SimpleNamespace(state=SimpleNamespace(**plugins), num_processes=processes, distributed_type=kind)
+    state = SimpleNamespace(**plugins)
+    accelerator = SimpleNamespace(state=state, num_processes=processes, distributed_type=kind, mixed_precision="bf16")
     strategy = of_accelerator(accelerator, Strategy())
+    assert strategy.casts_to == ("bfloat16" if name == "deepspeed" else None)
     assert (strategy.name, strategy.forwards_are_collective) == (name, is_collective)
     assert strategy.max_live_graphs == graphs and strategy.can_redo == (processes == 1)
     assert of_accelerator(None, strategy) is strategy

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import cli
-from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.digits import build_processor
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.model_folder import read_model_folder
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.adapters import add_adapters, merged_weights
 from hf_dist_ext.tasks.image_text import build_model
@@ -202,6 +204,26 @@ def test_a_base_stays_in_the_precision_of_its_files_and_adapters_are_float32(run
         main(path, "--resume_from_checkpoint", "true", "--dtype", "float32")
     main(path, "--resume_from_checkpoint", "true")
     assert all(torch.equal(value, whole[name]) for name, value in adapters(out).items())
+
+
+def test_a_folder_of_adapters_names_what_the_base_was_loaded_in_when_an_engine_has_cast_it(run_file, tmp_path):
+    run_file()
+    model = add_adapters(EmbeddingModel.from_pretrained(tmp_path / "base"), RunConfig(use_lora=True))
+    args = DistTrainingArguments(output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True)
+    trainer = DistTrainer(model, args, loss=InfoNCELoss(), processing_class=tiny_tokenizer())
+    model.bfloat16()  # as DeepSpeed does
+    trainer.save_model(str(tmp_path / "out"))
+    assert read_model_folder(tmp_path / "out").dtype == "float32"
+
+
+def test_what_counts_of_a_base_is_what_an_engine_makes_of_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(manifest, "read", lambda folder: {"dtype": "bfloat16"})
+    model = SimpleNamespace(peft_config={})
+    resume.check_base(tmp_path, model, "bfloat16", None)
+    resume.check_base(tmp_path, model, "float32", "bfloat16")
+    for cast_to in (None, "float16"):
+        with pytest.raises(UsageError, match='Set "dtype": "bfloat16", or resume_weights_only to start anew'):
+            resume.check_base(tmp_path, model, "float32", cast_to)
 
 
 @pytest.mark.parametrize("preset", ["multi_gpu_fsdp", pytest.param("multi_gpu_ddp", marks=pytest.mark.slow)])

@@ -182,7 +182,7 @@ def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     adapted = add_adapters(EmbeddingModel.from_pretrained(tmp_path / "base"), RunConfig(use_lora=True))
     files = [tmp_path / "model" / name for name in merge.ADAPTER_FILES]
     adapted.save_pretrained(tmp_path / "model")
-    merge.complete_adapters(adapted, None, tmp_path / "model", tiny_tokenizer(), keep=True)
+    merge.complete_adapters(adapted, None, tmp_path / "model", tiny_tokenizer(), "float32", keep=True)
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "texts.txt").write_text("\n".join(CAPTIONS))
 
