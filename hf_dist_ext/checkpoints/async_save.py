@@ -108,11 +108,14 @@ class Saving:
 
     def __init__(self, name: str, work: Write, push: Callable[[], None], group: Any):
         self.name, self.push, self.error = name, push, None
+        self._device = torch.accelerator.current_device_index() if torch.accelerator.device_count() > 1 else None
         self._thread = threading.Thread(target=self._run, args=(work, group), name=f"writes {name}", daemon=True)
         self._thread.start()
 
     def _run(self, work: Write, group: Any) -> None:
         try:
+            if self._device is not None:  # else a thread's is the first one, on which torch's writer would take memory
+                torch.accelerator.set_device_index(self._device)
             work(group)
         except BaseException as error:  # every one of them is raised in the main thread
             self.error = error

@@ -41,15 +41,21 @@ class ImageStandIn:
         language = model.get_submodule(groups["language"].roots[0])
         self.bare = [root for root in groups["projector"].roots if root in dict(model.named_parameters())]
         self.before: Callable[[], None] = lambda: None  # called before the blank picture goes through
+        self._place: tuple[torch.device, torch.dtype] | None = None
+        self._there: dict[str, torch.Tensor] = {}
         self._has_run = self._is_standing_in = self._is_encoded_before = False
         model.register_forward_pre_hook(self._begin)
         vision.register_forward_pre_hook(self._note)  # (1)
         # (2) prepended: run_mode.py's hook on a frozen language model then sees the gradient that is asked for
         language.register_forward_pre_hook(self._fill_in, with_kwargs=True, prepend=True)
 
-    def _placed(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        dtype = next(self.vision.parameters()).dtype if value.is_floating_point() else value.dtype
-        return value.to(device, dtype)
+    def _placed(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The blank picture where the model runs. It is moved once, as a copy from the CPU waits for a GPU's queue."""
+        dtype = next(self.vision.parameters()).dtype
+        if self._place != (device, dtype):
+            self._place = device, dtype
+            self._there = {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in self.blank.items()}
+        return self._there
 
     def _begin(self, module: nn.Module, args: tuple) -> None:
         self._has_run = False  # the encoder may have been called by itself before
@@ -80,7 +86,7 @@ class ImageStandIn:
         self._is_standing_in = True
         try:
             self.before()
-            return self.model.get_image_features(**{k: self._placed(value, device) for k, value in self.blank.items()})
+            return self.model.get_image_features(**self._placed(device))
         finally:
             self._is_standing_in = False
 

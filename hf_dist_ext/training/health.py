@@ -162,7 +162,8 @@ class Health(TrainerCallback):
         self.inputs.append(inputs)
         if is_last:
             has_signal = self.stop is not None and self.stop.received is not None
-            rest = own.new_tensor([float(has_signal), float(self.bad_rows.new_ones())])
+            rest = torch.tensor([float(has_signal), float(self.bad_rows.new_ones())])
+            rest = rest.to(own.device, non_blocking=True)  # one that waits would drain the queue of a GPU
             message = torch.cat([self._loss_of_update.reshape(1), rest])
             self._answers, self._loss_of_update = collectives.exchange_later(message), None
         return loss

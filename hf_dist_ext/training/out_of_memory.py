@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
@@ -46,6 +47,10 @@ ENCODE, REPLAY, LAST, LOSS = PLACES = (
     "the backward that reduces gradients",
     "the loss or its gradient",
 )
+
+
+# What libraries, the driver and NCCL say where they get no memory from the device, past torch's allocator.
+BESIDE_ALLOCATOR = re.compile(r"_STATUS_ALLOC_FAILED|CUDA (driver )?error: out of memory|Cuda failure .*out of memory")
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,9 @@ class Sizes:
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """torch's own error, or that of a library that got no workspace from the device."""
+    """torch's own error, or that of somebody else who got no memory from the device."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "_STATUS_ALLOC_FAILED" in str(error)
+        isinstance(error, RuntimeError) and BESIDE_ALLOCATOR.search(str(error)) is not None
     )
 
 

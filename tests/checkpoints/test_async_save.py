@@ -278,6 +278,20 @@ def test_the_limit_of_a_job_or_container_counts_less_what_the_system_can_give_ba
     assert host_memory.available_bytes(tmp_path) > 1 << 20
 
 
+def test_the_thread_of_a_save_has_the_device_of_its_process(monkeypatch):
+    """A thread begins with the first one, and the other ranks would take memory there."""
+    device = threading.local()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: getattr(device, "index", 0))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(device, "index", index))
+    device.index, seen = 3, []
+    saving = async_save.Saving(
+        "a save", lambda group: seen.append(torch.accelerator.current_device_index()), None, None
+    )
+    saving.wait()
+    assert seen == [3] and saving.error is None
+
+
 def test_deepspeed_is_refused_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr("hf_dist_ext.run.deepspeed_install.check", lambda *words: None)

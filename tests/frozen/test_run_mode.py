@@ -142,6 +142,19 @@ def test_a_batch_without_images_gives_the_projector_zero_gradients_and_the_same_
     assert calls.forward[PROJECTOR] == 1 and gradients_are_alive(model)
 
 
+def test_the_blank_picture_is_moved_once_and_has_the_precision_of_its_encoder():
+    model, blank = frozen_llava("projector"), torch.zeros(1, 3, 16, 16)
+    ImageStandIn(model, {"pixel_values": blank}, is_collective=lambda: False)
+    seen, batch = [], collate([row(False), row(False)])
+    encode = model.get_image_features
+    model.get_image_features = lambda **features: seen.append(features["pixel_values"]) or encode(**features)
+    for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+        model.to(dtype)
+        model(**batch).loss.backward()
+    assert [one.dtype for one in seen] == [torch.float32] * 2 + [torch.float64] * 2
+    assert seen[2] is seen[3] and seen[2] is not blank
+
+
 def gradients_are_alive(model: nn.Module) -> bool:
     return model.model.multi_modal_projector.linear_1.weight.grad.abs().sum() > 0
 

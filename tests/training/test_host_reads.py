@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections import Counter
 from datetime import timedelta
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine import gradient_cache
@@ -27,6 +29,7 @@ from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.failures import set_collective_timeout
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.health import Health
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.tiny_models import WORDS, tiny_tokenizer
@@ -199,6 +202,30 @@ def test_ranks_of_accelerators_agree_over_one_group_of_cpus(tmp_path, monkeypatc
         return "well"
 
     assert Run("ddp", tmp_path / "run", target).result() == "well"
+
+
+class Copies(TorchDispatchMode):
+    """Copies from the CPU to a device: whether each goes on without waiting."""
+
+    def __init__(self):
+        super().__init__()
+        self.are_free: list[bool] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" != found.device.type:
+            self.are_free.append(bool(kwargs.get("non_blocking")))
+        return found
+
+
+def test_what_is_said_of_an_update_goes_to_a_device_without_waiting():
+    """Of a CUDA device's tensors without values, which may be where there is none."""
+    health = Mock(guard=None, stop=None, _loss_of_update=None, inputs=[])
+    health.bad_rows.new_ones = lambda: 2
+    with FakeTensorMode(), Copies() as copies:
+        loss = torch.empty((), device="cuda:0")
+        assert Health.after_backward(health, loss, {}, is_last=True) is loss
+    assert copies.are_free == [True] and health._answers().device == loss.device
 
 
 @pytest.mark.cuda

@@ -11,8 +11,32 @@ import torch
 from torch import nn
 
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, ENCODE, FILE, LAST, LOSS, REPLAY, Sizes
+from hf_dist_ext.training.out_of_memory import (
+    ALL_GRAPHS,
+    ENCODE,
+    FILE,
+    LAST,
+    LOSS,
+    REPLAY,
+    Sizes,
+    is_lack_of_memory,
+)
 from tests.training.test_trainer import Tiny, trainer
+
+
+@pytest.mark.parametrize("error, is_lack", [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+    (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), True),
+    (RuntimeError("CUDA driver error: out of memory"), True),
+    (torch.distributed.DistBackendError("unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), True),
+    (torch.distributed.DistBackendError("unhandled cuda error\nLast error:\nCuda failure 'out of memory'"), True),
+    (RunError("step 3: rank 1 ran out of memory in a chunk, says /runs/CUDA/smaller_chunks.json"), False),
+    (RuntimeError("CUDA error: device-side assert triggered"), False),
+    (ValueError("CUDA error: out of memory"), False),
+], ids=str)  # fmt: skip
+def test_a_lack_of_memory_is_known_whoever_tells_of_it(error, is_lack):
+    assert is_lack_of_memory(error) is is_lack
 
 
 class Layer(nn.Module):
