@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import sys
 import types
 
@@ -31,6 +32,8 @@ def test_a_run_is_explained_with_its_overrides(tmp_path, capsys):
     assert said[2:] == [
         "# processes: 2 (multi_gpu_ddp), no GPU visible: on the CPU",
         "# over the file: batch_size, gradient_accumulation_steps, accelerate_config, use_cpu",
+        f"# data: code-search, built in. Rows were not looked at; hf-dist train {path} --max_steps 1 --output_dir NEW "
+        "checks them all.",
         "# batch: 32 rows per update = 8 x 2 devices x 2 accumulated",
         "# order of rows: random, seed 42, equal texts in different batches",
         "# trains: all of the model",
@@ -52,6 +55,27 @@ def test_what_a_run_comes_to_is_said_in_words(tmp_path, capsys, fields, words):
     cli.main(["config", str(tmp_path / "run.json")])
     said = capsys.readouterr().out
     assert [one for one in words if one not in said] == []
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"dataset_name": "a.csv"}, 'data: WRONG: a.csv has the columns question, answer, and this run reads "query"'),
+    ({"dataset_name": "a.csv", "columns": {"query": "question", "positive": "answer"}}, "a.csv with the columns que"),
+    ({"dataset_name": "pairs.json"}, "data: pairs.json with the columns anchor, positive. Rows were not looked at"),
+    ({"dataset_name": "pairs.json", "id_column": "page"}, 'WRONG: pairs.json has .*, and this run reads "page"'),
+    ({"dataset_name": "nowhere.jsonl"}, "WRONG: nowhere.jsonl is no file or folder here; paths start at /"),
+    ({"dataset_name": "code-search", "eval_dataset_name": "./no"}, "code-search, built in; WRONG: ./no is no file or"),
+    ({"datasets": [{"dataset_name": "some/one", "weight": 1}, {"dataset_name": "latin.csv", "weight": 1}]},
+     "some/one is no file or folder here and was not looked at; WRONG: latin.csv cannot be read: 'utf-8'"),
+])  # fmt: skip
+def test_a_run_file_is_held_against_the_first_rows_of_its_data(tmp_path, capsys, monkeypatch, fields, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfquestion,answer\r\na,b\r\n")
+    (tmp_path / "latin.csv").write_bytes(b"query,positive\na,caf\xe9\n")
+    (tmp_path / "pairs.json").write_text('[{"anchor": "a"}, {"anchor": "a", "positive": "b"}]')
+    (tmp_path / "run.json").write_text(json.dumps({"model_config": {"model_type": "bert"}, "use_cpu": True} | fields))
+    cli.main(["config", "run.json"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# data: ")]
+    assert re.search(words, line)
 
 
 def test_presets_are_listed_with_their_short_names(capsys):

@@ -77,7 +77,7 @@ def sampled(fields: RunConfig, names: Mapping[str, Any], limits: Mapping[str, in
     """Our column name -> lengths, of the columns that hold texts. `names`: our name -> the data's, or several of them.
     Empty where the data or the tokenizer does not lie here, or can not be read: training says why."""
     tokenizer = model_file(fields.tokenizer_name or fields.model_name_or_path or "", "tokenizer.json", None)
-    of_data = _files(fields)
+    of_data = files_of(fields.dataset_name, fields.train_split)
     files = of_data[:: max(1, len(of_data) // 8)]
     if tokenizer is None or not files:
         return {}
@@ -87,7 +87,7 @@ def sampled(fields: RunConfig, names: Mapping[str, Any], limits: Mapping[str, in
     counter.no_truncation()
     counter.no_padding()
     try:
-        read = [_rows(file, -(-ROWS // len(files))) for file in files]
+        read = [rows_of(file, -(-ROWS // len(files))) for file in files]
     except UNREADABLE:
         return {}
     rows = [row for of_file, _ in read for row in of_file]
@@ -104,7 +104,9 @@ def sampled(fields: RunConfig, names: Mapping[str, Any], limits: Mapping[str, in
 def negatives_of(fields: RunConfig) -> dict[str, list[str]]:
     """The column "negative" of data whose columns the run file does not map, as often as a row has texts in it."""
     try:
-        row = next((row for file in _files(fields)[:1] for row in _rows(file, 1)[0]), {})
+        row = next(
+            (row for file in files_of(fields.dataset_name, fields.train_split)[:1] for row in rows_of(file, 1)[0]), {}
+        )
     except UNREADABLE:
         return {}
     texts = row.get("negative")
@@ -130,28 +132,29 @@ def _lengths(counter: Any, texts: list[str], limit: int, is_part: bool) -> Lengt
     )
 
 
-def _files(fields: RunConfig) -> list[Path]:
-    path = Path(fields.dataset_name or "").expanduser()
+def files_of(name: str | None, split: str) -> list[Path]:
+    """The data files that `dataset_name` names here; of a folder those of the split, where some are called so."""
+    path = Path(name or "").expanduser()
     if path.is_file():
         return [path] if path.suffix in ENDINGS else []
-    if not fields.dataset_name or not path.is_dir():
+    if not name or not path.is_dir():
         return []
     files = sorted(file for file in path.rglob("*") if file.suffix in ENDINGS and file.is_file())
-    of_split = [file for file in files if fields.train_split in file.stem]
+    of_split = [file for file in files if split in file.stem]
     return of_split or files
 
 
-def _rows(path: Path, count: int) -> tuple[list[Mapping[str, Any]], bool]:
+def rows_of(path: Path, count: int) -> tuple[list[Mapping[str, Any]], bool]:
     """(about so many rows, from all over a file, of a CSV file the first ones; whether it has others)"""
     if path.suffix == ".parquet":
         rows, leaves_out = _of_parquet(path, count)
     elif path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(islice(csv.DictReader(file), count + 1))
         rows, leaves_out = rows[:count], len(rows) > count
     elif _is_list(path):
         is_small = path.stat().st_size < LARGEST_JSON
-        of_file = json.loads(path.read_text(encoding="utf-8")) if is_small else []
+        of_file = json.loads(path.read_text(encoding="utf-8-sig")) if is_small else []
         rows = _spread(of_file, count)
         leaves_out = not is_small or len(rows) < len(of_file)
     else:
@@ -160,7 +163,7 @@ def _rows(path: Path, count: int) -> tuple[list[Mapping[str, Any]], bool]:
 
 
 def _is_list(path: Path) -> bool:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         return file.read(1) == "["
 
 

@@ -94,7 +94,7 @@ def _levers(plan: Plan) -> list[str]:
     if not plan.levers:
         return []
     levers = ", ".join(f"{what} {gib(size)}" for what, size in plan.levers.items() if gib(size) != gib(0))
-    return [f"What would save more of each device: {levers}."]
+    return [f"What would save more of each device: {levers}."] if levers else []
 
 
 def _sizes(plan: Plan) -> str:

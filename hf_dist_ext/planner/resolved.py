@@ -1,15 +1,17 @@
-"""What a run file comes to on this machine, in words: processes, batch, order of rows, what trains."""
+"""What a run file comes to on this machine, in words: processes, data, batch, order of rows, what trains."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hf_dist_ext.planner import data_seen
 from hf_dist_ext.run.config import Run, all_fields
 
 
 def words(run: Run, processes: str, groups: int, given_over_file: list[str]) -> dict[str, str]:
     """Name -> words. `groups`: of processes that hold the same rows; `given_over_file`: fields of the command line."""
     said = {"processes": processes, "over the file": ", ".join(given_over_file)}
+    said["data"] = data_seen.words(run)
     lives = {f" of stage {stage.name}": stage for stage in run.stages} or {"": run}
     for of_stage, life in lives.items():
         said |= {

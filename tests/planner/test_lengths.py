@@ -87,7 +87,7 @@ def test_a_sample_leaves_room_for_longer_rows(make_run, folder, monkeypatch):  #
 def test_a_file_says_whether_rows_of_it_were_left_out(tmp_path, ending):
     path = Path(write(tmp_path / f"rows{ending}", ROWS))
     for count, leaves_out in ((60, True), (100, True), (200, False)):
-        rows, found = lengths._rows(path, count)
+        rows, found = lengths.rows_of(path, count)
         assert found == leaves_out and bool(rows) and (len(rows) < len(ROWS)) == leaves_out
 
 
