@@ -33,6 +33,7 @@ from hf_dist_ext.strategies.collectives import world_size
 logger = logging.get_logger(__name__)
 
 HOOKS = ("fp16", "bf16", "power_sgd", "batched_power_sgd", *sparse.HOOKS)
+REMEMBER = ("power_sgd", *sparse.HOOKS)  # what they did not send, for the next gradient
 STATE = "ddp_comm_hook_{rank}.pt"
 _PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
@@ -46,6 +47,7 @@ class DDP(Strategy):
     def __init__(self) -> None:
         super().__init__()
         self.left_out: sparse.LeftOut | None = None
+        self.power_sgd: Any = None  # its state
         self._with_hook: nn.Module | None = None  # the wrapper that sends a part of its gradients
         self._has_read = False
 
@@ -65,6 +67,7 @@ class DDP(Strategy):
     def _begin_hook(self, model: nn.Module, args: Any) -> None:
         """When a training begins: before its checkpoint is read, without one as soon as the model is wrapped."""
         hook, wrapper = getattr(args, "ddp_comm_hook", None), wrapper_in(model)
+        self.power_sgd = power_sgd_state(wrapper)
         if hook not in sparse.HOOKS or wrapper is None:
             return
         if wrapper is self._with_hook:  # a trainer that trains once more; DDP takes a hook only once
@@ -78,6 +81,9 @@ class DDP(Strategy):
         super().drop_update(optimizer, step)
         if self.left_out is not None:
             self.left_out.forget()
+        if self.power_sgd is not None:  # what is not a number in it would be in all gradients from now on
+            for name in _PER_BUCKET:
+                getattr(self.power_sgd, name).clear()
 
     def start(self, model: nn.Module, *more: Any, **options: Any) -> None:
         super().start(model, *more, **options)
@@ -102,8 +108,8 @@ class DDP(Strategy):
         """Every process writes its own: what was left out of its gradients is nobody else's."""
         if self.left_out is not None:
             content = self.left_out.content(args.world_size)
-        elif (state := power_sgd_state(model)) is not None:
-            content = _content_of_power_sgd(state, args.world_size)
+        elif self.power_sgd is not None:
+            content = _content_of_power_sgd(self.power_sgd, args.world_size)
         else:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +119,7 @@ class DDP(Strategy):
         """Continue with what a checkpoint left out; with other processes, another hook or rank it starts anew."""
         self._begin_hook(model, args)
         self._has_read = True
-        state = self.left_out or power_sgd_state(model)
+        state = self.left_out or self.power_sgd
         if state is None or folder is None:
             return
         path = os.path.join(folder, STATE.format(rank=args.process_index))
@@ -158,7 +164,7 @@ def wrapper_in(model: nn.Module) -> DistributedDataParallel | None:
     return next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
 
 
-def power_sgd_state(model: nn.Module) -> Any:
+def power_sgd_state(model: nn.Module | None) -> Any:
     """The hook's state inside DDP, None for other wrappers and hooks."""
     for hook in getattr(model, "_comm_hooks", []):
         if type(hook[1]).__name__ == "PowerSGDState":
@@ -210,7 +216,7 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
     _refuse_without_ddp(next(iter(given.items())), args)
     if args.ddp_comm_hook == "bf16" and args.device.type == "cpu":
         raise UsageError('ddp_comm_hook="bf16" needs NCCL: torch refuses it over gloo. Use "fp16" without a GPU.')
-    if args.ddp_comm_hook in sparse.HOOKS and args.fp16:
+    if args.ddp_comm_hook in REMEMBER and args.fp16:
         raise UsageError(
             f'ddp_comm_hook="{args.ddp_comm_hook}" adds what it did not send to the next gradient, and under fp16 '
             "that one has another loss scale. Use bf16, or another hook."

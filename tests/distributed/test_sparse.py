@@ -1,16 +1,19 @@
-"""The hooks that send a part of a gradient do what a few plain lines say, also after a resume."""
+"""The hooks that send a part of a gradient do what a few plain lines say, also after a resume and a bad update."""
 
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_dist_ext.strategies import sparse
 from hf_dist_ext.strategies.collectives import rank
+from hf_dist_ext.strategies.ddp import DDP
 from tests.distributed.forked import Run
 
 UPDATES, RESUMED_AT, WORLD, RATIO = 6, 3, 2, 0.13
@@ -104,3 +107,30 @@ def test_what_is_sent_and_what_is_left_out_are_those_of_plain_lines(tmp_path, ho
     assert found["finite"]  # and nothing of it stays behind the update that is left out
     assert "0.5 (now 0.13)" in found["other"]
     assert found["changes"] and all(count == {"wide": 37, "long": 40, "one": 1} for count in found["counts"])
+
+
+def after_a_bad_update(say) -> str:
+    """Whether gradients of PowerSGD are finite: in a bad update, after it is left out, and from then on."""
+    torch.distributed.init_process_group("gloo")
+    model, strategy = DistributedDataParallel(Model()), DDP()
+    model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)  # after DDP's first buckets
+    strategy.wrapped(model, SimpleNamespace(ddp_comm_hook="power_sgd"), has_loss=True)
+    optimizer, finite = torch.optim.SGD(model.parameters(), 0.1), []
+    for update in range(6):
+        given = gradients(update, rank())
+        if update == 3 and rank() == 1:
+            given["wide"][17, 3] = math.nan
+        optimizer.zero_grad()
+        model(given).backward()
+        found = [p.grad for p in model.parameters()]
+        assert all(g.any() for g in found)
+        finite.append(all(bool(g.isfinite().all()) for g in found))
+        if not finite[-1]:
+            strategy.drop_update(optimizer, update)
+    return json.dumps({"finite": finite, "remembers": strategy.power_sgd.error_dict[0].norm().item()})
+
+
+def test_an_update_that_is_left_out_leaves_nothing_in_power_sgd(tmp_path):
+    found = json.loads(Run("ddp", tmp_path / "log", after_a_bad_update).result())
+    assert found["finite"] == [True, True, True, False, True, True]
+    assert 0 < found["remembers"] < math.inf  # it compresses, and goes on with what it did not send

@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedDataParallelKwargs
 
 from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies import collectives, sparse
+from hf_dist_ext.strategies import collectives, ddp, sparse
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.ddp import DDP
 from hf_dist_ext.strategies.rows import Rows
@@ -38,6 +39,16 @@ def arguments(tmp_path, **more) -> DistTrainingArguments:
 def test_contradictions_are_refused(tmp_path, given, words):
     with pytest.raises(UsageError, match=words):
         arguments(tmp_path, **given)
+
+
+@pytest.mark.parametrize("hook", ["power_sgd", "top_k", "random_k"])
+def test_what_was_not_sent_is_not_added_to_a_gradient_of_another_loss_scale(hook, tmp_path, monkeypatch):
+    args = arguments(tmp_path, ddp_comm_hook=hook)
+    monkeypatch.setattr(ddp, "_refuse_without_ddp", lambda *given: None)
+    ddp.options(args, [DistributedDataParallelKwargs()], has_loss=True)
+    args.fp16 = True
+    with pytest.raises(UsageError, match="another loss scale"):
+        ddp.options(args, [DistributedDataParallelKwargs()], has_loss=True)
 
 
 def test_batched_power_sgd_is_still_broken_in_torch():
