@@ -204,7 +204,9 @@ class EmbeddingStep:
                 watched.enter_context(self.sizes.fitting.phase(phase))
             if measures_score if phase.kind == SCORE else measures_chunks:
                 watched.enter_context(self.sizes.budget.phase(phase))
-            if phase.kind != SCORE:
+            if phase.kind == SCORE:
+                watched.enter_context(compiling.scores_in_float32(self.args))
+            else:
                 watched.enter_context(self.strategy().phase(phase))
             yield
 
@@ -226,7 +228,8 @@ class EmbeddingStep:
         layout = self.sizes.cut(batch, is_first=False, ahead=facts.cuts)
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
-        loss, _ = self._score(embeddings, facts, layout.counts)
+        with compiling.scores_in_float32(self.args):
+            loss, _ = self._score(embeddings, facts, layout.counts)
         return Scored(loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts)
 
     def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, Compared]:

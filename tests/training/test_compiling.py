@@ -43,6 +43,42 @@ def test_a_yaml_that_compiles_is_refused_where_the_run_file_is(tmp_path, monkeyp
         )
 
 
+@pytest.fixture
+def in_tf32(monkeypatch):
+    """As Trainer leaves torch on a GPU that computes in TF32, when it compiles."""
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    torch.backends.fp32_precision = "tf32"
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"
+
+
+class Watched(InfoNCELoss):
+    def forward(self, own, *more, **options):
+        self.seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return super().forward(own, *more, **options)
+
+
+@pytest.mark.parametrize("tf32, precision", [(None, "ieee"), (True, "tf32")])
+def test_a_loss_keeps_float32_where_compiling_turned_tf32_on_for_the_model(tf32, precision, tmp_path, in_tf32):
+    rows, seen = [{"text": [i]} for i in range(8)], []
+    model, loss = EmbeddingModel.from_config(BERT), Watched()
+    loss.seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.matmul.fp32_precision))
+    args = DistTrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, torch_compile=True, gradient_cache_chunk_size=3, max_steps=2,
+        save_strategy="no", eval_strategy="steps", eval_steps=1, disable_tqdm=True,
+    )  # fmt: skip
+    args.tf32 = tf32  # True is refused where there is no such GPU
+    case = Case("in TF32")
+    DistTrainer(
+        model, args, loss=loss, train_dataset=rows, eval_dataset=rows,
+        data_collator=lambda rows: exactness_worker.collate(case, [row["text"][0] for row in rows], 0),
+    ).train()  # fmt: skip
+    assert set(seen) == {"tf32"} and set(loss.seen) == {precision} and len(loss.seen) > 2
+    assert torch.get_float32_matmul_precision() == "high"  # inductor asks so
+
+
 @pytest.mark.parametrize("backend, dynamic, is_compiled", [("inductor", True, True), ("no", None, False)])
 def test_graphs_are_for_any_shape(backend, dynamic, is_compiled):
     args, plugin = SimpleNamespace(torch_compile=False), TorchDynamoPlugin(backend=backend)
