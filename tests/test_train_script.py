@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -186,8 +187,16 @@ def test_a_kill_in_the_first_save_is_followed_by_a_start_that_trains(main, run_f
     assert [line["step"] for line in lines if "loss" in line][-4:] == [1, 2, 3, 4]
 
 
-def test_a_stream_is_trained_on(main, run_file, tmp_path):
-    main(["--config", run_file(streaming=True, eval_holdout=..., max_steps=2)])
+def test_a_stream_is_trained_on_in_the_order_of_the_seed(main, run_file, tmp_path, monkeypatch):
+    seeds, shuffle = [], datasets.IterableDataset.shuffle
+
+    def spied(stream, seed, **more):
+        seeds.append(seed)
+        return shuffle(stream, seed, **more)
+
+    monkeypatch.setattr(datasets.IterableDataset, "shuffle", spied)
+    main(["--config", run_file(streaming=True, eval_holdout=..., max_steps=2, seed=3, data_seed=7)])
+    assert seeds == [7]
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert report["contrastive_batch_size"] == 16 and report["after"] == {}
 

@@ -132,8 +132,9 @@ def resume_or_start(training: dict[str, Any]) -> bool | None:
     """
     history = _history(Path(training["output_dir"]))
     for path in history.paths:
-        is_torn = manifest.is_unfinished(path) or missing_from_checkpoint(path)
-        if not is_torn and not history.is_of_earlier_run(path):
+        # A folder with a manifest was whole: what it lacks was left out or deleted, and nobody said to start afresh.
+        is_whole = history.manifests[path] or not (manifest.is_unfinished(path) or missing_from_checkpoint(path))
+        if is_whole and not history.is_of_earlier_run(path):
             return True
     if history.paths:
         training["overwrite_output_dir"] = True

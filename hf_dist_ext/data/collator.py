@@ -107,6 +107,8 @@ class ContrastiveCollator:
             if len(lacking) == len(rows):
                 continue
             values = [row.get(column) for row in rows]  # B
+            if is_pair and any(isinstance(value, str) and not value for value in values):
+                raise UsageError(f'Column "{column}" holds an empty text: every row needs a {column}. Remove the row.')
             if not is_pair:
                 # K_0 + ... + K_(B-1) values; an empty one is no negative
                 of_rows = [[value for value in as_list(of_row) if not is_empty(value)] for of_row in values]

@@ -117,7 +117,22 @@ def rename(dataset: AnyDataset, columns: dict[str, Source], available: list[str]
         # `datasets` refuses to rename a column to its own name.
         changes = {source: column for column, source in columns.items() if source != column}
         return (_renamed(dataset, changes) if changes else dataset).select_columns(list(columns))
-    return dataset.map(join_columns, batched=True, remove_columns=available, fn_kwargs={"columns": columns})
+    joined = {"batched": True, "remove_columns": available, "fn_kwargs": {"columns": columns}}
+    if isinstance(dataset, Dataset):  # `datasets` would take the types from the first rows, which may have no negative
+        joined["features"] = _features_of_joined(dataset.features, columns)
+    return dataset.map(join_columns, **joined)
+
+
+def _features_of_joined(features: datasets.Features, columns: dict[str, Source]) -> datasets.Features:
+    of_one = {}
+    for column, source in columns.items():
+        if isinstance(source, str):
+            of_one[column] = features[source]
+            continue
+        inner = [getattr(features[name], "feature", features[name]) for name in source]
+        known = [one for one in inner if type_name(one) != "null"]
+        of_one[column] = datasets.List((known or inner)[0])
+    return datasets.Features(of_one)
 
 
 def _renamed(dataset: AnyDataset, changes: dict[str, str]) -> AnyDataset:

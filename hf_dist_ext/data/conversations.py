@@ -60,9 +60,10 @@ class Example:
     where: str  # for errors
 
 
-def load_conversations(run: RunConfig, max_bad_rows: int = 0) -> tuple[AnyDataset, AnyDataset | None]:
-    """The run's training and evaluation rows; UsageError for what is not there or does not fit together."""
-    return load_datasets(run, open_rows, check_rows, max_bad_rows)
+def load_conversations(run: RunConfig, **options: int) -> tuple[AnyDataset, AnyDataset | None]:
+    """The run's training and evaluation rows; UsageError for what is not there or does not fit together. `options`:
+    of `load_datasets`."""
+    return load_datasets(run, open_rows, check_rows, **options)
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------

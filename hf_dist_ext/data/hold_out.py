@@ -1,4 +1,5 @@
-"""Evaluation rows are taken from the training split, and share no picture and no id with the rows that stay there.
+"""Evaluation rows are taken from the training split. None stays there too under another number, and they share no
+picture and no id with the rows that stay there.
 
 The draw is the same in every run. A stream gives its first rows, and training skips what has the same content.
 """
@@ -12,8 +13,9 @@ import datasets
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from hf_dist_ext.data.collator import as_list, content_id
-from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, as_list, content_id
+from hf_dist_ext.data.columns import AnyDataset, arrow_batches, column_names, columns_of
+from hf_dist_ext.data.row_ids import content_hashes
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,32 +32,38 @@ def hold_out(
     together: Sequence[str] = (),
     bad: Collection[int] = (),
     label: str | None = None,
+    pair: Sequence[str] = (),
 ) -> tuple[AnyDataset, AnyDataset]:
     """Split off `num_rows`: a fixed random draw, or the first rows of a stream.
 
-    Rows that share a value of the columns `together` (a picture, an id) are not split: up to `num_rows` are held out
-    then. `bad` rows stay in training. `label`: a column that rows of any content share.
+    Rows that share a value of the columns `together` (a picture, an id), or that hold the same in all columns of
+    `pair`, are not split: up to `num_rows` are held out then. `bad` rows stay in training. `label`: a column that rows
+    of any content share.
     """
     if isinstance(train, IterableDataset):
         contents = [column for column in columns_of(train) if column != label]
         return _hold_out_of_stream(train, num_rows, together or contents)
     if num_rows >= len(train):
         raise UsageError(f"eval_holdout={num_rows}, but {name} has {len(train)} rows. Hold out fewer.")
-    groups = _groups(train, together) if together else [[row] for row in range(len(train))] if bad else []
-    if len(groups) in (0, len(train)) and not bad:
+    groups = _groups(train, together, pair)  # (rows,)
+    sizes = np.bincount(groups)
+    if len(sizes) == len(train) and not bad:
         parts = train.train_test_split(test_size=num_rows, seed=HOLDOUT_SEED)
         return parts["train"], parts["test"]
-    chosen: list[int] = []
-    for i in np.random.default_rng(HOLDOUT_SEED).permutation(len(groups)):
-        if len(chosen) + len(groups[i]) <= num_rows and not any(row in bad for row in groups[i]):
-            chosen += groups[i]
+    sizes[groups[list(bad)]] = len(train)  # more than may be held out
+    chosen, count = [], 0
+    for group in np.random.default_rng(HOLDOUT_SEED).permutation(len(sizes)).tolist():
+        if count + sizes[group] <= num_rows:
+            chosen.append(group)
+            count += sizes[group]
+        if count == num_rows:
+            break
     if not chosen:
         raise UsageError(
-            f"eval_holdout={num_rows}: rows of {name} that share {' or '.join(together)} stay together, and each such "
-            "group has more rows. Hold out more."
+            f"eval_holdout={num_rows}: rows of {name} that share {' or '.join(together or pair)} stay together, and "
+            "each such group has more rows. Hold out more."
         )
-    is_held = np.zeros(len(train), dtype=bool)
-    is_held[chosen] = True
+    is_held = np.isin(groups, chosen)
     return train.select(np.flatnonzero(~is_held)), train.select(np.flatnonzero(is_held))
 
 
@@ -75,9 +83,32 @@ def _holds_pictures(feature: Any) -> bool:
     return isinstance(of_image, datasets.Image)
 
 
-def _groups(dataset: Dataset, columns: Sequence[str]) -> list[list[int]]:
-    """Rows that share a value of one of the columns, directly or through other rows."""
-    group_of, first_with = list(range(len(dataset))), {}  # row -> an earlier one of its group; value -> its first row
+def pair_of(run: RunConfig, dataset: AnyDataset, together: Sequence[str]) -> list[str]:
+    """The columns of a query and its positive, where rows are such pairs. None where one of them is in `together`, so
+    that rows with the same pair are already."""
+    names = column_names(run, dataset)[:NUM_PAIR_COLUMNS] if run.task == "embedding" else []
+    return names if {*names}.isdisjoint(together) else []
+
+
+def _groups(dataset: Dataset, together: Sequence[str], pair: Sequence[str]) -> np.ndarray:
+    """(rows,) numbers 0, 1, ... that are equal for rows that share a value of one column of `together`, or the values
+    of all columns of `pair`, directly or through other rows."""
+    earlier = np.arange(len(dataset))  # an earlier row of the same group
+    if pair:
+        first_column, *others = content_hashes(dataset, pair).T
+        hashes = sum(others, start=first_column * np.uint64(31))  # the same two texts in the other order are no repeat
+        _, first, same = np.unique(hashes, return_index=True, return_inverse=True)
+        earlier = first[same]
+    if together:
+        earlier = _joined(dataset, together, earlier.tolist())
+    _, first, groups = np.unique(earlier, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[groups]  # counted as they first appear
+
+
+def _joined(dataset: Dataset, columns: Sequence[str], group_of: list[int]) -> np.ndarray:
+    """(rows,) a row of the same group, the same for all of them. `group_of`: of each row an earlier one of its
+    group."""
+    first_with: dict[tuple, int] = {}  # value -> its first row
 
     def root(row: int) -> int:
         while group_of[row] != row:
@@ -91,10 +122,7 @@ def _groups(dataset: Dataset, columns: Sequence[str]) -> list[list[int]]:
                 for content in _values(value):
                     group_of[root(row)] = root(first_with.setdefault((column, content), row))
                 row += 1
-    groups: dict[int, list[int]] = {}
-    for row in range(len(dataset)):
-        groups.setdefault(root(row), []).append(row)
-    return list(groups.values())
+    return np.array([root(row) for row in range(len(dataset))])
 
 
 def _values(value: Any) -> list:

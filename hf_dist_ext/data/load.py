@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ from hf_dist_ext.data.columns import (
     resolve_columns,
 )
 from hf_dist_ext.data.encoding import refuse_other_encoding, refuse_text
-from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together
+from hf_dist_ext.data.hold_out import HOLDOUT_SEED, hold_out, kept_together, pair_of
 from hf_dist_ext.data.image_files import with_images
 from hf_dist_ext.data.row_check import (
     RowCheck,
@@ -52,6 +53,8 @@ from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
+logger = logging.getLogger(__name__)
+
 CODE_SEARCH = "code-search"
 BUILT_IN_PAIRS = {CODE_SEARCH: load_code_search, glyphs.NAME: glyphs.load_glyphs}  # in memory, with a test split
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -59,12 +62,17 @@ SHUFFLE_BUFFER_ROWS = 10_000
 
 
 def load_datasets(
-    run: RunConfig, opener: Callable | None = None, preparer: Callable | None = None, max_bad_rows: int = 0
+    run: RunConfig,
+    opener: Callable | None = None,
+    preparer: Callable | None = None,
+    max_bad_rows: int = 0,
+    seed: int = HOLDOUT_SEED,
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """The run's training rows and its evaluation rows (None when it names none), in the columns `column_names` gives.
 
-    A streamed training set is shuffled through a buffer, since no sampler can. Raises UsageError for what is not
-    there: the dataset, a split, a column, a row, a text; of the training rows `max_bad_rows` may lack something.
+    A streamed training set is shuffled through a buffer, by the `seed`, since no sampler can. Raises UsageError for
+    what is not there: the dataset, a split, a column, a row, a text; of the training rows `max_bad_rows` may lack
+    something.
     Another task brings its own `open_splits` and `prepare`. All processes call it: the first of each node reads and
     checks, the others take from the caches what it has made.
     """
@@ -81,6 +89,8 @@ def load_datasets(
     with first_of_node() as train_check.is_on:
         # (1), (2)
         splits = opened(opener, run.dataset_name, run)
+        if train_check.is_on:
+            say_what_is_not_read(run.dataset_name)
         train = pick_split(splits, run.train_split, run.dataset_name, "train_split")
         eval_name, eval_split = run.eval_dataset_name or run.dataset_name, run.eval_split
         if run.eval_dataset_name:
@@ -97,10 +107,11 @@ def load_datasets(
     bad = train_check.finish()
     if evaluation is None and run.eval_holdout:
         together, label = kept_together(run, train), label_column_of(run, columns_of(train))
-        train, evaluation = hold_out(train, run.eval_holdout, train_name, together, bad, label)
+        pair = pair_of(run, train, together)
+        train, evaluation = hold_out(train, run.eval_holdout, train_name, together, bad, label, pair)
     train = first_rows(train, run.max_train_samples)
     if isinstance(train, IterableDataset):
-        train = train.shuffle(seed=HOLDOUT_SEED, buffer_size=SHUFFLE_BUFFER_ROWS)
+        train = train.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
     return train, first_rows(evaluation, run.max_eval_samples) if evaluation is not None else None
 
 
@@ -198,6 +209,30 @@ def open_file(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
     # pandas would turn the texts "NA" and "null" into missing values.
     options = {"keep_default_na": False} if file_format == "csv" else {}
     return datasets.load_dataset(file_format, data_files={"train": str(path)}, streaming=streaming, **options)
+
+
+def say_what_is_not_read(name: str) -> None:
+    """`datasets` reads the files of a folder that are of its commonest kind, and where the names of some have that of
+    a split ("train-0.jsonl"), only those; it says nothing of the others."""
+    folder = Path(name).expanduser()
+    saved = ("dataset_dict.json", "state.json", "README.md")  # the last may say of every file where it belongs
+    if not folder.is_dir() or any((folder / one).is_file() for one in saved):
+        return
+    splits = datasets.load_dataset_builder(str(folder)).config.data_files or {}
+    read = {os.path.realpath(file) for files in splits.values() for file in files}
+    suffixes = {Path(file.removesuffix(".gz")).suffix for file in read}
+    if not suffixes <= FILE_FORMATS.keys():  # pictures, say
+        return
+    kinds = suffixes | FILE_FORMATS.keys() - {".json"}
+    paths = (path for path in folder.rglob("*") if kinds.intersection(path.suffixes) and path.is_file())
+    hidden = (".", "__")
+    names = [path.relative_to(folder) for path in paths if os.path.realpath(path) not in read]
+    if lost := sorted(str(name) for name in names if not any(part.startswith(hidden) for part in name.parts)):
+        logger.warning(
+            f'Dataset "{name}": {len(lost)} of its data files belong(s) to no split and will not be read, such as '
+            f"{lost[0]}. `datasets` takes files of one kind, and where names of files have the name of a split in "
+            "them, only those. Give files of one kind, and a split's name to all or none of them."
+        )
 
 
 def looks_like_a_path(name: str) -> bool:

@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from torch.utils.data import Sampler
 
 from hf_dist_ext.data.fingerprint import seed_of_order
@@ -209,7 +210,8 @@ def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: i
     """A sampler that lets no batch of `window` rows hold a query, a positive or a group twice.
 
     Negatives are left out: two rows with a common hard negative do not disturb each other. None where
-    no_duplicates_in_batch, or "auto" for this dataset and collator, leaves the order to Trainer.
+    no_duplicates_in_batch, or "auto" for this dataset and collator, leaves the order to Trainer: a transform makes the
+    rows while they are read, so that nobody knows before which of them are equal.
 
     Raises:
         UsageError: it was asked for and can not be.
@@ -221,7 +223,9 @@ def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: i
             f"no_duplicates_in_batch=true is an order of its own, and train_sampling_strategy="
             f"{str(args.train_sampling_strategy)!r} another. Keep one."
         )
+    is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
     is_possible = columns is not None and hasattr(dataset, "column_names") and hasattr(dataset, "__len__")
+    is_possible &= not is_transformed
     if wanted is False or not is_random or not (wanted or is_possible):
         return None
     if columns is None:
@@ -229,6 +233,11 @@ def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: i
             "no_duplicates_in_batch=true needs a data_collator that names its columns: ContrastiveCollator."
         )
     refuse_stream(dataset)
+    if is_transformed:
+        raise UsageError(
+            "no_duplicates_in_batch=true compares rows before training, and the dataset has a transform, which makes "
+            "them while they are read. Make them with map(), or remove no_duplicates_in_batch."
+        )
     id_column = getattr(collator, "id_column", None)
     names = [*columns[:2], *([id_column] if id_column else [])]
     return NoDuplicatesSampler(shared_ids(dataset, names), window=window, seed=seed_of_order(args))

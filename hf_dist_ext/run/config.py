@@ -105,7 +105,9 @@ class RunConfig:
     train_split: str = option("train", "Split to train on.")
     eval_split: str | None = option(None, "Split to evaluate on.")
     eval_dataset_name: str | None = option(None, "Evaluate on another dataset than dataset_name.")
-    eval_holdout: int | None = option(None, "Rows of the train split kept for evaluation, without an eval split.")
+    eval_holdout: int | None = option(
+        None, "Rows of the train split kept for evaluation, without an eval split. No pair stays on both sides."
+    )
     columns: dict[str, str | list[str] | dict[str, str]] | None = option(
         None,
         'Dataset columns to use: {"query": "question", "positive": "answer", "negative": ["n1", "n2"]}; for a '

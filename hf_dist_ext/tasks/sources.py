@@ -36,9 +36,9 @@ class LoadedSources:
     maps names to evaluation rows, None where no source has any.
     """
 
-    def __init__(self, config: RunConfig, max_bad_rows: int):
+    def __init__(self, config: RunConfig, max_bad_rows: int, seed: int):
         self.config = config
-        self.loaded = [_load(source, max_bad_rows) for source in sources_of(config)]
+        self.loaded = [_load(source, max_bad_rows, seed) for source in sources_of(config)]
         self.columns = list(dict.fromkeys(column for one in self.loaded for column in one.columns))
         sizes = [None if isinstance(one.train, IterableDataset) else len(one.train) for one in self.loaded]
         weights = [one.source.weight for one in self.loaded]
@@ -98,8 +98,8 @@ class LoadedSources:
         }
 
 
-def _load(source: Source, max_bad_rows: int) -> Loaded:
-    train, evaluation = load_datasets(source.config, max_bad_rows=max_bad_rows)
+def _load(source: Source, max_bad_rows: int, seed: int) -> Loaded:
+    train, evaluation = load_datasets(source.config, max_bad_rows=max_bad_rows, seed=seed)
     columns = column_names(source.config, train)
     if SOURCE in (*columns, source.config.id_column):
         raise UsageError(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints.folder import missing_from_checkpoint, resume_or_start
 from hf_dist_ext.errors import UsageError
 
 FILES = {"model.safetensors": b"w" * 5000, "sub/__0_0.distcp": b"x" * 300, "rng_state.pth": b"r"}
@@ -207,3 +208,12 @@ def test_a_folder_is_marked_as_unfinished_until_its_manifest_is_there(tmp_path):
     assert manifest.UNFINISHED not in names(path) and not manifest.is_unfinished(path)
     manifest.begin(tmp_path / "checkpoint-99")
     assert manifest.is_unfinished(tmp_path / "checkpoint-99")
+
+
+def test_only_a_torn_save_is_followed_by_a_fresh_start(tmp_path):
+    """One of save_only_model, or without an optimizer that somebody deleted, is a checkpoint that was asked for."""
+    whole, torn = committed(tmp_path / "whole", 3), unmarked(tmp_path / "torn", 3)
+    assert all("optimizer state is missing" in missing_from_checkpoint(path) for path in (whole, torn))
+    found = {path.parent.name: {"output_dir": str(path.parent)} for path in (whole, torn)}
+    assert [resume_or_start(training) for training in found.values()] == [True, None]
+    assert "overwrite_output_dir" not in found["whole"] and found["torn"]["overwrite_output_dir"]

@@ -94,6 +94,19 @@ def test_a_folder_and_a_saved_dataset_have_their_splits(tmp_path):
     assert len(list(stream)) == 12
 
 
+def test_files_of_a_folder_that_are_not_read_are_named(tmp_path, caplog):
+    for name in ("train-0.jsonl", "deeper/train-1.jsonl", ".hidden.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name)
+    (tmp_path / "notes.json").write_text("{}")
+    assert len(load(tmp_path)[0]) == 2 * len(ROWS) and not caplog.records
+    for name in ("more.jsonl", "other.parquet"):
+        write(tmp_path / name)
+    assert len(load(tmp_path)[0]) == 2 * len(ROWS)
+    (said,) = caplog.messages
+    assert "2 of its data files" in said and "such as more.jsonl" in said
+
+
 def test_evaluation_rows_come_from_another_file_or_are_held_out_the_same_way_each_time(tmp_path):
     name, other = write(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", ROWS[:2])
     assert load(name, eval_dataset_name=other)[1]["query"][:] == ["query number 0", "query number 1"]
@@ -107,6 +120,22 @@ def test_evaluation_rows_come_from_another_file_or_are_held_out_the_same_way_eac
     assert len(list(stream)) == 8 and [row["query"] for row in stream_evaluation] == [r["query"] for r in ROWS[:4]]
 
 
+def pairs_of(dataset):
+    return set(zip(dataset["query"], dataset["positive"], strict=True))
+
+
+def test_no_held_out_pair_is_trained_on_under_another_number(tmp_path):
+    # each pair three times, with another negative, as files of triplets have them; queries and documents of others too
+    pairs = [(k // 4, {"query": f"query {k // 2}", "positive": f"document {k % 7}"}) for k in range(14)]
+    name = write(tmp_path / "a.jsonl", [row | {"negative": f"{i}", "id": k} for i in range(3) for k, row in pairs])
+    train, evaluation = load(name, eval_holdout=25)
+    assert (len(train), len(evaluation)) == (18, 24)
+    assert pairs_of(train).isdisjoint(pairs_of(evaluation))
+    assert set(train["query"]) & set(evaluation["query"]), "another pair of the same query may be held out"
+    train, evaluation = load(name, eval_holdout=25, id_column="id")
+    assert len(evaluation) == 18 and set(train["id"]).isdisjoint(evaluation["id"])
+
+
 def test_the_number_of_rows_is_limited(tmp_path):
     name = write(tmp_path / "a.jsonl")
     train, evaluation = load(name, eval_dataset_name=name, max_train_samples=5, max_eval_samples=100)
@@ -114,12 +143,15 @@ def test_the_number_of_rows_is_limited(tmp_path):
     assert len(list(load(name, max_train_samples=5, streaming=True)[0])) == 5
 
 
-def test_a_stream_is_shuffled_anew_each_epoch(tmp_path):
-    stream, _ = load(write(tmp_path / "a.jsonl"), streaming=True)
+def test_a_stream_is_shuffled_anew_each_epoch_and_by_the_seed(tmp_path):
+    stream_of = RunConfig(dataset_name=write(tmp_path / "a.jsonl"), streaming=True)
+    stream, _ = load_datasets(stream_of)
     first = [row["query"] for row in stream]
     stream.set_epoch(1)
     second = [row["query"] for row in stream]
     assert sorted(first) == sorted(second) and first != second
+    orders = [[row["query"] for row in load_datasets(stream_of, seed=seed)[0]] for seed in (42, 7)]
+    assert orders[0] == first and sorted(orders[1]) == sorted(first) and orders[1] not in (first, second)
 
 
 # Columns -------------------------------------------------------------------------------------------------------------
@@ -140,6 +172,12 @@ def test_columns_are_renamed_ordered_and_joined(tmp_path, streaming):
     rows = sorted(train, key=lambda row: row["query"])
     assert rows[0] == {"query": "q0", "positive": "a0", "negative": ["n0"], "id": 0}  # one negative is missing
     assert rows[3] == {"query": "q3", "positive": "a3", "negative": ["n3", "m3"], "id": 1}
+
+
+def test_the_first_of_many_rows_may_all_lack_negatives(tmp_path):
+    rows = [QUESTIONS[1] | {"n1": None, "n2": ""}] * 1001 + QUESTIONS
+    train, _ = load(write(tmp_path / "a.jsonl", rows), columns=COLUMNS)
+    assert train[0]["negative"] == [] and train[1004]["negative"] == ["n3", "m3"]
 
 
 def test_columns_can_be_swapped_and_used_twice(tmp_path):
@@ -426,5 +464,7 @@ def test_bad_rows_and_options_are_refused_by_the_collator(tokenizer):
         collate(tokenizer, [{"query": "a", "positive": None}])
     with pytest.raises(UsageError, match="not text"):
         collate(tokenizer, [{"query": 3, "positive": "a"}])
+    with pytest.raises(UsageError, match='"positive" holds an empty text'):  # as a stream may
+        collate(tokenizer, [{"query": "b", "positive": "a"}, {"query": "a", "positive": ""}])
     with pytest.raises(UsageError, match='no column "positive"'):
         ContrastiveCollator(tokenizer, ["query", "positive"])([{"query": "a"}])

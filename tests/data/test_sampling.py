@@ -3,13 +3,16 @@
 import subprocess
 import sys
 
+import datasets
 import numpy as np
 import pytest
 
 from hf_dist_ext.data import sampling
+from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.row_ids import numbered
-from hf_dist_ext.data.sampling import NoDuplicatesSampler, refuse_stream
+from hf_dist_ext.data.sampling import NoDuplicatesSampler, refuse_stream, sampler_without_duplicates
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.training.arguments import DistTrainingArguments
 
 
 def num_conflicting_rows(ids, order, window):
@@ -142,3 +145,13 @@ def test_the_order_is_that_of_looking_at_each_row_in_turn(monkeypatch, block):
 def test_a_stream_is_refused():
     with pytest.raises(UsageError, match="stream can not be reordered"):
         refuse_stream(iter([]))
+
+
+def test_rows_that_a_transform_makes_are_left_to_trainers_order(tmp_path):
+    collator, stored = ContrastiveCollator(None, ["query", "positive"]), datasets.Dataset.from_dict({"query": ["a"]})
+    rows = stored.with_transform(lambda rows: {name: ["a"] for name in ("query", "positive")})
+    args = DistTrainingArguments(output_dir=str(tmp_path), report_to=[])
+    assert sampler_without_duplicates(args, rows, collator, window=1) is None
+    args.no_duplicates_in_batch = True
+    with pytest.raises(UsageError, match="the dataset has a transform"):
+        sampler_without_duplicates(args, rows, collator, window=1)
