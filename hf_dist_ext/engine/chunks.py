@@ -363,6 +363,8 @@ class ChunkedBatch:
 
     def _table_chunks(self, index: int) -> Iterator[Chunk]:
         own, multiple = self.tables[index], self.limits.width_multiple
+        if not own.bounds:
+            return  # without rows, and no other process waits for a forward
         source = index if own.num_rows else self._like(own)
         table, order = self.tables[source], self.orders[source]
         for start, stop, is_idle, has_vision in own.runs():

@@ -172,7 +172,11 @@ def test_a_process_without_any_row_of_a_kind_says_what_to_do(batch):
     other_kind = {"token_type_ids": torch.zeros(0, 25, dtype=torch.long)}
     batch["negative"] = {name: values[:0] for name, values in batch["negative"].items()} | other_kind
     chunked = lay_out(batch, ChunkLimits(4))
-    chunked.agree([n or 1 for n in chunked.num_chunks()])
+    assert len(chunked.chunks()) == 7  # this process alone has nothing to do for them
+    chunked = lay_out(batch, ChunkLimits(4))
+    (text, pictures, *of_negatives) = chunked.num_chunks(by_vision=True)
+    assert (text, pictures, of_negatives) == (7, 0, [0, 0, 0, 0])
+    chunked.agree([text, 0, 1, 0, 0, 0], by_vision=True)
     with pytest.raises(UsageError, match="negative.*Give every row of a batch a negative"):
         chunked.chunks()
 

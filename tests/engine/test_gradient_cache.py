@@ -74,6 +74,23 @@ def plain_step(model, batch, temperature):
     return loss.detach(), gradients_of(model, temperature)
 
 
+@pytest.mark.parametrize("keep_graph, by_table", [(0, False), (0, True), (99, False)])
+def test_a_column_of_other_features_may_have_no_row(keep_graph, by_table):
+    """Hard negatives that are pictures, in a batch whose rows have none."""
+    model, temperature, batch = Encoder(), nn.Parameter(torch.tensor(0.5)), three_columns()
+    del batch["negative"]
+    loss, plain = plain_step(model, batch, temperature)
+    model.zero_grad()
+    temperature.grad = None
+    chunked = lay_out(batch | {"negative": {"pixel_values": torch.zeros(0, 3, 4, 4)}}, ChunkLimits(max_rows=4))
+    step = cached_step(
+        chunked, lambda chunk: model(**chunk.features), naive_score(temperature), loss_parameters=[temperature],
+        keep_graph=keep_graph, by_table=by_table, wide=widened(chunked, 2),
+    )  # fmt: skip
+    torch.testing.assert_close(step.loss, loss)
+    torch.testing.assert_close(gradients_of(model, temperature), plain, rtol=1e-10, atol=1e-14)
+
+
 @pytest.mark.parametrize("limits", [
     ChunkLimits(max_rows=1), ChunkLimits(max_rows=4), ChunkLimits(max_rows=11), ChunkLimits(max_rows=22),
     ChunkLimits(max_rows=1000), ChunkLimits(max_tokens=40), ChunkLimits(max_rows=5, max_tokens=64, width_multiple=1),
