@@ -44,6 +44,11 @@ class Pipeline:
     def devices(self) -> int:
         return self.ranks * self.parts
 
+    @property
+    def frees(self) -> bool:
+        """Whether a layer's weights are whole only while a chunk runs through it."""
+        return self.sharding == "FULL_SHARD"
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -237,7 +242,7 @@ def _stages_not_sharded(pipeline: Pipeline, work: Workload, hardware: Hardware) 
         return f"{given} is over all copies: FULL_SHARD or SHARD_GRAD_OP"
     if hardware.num_devices == pipeline.devices:
         return f"{given} is over copies, and there is one"
-    if pipeline.sharding == "FULL_SHARD" and pipeline.schedule in policy.CUT_BACKWARDS:
+    if pipeline.frees and pipeline.schedule in policy.CUT_BACKWARDS:
         return f"{given} does not go with {pipeline.schedule}"
     if work.optimizer not in policy.SPLIT_OPTIMIZERS:
         return f"{given} does not go with optim={work.optimizer}"

@@ -26,7 +26,7 @@ class Left:
 
     saved: float  # until the row's backward, with what came in and what was given
     casts: float  # copies of weights, which a chunk has for as long
-    shared_casts: float  # and those that all chunks of a pass share
+    shared_casts: float  # and those that all chunks of a pass share, unless FSDP2 reduces behind every backward
     working: float  # while one chunk's backward runs
     working_casts: float  # copies of weights, meanwhile
     message: float  # to the next stage; the gradient that comes back has as many

@@ -154,7 +154,7 @@ def _sharded(pipeline: Pipeline, units: Sequence[Sizes], copies: int) -> Bytes:
     for an update, or two units for a chunk; so are gradients."""
     whole = sorted((unit.trained_stored + unit.frozen_stored for unit in units), reverse=True)
     trained, largest = sum(unit.trained_stored for unit in units), max(unit.trained_stored for unit in units)
-    frees = pipeline.sharding == "FULL_SHARD"
+    frees = pipeline.frees
     return Bytes(
         weights=sum(whole[:2]) if frees else sum(whole),
         master_weights=sum(whole) / copies,
@@ -178,7 +178,8 @@ def held(
     for case in live:
         saved = casts = 0.0
         for stage, count in zip(own, case, strict=True):
-            casts += max(left.shared_casts for _, left in _left(work, pipeline, settings, stage))
+            if not pipeline.frees:
+                casts += max(left.shared_casts for _, left in _left(work, pipeline, settings, stage))
             chunks = sorted(_chunks(work, pipeline, settings, stage), key=lambda one: one[0], reverse=True)
             for of_chunk, of_weights, number in chunks:
                 taken = min(count, number)
@@ -190,7 +191,7 @@ def held(
 def _chunks(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[float, float, int]]:
     """On a stage: what a chunk saves, its copies of weights, and how many such chunks there are."""
     for chunks, left in _left_by(work, pipeline, settings, stage):
-        yield chunks.rows * left.saved, left.casts, chunks.number
+        yield chunks.rows * left.saved, left.casts + left.shared_casts * pipeline.frees, chunks.number
 
 
 def _left(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[Any, Left]]:
@@ -303,7 +304,7 @@ def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Se
 
 def _reductions(work: Workload, pipeline: Pipeline, settings: Settings) -> int:
     """Of a step's gradients over the copies: one per update, or behind every backward."""
-    return num_chunks(work, pipeline, settings) * work.accumulation if pipeline.sharding == "FULL_SHARD" else 1
+    return num_chunks(work, pipeline, settings) * work.accumulation if pipeline.frees else 1
 
 
 def _reduced(work: Workload, pipeline: Pipeline) -> float:
@@ -320,7 +321,7 @@ def _send_shards(
     ranks = [[unit for stage in own for unit in models[stage].units.values()] for own in pipeline.stages_of_ranks]
     units = max(ranks, key=lambda units: sum(unit.trained_stored + unit.frozen_stored for unit in units))
     backwards = _reductions(work, pipeline, settings)
-    gathers = 3 * backwards if pipeline.sharding == "FULL_SHARD" else 1
+    gathers = 3 * backwards if pipeline.frees else 1
     stored = sum(unit.trained_stored + unit.frozen_stored for unit in units)
     sums.send("all_gather", gathers * len(units), gathers * stored, copies, links)
     trained = [unit.trained_stored for unit in units if unit.trained]

@@ -151,6 +151,15 @@ def test_messages_are_those_of_the_schedule(make_run, schedule):  # noqa: F811
     assert work.num_chunks() == 12
 
 
+def test_chunks_of_a_stage_that_is_freed_behind_each_hold_copies_of_its_weights_for_themselves(make_run):  # noqa: F811
+    work = workload(make_run(DECODER, **LARGE))
+    (saved, shared), (saved_too, own) = (
+        pipelines.held(work, Pipeline(2, "1f1b", 1, sharding=sharding), Settings(), [0], [(3,)])
+        for sharding in ("SHARD_GRAD_OP", "FULL_SHARD")
+    )
+    assert own == 3 * shared > 0 and saved_too == saved
+
+
 def test_no_gradient_is_sent_to_stages_before_which_nothing_trains(make_run):  # noqa: F811
     fields = {"max_length": 64, "per_device_train_batch_size": 24, "gradient_cache_chunk_size": 4, "projection_dim": 8}
     whole, head = (
