@@ -60,7 +60,7 @@ class Example:
     where: str  # for errors
 
 
-def load_conversations(run: RunConfig, **options: int) -> tuple[AnyDataset, AnyDataset | None]:
+def load_conversations(run: RunConfig, **options: int | None) -> tuple[AnyDataset, AnyDataset | None]:
     """The run's training and evaluation rows; UsageError for what is not there or does not fit together. `options`:
     of `load_datasets`."""
     return load_datasets(run, open_rows, check_rows, **options)

@@ -70,6 +70,11 @@ def seed_of_order(args: Any) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
+def seed_of_stream(args: Any) -> int | None:
+    """What a run file's stream is shuffled with; None leaves the rows in the order of the files."""
+    return None if args.train_sampling_strategy == "sequential" else seed_of_order(args)
+
+
 def length(dataset: Any) -> int | None:
     """The number of rows, None of a stream."""
     return len(dataset) if hasattr(dataset, "__len__") else None

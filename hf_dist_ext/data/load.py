@@ -66,13 +66,13 @@ def load_datasets(
     opener: Callable | None = None,
     preparer: Callable | None = None,
     max_bad_rows: int = 0,
-    seed: int = HOLDOUT_SEED,
+    seed: int | None = HOLDOUT_SEED,
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """The run's training rows and its evaluation rows (None when it names none), in the columns `column_names` gives.
 
-    A streamed training set is shuffled through a buffer, by the `seed`, since no sampler can. Raises UsageError for
-    what is not there: the dataset, a split, a column, a row, a text; of the training rows `max_bad_rows` may lack
-    something.
+    A streamed training set is shuffled through a buffer, by the `seed`, since no sampler can; None leaves its order.
+    Raises UsageError for what is not there: the dataset, a split, a column, a row, a text; of the training rows
+    `max_bad_rows` may lack something.
     Another task brings its own `open_splits` and `prepare`. All processes call it: the first of each node reads and
     checks, the others take from the caches what it has made.
     """
@@ -110,7 +110,7 @@ def load_datasets(
         pair = pair_of(run, train, together)
         train, evaluation = hold_out(train, run.eval_holdout, train_name, together, bad, label, pair)
     train = first_rows(train, run.max_train_samples)
-    if isinstance(train, IterableDataset):
+    if isinstance(train, IterableDataset) and seed is not None:
         train = train.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
     return train, first_rows(evaluation, run.max_eval_samples) if evaluation is not None else None
 

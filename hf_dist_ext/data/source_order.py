@@ -24,6 +24,7 @@ from hf_dist_ext.data.fingerprint import seed_of_order
 from hf_dist_ext.data.mixture import Mixture, MixtureCollator, drawn
 from hf_dist_ext.data.sampling import sampler_without_duplicates, without_duplicates
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.sources import refuse_order
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,7 @@ def sampler_of_sources(
     Raises:
         UsageError: another order is asked for, or a source is too small.
     """
-    if args.train_sampling_strategy != "random":
-        raise UsageError(
-            f"train_sampling_strategy={str(args.train_sampling_strategy)!r} is an order over all rows, and with "
-            "datasets each batch is of one source. Remove it."
-        )
+    refuse_order(args.train_sampling_strategy)
     samplers = [
         sampler_without_duplicates(args, dataset, collator.collators[name], rows_per_batch)
         for name, dataset in mixture.sources.items()

@@ -44,7 +44,8 @@ def _order(run: Run) -> str:
     seed = run.given.get("data_seed")
     seed = _value(run, "seed") if seed is None else seed
     if run.options.streaming:
-        return f"a stream, shuffled with seed {seed}"
+        is_shuffled = _value(run, "train_sampling_strategy") != "sequential"
+        return f"a stream, shuffled with seed {seed}" if is_shuffled else "a stream, as its files have it"
     if (strategy := _value(run, "train_sampling_strategy")) != "random":
         return f"{strategy}, seed {seed}"
     apart = run.options.loss is not None and run.given.get("no_duplicates_in_batch") is not False

@@ -52,6 +52,12 @@ def check_rules(run: Run) -> None:
             f'eval_steps={show(given["eval_steps"])}, but eval_strategy is "no" where it is not given: nothing would '
             'be evaluated while the run trains. Set eval_strategy to "steps", or remove eval_steps.'
         )
+    if (order := given.get("train_sampling_strategy")) in ("group_by_length", "batch_rebalance"):
+        raise UsageError(
+            f"train_sampling_strategy={show(order)} orders rows by a length that the rows of a run file do not have. "
+            "Remove it; with a loss over embeddings the rows of a batch are sorted by length before they are cut into "
+            "chunks."
+        )
     if config.token_dim is not None and not outputs_of(config):
         raise UsageError(
             f"token_dim={show(config.token_dim)} is of a model of several outputs per row, and this run's has one. "

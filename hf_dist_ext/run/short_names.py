@@ -140,7 +140,7 @@ _ATTENTION = 'Use "attn_implementation": "flash_attention_2".'
 _NEGATIVES = 'Map columns of negatives: "columns": {"query": "...", "positive": "...", "negative": ["...", "..."]}.'
 MEANINGS = {
     "evaluation_strategy": "Use eval_strategy.",
-    "group_by_length": 'Use "train_sampling_strategy": "group_by_length".',
+    "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
     "logging_dir": "Logs go to output_dir/runs; the environment variable TENSORBOARD_LOGGING_DIR moves them.",
     "no_cuda": 'Use "use_cpu": true.',
     "save_safetensors": "Weights are always saved as safetensors; remove it.",

@@ -75,6 +75,15 @@ def all_parts(config: RunConfig) -> list[Part]:
     return [part for one in configs for part in parts_of(one)]
 
 
+def refuse_order(strategy: str) -> None:
+    """UsageError for an order that several datasets do not have."""
+    if strategy != "random":
+        raise UsageError(
+            f"train_sampling_strategy={str(strategy)!r} is an order over all rows, and with datasets each batch is of "
+            "one source. Remove it."
+        )
+
+
 def check_sources(run: Run) -> None:
     """UsageError for the first thing that is wrong with `datasets`."""
     config, given = run.options, run.given
@@ -95,6 +104,7 @@ def check_sources(run: Run) -> None:
     for name in ("image_columns", "frozen_feature_cache"):
         if given.get(name):
             raise UsageError(f"{name}={show(given[name])} does not work with datasets, which hold texts. Remove it.")
+    refuse_order(given.get("train_sampling_strategy", "random"))
     for index, fields in enumerate(config.datasets):
         _check_fields(fields, f"datasets[{index}]")
     weights = [fields.get("weight") for fields in config.datasets]

@@ -52,6 +52,7 @@ class Strategy:
     saves_shards = False  # weights and optimizer state go into a distributed format
     reads_own_format = False  # of weights, which Trainer knows how to load
     has_engine = False  # that writes and reads weights and optimizer state by itself
+    optimizer_file = "optimizer.pt"  # in which Trainer looks for the optimizer's state
 
     def __init__(self) -> None:
         self.accelerator: Any = None
@@ -278,6 +279,22 @@ class Strategy:
                 f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. "
                 "With resume_weights_only its weights are taken and everything else starts anew."
             )
+        for name, wrote in WRITERS.items():
+            if name != self.optimizer_file and any(folder.glob(name)):
+                raise UsageError(
+                    f"{folder} was written {wrote}, and only such a run reads its optimizer's state. Resume it as it "
+                    "was written, or set resume_weights_only=true: it takes the weights, and everything else starts "
+                    "anew."
+                )
+
+
+# The file of an optimizer's state that is not kept by name -> who writes it. Trainer looks for its own alone.
+WRITERS = {
+    "optimizer.pt": "by one process or under DDP",
+    "optimizer.bin": "under FSDP with FULL_STATE_DICT",
+    "optimizer_0": "under FSDP with SHARDED_STATE_DICT",
+    "global_step*": "under DeepSpeed",
+}
 
 
 def _under(split: str) -> str:

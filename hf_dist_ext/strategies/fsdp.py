@@ -60,6 +60,10 @@ class FSDP(Sharded):
     def saves_shards(self) -> bool:
         return "SHARDED" in str(self.plugin.state_dict_type)
 
+    @property
+    def optimizer_file(self) -> str:  # accelerate's names
+        return "optimizer.bin" if "FULL" in str(self.plugin.state_dict_type) else "optimizer_0"
+
     def place(
         self, model: nn.Module | None, args: Any, has_loss: bool, frozen_roots: Sequence[nn.Module] | None
     ) -> None:

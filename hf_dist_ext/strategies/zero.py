@@ -34,6 +34,7 @@ class ZeRO(Strategy):
 
     can_redo = holds_gradients = adds_up_in_grad = False
     keeps_float32 = has_engine = True
+    optimizer_file = "global_step*"
     pads_rows = "it was not compared with padded rows under DeepSpeed"
     fixed_accumulation = "DeepSpeed's accumulation is fixed when it starts"
 
@@ -210,7 +211,6 @@ class ZeRO(Strategy):
         self.engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)
 
     def check_resumable(self, folder: Path, content: Mapping[str, Any], world_size: int) -> None:
-        super().check_resumable(folder, content, world_size)
         before = content.get("world_size", world_size)
         if before != world_size:
             raise UsageError(
@@ -222,6 +222,7 @@ class ZeRO(Strategy):
                 f"{folder} was not written under DeepSpeed, which can not continue it. resume_weights_only=true takes "
                 "its weights."
             )
+        super().check_resumable(folder, content, world_size)
 
 
 @contextmanager

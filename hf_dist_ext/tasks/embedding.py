@@ -12,7 +12,7 @@ from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator, label_shape_of
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
-from hf_dist_ext.data.fingerprint import seed_of_order
+from hf_dist_ext.data.fingerprint import seed_of_stream
 from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.data.vision_language_collator import OF_OTHERS
@@ -51,14 +51,14 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
     evaluations, sources = read_evaluations(config.evaluations), None
     if config.datasets is None:
         train_dataset, eval_dataset = load_datasets(
-            config, max_bad_rows=args.max_bad_rows or 0, seed=seed_of_order(args)
+            config, max_bad_rows=args.max_bad_rows or 0, seed=seed_of_stream(args)
         )
         columns = column_names(config, train_dataset)
         kinds = {column: column_kind((train_dataset.features or {}).get(column)) for column in columns}
         pictures = [column for column, kind in kinds.items() if kind in ("image", "both")]
     else:
         image_pairs.refuse_sources(config)
-        sources = LoadedSources(config, args.max_bad_rows or 0, seed_of_order(args))
+        sources = LoadedSources(config, args.max_bad_rows or 0, seed_of_stream(args))
         train_dataset, eval_dataset, columns, pictures = sources.train, sources.evaluation, sources.columns, []
         if not evaluations:  # else all figures of the run are known where it is checked
             sources.check_metric(args.metric_for_best_model)

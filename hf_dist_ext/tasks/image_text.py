@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_dist_ext.data import digits
 from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.conversations import ConversationReader, load_conversations
-from hf_dist_ext.data.fingerprint import seed_of_order
+from hf_dist_ext.data.fingerprint import seed_of_stream
 from hf_dist_ext.data.image_files import require_pillow
 from hf_dist_ext.data.image_text_collator import ImageTextCollator
 from hf_dist_ext.errors import UsageError
@@ -33,7 +33,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 def build(run: Run, args: DistTrainingArguments) -> Parts:
     config = run.options
     train_dataset, eval_dataset = load_conversations(
-        config, max_bad_rows=args.max_bad_rows or 0, seed=seed_of_order(args)
+        config, max_bad_rows=args.max_bad_rows or 0, seed=seed_of_stream(args)
     )
     processor = load_processor(config)
     model = build_model(config, processor)

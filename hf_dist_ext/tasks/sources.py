@@ -36,7 +36,7 @@ class LoadedSources:
     maps names to evaluation rows, None where no source has any.
     """
 
-    def __init__(self, config: RunConfig, max_bad_rows: int, seed: int):
+    def __init__(self, config: RunConfig, max_bad_rows: int, seed: int | None):
         self.config = config
         self.loaded = [_load(source, max_bad_rows, seed) for source in sources_of(config)]
         self.columns = list(dict.fromkeys(column for one in self.loaded for column in one.columns))
@@ -98,7 +98,7 @@ class LoadedSources:
         }
 
 
-def _load(source: Source, max_bad_rows: int, seed: int) -> Loaded:
+def _load(source: Source, max_bad_rows: int, seed: int | None) -> Loaded:
     train, evaluation = load_datasets(source.config, max_bad_rows=max_bad_rows, seed=seed)
     columns = column_names(source.config, train)
     if SOURCE in (*columns, source.config.id_column):

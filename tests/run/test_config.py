@@ -123,7 +123,8 @@ def test_the_command_line_goes_over_the_file(load):
     [
         ({"batch_sise": 8}, ["batch_sise", "my_run.json", "batch_size"]),
         ({"temprature": 0.1}, ["temperature"]),
-        ({"group_by_length": True}, ["train_sampling_strategy"]),
+        ({"group_by_length": True}, ["gradient_cache_sort"]),
+        ({"train_sampling_strategy": "group_by_length"}, ["a length that the rows of a run file do not have"]),
         ({"seed": "8"}, ["seed", '"8"', "text", "int"]),
         ({"seed": 8.0}, ["8.0", "a float", "int"]),
         ({"seed": True}, ["true", "int"]),

@@ -15,8 +15,10 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.choose import of_accelerator, of_model
+from hf_dist_ext.strategies.fsdp import FSDP
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.splitting import check_can_be_split, launched_config
+from hf_dist_ext.strategies.zero import ZeRO
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import needs_tensor_parallelism
@@ -120,6 +122,26 @@ def test_a_checkpoint_of_another_way_of_splitting_is_refused(before, now):
     strategy.split = "tp 2 x fsdp 8"  # other groups
     content |= {"sharding": "tp 2 x fsdp 2", "tensor_parallel_size": 2}
     strategy.check_resumable(Path("checkpoint-2"), content, world_size=4)
+
+
+FORMATS = ["optimizer.pt", "optimizer.bin", "optimizer_0", "global_step4"]
+
+
+@pytest.mark.parametrize("written", FORMATS)
+@pytest.mark.parametrize("runs", FORMATS)
+def test_a_checkpoint_whose_optimizer_is_in_another_strategys_file_is_refused(tmp_path, written, runs):
+    kinds = {"optimizer.bin": "FULL_STATE_DICT", "optimizer_0": "SHARDED_STATE_DICT"}
+    strategy = {"optimizer.pt": Strategy, "global_step4": ZeRO}.get(runs, FSDP)()
+    plugin = SimpleNamespace(state_dict_type=kinds.get(runs))
+    strategy.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    folder = tmp_path / "checkpoint-2"
+    (folder / written).mkdir(parents=True)
+    if written == runs:
+        return strategy.check_resumable(folder, {}, world_size=2)
+    with pytest.raises(UsageError, match=r"checkpoint-2 was (not )?written .*resume_weights_only=true") as error:
+        strategy.check_resumable(folder, {}, world_size=2)
+    words = {"optimizer.pt": "DDP", "global_step4": "under DeepSpeed"} | kinds
+    assert runs == "global_step4" or words[written] in str(error.value)
 
 
 @pytest.mark.parametrize(("plugins", "processes", "name", "is_collective", "graphs"), [

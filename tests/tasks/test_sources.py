@@ -14,6 +14,8 @@ from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.run.sources import sources_of
+from hf_dist_ext.tasks import embedding
+from hf_dist_ext.tasks.parts import make_arguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main  # noqa: F401, a fixture
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
@@ -82,6 +84,25 @@ def test_each_dataset_brings_its_columns_prompts_and_evaluation(main, run_file, 
     saved = EmbeddingModel.from_pretrained(tmp_path / "out").prompts
     assert saved["query"] == "parse " and saved["triplets_query"] == "search : "
     assert "triplets.jsonl" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_stream_is_shuffled_with_the_seed_of_the_run_and_not_where_an_order_is_asked_for(run_file, tmp_path):
+    pairs = {"datasets": ..., "dataset_name": str(tmp_path / "pairs.jsonl"), "max_steps": 1, "streaming": True}
+
+    def built(**fields):
+        run = load_run(["--config", run_file(max_length=8, **fields)])
+        return embedding.build(run, make_arguments(run)).train_dataset
+
+    def order(**fields) -> list[str]:
+        return [row["query"] for row in built(**pairs, **fields)]
+
+    in_order = [json.loads(line)["query"] for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert order(train_sampling_strategy="sequential") == in_order
+    assert order(seed=1) == order(seed=3, data_seed=1) != order(seed=3)
+    assert sorted(order(seed=3)) == sorted(in_order) != in_order
+    of_several = [{"dataset_name": str(tmp_path / "pairs.jsonl"), "weight": 1}]
+    sources = [built(datasets=of_several, streaming=True, max_steps=1, seed=seed).sources for seed in (1, 3)]
+    assert [[row["query"] for row in one["pairs"]] for one in sources] == [order(seed=1), order(seed=3)]
 
 
 def test_a_source_is_the_file_with_its_fields_over_it(run_file):
@@ -157,6 +178,7 @@ def first(**fields):
         ({"datasets": first(weight="much")}, 'weight="much" is text'),
         ({"datasets_temperature": 0}, "datasets_temperature=0 must be above 0"),
         ({"streaming": True}, "a stream has no size to draw by"),
+        ({"train_sampling_strategy": "sequential"}, "is an order over all rows"),
         ({"datasets": first(columsn={"query": "q"})}, 'has no field "columsn".* Closest: "columns"'),
         ({"datasets": first(learning_rate=1e-3)}, 'has no field "learning_rate", or it holds for the whole run'),
         ({"datasets": first(gradient_cache_chunk_size=2)}, "or it holds for the whole run"),
@@ -187,7 +209,6 @@ def test_what_can_not_be_is_refused_while_the_file_is_read(run_file, fields, wor
         ({"batch_size": 32}, '"triplets" has 20 rows, fewer than one global batch of 32'),
         ({"prompts": {"querry": "x"}}, 'prompts has "querry", which is no column of this run'),
         ({"max_length": {"querry": 8}}, 'max_length has "querry", which is no column of this run'),
-        ({"train_sampling_strategy": "sequential"}, "is an order over all rows"),
         ({"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
          'metric_for_best_model="loss" is a figure of all.*"pairs_loss"'),
         ({"datasets": first(columns={"query": "query", "positive": "positive", "source": "positive"})},
