@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_dist_ext.checkpoints import commit, loss_state, merge, safe_reading, trainable
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
-from hf_dist_ext.checkpoints.weights import load_in_memory_names
+from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
 
@@ -221,6 +221,8 @@ class ModelFiles:
             pass
         elif strategy.reads_own_format or not load_in_memory_names(self.bare_model(), str(folder)):
             safe_reading.check(folder, trusts)
+            if not strategy.has_engine:
+                load_projection(self.bare_model(), folder)
             return False
         return True
 

@@ -26,7 +26,7 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters
-from hf_dist_ext.checkpoints.weights import load_in_memory_names
+from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import agreed, collectives
@@ -272,6 +272,7 @@ def load_weights_only(
         pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
         load_adapters(model, folder)
+        load_projection(model, folder)
     else:
         load_whole(model, folder, trust)
 

@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
+from hf_dist_ext.models.model_folder import read_model_folder
 from hf_dist_ext.models.towers import TowerModel, load_tower
-from hf_dist_ext.models.weights import load_weights
+from hf_dist_ext.models.weights import check_weights, load_weights
+from hf_dist_ext.strategies.tensors import put
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -57,6 +59,18 @@ def load_in_memory_names(model: nn.Module, folder: str) -> bool:
     if weights is not None:
         load_weights(model, weights, source=folder)
     return weights is not None
+
+
+def load_projection(model: nn.Module, folder: Path) -> None:
+    """The projection of an `EmbeddingModel` with adapters, of a checkpoint that peft's loading takes the adapters of
+    alone. One that the run made was drawn by the seed of that run, and does not train."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else None
+    if getattr(bare, "projection", None) is None or not (folder / "modules.json").is_file():
+        return
+    if (stored := read_model_folder(folder).projection) is not None:
+        check_weights(bare.projection, stored, source=str(folder))
+        for name, tensor in bare.projection.state_dict().items():
+            put(tensor, stored[name])
 
 
 def classes(model: nn.Module) -> dict[str, type]:

@@ -100,6 +100,12 @@ def load_backbone(
         if backbone_class is None:
             config = AutoConfig.from_pretrained(name, **options)
             backbone_class = _auto_class(config)
+            if not trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {}):
+                logger.warning(
+                    f"{name} comes with code of its own, and transformers' {config.model_type} is used in its place, "
+                    "since trust_remote_code is false: where the code does something else, such as attention in both "
+                    "directions, embeddings differ. Set trust_remote_code=true if you trust it."
+                )
         else:
             config = backbone_class.config_class.from_pretrained(name, **options)
         if in_stages is not None:

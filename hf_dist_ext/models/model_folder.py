@@ -50,6 +50,7 @@ ADAPTERS = "adapter_config.json"
 STATIC = "StaticEmbedding"
 VECTOR = "sentence_embedding"  # what sentence-transformers calls a row's vector between its modules
 OF_LINEAR = ("weight", "bias")
+WITHOUT_WEIGHTS = ("Pooling", "Normalize")
 DOCUMENT_NAMES = ("document", "passage", "corpus")  # of prompts, in sentence-transformers
 # Where older releases of sentence-transformers said how texts are read; the first one that is there holds.
 READING = tuple(
@@ -84,7 +85,8 @@ class ModelFolder:
 
 
 def resolve_folder(name_or_path: str | Path, revision: str | None = None) -> Path:
-    """A folder as it is, or the local copy of a hub model; `.bin` weights only where there are no safetensors."""
+    """A folder as it is, or the local copy of a hub model; `.bin` weights only where there are no safetensors: in the
+    whole of it, or in one of its modules."""
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -93,13 +95,20 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None) -> Pat
 
     from huggingface_hub import snapshot_download
 
-    def download(weights: str) -> Path:
+    def download(weights: str, **only: list[str]) -> Path:
         ignored = [pattern for pattern in HUB_IGNORE if pattern != weights]
-        return Path(snapshot_download(str(name_or_path), revision=revision, ignore_patterns=ignored))
+        return Path(snapshot_download(str(name_or_path), revision=revision, ignore_patterns=ignored, **only))
 
     try:
         folder = download("*.safetensors")
-        return folder if any(folder.rglob("*.safetensors")) else download("*.bin")
+        if not any(folder.rglob("*.safetensors")):
+            return download("*.bin")
+        # sentence-transformers 2 wrote the weights of a Dense module as .bin beside safetensors of the Transformer.
+        modules = read_json(folder / "modules.json", missing_is_empty=True)
+        paths = [module["path"] for module in modules if kind_of(module) not in WITHOUT_WEIGHTS]
+        if lacking := [path for path in paths if not any((folder / path).glob("*.safetensors"))]:
+            download("*.bin", allow_patterns=[str(Path(path, "pytorch_model*.bin")) for path in lacking])
+        return folder
     except Exception as error:  # the hub client raises a different type for each of: no such name, no network, offline
         raise UsageError(
             f'Model "{name_or_path}" is neither a folder here nor available from the hub ({type(error).__name__}). '

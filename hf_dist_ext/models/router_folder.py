@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.model_folder import (
+    WITHOUT_WEIGHTS,
     ModelFolder,
     first_module,
     kind_of,
@@ -30,7 +31,6 @@ from hf_dist_ext.models.model_folder import (
 CONFIG = "router_config.json"
 QUERY, DOCUMENT = "query", "document"
 ROUTERS = ("Router", "Asym")
-WITHOUT_WEIGHTS = ("Pooling", "Normalize")
 
 
 def is_router(folder: str | Path) -> bool:

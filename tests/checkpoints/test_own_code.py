@@ -13,7 +13,7 @@ from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import OWN_CODE
+from tests.tiny_models import OWN_CODE, model_config
 
 
 @pytest.fixture
@@ -29,6 +29,19 @@ def folder(tmp_path, monkeypatch) -> Path:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     transformers.AutoModel.from_config(config, trust_remote_code=True).save_pretrained(folder)
     return folder
+
+
+def test_code_that_is_not_run_is_named(tmp_path, caplog):
+    """transformers knows the model's type too, and takes its own class without a word."""
+    EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path)
+    EmbeddingModel.from_pretrained(tmp_path)
+    assert not caplog.messages
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "own_code.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    EmbeddingModel.from_pretrained(tmp_path)
+    (said,) = caplog.messages
+    assert "code of its own, and transformers' bert is used" in said and "trust_remote_code=true" in said
 
 
 def embedding_model(folder: Path) -> EmbeddingModel:

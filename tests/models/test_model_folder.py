@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
@@ -336,3 +337,25 @@ def test_a_hub_name_means_its_copy_in_the_cache(tmp_path, monkeypatch, new_layou
         resolve_folder("owner/other")
     with pytest.raises(UsageError, match="is a file"):
         resolve_folder(snapshot / "config.json")
+
+
+def test_a_hub_model_may_hold_weights_of_both_kinds(tmp_path, monkeypatch):
+    remote, cache = tmp_path / "remote", tmp_path / "cache"
+    model = tiny(projection_dim=8)
+    model.save_pretrained(remote)
+    dense = remote / "2_Dense" / "model.safetensors"
+    torch.save(load_file(dense), dense.with_name("pytorch_model.bin"))
+    dense.unlink()
+    torch.save({}, remote / "pytorch_model.bin")  # beside the same weights as safetensors
+
+    def download(name: str, revision: str | None, **patterns) -> str:
+        names = [path.relative_to(remote).as_posix() for path in remote.rglob("*") if path.is_file()]
+        for one in filter_repo_objects(names, **patterns):
+            (cache / one).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(remote / one, cache / one)
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    loaded = EmbeddingModel.from_pretrained("owner/name")
+    assert torch.equal(loaded.projection.weight, model.projection.weight)
+    assert not (cache / "pytorch_model.bin").exists()

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -95,6 +96,35 @@ def test_checkpoints_of_adapters_are_the_same_when_they_are_written_while_traini
     for name in ("checkpoint-2", "checkpoint-4", ""):
         expected, found = adapters(tmp_path / "out" / name), adapters(tmp_path / "async" / name)
         assert expected.keys() == found.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_projection_that_a_run_of_adapters_made_goes_on_with_them(run_file, tmp_path):
+    """It is drawn by the seed and does not train; the run that goes on has another seed."""
+    run_file()
+    rows = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path))["train"]
+
+    def trainer(seed: int, **more) -> DistTrainer:
+        torch.manual_seed(seed)
+        base = EmbeddingModel.from_backbone(tmp_path / "base", projection_dim=8)
+        args = DistTrainingArguments(
+            output_dir=str(tmp_path / "out"), seed=seed, data_seed=0, max_steps=1, use_cpu=True, report_to=[],
+            disable_tqdm=True, per_device_train_batch_size=4, **more,
+        )  # fmt: skip
+        return DistTrainer(
+            add_adapters(base, RunConfig(use_lora=True)), args, loss=InfoNCELoss(), train_dataset=rows,
+            data_collator=ContrastiveCollator(tiny_tokenizer(), ["query", "positive"]),
+        )  # fmt: skip
+
+    def projection(of: DistTrainer) -> torch.Tensor:
+        return of.model.get_base_model().projection.weight
+
+    first = trainer(0, save_strategy="steps", save_steps=1)
+    first.train()
+    for more in ({}, {"resume_weights_only": True}):
+        again = trainer(1, save_strategy="no", **more)
+        assert not torch.equal(projection(again), projection(first))
+        again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+        assert torch.equal(projection(again), projection(first)) and not projection(again).requires_grad
 
 
 def embeddings(model, tokenizer, role: str = "query") -> torch.Tensor:
