@@ -79,9 +79,10 @@ class Sizes:
     plan_batch: int = 512
     plan_length: int = 128
     plan_chunk_rows: int = 32
-    benchmark_rows: tuple[tuple[str, int], ...] = (("minilm", 2048), ("bert-base", 1024), ("qwen3-0.6b", 256))
-    chunk_options: tuple[str, ...] = (
-        "--mini_batches", "64", "--mini_batch_tokens", "16384", "--chunk_tokens", "16384", "32768", "--kept_tokens",
+    # model -> pairs of a step, tokens of a chunk and half as many. The memory of all contestants lies on the GPU
+    # together: at a time one of them computes, and the others' allocators keep what theirs took.
+    benchmarks: tuple[tuple[str, int, int], ...] = (
+        ("minilm", 2048, 32768), ("bert-base", 1024, 16384), ("qwen3-0.6b", 256, 4096),
     )  # fmt: skip
 
 
@@ -89,8 +90,7 @@ TINY = Sizes(
     models=("tiny",), precisions=("bf16",), matrix_model="tiny", matrix_batch=64, matrix_length=16,
     compile_backend="aot_eager",  # inductor compiles for minutes on a CPU
     batches=(("tiny", (32, 128)),), batch_length=16, chunk_tokens=256, plan_batch=16, plan_length=16,
-    plan_chunk_rows=4, benchmark_rows=(("tiny", 8),),
-    chunk_options=("--mini_batches", "4", "--mini_batch_tokens", "128", "--chunk_tokens", "128", "--kept_tokens"),
+    plan_chunk_rows=4, benchmarks=(("tiny", 8, 1024),),
 )  # fmt: skip
 
 
@@ -245,20 +245,44 @@ def peak_gib(steps: list[dict]) -> float | None:
 
 
 def tests(part: Part) -> None:
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.cuda" in path.read_text()]
-    report = part.data / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "cuda", "-p", "no:cacheprovider"]
-    failure, _ = part.call("pytest", [*command, "--junitxml", str(report), *map(str, files)], part.seconds)
-    cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
+    """Each file by itself, so that one that takes too long hides no other; the one that compiles begins first."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cuda" in path.read_text()]
+    files.sort(key=lambda path: ("compile" not in path.name, path))
     part.table("test", "seconds", "")
-    for case in cases:
-        skipped, broken = case.find("skipped"), next((one for one in case if one.tag in ("failure", "error")), None)
-        why = "" if broken is None else (broken.get("message") or "it failed").strip().splitlines()[-1][:300]
-        name = f"{case.get('classname')}::{case.get('name')}".replace("|", "\\|")
-        otherwise = "ok" if skipped is None else f"skipped: {skipped.get('message')}"
-        part.row(name, number(float(case.get("time"))), failure=why.replace("|", "\\|"), otherwise=otherwise)
-    if failure and not part.failures or not cases:
-        part.row("all", "", failure=failure or "no test was found")
+    with ThreadPoolExecutor(cells_at_once()) as pool:
+        for path, failure in zip(files, pool.map(lambda path: test_file(part, path), files), strict=True):
+            report, broken = part.data / f"{path.stem}.xml", 0
+            cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
+            for case in cases:
+                broken += test_row(part, case)
+            if failure and not broken or not cases:
+                part.row(path.stem, "", failure=failure or "no test was found")
+
+
+def test_file(part: Part, path: Path) -> str:
+    """Why it failed or "". A trainer in the test's own process takes one GPU."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "cuda", "-p", "no:cacheprovider"]
+    command += ["--junitxml", str(part.data / f"{path.stem}.xml"), str(path)]
+    return part.call(path.stem, command, part.seconds, **({} if "distributed" in path.parts else first_device()))[0]
+
+
+def test_row(part: Part, case: ElementTree.Element) -> bool:
+    """Whether it failed."""
+    skipped, broken = case.find("skipped"), next((one for one in case if one.tag in ("failure", "error")), None)
+    why = "" if broken is None else (broken.get("message") or "it failed").strip().splitlines()[-1][:300]
+    name = f"{case.get('classname')}::{case.get('name')}".replace("|", "\\|")
+    otherwise = "ok" if skipped is None else f"skipped: {skipped.get('message')}"
+    part.row(name, number(float(case.get("time") or 0)), failure=why.replace("|", "\\|"), otherwise=otherwise)
+    return broken is not None
+
+
+def cells_at_once() -> int:
+    return max(1, min(4, (os.cpu_count() or 1) // 4))
+
+
+def first_device() -> dict[str, str]:
+    """The environment of a cell that shall see one GPU: of several, Trainer would use nn.DataParallel."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 # (2) -----------------------------------------------------------------------------------------------------------------
@@ -299,7 +323,7 @@ def matrix(part: Part) -> None:
         for precision in sizes.precisions
         for spread in SPREADS
     ]
-    with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
+    with ThreadPoolExecutor(cells_at_once()) as pool:
         results = pool.map(lambda cell: matrix_cell(part, *cell), cells)
         for (precision, spread, attention, is_compiled), (failure, steps) in zip(cells, results, strict=True):
             wanted = wanted or ([] if failure else steps)
@@ -330,23 +354,21 @@ def matrix_cell(part: Part, precision: str, spread: str, attention: str, is_comp
 
 
 def benchmarks(part: Part) -> None:
-    for model, rows in part.sizes.benchmark_rows:
-        training(part, model, rows)
+    for model, rows, tokens in part.sizes.benchmarks:
+        training(part, model, rows, tokens)
         gradient_cache(part, model)
 
 
-def training(part: Part, model: str, rows: int) -> None:
+def training(part: Part, model: str, rows: int, tokens: int) -> None:
     """Training as users train."""
     folder = part.data / f"training-{model}"
     command = [sys.executable, "scripts/benchmark_training.py", "--comparisons", "mnr", "--turns", "2"]
     command += ["--model", model, "--rows", str(rows), "--device", "cuda" if part.devices else "cpu"]
-    command += [*part.sizes.chunk_options, *code_root(part), "--output", str(folder)]
-    environment = {
-        # of several, Trainer would use nn.DataParallel
-        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-        # the script forks, which a process that has asked CUDA itself must not
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    }
+    half = str(tokens // 2)
+    command += ["--mini_batches", str(tokens // 2 // 256), "--mini_batch_tokens", half]  # rows are cut at 256 tokens
+    command += ["--chunk_tokens", half, str(tokens), "--kept_tokens", *code_root(part), "--output", str(folder)]
+    # the script forks, which a process that has asked CUDA itself must not
+    environment = {**first_device(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     failure, _ = part.call(f"training-{model}", command, 150, **environment)
     columns = ("trainer", "rows/s", "time, of theirs", "tensors, MiB", "process, MiB", "")
     if not part.has_benchmark(f"Training as users train, {model}, {rows:,} pairs a step", command, columns, failure):
