@@ -51,6 +51,10 @@ class _Losses(nn.Module):
         return None if None in numbers else max(numbers)
 
     @property
+    def takes_negatives_as_columns(self) -> bool:
+        return any(getattr(loss, "takes_negatives_as_columns", False) for loss in self._all)
+
+    @property
     def cross_device_negatives(self) -> bool:
         return any(getattr(loss, "cross_device_negatives", True) for loss in self._all)
 

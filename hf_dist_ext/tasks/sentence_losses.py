@@ -104,6 +104,11 @@ class SentenceTransformersLoss(nn.Module):
         """So many columns it reads, the others need not be encoded; None: all there are."""
         return NUM_PAIR_COLUMNS if self.name in PAIRS else None
 
+    @property
+    def takes_negatives_as_columns(self) -> bool:
+        """Whether the first, second, ... negatives of all rows are a column each, so that every row needs as many."""
+        return self.num_columns is None
+
     def forward(
         self,
         own: Mapping[str, Tensor],

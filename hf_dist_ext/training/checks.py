@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from hf_dist_ext import launched
 from hf_dist_ext.data.sampling import refuse_stream
+from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.policy import TOKENS
@@ -219,6 +220,16 @@ def check_outputs(model: nn.Module, loss: Any) -> None:
             f'{name} reads token vectors, and the model gives one vector per row (pooling="{model.pooling}"). Set '
             f'pooling="{TOKENS}".'
         )
+
+
+def refuse_uneven_negatives(loss: Any, collator: Any) -> None:
+    """Let the collator refuse rows with fewer negatives than others, where the loss takes the k-th of all rows as a
+    column: their numbers may add up to as many for every row, and negatives would be those of another one."""
+    of_sources = getattr(collator, "collators", None) or {None: collator}
+    for source, one in of_sources.items():
+        of_source = loss if source is None else loss_of(loss, source)
+        if getattr(of_source, "takes_negatives_as_columns", False) and hasattr(one, "same_number_of_negatives"):
+            one.same_number_of_negatives = True
 
 
 def check_rows(dataset: Any, no_duplicates: bool | None, per_device: int, batch: int) -> None:

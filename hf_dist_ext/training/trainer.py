@@ -225,6 +225,7 @@ class DistTrainer(Trainer):
             compiling.check(self.accelerator.state.dynamo_plugin, self.strategy)
             checks.check_model(self.model, self.args)
             checks.check_outputs(self.bare_model, self.loss)
+            checks.refuse_uneven_negatives(self.loss, self.data_collator)
             self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
         if self.evaluations.given:
             paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)

@@ -16,15 +16,19 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import losses as by_name
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training import metrics
+from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.step import split
+from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
@@ -218,6 +222,29 @@ def test_negatives_in_lists_are_columns_of_their_own():
     ]
     with pytest.raises(UsageError, match="one row has 2 negatives and another one 1"):
         collator(rows)
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_negatives_of_one_row_are_never_those_of_another(tmp_path, is_sum):
+    """A batch of two rows, with one negative and three: two for each, if nobody counts them by row."""
+    rows = [
+        {"query": "read file", "positive": "read", "negative": ["list"]},
+        {"query": "sort by key", "positive": "sort", "negative": ["date", "text", "lines"]},
+    ]
+    embeddings = EmbeddingModel.from_config(model_config("bert", **NO_DROPOUT))
+    args = DistTrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=1, report_to=[], disable_tqdm=True,
+        use_cpu=True, save_strategy="no", no_duplicates_in_batch=False,
+    )  # fmt: skip
+    triplets = SentenceTransformersLoss("TripletLoss", WIDTH)
+
+    def train(loss: torch.nn.Module) -> None:
+        collator = ContrastiveCollator(tiny_tokenizer(), COLUMNS)
+        DistTrainer(embeddings, args, train_dataset=Dataset.from_list(rows), data_collator=collator, loss=loss).train()
+
+    with pytest.raises(UsageError, match="one row has 3 negatives and another one 1"):
+        train(SumOfLosses({"infonce": InfoNCELoss(), "triplets": triplets}) if is_sum else triplets)
+    train(InfoNCELoss())  # which asks of no negative whose it is
 
 
 def test_rows_with_fewer_negatives_are_refused_before_training():
