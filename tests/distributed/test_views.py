@@ -36,7 +36,7 @@ class Mirror(threading.Thread):
         super().__init__(daemon=True)
         self.views, self.delay, self.hidden, self.hidden_until = views, delay, hidden, hidden_until
         self.since: dict[str, float] = {}
-        self.known: set[str] = set()
+        self.known: dict[str, tuple] = {}  # name -> size and time of what both had
         self.ended = threading.Event()
 
     def __enter__(self):
@@ -57,13 +57,13 @@ class Mirror(threading.Thread):
                 if self.hidden and self.hidden in name:
                     continue
                 if found[0].get(name) == found[1].get(name):
-                    self.known.add(name)
+                    self.known[name] = found[0][name]
                     self.since.pop(name, None)
-                elif all(here) or name not in self.known:
+                elif all(here) or self.known.get(name) != found[0 if here[0] else 1][name]:
                     if time.monotonic() - self.since.setdefault(name, time.monotonic()) > self.delay:
                         self._carry(name, *(self.views if here[0] else self.views[::-1]))
-                else:  # deleted
-                    self.known.discard(name)
+                else:  # deleted, and not written anew by the other
+                    del self.known[name]
                     (self.views[0 if here[0] else 1] / name).unlink(missing_ok=True)
 
     def _files(self, view: Path) -> dict[str, tuple]:
