@@ -60,7 +60,8 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
     class Saved:
         def __init__(self, tensor: torch.Tensor):
             nonlocal now, most
-            self.tensor, self.key = tensor, _storage(tensor)
+            # with its graph, it would keep itself alive where no backward comes
+            self.tensor, self.key = tensor.detach(), _storage(tensor)
             held[self.key] = held.get(self.key, 0) + 1
             if held[self.key] == 1:
                 now += tensor.untyped_storage().nbytes()

@@ -24,6 +24,7 @@ class Parameter:
     layer: str | None = None  # the layer it belongs to, None outside of all
     columns: int = 0  # of a matrix; 0 for vectors
     is_table: bool = False  # a matrix of which rows are taken
+    gets_gradient: bool = True  # by the rows of some column
 
     @property
     def is_packed(self) -> bool:

@@ -63,7 +63,8 @@ class Bytes:
 @dataclass
 class Sizes:
     """Sums over parameters. Elements; `..._stored` in bytes, `gathered...` in those that FSDP makes whole.
-    `largest_unpacked`: bytes of a matrix in 4 bits while it is multiplied."""
+    `largest_unpacked`: bytes of a matrix in 4 bits while it is multiplied; `unused...`: of what trains and gets no
+    gradient, as the layers of a tower behind the one that is read."""
 
     elements: float = 0.0
     trained: float = 0.0
@@ -74,6 +75,8 @@ class Sizes:
     gathered: float = 0.0
     gathered_trained: float = 0.0
     largest_unpacked: float = 0.0
+    unused_stored: float = 0.0
+    unused_optimizer: float = 0.0
 
     def add(self, parameter: Parameter, work: Workload) -> None:
         self.elements += parameter.elements
@@ -83,9 +86,10 @@ class Sizes:
         if parameter.trains:
             self.trained += parameter.elements
             self.trained_stored += stored
-            self.optimizer += policy.optimizer_bytes(
-                work.optimizer, parameter.elements, parameter.item, parameter.columns
-            )
+            state = policy.optimizer_bytes(work.optimizer, parameter.elements, parameter.item, parameter.columns)
+            self.optimizer += state
+            self.unused_stored += 0.0 if parameter.gets_gradient else stored
+            self.unused_optimizer += 0.0 if parameter.gets_gradient else state
             self.largest_trained = max(self.largest_trained, stored)
         else:
             self.frozen_stored += stored
@@ -168,6 +172,9 @@ def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: S
         if strategy.name == "DDP":
             needed.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets
             needed.buffers += kept_by_hook(work.knobs, work.parameters().values(), hardware.num_devices)
+    if strategy.name != "DDP" and not strategy.is_deepspeed:  # there what is not used has a gradient of zero
+        needed.gradients -= whole.unused_stored / shards
+        needed.optimizer -= whole.unused_optimizer / shards
     needed.scratch = scratch_bytes(work, whole.trained / (shards if "o" in strategy.shards else 1))
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
         needed.host += needed.master_weights + needed.gradients / (shards if stays_whole else 1) + needed.optimizer

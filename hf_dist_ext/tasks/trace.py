@@ -35,7 +35,6 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner import pictures
 from hf_dist_ext.planner.catalog import has_layers_to_split, heads_of
-from hf_dist_ext.planner.forward import Forward
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.workload import Cast, Column, Workload
@@ -220,20 +219,26 @@ def _windows(module: nn.Module, grid: torch.Tensor) -> dict[str, torch.Tensor]:
 # ---- (3) ----
 
 
-def record(mode: FakeTensorMode, model: nn.Module, work: Workload, column: Column) -> dict[str, Any]:
+def record(mode: FakeTensorMode, model: nn.Module, work: Workload, column: Column) -> tuple[dict[str, Any], set[str]]:
     """One forward of a column by a model from the meta device -> its layers: copies of weights, everything else per
-    row."""
+    row; and the names of the parameters that its backward gives a gradient to."""
     rows = ROWS_OF_PICTURES if column.images else ROWS
     with _without_values(work.has_padding), mode:
         inputs, images = features(work, column, rows), {}
         if column.images and column.tower != "image" and work.config["model_type"] in pictures.KINDS:
             tokens = rows * column.images * pictures.image_tokens(work.config)
             images = {"image_tokens": tokens, "images": column.images * pictures.images_of_picture(work.config)}
-        forward = _recorded(model, inputs, Accelerator(work.mask_bytes, work.has_padding, **images), work)
+        recorder, outputs = _recorded(model, inputs, Accelerator(work.mask_bytes, work.has_padding, **images), work)
+        leaves, layers = recorder.reach(outputs)
+    forward, reached = recorder.forward, set()
+    for name, one in model.named_parameters():
+        own = plain_name(name)
+        if id(one) in leaves or (one.device.type == "meta" and any(own.startswith(f"{layer}.") for layer in layers)):
+            reached.add(own)
     for part in forward.parts:
         for name in ("input", "beside", "saved", "products", "backward", "largest"):
             setattr(part, name, getattr(part, name) / rows)
-    return asdict(forward)
+    return asdict(forward), reached
 
 
 @contextlib.contextmanager
@@ -254,7 +259,10 @@ def _without_values(has_padding: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _recorded(model: nn.Module, inputs: dict[str, Any], kernels: Accelerator, work: Workload) -> Forward:
+def _recorded(
+    model: nn.Module, inputs: dict[str, Any], kernels: Accelerator, work: Workload
+) -> tuple[Recorder, list[torch.Tensor]]:
+    """And what the loss reads."""
     recorder = Recorder(model, [one for one in inputs.values() if isinstance(one, torch.Tensor)])
     hooks = torch.autograd.graph.saved_tensors_hooks(recorder.keep, lambda saved: saved)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=work.autocast_bytes is not None)
@@ -266,10 +274,11 @@ def _recorded(model: nn.Module, inputs: dict[str, Any], kernels: Accelerator, wo
         for one in (kernels, recorder, hooks, autocast):
             stack.enter_context(one)
         output = model(**inputs)
-        for vectors in tree_leaves(dict(output)) if work.is_embedding else ():
-            if vectors is not None and vectors.is_floating_point():  # they meet the gradients that the loss has left
-                (vectors * torch.empty_like(vectors)).sum()
-    return recorder.forward
+        outputs = tree_leaves(dict(output)) if work.is_embedding else [output.loss]
+        outputs = [one for one in outputs if one is not None and one.is_floating_point()]
+        for vectors in outputs if work.is_embedding else ():  # they meet the gradients that the loss has left
+            (vectors * torch.empty_like(vectors)).sum()
+    return recorder, outputs
 
 
 def shape(run: Any, work: Workload) -> dict[str, Any]:
@@ -309,16 +318,22 @@ def _found(mode: FakeTensorMode, model: nn.Module, work: Workload) -> dict[str, 
         item = policy.bytes_in_4_bits(one.numel()) / one.numel() if one.dtype == torch.uint8 else one.element_size()
         parameters[own] = [one.numel(), item, one.requires_grad, layer, columns, is_table]
     found: dict[str, Any] = {"parameters": parameters, "columns": {}, "packed": {}}
-    _add(found, mode, model, work, "nothing")
+    reached = _add(found, mode, model, work, "nothing")
+    for name, one in parameters.items():
+        one.append(one[2] and name in reached)
     return found
 
 
-def _add(found: dict[str, Any], mode: FakeTensorMode, model: nn.Module, work: Workload, cast: Cast) -> None:
-    """Every column's forward; `packed`: without padding."""
+def _add(found: dict[str, Any], mode: FakeTensorMode, model: nn.Module, work: Workload, cast: Cast) -> set[str]:
+    """Every column's forward; `packed`: without padding. The parameters that get a gradient by some column."""
+    reached: set[str] = set()
     for name, each in (("columns", work), ("packed", work.packed)):
         if name == "columns" or work.packs:
             for column in work.columns:
-                found[name].setdefault(column.name, {})[cast] = record(mode, model, each, column)
+                forward, more = record(mode, model, each, column)
+                found[name].setdefault(column.name, {})[cast] = forward
+                reached |= more
+    return reached
 
 
 def main(argv: list[str]) -> None:

@@ -6,6 +6,7 @@
     and autocast's copies of weights are counted apart
 (3) of layers that are alike and take the same shapes the first two run (the first keeps what all share, such as a
     mask); a later one gives what the second gave, and costs as much
+(4) what a backward would reach: a tower's last layer may be run for nothing, and its parameters then get no gradient
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ class Recorder(TorchDispatchMode):
         self._taken: dict[int, torch.UntypedStorage] = {}
         self._is_placing = False
         self._runs: dict[Any, list[tuple[Layer, Any]]] = {}
+        self._given: list[tuple[Layer, list[torch.Tensor]]] = []  # by layers that ran or were copied
+        self._taken_by_copies: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}  # by the leaf that they gave
         of_images = module_groups(model).get("vision")
         self._layers = contextlib.ExitStack()
         for name, module in layers_of(model):
@@ -145,12 +148,47 @@ class Recorder(TorchDispatchMode):
                 alike.append((self._current, tree_map(lambda one: _described(one, inputs), given)))
             else:  # (3)
                 layer, described = alike[1]
-                given = tree_map(lambda one: one.made(inputs) if isinstance(one, _Given) else one, described)
+                given = tree_map(lambda one: self._copied(one, inputs) if isinstance(one, _Given) else one, described)
                 self.forward.layers[-1] = replace(layer, name=blank.name)
+            made = [one for one in _leaves(given) if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+            taken = {id(one) for one in inputs}
+            self._given.append((self.forward.layers[-1], [one for one in made if id(one) not in taken]))
             self._current, self._input = self.forward.after, None
             return given
 
         return forward
+
+    def _copied(self, one: _Given, inputs: list[torch.Tensor]) -> torch.Tensor:
+        if one.place is not None:
+            return inputs[one.place]
+        leaf = one.made()
+        self._taken_by_copies[id(leaf)] = leaf, inputs
+        return leaf.clone() if leaf.requires_grad else leaf  # a leaf takes no change in place
+
+    def reach(self, outputs: Iterable[torch.Tensor]) -> tuple[set[int], set[str]]:
+        """(4) The ids of the parameters, and the names of the layers, that a backward from the outputs gives a
+        gradient to. Layers that it does not reach have no backward any more."""
+        leaves, seen, left = set(), set(), list(outputs)
+        while left:
+            one = left.pop()
+            node = one.grad_fn if isinstance(one, torch.Tensor) else one
+            if node is None and isinstance(one, torch.Tensor) and one.requires_grad:
+                leaves.add(id(one))
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                leaves.add(id(variable))
+                left += self._taken_by_copies.get(id(variable), (None, []))[1]
+            left += [behind for behind, _ in node.next_functions]
+        layers = set()
+        for layer, made in self._given:
+            if any(one.grad_fn in seen for one in made):
+                layers.add(layer.name)
+            else:
+                layer.backward = 0.0
+        return leaves, layers
 
     def _enter(self, layer: Layer, first: torch.Tensor | None, by_place: list[torch.Tensor]) -> None:
         """What comes between two layers is not what comes after the last."""
@@ -255,12 +293,9 @@ class _Given:
         self.place, self.needs_gradient = place, tensor.requires_grad
         self.layout = (tensor.shape, tensor.stride(), tensor.dtype)
 
-    def made(self, inputs: list[torch.Tensor]) -> torch.Tensor:
-        if self.place is not None:
-            return inputs[self.place]
+    def made(self) -> torch.Tensor:
         shape, strides, dtype = self.layout
-        made = torch.empty_strided(shape, strides, dtype=dtype, requires_grad=self.needs_gradient)
-        return made.clone() if self.needs_gradient else made  # a leaf takes no change in place
+        return torch.empty_strided(shape, strides, dtype=dtype, requires_grad=self.needs_gradient)
 
 
 def _described(one: Any, inputs: list[torch.Tensor]) -> Any:

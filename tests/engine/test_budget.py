@@ -493,3 +493,12 @@ def test_recomputed_activations_of_a_checkpointed_layer_are_counted():
     assert weights[0].grad is not None
     # two inputs wait in the graph; the last layer, run again, holds what its ReLU made
     assert peak() == 4 * 32 * (8 + 8 + 64)
+
+
+def test_what_no_backward_reaches_is_held_as_long_as_its_result():
+    weight = torch.ones(1000, requires_grad=True)
+    with peak_bytes(CPU, [weight]) as peak:
+        results = [weight.sigmoid() for _ in range(3)]  # which save themselves
+        assert peak.now() == 3 * 4000
+        del results
+        assert peak.now() == 0 and peak() == 3 * 4000

@@ -83,6 +83,7 @@ _SIGLIP = {
 _SHUFFLING = {"vision_config": VISION, "text_config": {**TEXT, "model_type": "llama"}, "image_token_id": 63}
 VISION_LANGUAGE = {
     "llava": LLAVA,
+    "llava, its last layer not read": {**LLAVA, "vision_feature_layer": -2},
     "llava_next": {**LLAVA, "model_type": "llava_next", "image_grid_pinpoints": [[32, 32]]},
     "paligemma": {
         "model_type": "paligemma", **_SIGLIP, "text_config": {**TEXT, "model_type": "gemma", "head_dim": 16},

@@ -59,7 +59,7 @@ class SavedBytes:
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         def pack(tensor: torch.Tensor):
-            return (tensor, self.add(tensor))
+            return (tensor.detach(), self.add(tensor))  # with its graph, what no backward reaches would stay alive
 
         original = torch.utils.checkpoint._recomputation_hook
         owner = self
@@ -161,7 +161,7 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
     stored = whole.frozen_stored + whole.trained_stored
     return {
         "parameters": stored / (world if sharded else 1),
-        "gradients": whole.trained_stored / (world if sharded else 1),
+        "gradients": (whole.trained_stored - (strategy != "DDP") * whole.unused_stored) / (world if sharded else 1),
         "optimizer": found.optimizer,
         "activations": held.saved + held.casts,
     }

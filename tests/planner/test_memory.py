@@ -30,6 +30,7 @@ from tests.parity.memory_table import (
     EXPERTS,
     GEMMA,
     LLAMA,
+    LLAVA,
     ON_TWO,
     QWEN,
     T5,
@@ -37,7 +38,7 @@ from tests.parity.memory_table import (
     error,
     rows_of,
 )
-from tests.parity.memory_worker import PARTS
+from tests.parity.memory_worker import PARTS, with_pictures
 
 SENTINELS = (
     "bert", "bert, no cache", "bert, LoRA", "bert, last layer and projection",
@@ -160,6 +161,30 @@ def test_a_plan_has_the_chunks_that_a_batch_is_cut_into(small_run, size, tokens,
 
 
 SIZES = [(1, 1), (40, 3000), (3000, 40), (700, 650), (364, 364), (365, 365), (2000, 2000)]
+
+
+@pytest.mark.parametrize("read", [-1, -2])
+@pytest.mark.parametrize("depth", [3, 5])
+def test_parameters_that_no_gradient_reaches_are_those_of_a_real_backward(small_run, read, depth):
+    config = {**LLAVA, "vision_feature_layer": read}
+    config["vision_config"] = {**LLAVA["vision_config"], "num_hidden_layers": depth}
+    fields = {"image_columns": ["positive"], "max_length": {"query": 16, "positive": 32}}
+    run = small_run(config, gradient_cache_chunk_size=8, **fields)
+    work = traced(run, work_of(run))
+    model, ids = EmbeddingModel.from_config(config), torch.randint(3, 60, (2, 32))
+    pictures = with_pictures(config, ids)["pixel_values"]
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pictures).embeddings.sum().backward()
+    without = {name for name, one in model.named_parameters() if one.grad is None}
+    assert without == {name for name, one in work.parameters().items() if not one.gets_gradient}
+    assert any(f"layers.{depth - 1}." in name for name in without) == (read == -2)
+    assert not any(f"layers.{depth - 2}." in name for name in without)
+    unused = sum(one.numel() for name, one in model.named_parameters() if name in without)
+    of = {one.name: estimate(work, one, Hardware(2), Settings()) for one in STRATEGIES}
+    assert of["DDP"].gradients - of["single"].gradients == 4 * unused  # DDP gives them zeros
+    assert of["DDP"].optimizer - of["single"].optimizer == 8 * unused
+    assert of["ZeRO-3"].optimizer - of["FSDP memory"].optimizer == 4 * unused
+    seeing = work.forward(work.columns[1]).layers
+    assert [layer.name for layer in seeing if not layer.backward] == [seeing[depth - 1].name] * (read == -2)
 
 
 @pytest.mark.parametrize("splits", [True, False])
