@@ -275,7 +275,7 @@ def _levers(work: Workload, best: Option, hardware: Hardware) -> dict[str, float
     if not settings.is_checkpointed:
         changes["checkpointing"] = as_fitted, replace(settings, is_checkpointed=True)
     if is_cut(work, settings):
-        rows = work.rows_of_chunk(work.longest, settings.chunk_rows)
+        rows = work.rows_of_chunk(work.longest_column, settings.chunk_rows)
         if rows > 1:
             changes["half as wide chunks"] = as_fitted, replace(settings, chunk_rows=rows // 2)
     elif best.batch > 1:
@@ -297,7 +297,7 @@ def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:
     settings = best.settings
     if settings is None or not work.is_cached or work.finds_chunk or best.fitted is None:
         return None
-    longest, most = work.longest, work.most_rows
+    longest, most = work.longest_column, work.most_rows
     own, found = work.rows_of_chunk(longest, settings.chunk_rows), None
     for rows in (own << power for power in range(1, most.bit_length())):
         wider = replace(settings, chunk_rows=min(rows, most))
@@ -336,7 +336,7 @@ def _most(work: Workload, best: Option, hardware: Hardware) -> Most | None:
 
     chunk = None
     if work.is_embedding and is_cut(work, settings):
-        longest, most = work.longest, work.most_rows
+        longest, most = work.longest_column, work.most_rows
         own = work.rows_of_chunk(longest, settings.chunk_rows)
         chunk = largest(own, most, lambda rows: fits(as_fitted, replace(settings, chunk_rows=rows)))
     return Most(chunk, largest(best.batch, MOST_ROWS, lambda rows: fits(with_batch(as_fitted, rows), settings)))
@@ -349,7 +349,7 @@ def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[t
         steps = {rows: work.accumulation * -(-work.batch // rows) for rows in batches}
         variants = [replace(with_batch(work, rows), accumulation=steps[rows]) for rows in batches]
         return [(variant, Settings(is_checkpointed=is_checkpointed)) for variant in variants]
-    most = max(work.rows_of_chunk(column.length) for column in work.columns)
+    most = max(work.rows_of_chunk(column) for column in work.columns)
     is_found = work.finds_chunk or needs_chunk
     whole = [(work, Settings(is_checkpointed=is_checkpointed))] if not is_found else []
     sizes = [2**power for power in range(20, -1, -1) if 2**power < most or is_found and 2**power <= most]
@@ -358,8 +358,8 @@ def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[t
 
 def _seconds(work: Workload, settings: Settings, sent: Traffic, hardware: Hardware) -> float:
     """Of one step."""
-    longest = work.longest
-    rows = work.rows_of_chunk(longest, settings.chunk_rows) if is_cut(work, settings) else work.batch
+    longest, is_whole = work.longest, not is_cut(work, settings)
+    rows = work.batch if is_whole else work.rows_of_chunk(work.longest_column, settings.chunk_rows)
     waiting = 1 + hardware.half_speed_tokens / (
         rows * longest
     )  # arithmetic takes so many times longer in small chunks

@@ -31,7 +31,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     is_embedding = fields.task == "embedding"
     columns = _columns(run, config, is_embedding, notes)
     size = given.get("gradient_cache_chunk_size")
-    tokens = given.get("gradient_cache_chunk_tokens")
+    tokens, patches = given.get("gradient_cache_chunk_tokens"), given.get("gradient_cache_chunk_patches")
     half = given.get("bf16") or given.get("fp16")
     trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
     keep = given.get("gradient_cache_keep_graph", 0)
@@ -46,7 +46,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     width = text.get("hidden_size") or 0
     token_dim = (fields.token_dim or width) if is_embedding and outputs_of(fields) else None
     parts = [part.config for part in all_parts(fields)] if is_embedding else []
-    is_cached = size is not None or tokens is not None or given.get("gradient_cache_chunk_patches") is not None
+    is_cached = size is not None or tokens is not None or patches is not None
     packs = is_embedding and is_cached and token_dim is None and _packs(given, config, fields.attn_implementation)
     if packs:
         notes.append("chunks are packed: counted without padding (gradient_cache_packing).")
@@ -55,6 +55,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         columns=columns,
         chunk_rows=size if isinstance(size, int) else None,
         chunk_tokens=tokens,
+        chunk_patches=patches,
         is_cached=is_cached,
         finds_chunk=size == "auto",
         keep_graph=keep if isinstance(keep, int) else 0,
@@ -121,7 +122,8 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
         is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
         if has_towers and (is_image or (i == 1 and "image" not in str(names))):
-            columns.append(Column(name, count, pictures.num_patches(config["vision_config"]), tower="image", images=1))
+            patches = pictures.num_patches(config["vision_config"])
+            columns.append(Column(name, count, patches, tower="image", images=1, patches=patches))
             continue
         length, of_data = limits[name], seen.get(name)
         if of_data is not None:
@@ -135,7 +137,8 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         else:
             length = min(longest, -(-length // multiple) * multiple)
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
-        columns.append(Column(name, count, length, tower, images, of_data and of_data.mean))
+        patches = pictures.patches_of_picture(config) if images else 0
+        columns.append(Column(name, count, length, tower, images, patches, of_data and of_data.mean))
     return tuple(columns)
 
 

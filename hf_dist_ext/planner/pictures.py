@@ -47,6 +47,13 @@ def images_of_picture(config: Config) -> int:
     return config.get("tiles_of_picture", 1)
 
 
+def patches_of_picture(config: Config) -> int:
+    """That the tower sees of one picture, at most."""
+    vision = config["vision_config"]
+    each = grid(vision) ** 2 if config["model_type"] in QWEN else num_patches(vision)
+    return images_of_picture(config) * each
+
+
 def image_tokens(config: Config) -> int:
     """Tokens that one picture takes in the text, at most."""
     kind, vision = config["model_type"], config["vision_config"]

@@ -244,7 +244,7 @@ def _activations(plan: Plan, best: Option) -> str:
     assert settings is not None
     longest = work.longest
     if is_cut(work, settings):
-        rows = work.rows_of_chunk(longest, settings.chunk_rows)
+        rows = work.rows_of_chunk(work.longest_column, settings.chunk_rows)
         what = f"a chunk of {count_with(rows, 'row')} of {longest} tokens"
     else:
         what = f"{count_with(best.batch, 'row')} of {longest} tokens"

@@ -152,7 +152,7 @@ def _chunk(plan: Plan, option: Option) -> str:
     settings = option.settings or Settings()
     if not is_cut(plan.work, settings):
         return str(option.batch or plan.work.batch)
-    return str(plan.work.rows_of_chunk(plan.work.longest, settings.chunk_rows))
+    return str(plan.work.rows_of_chunk(plan.work.longest_column, settings.chunk_rows))
 
 
 def _time(plan: Plan) -> str:

@@ -28,6 +28,7 @@ class Column:
     length: int
     tower: str = "backbone"
     images: int = 0
+    patches: int = 0  # of a row's pictures
     tokens: float | None = None  # of a row on average, where the data was looked at
 
     @property
@@ -64,6 +65,7 @@ class Workload:
     columns: tuple[Column, ...]
     chunk_rows: int | None  # None: not given
     chunk_tokens: int | None
+    chunk_patches: int | None
     is_cached: bool
     finds_chunk: bool  # chunk size "auto"
     keep_graph: int
@@ -140,9 +142,13 @@ class Workload:
         return policy.widening(self.config.get("num_hidden_layers"), is_checkpointed)
 
     @functools.cached_property
+    def longest_column(self) -> Column:
+        return max(self.columns, key=lambda column: column.length)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest rows."""
-        return max(column.length for column in self.columns)
+        return self.longest_column.length
 
     def chunk_fields(self, chunk_rows: int) -> dict[str, int | None]:
         """Fields of the run file for chunks of so many of the longest rows: in tokens where the run bounds tokens
@@ -173,12 +179,14 @@ class Workload:
         """That one chunk could have."""
         return max(sum(column.rows for column in table) for table in self.tables)
 
-    def rows_of_chunk(self, length: int, chunk_rows: int | None = None) -> int:
-        """Rows per chunk for rows of a length, never more than share chunks. `chunk_rows`: as for `chunk_fields`."""
+    def rows_of_chunk(self, column: Column, chunk_rows: int | None = None) -> int:
+        """Rows per chunk for rows like a column's, never more than share chunks. `chunk_rows`: as for `chunk_fields`."""
         most, tokens = self._limits(chunk_rows)
         rows = self.most_rows
         if tokens is not None:
-            rows = min(rows, max(1, tokens // length))
+            rows = min(rows, max(1, tokens // column.length))
+        if self.chunk_patches is not None and column.patches:
+            rows = min(rows, max(1, self.chunk_patches // column.patches))
         return rows if most is None else min(rows, most)
 
     def rows_beside(self, column: Column) -> int:
@@ -193,7 +201,7 @@ class Workload:
             first, end, total = 0, 0, sum(column.rows for column in table)
             for column in table:
                 end += column.rows
-                rows = self.rows_of_chunk(column.length, chunk_rows)
+                rows = self.rows_of_chunk(column, chunk_rows)
                 if (number := -(-(end - first) // rows)) <= 0:  # all stand behind longer rows
                     continue
                 last = min(rows, total - first - (number - 1) * rows)
@@ -205,7 +213,7 @@ class Workload:
         """Rows of a column's length that are as many tokens as the chunk which has most. A packed chunk is filled with
         shorter rows up to its limit, so this is no whole number."""
         beside = self.rows_beside(column)
-        rows = min(beside, self.rows_of_chunk(column.length, chunk_rows))
+        rows = min(beside, self.rows_of_chunk(column, chunk_rows))
         most, tokens = self._limits(chunk_rows)
         if self.has_padding or tokens is None:
             return rows

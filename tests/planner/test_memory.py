@@ -13,7 +13,7 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.planner import choose
+from hf_dist_ext.planner import choose, pictures
 from hf_dist_ext.planner import traced as tracing
 from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
 from hf_dist_ext.planner.from_run import workload_of
@@ -38,7 +38,7 @@ from tests.parity.memory_table import (
     error,
     rows_of,
 )
-from tests.parity.memory_worker import PARTS, with_pictures
+from tests.parity.memory_worker import PARTS, PICTURE, with_pictures
 
 SENTINELS = (
     "bert", "bert, no cache", "bert, LoRA", "bert, last layer and projection",
@@ -172,8 +172,8 @@ def test_parameters_that_no_gradient_reaches_are_those_of_a_real_backward(small_
     run = small_run(config, gradient_cache_chunk_size=8, **fields)
     work = traced(run, work_of(run))
     model, ids = EmbeddingModel.from_config(config), torch.randint(3, 60, (2, 32))
-    pictures = with_pictures(config, ids)["pixel_values"]
-    model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pictures).embeddings.sum().backward()
+    pixels = with_pictures(config, ids)["pixel_values"]
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).embeddings.sum().backward()
     without = {name for name, one in model.named_parameters() if one.grad is None}
     assert without == {name for name, one in work.parameters().items() if not one.gets_gradient}
     assert any(f"layers.{depth - 1}." in name for name in without) == (read == -2)
@@ -185,6 +185,37 @@ def test_parameters_that_no_gradient_reaches_are_those_of_a_real_backward(small_
     assert of["ZeRO-3"].optimizer - of["FSDP memory"].optimizer == 4 * unused
     seeing = work.forward(work.columns[1]).layers
     assert [layer.name for layer in seeing if not layer.backward] == [seeing[depth - 1].name] * (read == -2)
+
+
+@pytest.mark.parametrize("kind, model", [("llava", LLAVA), ("clip", CLIP)])
+@pytest.mark.parametrize("patches, size, batch", [(100, None, 25), (100, 4, 25), (5, None, 6), (1000, 20, 25)])
+def test_a_plan_has_the_chunks_that_patches_allow(small_run, kind, model, patches, size, batch):
+    names = {"image_columns": ["positive"]} if kind == "llava" else {}
+    fields = {"max_length": {"query": 16, "positive": 32}, "per_device_train_batch_size": batch, **names}
+    limits = {"gradient_cache_chunk_size": size, "gradient_cache_chunk_patches": patches}
+    work = work_of(small_run(model, **fields, **limits))
+    query, ids = torch.ones(batch, 16, dtype=torch.long), torch.ones(batch, 32, dtype=torch.long)
+    seen = with_pictures(LLAVA, ids)
+    seen |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if kind == "llava" else {}
+    features = {"query": {"input_ids": query, "attention_mask": query}, "positive": seen}
+    config = AutoConfig.for_model(**model)
+    config = config if kind == "llava" else {"query": config.text_config, "positive": config.vision_config}
+    of_size = ChunkLimits(size, None, max_patches=patches)
+    chunks = lay_out(features, of_size, shares_tower=kind == "llava", model_config=config).chunks()
+    assert work.columns[1].patches == 16 and work.num_chunks() == len(chunks) > 1
+    assert work.rows_of_chunk(work.columns[1]) == max(chunk.num_rows for chunk in chunks if chunk.has_vision)
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "idefics3", "internvl", "qwen2_vl"])
+def test_patches_of_a_picture_are_those_that_a_batch_has(kind, monkeypatch):
+    monkeypatch.setattr(pictures, "PICTURE", PICTURE)
+    config = with_defaults(VISION_LANGUAGE[kind])
+    config |= {"tiles_of_picture": 5} if kind in ("idefics3", "internvl") else {}
+    ids = torch.ones(3, 96, dtype=torch.long)
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **with_pictures(config, ids)}
+    of_model = AutoConfig.for_model(**VISION_LANGUAGE[kind])
+    (table,) = lay_out({"positive": rows}, ChunkLimits(max_patches=10**6), model_config=of_model).tables
+    assert {entries * longest for entries, longest in table.patches} == {pictures.patches_of_picture(config)}
 
 
 @pytest.mark.parametrize("splits", [True, False])
