@@ -19,6 +19,7 @@ from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload
 from hf_dist_ext.run.presets import find_preset
 
+SPREAD_BY = ("accelerate_config", "gradient_cache_fsdp", "frozen_parts_fsdp", "pipeline_parallel_size")
 MOST_ROWS = 2**20  # of a device's batch, that are tried
 
 
@@ -274,7 +275,7 @@ class Plan:
             "notes": self.notes,
             "stage": self.run.name if self.stages else None,
             "stages": self.stages,
-            "strategies": [option.as_dict() for option in self.options],
+            "strategies": [option.as_dict() | {"set": changes_for(self, option)} for option in self.options],
         }
 
 
@@ -287,6 +288,11 @@ def _without(overrides: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
             kept.append(word)
         before = word
     return kept
+
+
+def changes_to_fit(plan: Plan, option: Option) -> dict[str, Any]:
+    """Those of `changes_for` that do not say how the run is spread."""
+    return {name: value for name, value in changes_for(plan, option).items() if name not in SPREAD_BY}
 
 
 def changes_for(plan: Plan, best: Option) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hf_dist_ext.planner.cards import CARDS
 from hf_dist_ext.planner.catalog import GIB
 from hf_dist_ext.planner.memory import Settings, is_cut, model_of
 from hf_dist_ext.planner.pipelines import Facts
-from hf_dist_ext.planner.plan import MOST_ROWS, Option, Plan
+from hf_dist_ext.planner.plan import MOST_ROWS, Option, Plan, changes_to_fit
 from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
 from hf_dist_ext.planner.traffic import BANDWIDTH, speed
 
@@ -70,10 +70,20 @@ def _print_table(plan: Plan) -> None:
 
     console = Console()
     offloads = any(option.shown.host for option in plan.options)
-    headings = ["GiB per device", *COLUMNS, *["host"] * offloads, "total", "fits", "chunk", "sent/step", "s/step"]
+    headings = [
+        "GiB per device",
+        *COLUMNS,
+        *["host"] * offloads,
+        "total",
+        "fits",
+        "chunk",
+        "sent/step",
+        "s/step",
+        "changed",
+    ]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in (headings[0], "fits") else "right")
+        table.add_column(heading, justify="left" if heading in (headings[0], "fits", "changed") else "right")
     for option in plan.options:
         mark = "> " if option is plan.best else "  "
         shown = [*(getattr(option.shown, name) for name in PARTS), *[option.shown.host] * offloads, option.shown.total]
@@ -84,9 +94,10 @@ def _print_table(plan: Plan) -> None:
             _chunk(plan, option),
             f"{(option.sent or option.traffic).bytes / GIB:.2f}",
             "-" if option.settings is None else seconds_of(option.seconds),
+            in_json(changes_to_fit(plan, option)),
         )
     # the terminal's width cuts columns; a file or a pipe gets all of them
-    wide = console if console.is_terminal and console.width >= 150 else Console(width=170, highlight=False)
+    wide = console if console.is_terminal and console.width >= 190 else Console(width=240, highlight=False)
     wide.print(table)
 
 

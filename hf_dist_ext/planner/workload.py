@@ -180,7 +180,7 @@ class Workload:
         return max(sum(column.rows for column in table) for table in self.tables)
 
     def rows_of_chunk(self, column: Column, chunk_rows: int | None = None) -> int:
-        """Rows per chunk for rows like a column's, never more than share chunks. `chunk_rows`: as for `chunk_fields`."""
+        """Of rows like a column's, at most all that share chunks. `chunk_rows`: as for `chunk_fields`."""
         most, tokens = self._limits(chunk_rows)
         rows = self.most_rows
         if tokens is not None:

@@ -157,6 +157,19 @@ def test_a_batch_without_a_gradient_cache_is_accumulated(make_run):
     assert rows * steps == 64 and plan.best.fitted.total <= 24 * GIB
 
 
+def test_a_row_that_fits_with_changes_names_the_fields(make_run, capsys):
+    make_run(per_device_train_batch_size=4096)
+    words = ["plan", "run.json", "--num_devices", "2", "--device_memory_gib", "8"]
+    cli.main(words)
+    rows = {line[2:20].strip(): line for line in capsys.readouterr().out.splitlines() if "GiB" not in line}
+    cli.main([*words, "--json"])
+    found = {one["strategy"]: one for one in json.loads(capsys.readouterr().out)["strategies"]}
+    chunk = found["DDP"]["set"]["gradient_cache_chunk_size"]
+    assert chunk == found["DDP"]["made_to_fit"]["chunk_rows"] and not found["DDP"]["fits"]
+    assert " changed " in rows["DDP"] and rows["DDP"].rstrip().endswith(f'"gradient_cache_chunk_size": {chunk}')
+    assert "preset" not in rows["FSDP memory"] and found["FSDP memory"]["set"]["gradient_cache_fsdp"] == "memory"
+
+
 def test_nothing_that_fits_is_said_with_what_to_do(make_run):
     plan = make_plan(make_run(DECODER), Hardware(2, 2 * GIB))
     assert plan.best is None and any("adamw_bnb_8bit" in reason for reason in plan.reasons)
