@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from tokenizers import normalizers
 from torch import nn
 from transformers import (
@@ -72,8 +73,9 @@ def build_from_config(model_class: Any, config: PreTrainedConfig, dtype: Any, **
     """An AutoModel class's `from_config`; `dtype` None is float32."""
     try:
         return model_class.from_config(config, dtype=parse_dtype(dtype) or torch.float32, **options)
-    except (ValueError, ImportError, AssertionError) as error:
-        raise UsageError(f"model_config cannot be built: {one_line(error)}") from error
+    except (ValueError, ImportError, AssertionError, KeyError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else one_line(error)
+        raise UsageError(f"model_config cannot be built: {reason}") from error
 
 
 def load_backbone(
@@ -184,7 +186,7 @@ def _loading_errors(name: str | Path) -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise UsageError(f'model "{name}" cannot be loaded: {one_line(error)}') from error
 
 

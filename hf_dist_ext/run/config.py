@@ -217,13 +217,15 @@ _ABOVE_ZERO = (
 ).split()
 _NOT_NEGATIVE = (
     "num_train_epochs learning_rate weight_decay max_grad_norm warmup_steps eval_delay eval_steps matryoshka_weights "
-    "false_negative_margin dataloader_num_workers seed data_seed gradient_cache_keep_graph min_num_params"
+    "false_negative_margin dataloader_num_workers gradient_cache_keep_graph min_num_params"
 ).split()
+_SEEDS = "seed data_seed".split()
 _SHARES = "adam_beta1 adam_beta2 label_smoothing_factor lora_dropout".split()
 BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items of lists and objects are held to them
     **dict.fromkeys(_POSITIVE, {"minimum": 1}),
     **dict.fromkeys(_ABOVE_ZERO, {"exclusiveMinimum": 0}),
     **dict.fromkeys(_NOT_NEGATIVE, {"minimum": 0}),
+    **dict.fromkeys(_SEEDS, {"minimum": 0, "exclusiveMaximum": 2**32}),  # numpy takes no larger one
     **dict.fromkeys(_SHARES, {"minimum": 0, "exclusiveMaximum": 1}),
     "matryoshka_dims": {"minimum": 1, "minItems": 1},
     "max_steps": {"minimum": -1},

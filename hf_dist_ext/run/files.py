@@ -35,6 +35,8 @@ def read_fields(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, names, 1, 0.4)
         hint = f"Closest: {path.parent / near[0]}" if near else "Give the path of a JSON or YAML file."
         raise UsageError(f"--config {path}: no such file. {hint}") from None
+    except RecursionError:
+        raise UsageError(f"{path} nests lists or objects too deeply to be read. Mend it.") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
     except OSError as error:

@@ -28,6 +28,15 @@ PACKAGES = {
     r"adamw_torch_xla": ("torch_xla", "torch-xla"),
     r"adamw_torch_npu_fused": ("torch_npu", "torch-npu"),
 }
+# What `optim_args` may hold, of optimizers for which Trainer reads some names or none and says nothing of others.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "adamw_torch": (),
+    "adamw_torch_fused": (),
+    "adafactor": (),
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+}
 LIGER = ("liger_kernel", "liger-kernel")
 
 
@@ -37,7 +46,9 @@ def package_of(optim: str) -> tuple[str, str] | None:
 
 
 def check(training: Mapping[str, Any]) -> None:
-    """UsageError for `optim` or `use_liger_kernel` whose package is not installed. `training`: Trainer's fields."""
+    """UsageError for `optim` or `use_liger_kernel` whose package is not installed, and for `optim_args` that `optim`
+    does not take. `training`: Trainer's fields."""
+    _check_options(training.get("optim") or "adamw_torch_fused", training.get("optim_args") or "")
     asked = {}
     if optim := training.get("optim"):
         asked[f'optim="{optim}"'] = package_of(optim)
@@ -49,3 +60,14 @@ def check(training: Mapping[str, Any]) -> None:
                 f"{given} needs the package {package[1]}, which is not installed. Install it (pip install "
                 f"{package[1]}), or remove {given.partition('=')[0]}."
             )
+
+
+def _check_options(optim: str, text: str) -> None:
+    words = text.replace(" ", "").split(",") if text else []
+    if wrong := [word for word in words if word.count("=") != 1]:
+        raise UsageError(f'optim_args="{text}": "{wrong[0]}" is no name=value. Write "momentum=0.9,nesterov=true".')
+    takes = OPTIONS.get(optim)
+    names = [word.partition("=")[0] for word in words]
+    if takes is not None and (wrong := [name for name in names if name not in takes]):
+        which = f"takes {', '.join(takes)}" if takes else "takes none: adam_beta1, weight_decay and so on are fields"
+        raise UsageError(f'optim_args has "{wrong[0]}", and optim="{optim}" {which}.')

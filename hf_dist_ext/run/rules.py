@@ -34,6 +34,7 @@ OF_TASK = {
 def check_rules(run: Run) -> None:
     """UsageError for the first rule that a run without stages, or one stage, breaks."""
     config, given = run.options, run.given
+    _check_output_dir(given["output_dir"])
     check_task_fields(config.task, given)
     useless = [name for name in CONTRASTIVE_FIELDS if given.get(name) not in (None, False)]
     if config.loss is None and useless:
@@ -62,6 +63,16 @@ def check_rules(run: Run) -> None:
         raise UsageError(
             f"token_dim={show(config.token_dim)} is of a model of several outputs per row, and this run's has one. "
             'For "late_interaction" alone the dimensions of token vectors are projection_dim.'
+        )
+    if given.get("max_steps") == 0:
+        raise UsageError(
+            "max_steps=0 is no number of updates, and Trainer would train num_train_epochs. Give 1 or more, or remove "
+            "max_steps."
+        )
+    if config.temperature < 1e-6:
+        raise UsageError(
+            f"temperature={show(config.temperature)}: scores are divided by it, and would be too large for float32 "
+            "sums. Give 0.01 or more."
         )
     if config.normalize and config.temperature >= 10:
         raise UsageError(
@@ -120,6 +131,17 @@ def _has_token() -> bool:
 
 def _is_on(text: str) -> bool:
     return text.strip().upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _check_output_dir(folder: str) -> None:
+    try:
+        if folder.strip():
+            Path(folder).resolve().is_dir()
+            return
+        reason = "it is empty"
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, a link to itself
+        reason = getattr(error, "strerror", None) or str(error)
+    raise UsageError(f"output_dir={show(folder)} is no folder's path: {reason}. Give another.")
 
 
 def _check_folders(config: RunConfig) -> None:

@@ -34,7 +34,7 @@ from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import closing_lines, image_pairs, routes, vision_language
 from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
 from hf_dist_ext.tasks.image_text import with_vocabulary
-from hf_dist_ext.tasks.lengths import lengths_of
+from hf_dist_ext.tasks.lengths import lengths_of, refuse_nothing_left
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.tasks.sources import LoadedSources
@@ -107,6 +107,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         # What is not given is as the model's folder says: the folder of this run will say so too.
         prompts = _prompts_for(model, config, columns)
         max_length = lengths_of(model, config.max_length, columns, tokenizer.model_max_length)
+        if sources is None and not pictures:
+            refuse_nothing_left(max_length, prompts, columns, tokenizer)
         model.max_length, model.lengths = max_length, lengths_by_role(max_length)
         if sources is None:
             collator = make_collator(tokenizer, columns, prompts, max_length, config.id_column)

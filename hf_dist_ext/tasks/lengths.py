@@ -3,7 +3,8 @@ the model has positions for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -34,6 +35,23 @@ def lengths_of(
     if isinstance(lengths, Mapping):
         return {column: min(length or of_tokenizer, most) for column, length in lengths.items()}
     return lengths if lengths is None and of_tokenizer <= most else min(lengths or of_tokenizer, most)
+
+
+def refuse_nothing_left(
+    max_length: int | Mapping[str, int | None] | None,
+    prompts: Mapping[str, str],
+    columns: Sequence[str],
+    tokenizer: Any,
+) -> None:
+    """UsageError where special tokens and the prompt of a column fill its length: its rows would all be the same."""
+    for column in columns:
+        length = max_length.get(column) if isinstance(max_length, Mapping) else max_length
+        taken = len(tokenizer(prompts.get(column, ""), verbose=False)["input_ids"])
+        if length is not None and length <= taken:
+            raise UsageError(
+                f'max_length={length} leaves nothing of the texts of column "{column}": its prompt and the special '
+                f"tokens are {taken} tokens. Give more, or a shorter prompt."
+            )
 
 
 def _each(lengths: int | Mapping[str, int | None] | None) -> list[int | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import time
 from collections.abc import Callable
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 from transformers import set_seed
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
+from hf_dist_ext.tasks import options
 from hf_dist_ext.training import console
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.measured import Measured
@@ -116,27 +115,16 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))
     if run.options.use_lora and run.options.model_config is not None and not run.name:
         training.setdefault("save_full_model", True)  # the base of the adapters is nowhere else
+    options.check_of_accelerator(training.get("accelerator_config"))
     try:
         args = DistTrainingArguments(**training)
     except ValueError as error:  # transformers checks its fields against each other here
         theirs = " ".join(str(error).split())
         raise UsageError(next((ours for word, ours in OUR_WORDS.items() if word in theirs), theirs)) from error
-    _check_schedule(args)
+    options.check(args)
     if "trackio" in args.report_to:
         _settle_trackio(args)
     return args
-
-
-def _check_schedule(args: DistTrainingArguments) -> None:
-    """Options that the schedule does not have; Trainer finds them when the model is loaded."""
-    options = args.lr_scheduler_kwargs or {}
-    takes = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[args.lr_scheduler_type]).parameters
-    known = [name for name in takes if name not in ("optimizer", "num_warmup_steps", "num_training_steps", "kwargs")]
-    if "kwargs" not in takes and (wrong := [name for name in options if name not in known]):
-        raise UsageError(
-            f'lr_scheduler_kwargs has "{wrong[0]}", and lr_scheduler_type="{args.lr_scheduler_type.value}" takes '
-            f"{', '.join(known)}."
-        )
 
 
 def _settle_trackio(args: DistTrainingArguments) -> None:

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -292,6 +293,7 @@ def cut_json(folder):
         (remove("modules.json"), "1_Pooling, 2_Dense, 3_Normalize but no modules.json"),
         (remove("config.json"), "has no config.json"),
         (remove("model.safetensors"), "cannot be loaded"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 500), "cannot be loaded: Error while deserializing"),
         (remove("modules.json", "1_Pooling", "2_Dense", "3_Normalize", "config.json"), "not a model folder"),
         (cut_json, "modules.json is not valid JSON"),
         (swap_dense_and_normalize, "Transformer -> Pooling -> Normalize -> Dense"),

@@ -206,6 +206,7 @@ def test_wrong_words_on_the_command_line_are_refused(load, argv, words):
         ('{"temperature": NaN}', ["NaN", "finite"]),
         ('{"temperature": 1e999}', ["finite"]),
         ("", ["line 1", "column 1"]),
+        ('{"columns": ' + "[" * 100_000, ["too deeply"]),
     ],
 )
 def test_a_file_that_is_not_a_json_object_is_refused(tmp_path, text, words):
