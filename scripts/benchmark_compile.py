@@ -25,8 +25,9 @@ from model_sizes import bert
 from torch import nn
 from torch._dynamo.utils import counters
 
-from hf_dist_ext.engine.chunks import Chunk, ChunkLimits
+from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training import compiling
 

@@ -50,9 +50,9 @@ from hf_dist_ext import policy
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.budget import widened
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error

@@ -29,8 +29,8 @@ from benchmark_gradient_cache import (
 )
 from model_sizes import bert
 
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 
 KINDS = ("packed", "padded")

@@ -1,9 +1,10 @@
 """The gradient cache, in torch alone: a reader who knows torch understands it in one sitting.
 
-Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of columns into tables of sorted rows,
-`chunks.py` cuts these into chunks and puts their embeddings back into the batch's order, with `assembly.py` while
-later ones are encoded; `columns.py`, `rows.py` and `images.py` say which axis of a feature is the row, the token or
-the picture, and `families.py` what a model makes of a picture. `flat.py` reads rows that travel end to end, and with
+Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of columns into tables of sorted rows
+(`tables.py`), `chunks.py` cuts these into chunks within `limits.py` and puts their embeddings back into the batch's
+order, with `assembly.py` while later ones are encoded; `columns.py`, `rows.py` and `images.py` say which axis of a
+feature is the row, the token or the picture, `units.py` cuts pictures, and `families.py` says what a model makes of
+one. `flat.py` reads rows that travel end to end, and with
 `travelling.py` the cuts of a batch travel beside it. `losses.py` and `tiled_infonce.py` hold the loss and its
 gradient, `sigmoid_loss.py`, `late_interaction.py` and `sparse_loss.py` other losses. `ring.py` computes the first two
 where candidates go round the processes, `ring_scores.py` has their formulas there, `products.py` the matrix products.
@@ -17,18 +18,18 @@ from typing import TYPE_CHECKING
 from hf_dist_ext.lazy import handed_on
 
 if TYPE_CHECKING:  # what an editor completes and a type checker reads
-    from hf_dist_ext.engine.chunks import ChunkLimits as ChunkLimits
     from hf_dist_ext.engine.combined_losses import LossPerSource as LossPerSource
     from hf_dist_ext.engine.combined_losses import SumOfLosses as SumOfLosses
     from hf_dist_ext.engine.gradient_cache import cached_step as cached_step
     from hf_dist_ext.engine.late_interaction import LateInteractionLoss as LateInteractionLoss
     from hf_dist_ext.engine.layout import lay_out as lay_out
+    from hf_dist_ext.engine.limits import ChunkLimits as ChunkLimits
     from hf_dist_ext.engine.losses import InfoNCELoss as InfoNCELoss
     from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss as SigmoidLoss
     from hf_dist_ext.engine.sparse_loss import SparseLoss as SparseLoss
 
 _HOMES = {
-    "ChunkLimits": "chunks",
+    "ChunkLimits": "limits",
     "InfoNCELoss": "losses",
     "LateInteractionLoss": "late_interaction",
     "LossPerSource": "combined_losses",

@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 
-from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import KEEP, SCORE, Phase
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import Peak, free_bytes, peak_bytes
 
 logger = logging.getLogger(__name__)
@@ -264,19 +265,12 @@ class ChunkBudget:
 
 def longest_row(batch: ChunkedBatch) -> int:
     """Real tokens of the longest row."""
-    return max(last - first for table in batch.tables for first, last in table.extents)
-
-
-def costliest_chunk(batch: ChunkedBatch) -> int:
-    """Tokens, padding included, of the chunk that has most."""
-    return max(
-        table.cost(*bounds, batch.limits) for table in batch.tables for bounds in table.bounds if len(set(bounds)) > 1
-    )
+    return max(table.longest for table in batch.tables if table.num_rows)
 
 
 def widened(batch: ChunkedBatch, factor: int) -> ChunkedBatch:
     """The same rows in chunks of `factor` times the rows and tokens."""
-    return ChunkedBatch([replace(table, bounds=[]) for table in batch.tables], batch.limits.scaled(factor))
+    return ChunkedBatch(batch.tables, batch.limits.scaled(factor))
 
 
 def _name(device: torch.device) -> str:

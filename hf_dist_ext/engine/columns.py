@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_dist_ext.engine import flat, images
@@ -45,7 +46,7 @@ class Column:
     place: int  # among the batch's columns
     num_rows: int
     width: int
-    extents: list[tuple[int, int]]  # per row: first real token, one past the last
+    extents: np.ndarray  # (R, 2) int32, per row: first real token, one past the last
     is_dense: bool  # every row has real tokens, and no others between them
     rows: dict[str, tuple[torch.Tensor | FlatRows, RowLayout]]
     units: dict[str, tuple[Any, UnitLayout]]
@@ -57,7 +58,7 @@ class Column:
 
     @property
     def has_left_padding(self) -> bool:
-        return any(first > 0 for first, _ in self.extents)
+        return bool((self.extents[:, 0] > 0).any())
 
 
 def read_columns(
@@ -110,14 +111,16 @@ def _read_column(
 ) -> Column:
     known = {key: value for key, value in features.items() if key not in feature_axes}
     num_rows, width = _num_rows(known or features), _token_width(features)
-    extents = _known_extents(features, host) or [(0, width, True)] * num_rows
+    extents = _known_extents(features, host)
+    if extents is None:
+        extents = np.tile(np.array([0, width, 1], dtype=np.int32), (num_rows, 1))
     column = Column(
         name=name,
         place=place,
         num_rows=num_rows,
         width=width,
-        extents=[(first, last) for first, last, _ in extents],
-        is_dense=all(is_dense for *_, is_dense in extents),
+        extents=extents[:, :2],
+        is_dense=bool(extents[:, 2].all()),
         rows={},
         units={},
         has_vision=[False] * num_rows,
@@ -242,13 +245,12 @@ def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
     return torch.stack([torch.where(empty, 0, first), torch.where(empty, 1, last), is_dense], dim=1)
 
 
-def _known_extents(features: Mapping[str, Any], host: Mapping[str, list]) -> list[tuple[int, int, bool]]:
-    """As `_row_extents`: of rows that travelled flat without asking, of others as the host was told; none where
-    nothing is known."""
+def _known_extents(features: Mapping[str, Any], host: Mapping[str, list]) -> np.ndarray | None:
+    """As `_row_extents`, int32: of rows that travelled flat without asking, of others as the host was told."""
     mask = features.get("attention_mask")
     if isinstance(mask, FlatRows):
-        return mask.places.extents() if mask.places.width else []
-    return host.get("extents", [])
+        return mask.places.extents() if mask.places.width else None
+    return np.array(host["extents"], dtype=np.int32).reshape(-1, 3) if host.get("extents") else None
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[list]:

@@ -41,15 +41,15 @@ class FlatPlaces:
         lengths = self.offsets.diff()
         return self.width - lengths if self.pads_left else torch.zeros_like(lengths)
 
-    def extents(self) -> list[tuple[int, int, bool]]:
-        """Per row its first place, one past the last, and whether it has tokens, from the host's numbers. One without
-        has a place all the same."""
+    def extents(self) -> np.ndarray:
+        """(R, 3) int32: per row its first place, one past the last, and whether it has tokens, from the host's
+        numbers. One without has a place all the same."""
+        has_tokens = self.lengths > 0
         if self.pads_left:
-            ends = np.where(self.lengths > 0, self.width, 1)
-            firsts = np.where(self.lengths > 0, self.width - self.lengths, 0)
+            ends, firsts = np.where(has_tokens, self.width, 1), np.where(has_tokens, self.width - self.lengths, 0)
         else:
             ends, firsts = np.maximum(self.lengths, 1), np.zeros_like(self.lengths)
-        return list(zip(firsts.tolist(), ends.tolist(), (self.lengths > 0).tolist(), strict=True))
+        return np.column_stack([firsts, ends, has_tokens]).astype(np.int32)
 
 
 @dataclass

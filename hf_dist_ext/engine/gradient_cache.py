@@ -9,7 +9,7 @@ time and their gradients add up to the full batch's. Chunks whose graph is kept 
 one chunk, or all kept, the step costs what the plain step costs.
 
     >>> import torch
-    >>> from hf_dist_ext.engine.chunks import ChunkLimits
+    >>> from hf_dist_ext.engine.limits import ChunkLimits
     >>> from hf_dist_ext.engine.layout import lay_out
     >>> from hf_dist_ext.engine.gradient_cache import cached_step
     >>> encoder = torch.nn.Linear(8, 4)

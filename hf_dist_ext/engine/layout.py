@@ -14,14 +14,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits, Table, Units
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.columns import Column, FeatureAxes, read_columns
+from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
-from hf_dist_ext.engine.packing import PackedTokens, can_be_packed
+from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.packing import PackedRows, PackedTokens, can_be_packed
 from hf_dist_ext.engine.rows import RowFeature
+from hf_dist_ext.engine.tables import Table
+from hf_dist_ext.engine.units import Units
 
 
 def lay_out(
@@ -94,7 +99,7 @@ def lay_out(
 
 def _has_many_chunks(columns: list[Column], limits: ChunkLimits) -> bool:
     rows = sum(column.num_rows for column in columns)
-    tokens = sum(last - first for column in columns for first, last in column.extents)
+    tokens = sum(int(np.diff(column.extents).sum()) for column in columns)
     return policy.has_many_chunks(len(columns), ((rows, limits.max_rows), (tokens, limits.max_tokens)))
 
 
@@ -143,31 +148,33 @@ def _make_table(
     width = max(c.width for c in columns)
     row_counts = [c.num_rows for c in columns]
     has_left_padding = any(c.has_left_padding for c in columns)
-    pads_left = has_left_padding and all(last == c.width for c in columns for _, last in c.extents)
+    pads_left = has_left_padding and all((c.extents[:, 1] == c.width).all() for c in columns)
     counts_from_mask = all(c.counts_positions_from_mask for c in columns)
     can_shift = pads_left and (can_shift or counts_from_mask)
     first_tokens = [width - c.width if pads_left else 0 for c in columns]
-    extents = [
-        (first + at, last + at) for c, at in zip(columns, first_tokens, strict=True) for first, last in c.extents
-    ]
-    real_tokens = sum(last - first for first, last in extents)
+    spans = np.concatenate([c.extents for c in columns])  # (R, 2)
+    extents = spans + np.repeat(first_tokens, row_counts)[:, None].astype(np.int32)
+    lengths = extents[:, 1] - extents[:, 0]
+    real_tokens = int(lengths.sum())
     if not can_shift:  # keep every row at its absolute positions: trim on the right only
-        extents = [(0, last) for _, last in extents]
-    has_vision = [has for c in columns for has in c.has_vision]
-    patches = [numbers for c in columns for numbers in c.patches]
-    order = list(range(len(extents)))
+        extents[:, 0], lengths = 0, extents[:, 1]
+    has_vision = np.array([has for c in columns for has in c.has_vision], dtype=bool)
+    patches = np.concatenate([c.patches for c in columns]) if has_vision.any() else None  # (R, 2)
+    keys: list[np.ndarray] = [has_vision]  # the last one decides first
     if sort:
-        order.sort(key=lambda i: (extents[i][0] - extents[i][1], -patches[i][0] * patches[i][1]))
-    order.sort(key=has_vision.__getitem__)
+        keys = [*([] if patches is None else [-patches.prod(axis=1)]), -lengths, has_vision]
+    order = np.lexsort(keys).astype(np.int32)
+    sorted_extents = extents[order]
     features = {
         key: RowFeature([c.rows[key][0] for c in columns], layout, first_tokens, pad_values.get(key, 0))
         for key, (_, layout) in columns[0].rows.items()
     }
     packed = None
-    if packs and can_trim and not any(has_vision) and all(c.is_dense for c in columns) and can_be_packed(features):
-        laid = [(span, (number, row)) for number, c in enumerate(columns) for row, span in enumerate(c.extents)]
-        spans, rows = zip(*(laid[i] for i in order), strict=True) if laid else ((), ())
-        packed = PackedTokens(features, spans, rows, _device_of(columns[0]))
+    if packs and can_trim and patches is None and all(c.is_dense for c in columns) and can_be_packed(features):
+        values = next(iter(features.values())).values
+        given = [value.places.lengths if isinstance(value, FlatRows) else value.shape[1] for value in values]
+        spans = sorted_extents if np.array_equal(spans, extents) else spans[order]  # the same, so that one travels
+        packed = PackedTokens(features, PackedRows(spans, order, row_counts, given), _device_of(columns[0]))
     positions: Literal["mask", "edges"] | None = None
     if "position_ids" not in features and "attention_mask" in features:
         positions = "mask" if counts_from_mask and has_left_padding else "edges" if can_shift else None
@@ -179,10 +186,10 @@ def _make_table(
         features=features,
         first_tokens=first_tokens,
         positions=positions,
-        units={key: _make_units([c.units[key] for c in columns], row_counts, order) for key in columns[0].units},
-        extents=[extents[i] for i in order],
-        patches=[patches[i] for i in order],
-        num_text_rows=len(order) - sum(has_vision),
+        units={key: _make_units([c.units[key] for c in columns], row_counts) for key in columns[0].units},
+        extents=sorted_extents,
+        patches=None if patches is None else patches[order],
+        num_text_rows=int(len(order) - has_vision.sum()),
         order=order,
         column=column,
         width=width,
@@ -190,6 +197,7 @@ def _make_table(
         pads_left=can_shift,
         can_trim=can_trim,
         real_tokens=real_tokens,
+        longest=int(lengths.max(initial=0)),
         packed=packed,
         device=_device_of(columns[0]),
     )
@@ -199,7 +207,7 @@ def _device_of(column: Column) -> torch.device:
     return next(iter((column.rows or column.units).values()))[0].device
 
 
-def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], order: list[int]) -> Units:
+def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int]) -> Units:
     places: list[tuple[int, int, int]] = []
     lengths: list[int] = []
     for number, ((_, layout), num_rows) in enumerate(zip(parts, row_counts, strict=True)):
@@ -210,7 +218,7 @@ def _make_units(parts: list[tuple[Any, UnitLayout]], row_counts: list[int], orde
         lengths += layout.lengths or ()
     return Units(
         values=[value for value, _ in parts],
-        places=[places[i] for i in order],
-        lengths=[lengths[i] for i in order] if lengths else None,
+        places=places,
+        lengths=lengths or None,
         rounds_length=parts[0][1].rounds_length,
     )

@@ -10,9 +10,7 @@ Letters: b chunk rows, R rows of a column, T entries of the second axis.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -182,11 +180,6 @@ def _widest(batch: ChunkedBatch, widths: Sequence[int], chunks: Sequence[Chunk])
     """Of every column, the width of its widest chunk; from host numbers."""
     widest = dict.fromkeys(batch.row_counts(), 0)
     for chunk, width in zip(chunks, widths, strict=True):
-        if chunk.is_idle:
-            continue
-        table, order = batch.tables[chunk.table], batch.orders[chunk.table]
-        ends = list(accumulate(table.row_counts))
-        for row in order.sorted_rows[chunk.start : chunk.stop]:
-            name = table.columns[bisect_right(ends, table.order[row])]
+        for name in chunk.columns if not chunk.is_idle else ():
             widest[name] = max(widest[name], width)
     return widest

@@ -6,91 +6,132 @@ A packed chunk is one sequence of all its rows' tokens. Beside the features the 
     packed_lengths    tokens per row, on the host
     packed_offsets    (b + 1,) int32: the token at which every row begins, and at last t
 
-Letters: R rows of a table, T their real tokens, b rows of a chunk, t their real tokens, L a column's width.
+Four numbers per row say where its tokens are. From them every chunk makes the numbers of its own tokens, on the
+device: kept for the whole batch, these would take as much memory as the batch.
+
+Letters: R rows of a table, of a column with C in front, T their real tokens, b rows of a chunk, t their real tokens, L
+a column's width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import numpy as np
 import torch
 
 from hf_dist_ext.engine.columns import RowLayout
-from hf_dist_ext.engine.flat import FlatRows
-from hf_dist_ext.engine.rows import RowFeature
+from hf_dist_ext.engine.flat import MASK, FlatRows
+from hf_dist_ext.engine.rows import RowFeature, moved
 
 # What a packed row can consist of. A mask of real tokens alone says nothing, and is left out.
 PACKED_KEYS = frozenset("input_ids inputs_embeds attention_mask token_type_ids position_ids".split())
 
 
-class PackedTokens:
-    """The tokens of a table's rows in their sorted order, copied once per batch when the first chunk asks for them.
+@dataclass
+class PackedRows:
+    """Where the tokens of sorted rows are: numbers of the host.
 
-    Args:
-        features: every key of the table; values (R of a column, L, ...).
-        spans: per sorted row its first real token and one past the last, counted in its own column.
-        places: per sorted row its column's number and its number in that column.
+    spans: (R, 2), per sorted row its first real token and one past the last, counted in its own column. order: sorted
+    row i is row order[i] of the columns laid end to end. given: how every column stands in memory, by its width L or,
+    end to end already, by the tokens of its rows.
     """
 
-    def __init__(
-        self,
-        features: Mapping[str, RowFeature],
-        spans: Sequence[tuple[int, int]],
-        places: Sequence[tuple[int, int]],
-        device: torch.device,
-    ):
-        self.features = {key: feature for key, feature in features.items() if key != "attention_mask"}
-        self.spans, self.places, self.device = spans, places, device
-        self.lengths = [last - first for first, last in spans]
-        self.starts = [0, *accumulate(self.lengths)]
+    spans: np.ndarray
+    order: np.ndarray
+    row_counts: list[int]
+    given: list[int | np.ndarray]
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(R + 1,) int32, the token at which every row begins, and at last T."""
+        return _before(self.spans[:, 1] - self.spans[:, 0])
+
+    @cached_property
+    def columns(self) -> list[np.ndarray]:
+        """Per column (4, CR + 1) int32, for its rows in their sorted order: real tokens of the column before the row,
+        and the number of its first token among the column's as they were given, among the T, and in its row. At last
+        all tokens of the column, and T."""
+        begins = _before(self.row_counts)[:-1].tolist()
+        return [self._of_column(*column) for column in zip(self.given, begins, self.row_counts, strict=True)]
+
+    def _of_column(self, given: int | np.ndarray, begin: int, count: int) -> np.ndarray:
+        rows = np.flatnonzero((self.order >= begin) & (self.order < begin + count))
+        own, (first, end) = self.order[rows] - begin, self.spans[rows].T
+        numbers = np.zeros((4, count + 1), dtype=np.int32)
+        numbers[0] = _before(end - first)
+        numbers[1, :-1] = own * given + first if isinstance(given, int) else _before(given)[own]
+        numbers[2] = self.starts[np.append(rows, -1)]
+        numbers[3, :-1] = first
+        return numbers
+
+
+@dataclass
+class PackedTokens:
+    """The tokens of a table's rows in their sorted order. features: every key of the table."""
+
+    features: Mapping[str, RowFeature]
+    rows: PackedRows
+    device: torch.device
 
     def num_tokens(self, start: int, stop: int) -> int:
         """Of sorted rows start..stop."""
-        return self.starts[stop] - self.starts[start]
+        return int(self.rows.starts[stop] - self.rows.starts[start])
+
+    def width(self, start: int, stop: int) -> int:
+        """Tokens of the longest of them."""
+        return int(np.diff(self.rows.starts[start : stop + 1]).max())
 
     def gather(self, start: int, stop: int) -> dict[str, torch.Tensor | list[int]]:
         """What the model takes for sorted rows start..stop."""
-        left, right = self.starts[start], self.starts[stop]
-        gathered: dict[str, torch.Tensor | list[int]] = {
-            key: tokens[left:right].unsqueeze(0) for key, tokens in self._tokens.items()
-        }
-        gathered["packed_lengths"] = self.lengths[start:stop]
-        gathered["packed_offsets"] = self._offsets[start : stop + 1] - left
+        starts = self.rows.starts[start : stop + 1]
+        tokens: dict[str, torch.Tensor] = {}
+        for column in range(len(self.rows.columns)):
+            self._gather_column(column, int(starts[0]), int(starts[-1]), tokens)
+        gathered: dict[str, torch.Tensor | list[int]] = {key: value.unsqueeze(0) for key, value in tokens.items()}
+        gathered["packed_lengths"] = np.diff(starts).tolist()
+        gathered["packed_offsets"] = self._starts[start : stop + 1] - int(starts[0])
         return gathered
 
-    @cached_property
-    def _offsets(self) -> torch.Tensor:
-        return torch.tensor(self.starts, dtype=torch.int32).to(self.device, non_blocking=True)
+    def _gather_column(self, column: int, left: int, right: int, tokens: dict[str, torch.Tensor]) -> None:
+        """Put the column's own of the table's tokens left..right into `tokens`, key -> (t, ...)."""
+        before, _, places, _ = self.rows.columns[column]
+        first, last = np.searchsorted(places[:-1], (left, right)).tolist()
+        if first == last:
+            return
+        lengths, shifts = self._numbers[column]
+        begin, end = int(before[first]), int(before[last])
+        row = torch.repeat_interleave(lengths[first:last], output_size=end - begin)
+        token = torch.arange(begin, end, dtype=torch.int32, device=self.device)
+        given, placed, in_row = shifts[:, first:last].index_select(1, row) + token
+        placed = placed.long() - left  # index_copy_ takes no int32
+        found = {key: values[column].index_select(0, given) for key, values in self._flat.items()}
+        for key, value in ({"position_ids": in_row} | found).items():
+            value = value.to(self.features[key].values[column].dtype if key in self.features else torch.int64)
+            whole = tokens.setdefault(key, value.new_empty(right - left, *value.shape[1:]))
+            tokens[key] = whole.index_copy_(0, placed, value)
 
     @cached_property
-    def _tokens(self) -> dict[str, torch.Tensor]:
-        """key -> (T, ...)."""
-        lengths, starts = np.array(self.lengths), np.array(self.starts[:-1])
-        first = np.array([first for first, _ in self.spans])
-        column, row = np.array(self.places).T
-        tokens = {} if "position_ids" in self.features else {"position_ids": self._moved(_ranges(first, lengths))}
-        for number, value in enumerate(next(iter(self.features.values())).values):
-            own = column == number  # (R,) sorted rows of this column
-            if isinstance(value, FlatRows):
-                begins = (value.places.lengths.cumsum() - value.places.lengths)[row[own]]
-            else:
-                begins = row[own] * value.shape[1] + first[own]
-            sources = self._moved(_ranges(begins, lengths[own]))
-            places = self._moved(_ranges(starts[own], lengths[own]))
-            for key, feature in self.features.items():
-                value = feature.values[number]
-                flat = value.values if isinstance(value, FlatRows) else value.flatten(0, 1)  # (R * L, ...)
-                assert flat is not None, "only a mask has no values, and it is left out"
-                shape = (self.starts[-1], *flat.shape[1:])
-                packed = tokens.setdefault(key, flat.new_empty(shape, dtype=value.dtype))
-                packed.index_copy_(0, places, flat.index_select(0, sources).to(value.dtype))
-        return tokens
+    def _flat(self) -> dict[str, list[torch.Tensor]]:
+        """key -> per column its tokens as they were given, without rows; views where a column's memory allows it."""
+        return {
+            key: [value.values if isinstance(value, FlatRows) else value.flatten(0, 1) for value in feature.values]
+            for key, feature in self.features.items()
+            if key != MASK
+        }
 
-    def _moved(self, numbers: np.ndarray) -> torch.Tensor:
-        return torch.tensor(numbers).to(self.device, non_blocking=True)
+    @cached_property
+    def _starts(self) -> torch.Tensor:
+        return moved(self.rows.starts, self.device)
+
+    @cached_property
+    def _numbers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per column the tokens of its rows (CR,), and what makes a token's number in the column one among the given,
+        among the T, and in its row (3, CR)."""
+        columns = [moved(numbers, self.device) for numbers in self.rows.columns]
+        return [(numbers[0].diff(), (numbers[1:] - numbers[0])[:, :-1]) for numbers in columns]
 
 
 def can_be_packed(features: Mapping[str, RowFeature]) -> bool:
@@ -99,7 +140,6 @@ def can_be_packed(features: Mapping[str, RowFeature]) -> bool:
     return is_text and features.keys() <= PACKED_KEYS and all(f.layout == RowLayout(0, 1) for f in features.values())
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[i], starts[i] + 1, ... of lengths[i] numbers, for one i after the other."""
-    before = lengths.cumsum() - lengths
-    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+def _before(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int32: how many come before each, and at last all."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

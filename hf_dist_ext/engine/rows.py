@@ -12,61 +12,94 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from hf_dist_ext.engine.columns import RowLayout
 from hf_dist_ext.engine.flat import FlatRows
 
+Places = tuple[int, int, int]  # column's number, the first place of its rows in a `ChunkOrder`, one past the last
 Run = tuple[int, torch.Tensor | slice]  # column's number, its rows
 
 
+@dataclass
 class ChunkOrder:
-    """The rows of a table in the order in which chunks hold them.
+    """The rows of a table in the order in which chunks hold them: numbers of the host, until a chunk asks for them.
 
-    Args:
-        order: sorted row i is row order[i] of the columns laid end to end.
-        row_counts: rows per column.
-        bounds: first sorted row of every chunk and one past the last; empty ones are passed over.
-        by_column: False leaves a chunk's rows in their sorted order, for those that are packed.
+    laid: (R,) int32, at every place of that order its row of the columns laid end to end. own: the same row's number
+    in its own column. begins: rows of all columns before each, and at last R.
     """
 
-    def __init__(
-        self,
-        order: Sequence[int],
-        row_counts: Sequence[int],
-        bounds: Sequence[tuple[int, int]],
-        device: torch.device,
-        by_column: bool = True,
-    ):
-        places = [(column, own) for column, count in enumerate(row_counts) for own in range(count)]
-        self.sorted_rows: list[int] = []  # sorted row at every place
-        for start, stop in bounds:
-            rows = range(start, stop)
-            self.sorted_rows += sorted(rows, key=lambda row: places[order[row]][0]) if by_column else rows
-        laid = [order[row] for row in self.sorted_rows]
-        self._places = [places[row] for row in laid]
-        self._is_as_laid = laid == list(range(len(laid)))
-        numbers = torch.tensor([laid, [own for _, own in self._places]], dtype=torch.long)  # also of no row
-        # Without waiting: a copy that waits costs as much as the one to the host.
-        self.order, self._own = numbers.to(device, non_blocking=True)  # (R,) each
+    laid: np.ndarray
+    own: np.ndarray
+    begins: list[int]
+    is_as_laid: bool
+    device: torch.device
 
-    def runs(self, start: int, stop: int, num_repeated: int = 0) -> list[Run]:
-        """The rows at places start..stop, column by column: a slice where the batch's own order is kept (nothing is
-        copied then), else row numbers on the device. At last the last row as often as `num_repeated` says."""
-        runs: list[Run] = []
+    def places(self, start: int, stop: int) -> list[Places]:
+        """Places start..stop, column by column."""
+        columns = np.searchsorted(self.begins, self.laid[start:stop], side="right") - 1
+        edges = [start, *(np.flatnonzero(np.diff(columns)) + start + 1).tolist(), stop]
+        return [(int(columns[first - start]), first, last) for first, last in pairwise(edges) if first < last]
+
+    def columns(self, start: int, stop: int) -> list[int]:
+        """The numbers of those that have rows at places start..stop."""
+        return np.unique(np.searchsorted(self.begins, self.laid[start:stop], side="right") - 1).tolist()
+
+    def runs(self, places: Sequence[Places], num_repeated: int = 0) -> list[Run]:
+        """The rows at these places: a slice where the batch's own order is kept (nothing is copied then), else row
+        numbers on the device. At last the last row as often as `num_repeated` says."""
+        runs: list[Run] = [(column, self._rows(column, first, last)) for column, first, last in places]
         if num_repeated:
-            repeated = (self._places[stop - 1][0], self._own[stop - 1 : stop].expand(num_repeated))
-            return [*self.runs(start, stop), repeated]
-        while start < stop:
-            column, own = self._places[start]
-            end = start
-            while end < stop and self._places[end][0] == column:
-                end += 1
-            rows = slice(own, own + end - start) if self._is_as_laid else self._own[start:end]
-            runs.append((column, rows))
-            start = end
+            column, _, last = places[-1]
+            runs.append((column, self._own[last - 1 : last].expand(num_repeated)))
         return runs
+
+    def _rows(self, column: int, first: int, last: int) -> torch.Tensor | slice:
+        begin = self.begins[column]
+        return slice(first - begin, last - begin) if self.is_as_laid else self._own[first:last]
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """(R,) int32: `laid`."""
+        return moved(self.laid, self.device)
+
+    @cached_property
+    def _own(self) -> torch.Tensor:
+        return moved(self.own, self.device)
+
+
+def order_of_chunks(
+    order: np.ndarray,
+    row_counts: Sequence[int],
+    bounds: Sequence[tuple[int, int]],
+    device: torch.device,
+    by_column: bool = True,
+) -> ChunkOrder:
+    """
+    Args:
+        order: (R,), sorted row i is row order[i] of the columns laid end to end.
+        row_counts: rows per column.
+        bounds: first sorted row of every chunk and one past the last.
+        by_column: False leaves a chunk's rows in their sorted order, for those that are packed.
+    """
+    begins = np.concatenate([[0], np.cumsum(row_counts)])
+    if by_column and len(row_counts) > 1:
+        chunks = np.repeat(np.arange(len(bounds)), [stop - start for start, stop in bounds])
+        order = order[np.lexsort((np.searchsorted(begins, order, side="right"), chunks))]
+    own = order  # what packed rows do not read takes no memory
+    if by_column and len(row_counts) > 1:
+        own = order - begins[np.searchsorted(begins, order, side="right") - 1].astype(np.int32)
+    is_as_laid = np.array_equal(order, np.arange(len(order)))
+    return ChunkOrder(order, own, begins.tolist(), is_as_laid, device)
+
+
+def moved(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting: a copy that waits costs as much as the one to the host."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 @dataclass

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
-from hf_dist_ext.engine.chunks import Chunk, ChunkLimits
+from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.gradient_cache import encode_without_graph
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_LACK_LABEL, PAIRS, RATED_PAIRS, REFUSED

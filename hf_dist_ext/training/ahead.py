@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader
 from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.engine.budget import widened
-from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import packing
@@ -54,10 +55,16 @@ class Cuts:
     loaded: Mapping[str, list] | None = None
 
     def without_tensors(self) -> Cuts:
-        return Cuts(self.wish, without_tensors(self.chunked), self.wide and without_tensors(self.wide))
+        if self.wide is not None:
+            self.wide.prepare()
+        return self._of(without_tensors(self.chunked))
 
     def of(self, batch: Batch) -> Cuts:
-        return Cuts(self.wish, cuts_of(self.chunked, batch), self.wide and cuts_of(self.wide, batch))
+        return self._of(cuts_of(self.chunked, batch))
+
+    def _of(self, chunked: ChunkedBatch) -> Cuts:
+        """The same cuts of other tables, which both chunks have in common."""
+        return Cuts(self.wish, chunked, self.wide and self.wide.of_tables(chunked.tables))
 
     def are_of(self, batch: Batch) -> bool:
         """Whether the columns are those that were cut, and hold what the loader gave."""
@@ -120,11 +127,14 @@ class Cutter:
 
     def cut_again(self, cuts: Cuts, wish: Wish) -> Cuts:
         """The same sorted rows as now wished."""
-        return cuts if cuts.wish == wish else self._decided(ChunkedBatch(cuts.chunked.tables, wish.limits), wish)
+        if cuts.wish.limits != wish.limits:
+            return self._decided(ChunkedBatch(cuts.chunked.tables, wish.limits), wish)
+        return cuts if cuts.wish == wish else self._widened(cuts.chunked, wish)
 
     def _decided(self, chunked: ChunkedBatch, wish: Wish) -> Cuts:
-        if wish.limits.packs:
-            chunked = packing.decided(chunked, self.packing)
+        return self._widened(packing.decided(chunked, self.packing) if wish.limits.packs else chunked, wish)
+
+    def _widened(self, chunked: ChunkedBatch, wish: Wish) -> Cuts:
         return Cuts(wish, chunked, widened(chunked, wish.factor) if wish.factor > 1 else None)
 
 

@@ -76,6 +76,6 @@ def decided(chunked: ChunkedBatch, asked: bool | str) -> ChunkedBatch:
                 'input_ids, token_type_ids and position_ids. Set it to "auto", which pads such batches.'
             )
         return chunked
-    padded = ChunkedBatch([replace(table) for table in chunked.tables], replace(chunked.limits, packs=False))
+    padded = ChunkedBatch(chunked.tables, replace(chunked.limits, packs=False))
     (_, tokens), (_, packed) = padded.count_tokens(), chunked.count_tokens()
     return chunked if tokens - packed >= PADDING_WORTH_PACKING * tokens else padded

@@ -20,10 +20,11 @@ from transformers.utils import logging
 from hf_dist_ext import launched, policy
 from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.data.epoch_order import StandIn
-from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk, longest_row
-from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.budget import ChunkBudget, longest_row
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of
 from hf_dist_ext.engine.gradient_cache import RandomState
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.outputs import Output, RowSize
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.strategies import collectives
@@ -62,7 +63,7 @@ class Layout(NamedTuple):
     def demand(self) -> list[int]:
         """What makes a step take more memory than another one."""
         rows = sum(map(sum, self.counts.values()))
-        return [costliest_chunk(self.chunked), costliest_chunk(self.wide or self.chunked), self.num_kept, rows]
+        return [self.chunked.costliest(), (self.wide or self.chunked).costliest(), self.num_kept, rows]
 
     def loss_bytes(self, loss: Any, size: RowSize) -> int:
         """What the loss will hold of rows that large."""
@@ -312,7 +313,7 @@ class StepSizes:
             return ALL_GRAPHS
         kept = self.args.num_kept_graphs
         if kept == "auto":
-            kept = 0 if self.budget is None else self.budget.keep_graph(costliest_chunk(chunked))
+            kept = 0 if self.budget is None else self.budget.keep_graph(chunked.costliest())
         return min(kept, self.fitting.now.max_kept_graphs)
 
 

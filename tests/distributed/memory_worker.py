@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from hf_dist_ext.engine.budget import ChunkBudget, costliest_chunk
+from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.collectives import leave_together, rank, world_size
 from hf_dist_ext.training.out_of_memory import FILE, LAST, REPLAY
@@ -125,7 +125,7 @@ def fill_memory(say, folder: Path, keeps_graphs: bool) -> str:
     layout, loss_bytes = made.step.layout, made.chunk_budget.measured.loss_bytes
     used = device.fixed + device.per_token * tokens + of_model
     if keeps_graphs:
-        tokens = costliest_chunk(layout.chunked)
+        tokens = layout.chunked.costliest()
         used = device.fixed + device.per_token * tokens * (layout.num_kept + 1) + of_model + loss_bytes
     found = {
         "used": used, "free": free[0], "weights": of_model, "state": device.state, "steps": len(free),

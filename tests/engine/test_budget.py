@@ -12,10 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_dist_ext.checkpoints import host_memory
-from hf_dist_ext.engine.budget import ChunkBudget, Measured, costliest_chunk, longest_row, widened
-from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.budget import ChunkBudget, Measured, longest_row, widened
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import REPLAY, SCORE, Phase, cached_step, encode_without_graph
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token
 from hf_dist_ext.models.embedding_model import EmbeddingModel
@@ -74,7 +75,7 @@ def test_kept_graphs_stay_inside_the_budget():
     model, data, budget_bytes = Encoder(), batch(), 600_000
     budget = ChunkBudget(CPU, budget_bytes, weights=model.parameters, finds_size=False, keeps_graphs=True)
     chunked = settled(budget, model, data, ChunkLimits(max_rows=8))
-    kept = budget.keep_graph(costliest_chunk(chunked))
+    kept = budget.keep_graph(chunked.costliest())
     assert 2 <= kept < len(chunked.chunks())
     with peak_bytes(CPU, model.parameters()) as peak:
         step = run(model, chunked, keep_graph=kept)
@@ -238,7 +239,7 @@ def test_the_chunk_takes_what_the_device_has_left(on_formula, per_token, fixed, 
     used = device.bytes_of(model.parameters()) + fixed + per_token * budget.measured.tokens
     assert 0.85 * free_on(device) < used <= free_on(device)
     assert all(later <= 2.1 * size for size, later in zip(sizes, sizes[1:], strict=False)), "measured on the way"
-    assert costliest_chunk(chunked) <= budget.measured.tokens
+    assert chunked.costliest() <= budget.measured.tokens
     assert abs(budget.measured.bytes_per_token - per_token) < 0.02 * per_token
 
 
@@ -303,7 +304,7 @@ def test_kept_graphs_leave_room_for_the_loss(on_formula, finds_size):
     device = on_formula(model, total=3_000_000, of_loss=of_loss)
     budget = ChunkBudget(torch.device("cuda"), None, finds_size=finds_size, keeps_graphs=True)
     given = ChunkLimits() if finds_size else ChunkLimits(max_rows=8)
-    costliest = costliest_chunk(settled_on(device, budget, batch(), given=given))
+    costliest = settled_on(device, budget, batch(), given=given).costliest()
     kept, gradients = budget.keep_graph(costliest), device.bytes_of(model.parameters())
     assert budget.measured.loss_bytes == of_loss and kept >= 2
     used = (kept + 1) * 500 * costliest + 10_000 + gradients + of_loss
@@ -319,7 +320,7 @@ def test_a_loss_that_takes_most_of_the_memory_leaves_the_chunk_all_of_it(on_form
     chunked = settled_on(device, budget, batch())
     used = device.bytes_of(model.parameters()) + 10_000 + 500 * budget.measured.tokens
     assert 0.85 * free_on(device) < used <= free_on(device)
-    assert budget.keep_graph(costliest_chunk(chunked)) == 0
+    assert budget.keep_graph(chunked.costliest()) == 0
 
 
 def test_of_a_frozen_backbone_the_forwards_are_measured_by_their_peaks(on_formula):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.out_of_memory import costliest_chunks
 

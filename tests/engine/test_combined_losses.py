@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses, loss_of
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.errors import UsageError

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hf_dist_ext.engine.budget import widened
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import SCORE, Phase, cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 
 WIDTH = 16
 

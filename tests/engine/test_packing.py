@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 
 WIDTHS = {"query": 9, "positive": 40, "negative": 25}
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 
 WIDTHS = {"query": 9, "positive": 40, "negative": 25}
 FILL = 77
@@ -84,30 +84,35 @@ def test_a_chunks_features_are_freed_with_it():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest integer tensor made inside; views of `known` are not made."""
+    """Numbers of the largest integer tensor made inside; views of `known` are not made."""
 
     def __init__(self, known):
         super().__init__()
-        self.known, self.elements = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
+        self.known, self.numbers = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         result = function(*arguments, **(options or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == torch.int64:
+        if isinstance(result, torch.Tensor) and result.dtype in (torch.int32, torch.int64):
             storage = result.untyped_storage()
             if storage.data_ptr() not in self.known:
-                self.elements = max(self.elements, storage.nbytes() // 8)
+                self.numbers = max(self.numbers, storage.nbytes() // result.itemsize)
         return result
 
 
-def test_no_copy_of_the_batch_is_made():
+@pytest.mark.parametrize("packs", [False, True])
+def test_no_copy_of_the_batch_is_made(packs):
+    """Packed chunks make three numbers per token of theirs."""
     batch = columns(on_left=True)
-    chunked = lay_out(batch, ChunkLimits(max_tokens=80), can_shift=True, pad_values={"input_ids": FILL})
-    largest = max(chunk.num_rows * chunk.width for chunk in chunked.chunks())
+    for features in batch.values() if packs else ():
+        del features["row"]
+    limits = ChunkLimits(max_tokens=80, packs=packs)
+    chunked = lay_out(batch, limits, can_shift=True, pad_values={"input_ids": FILL})
+    largest = max(chunk.num_tokens for chunk in chunked.chunks()) * (3 if packs else 1)
     with LargestTensor([value for features in batch.values() for value in features.values()]) as seen:
         for chunk in chunked.chunks():
             assert chunk.features["input_ids"].is_contiguous()
-    row_numbers = 2 * 45
-    assert 0 < seen.elements <= max(largest, row_numbers) < 45 * 40 / 4
+    row_numbers = 4 * (45 + 1) if packs else 2 * 45
+    assert 0 < seen.numbers <= max(largest, row_numbers) < 45 * 40 / 4
 
 
 def test_rows_in_the_batchs_own_order_are_views_of_it():

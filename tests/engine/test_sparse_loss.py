@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dist_ext.engine import sparse_loss
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sparse_loss import SparseLoss
 from hf_dist_ext.errors import UsageError

@@ -9,11 +9,11 @@ from sentence_transformers import SentenceTransformer
 from torch.nn.functional import normalize
 
 from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sparse_loss import SparseLoss
 from hf_dist_ext.errors import UsageError

@@ -7,10 +7,10 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 
 from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.multi_vector import real_in_front

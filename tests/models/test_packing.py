@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import is_flash_attn_2_available
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.models import packing
 from hf_dist_ext.models.embedding_model import EmbeddingModel

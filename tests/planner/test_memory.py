@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel

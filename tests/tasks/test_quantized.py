@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.models.embedding_model import EmbeddingModel

@@ -15,10 +15,10 @@ from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
-from hf_dist_ext.engine.chunks import ChunkLimits
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel

@@ -1,12 +1,14 @@
 """Batches that are cut where they are made: the training process cuts none, and chunks are as if it had."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_dist_ext.engine.chunks import ChunkedBatch, ChunkLimits
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import ahead
 from hf_dist_ext.training.ahead import AheadCollator, Cutter, SharedWish, Wish
@@ -43,6 +45,9 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     again = cutter.cut_again(cuts.of(columns), then)
     assert_same_chunks(again.chunked, lay_out(columns, then.limits, **OPTIONS))
     assert again.wide is None and len(again.chunked.chunks()) > len(whole.chunks())
+    alike = cutter.cut_again(cuts.of(columns), replace(first, factor=3))
+    assert_same_chunks(alike.chunked, whole)
+    assert_same_chunks(alike.wide, lay_out(columns, first.limits.scaled(3), **OPTIONS))
     assert_same_chunks(cuts.of(columns).chunked, whole)  # as the batch of an update that is run again
     wish.set(then)
     assert collator(rows(20))[ahead.CUTS]["all"].wish == then

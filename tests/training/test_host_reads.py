@@ -1,7 +1,8 @@
 """A training process reads next to nothing back from its tensors: a read waits for all that a device has queued.
 
 Tensors without values (FakeTensorMode) raise where one is read, so that a step that runs on them reads nothing. What
-`Trainer` and the guard read beside the step is counted. On a GPU torch itself tells (the `cuda` test).
+`Trainer` and the guard read beside the step is counted. On a GPU torch itself tells (the `cuda` test). Neither does
+the process look at rows one by one: a loader's worker has (training/ahead.py).
 """
 
 import pickle
@@ -15,24 +16,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine import gradient_cache
-from hf_dist_ext.engine.chunks import ChunkLimits
+from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.packing import PackedRows
+from hf_dist_ext.engine.rows import order_of_chunks
+from hf_dist_ext.engine.tables import Table
 from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.failures import set_collective_timeout
+from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.health import Health
+from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import WORDS, tiny_tokenizer
+from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 from tests.training.test_trainer import Tiny
 
 COLUMNS = ("query", "positive", "negative")
@@ -131,25 +139,49 @@ class Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def reads_of_a_step(tmp_path, monkeypatch, batch: int, chunk: int, collator: object) -> tuple[int, Counter]:
-    """The number of chunks, and the reads of a whole update in the middle of a training, its loading included."""
+class Lines:
+    """Counts the lines of the package that this thread executes."""
+
+    def __init__(self):
+        self.lines = Counter()
+
+    def __enter__(self):
+        sys.settrace(self.begin)
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def begin(self, frame, event, argument):
+        return self.one if "hf_dist_ext/" in frame.f_code.co_filename else None
+
+    def one(self, frame, event, argument):
+        if event == "line":
+            self.lines[frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name] += 1
+        return self.one
+
+
+def counted_in_a_step(
+    tmp_path, monkeypatch, count, batch: int, chunk: int, collator=None, data=rows, model=Pictured, **more
+) -> tuple[int, Counter]:
+    """The number of chunks, and what `count` sees of a whole update in the middle of a training, its loading included
+    but for what the worker does."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     args = DistTrainingArguments(
         str(tmp_path), per_device_train_batch_size=batch, gradient_cache_chunk_size=chunk, max_steps=3, use_cpu=True,
         save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=100, no_duplicates_in_batch=False,
-        dataloader_num_workers=1,
+        dataloader_num_workers=1, **more,
     )  # fmt: skip
     torch.manual_seed(0)
     trainer = DistTrainer(
-        Pictured(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator,
-        train_dataset=datasets.Dataset.from_list(rows(3 * batch)),
+        model(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator or collator_of(False),
+        train_dataset=datasets.Dataset.from_list(data(3 * batch)),
     )  # fmt: skip
     run, counted = trainer.get_batch_samples, []
 
     def between(*arguments):
         if counted:
             counted[-1].__exit__(None, None, None)
-        counted.append(Reads())
+        counted.append(count())
         counted[-1].__enter__()
         return run(*arguments)
 
@@ -178,9 +210,40 @@ OF_ALL_KINDS = pytest.mark.parametrize(
 @OF_ALL_KINDS
 def test_a_step_reads_as_often_for_many_chunks_as_for_few(tmp_path, monkeypatch, collator):
     sizes = ((6, 6), (16, 1))
-    (few, first), (many, second) = (reads_of_a_step(tmp_path, monkeypatch, *both, collator) for both in sizes)
+    (few, first), (many, second) = (counted_in_a_step(tmp_path, monkeypatch, Reads, *both, collator) for both in sizes)
     assert many > 10 * few and first == second
     assert 1 <= first.total() <= 3, first
+
+
+def rows_of_three_lengths(count: int) -> list[dict]:
+    """As many chunks of each, however many rows there are."""
+    lengths = {"query": 3, "positive": 9, "negative": 5}
+    words = WORDS * 2
+    return [{name: " ".join(words[i % 9 :][:n]) for name, n in lengths.items()} for i in range(count)]
+
+
+OF_ALL_ROWS = {function.__name__ for function in (lay_out, order_of_chunks, ChunkedBatch._table_cuts, Table.pack)}
+OF_ALL_ROWS |= {PackedRows._of_column.__name__}
+
+
+def small_encoder() -> nn.Module:
+    return EmbeddingModel.from_config(model_config("bert"), projection_dim=8)
+
+
+@pytest.mark.parametrize("model, packs", [(Pictured, False), (small_encoder, True)], ids=["padded", "packed"])
+def test_beside_a_worker_a_step_executes_as_many_lines_for_many_rows_as_for_few(tmp_path, monkeypatch, model, packs):
+    monkeypatch.setattr(StepSizes, "_widening", lambda sizes: 2)  # of the pass without a graph
+    (chunks, few), (as_many, many) = (
+        counted_in_a_step(
+            tmp_path, monkeypatch, Lines, batch, batch // 2, data=rows_of_three_lengths, model=model,
+            gradient_cache_packing=packs,
+        ) for batch in (4, 32)
+    )  # fmt: skip
+    assert chunks == as_many == 6
+    assert few.total() > 1000 and few == many, many - few
+    functions = {name for *_, name in few}
+    assert ("_gather_column" if packs else "_piece") in functions
+    assert not functions & OF_ALL_ROWS
 
 
 def test_ranks_of_accelerators_agree_over_one_group_of_cpus(tmp_path, monkeypatch):
@@ -216,6 +279,22 @@ class Copies(TorchDispatchMode):
         if function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" != found.device.type:
             self.are_free.append(bool(kwargs.get("non_blocking")))
         return found
+
+
+@pytest.mark.parametrize("kind", ["flat", "packed", "own collator"])
+def test_cuts_go_to_a_device_without_waiting_in_a_few_copies_for_all_chunks(kind):
+    made = batch_of(kind)
+    del made["ids"]
+    cuts = without_tensors(lay_out(made, ChunkLimits(max_tokens=30, packs=kind == "packed")))
+    there = {
+        name: {key: one.to("meta") if isinstance(one, torch.Tensor) else one for key, one in features.items()}
+        for name, features in made.items()
+    }
+    with Copies() as copies:
+        chunks = cuts_of(cuts, there).chunks()
+        found = [value for chunk in chunks for value in chunk.features.values() if isinstance(value, torch.Tensor)]
+    assert len(chunks) > 4 and {value.device.type for value in found} == {"meta"}
+    assert copies.are_free == [True] * (4 if kind == "packed" else 1)
 
 
 def test_what_is_said_of_an_update_goes_to_a_device_without_waiting():

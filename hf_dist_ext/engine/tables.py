@@ -1,0 +1,213 @@
+"""A table of sorted rows, where it is cut into chunks, and what a chunk of it takes from the collator's tensors.
+
+Letters: R rows of a table, L its token width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.packing import PackedTokens
+from hf_dist_ext.engine.rows import ChunkOrder, Places, RowFeature, positions_of_edges, positions_of_mask
+from hf_dist_ext.engine.units import Units
+from hf_dist_ext.errors import UsageError
+
+REMEDY = (
+    "Give DistTrainer the model's processor (processing_class), of whose blank picture the image part is then run, or "
+    "use DDP."
+)
+
+Bounds = list[tuple[int, int]]  # per chunk its first sorted row and one past the last, equal where it is idle
+
+
+class Cut(NamedTuple):
+    """What the host must know of a chunk's rows start..stop, those of table `source`, to gather them.
+
+    window: its token columns. columns: the numbers of those that it has rows of. places: of padded rows.
+    """
+
+    source: int
+    start: int
+    stop: int
+    is_idle: bool
+    has_vision: bool
+    window: tuple[int, int]
+    num_repeated: int
+    num_tokens: int
+    width: int
+    columns: list[int]
+    places: list[Places]
+
+
+@dataclass
+class Table:
+    """All rows that go through one tower: those without images first, and in each half the longest first (what does
+    not fit fails first)."""
+
+    kind: int  # of the rows: tables of one kind reach the same parameters
+    columns: list[str]
+    places: list[int]  # of the columns in the batch
+    row_counts: list[int]
+    features: dict[str, RowFeature]
+    first_tokens: list[int]  # per column: the table's token at which its own first one stands
+    positions: Literal["mask", "edges"] | None  # what position_ids are counted from; None: the model makes its own
+    units: dict[str, Units]
+    extents: np.ndarray  # (R, 2) int32, per sorted row: first real token, one past the last
+    patches: np.ndarray | None  # (R, 2), per sorted row: entries, patches in the longest; None: no images
+    num_text_rows: int  # without images
+    order: np.ndarray  # (R,) int32: sorted row i is row order[i] of the columns laid end to end
+    column: str | None
+    width: int
+    most_tokens: int | None  # the model's positions
+    pads_left: bool
+    can_trim: bool
+    real_tokens: int
+    longest: int  # tokens of a row
+    packed: PackedTokens | None  # None: rows that need their padding
+    device: torch.device
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.row_counts)
+
+    def packed_for(self, limits: ChunkLimits) -> PackedTokens | None:
+        """The rows without padding, where that is how they are encoded."""
+        return self.packed if limits.packs else None
+
+    def window(self, start: int, stop: int, limits: ChunkLimits) -> tuple[int, int]:
+        """Token columns [left, right) that rows start..stop need, widened as the limits say where there is room: in
+        the table, or with buckets in what the model can read, if a mask tells it what is padding."""
+        first, last = self.extents[start:stop].T
+        return self._widened(int(first.min()), int(last.max()), limits)
+
+    def _widened(self, first: int, last: int, limits: ChunkLimits) -> tuple[int, int]:
+        if not self.can_trim or self.width == 0:
+            return 0, self.width
+        width = limits.width(last - first)
+        room = self.width
+        if limits.has_buckets and "attention_mask" in self.features:  # the batch's own width is any number
+            room = width if self.most_tokens is None else max(last - first, self.most_tokens)
+        width = min(width, room)
+        return (last - width, last) if self.pads_left else (first, first + width)
+
+    def num_repeated(self, start: int, stop: int, limits: ChunkLimits) -> int:
+        """Times the last of rows start..stop is repeated. Pictures have sizes of their own, and cost too much."""
+        if self.has_vision((start, stop)) or self.packed_for(limits):
+            return 0
+        left, right = self.window(start, stop, limits)
+        return limits.rows(stop - start, right - left) - (stop - start)
+
+    def cost(self, start: int, stop: int, limits: ChunkLimits) -> int:
+        """Tokens the chunk computes, padding included (rows when there is no token axis)."""
+        if packed := self.packed_for(limits):
+            return packed.num_tokens(start, stop)
+        left, right = self.window(start, stop, limits)
+        return (stop - start + self.num_repeated(start, stop, limits)) * max(1, right - left)
+
+    def num_patches(self, start: int, stop: int) -> int:
+        """Image patches the chunk computes, padding included."""
+        if self.patches is None:
+            return 0
+        entries, longest = self.patches[start:stop].T
+        return int(entries.sum() * longest.max())
+
+    def pack(self, limits: ChunkLimits) -> Bounds:
+        """Without limits all rows are one chunk. Else rows with and without images never share one: text is not padded
+        to the length of images, and ranks can agree on the number of chunks of either kind."""
+        starts = [0, self.num_text_rows] if limits.is_bounded and 0 < self.num_text_rows < self.num_rows else [0]
+        stops = [*starts[1:], self.num_rows]
+        return [bound for half in zip(starts, stops, strict=True) for bound in self._packed(*half, limits)]
+
+    def _packed(self, begin: int, end: int, limits: ChunkLimits) -> Bounds:
+        """Cut greedily: a chunk closes when the next row would pass a limit. A row beyond a limit is alone."""
+        given = (limits.max_rows, limits.max_tokens, limits.max_patches)
+        most_rows, most_tokens, most_patches = (math.inf if size is None else size for size in given)
+        bounds, start, packed = [], begin, self.packed_for(limits)
+        first, last, entries, longest = self.width, 0, 0, 0  # of the open chunk
+        patches = repeat((0, 1)) if self.patches is None else self.patches[begin:end].tolist()
+        rows_begin_to_end = zip(range(begin, end), self.extents[begin:end].tolist(), patches, strict=False)
+        for row, (row_first, row_last), (row_entries, row_longest) in rows_begin_to_end:
+            first, last = min(first, row_first), max(last, row_last)
+            entries, longest = entries + row_entries, max(longest, row_longest)
+            left, right = self._widened(first, last, limits)
+            rows = row + 1 - start
+            tokens = packed.num_tokens(start, row + 1) if packed else rows * (right - left)
+            fits = rows <= most_rows and tokens <= most_tokens and entries * longest <= most_patches
+            if row > start and not fits:
+                bounds.append((start, row))
+                start, first, last, entries, longest = row, row_first, row_last, row_entries, row_longest
+        return [*bounds, (start, end)] if end > start else bounds
+
+    def has_vision(self, bound: tuple[int, int]) -> bool:
+        return bound[1] > self.num_text_rows
+
+    def split_to(self, bounds: Bounds, num_chunks: int, limits: ChunkLimits, has_vision: bool | None = None) -> None:
+        """Halve the costliest chunk until there are num_chunks; past one row per chunk the rest are idle.
+
+        has_vision: count and split the chunks with (without) images only.
+        """
+        if has_vision and num_chunks and self.num_text_rows == self.num_rows:
+            raise UsageError(
+                f"columns {self.columns}: another process has rows with images here and this one has none, so they "
+                f"can not run the same forwards, which sharded models need. {REMEDY}"
+            )
+
+        def cost(bound: tuple[int, int]) -> int:
+            return self.cost(*bound, limits) + self.num_patches(*bound)
+
+        while True:
+            own = [b for b in bounds if has_vision is None or self.has_vision(b) == has_vision]
+            if len(own) >= num_chunks:
+                return
+            splittable = [bound for bound in own if bound[1] - bound[0] > 1]
+            if splittable:
+                start, stop = max(splittable, key=cost)
+                middle, at = (start + stop) // 2, bounds.index((start, stop))
+                bounds[at : at + 1] = [(start, middle), (middle, stop)]
+            elif has_vision is False:
+                at = len([bound for bound in bounds if not self.has_vision(bound)])
+                bounds.insert(at, (self.num_text_rows, self.num_text_rows))
+            else:
+                bounds.append((self.num_rows, self.num_rows))
+
+    def runs(self, bounds: Bounds) -> Iterator[tuple[int, int, bool, bool]]:
+        """(first row, one past the last, is idle, has images) of every chunk. An idle one repeats the last row of its
+        kind, which is the shortest; in a table without text rows, an idle text chunk is a row without its images."""
+        for start, stop in bounds:
+            has_vision = self.has_vision((start, stop))
+            if start < stop:
+                yield start, stop, False, has_vision
+            else:
+                last = stop or self.num_rows
+                yield last - 1, last, True, has_vision
+
+    def gather(
+        self,
+        order: ChunkOrder,
+        places: Sequence[Places],
+        window: tuple[int, int],
+        multiple: int,
+        has_vision: bool,
+        num_repeated: int,
+    ) -> dict[str, Any]:
+        """What the model takes for the rows at these places of a chunk order, the last one repeated so often."""
+        runs = order.runs(places, num_repeated)
+        gathered: dict[str, Any] = {key: feature.gather(runs, *window) for key, feature in self.features.items()}
+        if self.positions == "edges":
+            gathered["position_ids"] = positions_of_edges(runs, self.first_tokens, *window, self.device)
+        elif self.positions == "mask" and not has_vision:
+            # What the model gives to all rows of a batch with images; without images it would count from the edge.
+            gathered["position_ids"] = positions_of_mask(gathered["attention_mask"])
+        if has_vision:
+            rows = order.laid[places[0][1] : places[-1][2]].tolist()
+            images = {key: units.gather(rows, multiple) for key, units in self.units.items()}
+            gathered |= {key: value for key, value in images.items() if value is not None}
+        return gathered
