@@ -23,14 +23,18 @@ def check(args: Any) -> None:
 
 class EarlyStop(EarlyStoppingCallback):
     """Trainer's, whose count goes on at a resume. An evaluation without the figure (one of several datasets) does not
-    count."""
+    count, nor does one before the first update: at a resume it is of weights that were evaluated before."""
+
+    started_at = 0  # update
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         super().on_train_begin(args, state, control, **others)
+        self.started_at = state.global_step
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is not None:
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict, **others: Any) -> None:
-        if f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics:
+        has_figure = f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics
+        if has_figure and state.global_step > self.started_at:
             super().on_evaluate(args, state, control, metrics, **others)
