@@ -15,6 +15,7 @@ Shapes: b rows, t tokens of all of them, H the backbone's width, h heads of widt
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -31,6 +32,8 @@ from hf_dist_ext.policy import FLASH, PACKED_FAMILIES
 
 VARLEN_HEAD_WIDTH = 256  # the widest head that torch's kernel takes; widths are multiples of 8
 VARLEN_CAPABILITY = (8, 0)  # of CUDA devices, the least that has the kernel
+# torch 2.11's function takes fewer heads of keys than of queries without being told. Remove when the minimum is 2.12.
+VARLEN_IS_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 # ---- which models can ----
 
@@ -132,9 +135,10 @@ def _attend_with_sdpa(
     query, key, value = (_as_autocast(one.squeeze(0)) for one in (query, key, value))
     if not dropout and _takes_all_lengths(query):
         reach = -1 if sliding_window is None else sliding_window - 1
+        grouped = {"enable_gqa": True} if len(key) != len(query) and VARLEN_IS_TOLD_OF_GROUPS else {}
         attended = varlen_attn(
             *(one.transpose(0, 1) for one in (query, key, value)), offsets, offsets, max(lengths), max(lengths),
-            scale=scaling, window_size=(reach, 0 if is_causal else reach), enable_gqa=len(key) != len(query),
+            scale=scaling, window_size=(reach, 0 if is_causal else reach), **grouped,
         )  # fmt: skip
         return attended.unsqueeze(0), None
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]

@@ -219,6 +219,21 @@ def test_on_cuda_one_kernel_takes_rows_of_all_lengths_where_it_can(change, kerne
     assert calls == [(kernel, {wanted or given["dtype"]})] * (1 if kernel == "varlen" else 3)
 
 
+@pytest.mark.parametrize("key_heads, is_told, options", [
+    (2, True, {"enable_gqa": True}), (4, True, {}),
+    (2, False, {}),  # torch 2.11, which has no such argument
+])  # fmt: skip
+def test_the_kernel_is_told_of_groups_of_heads_where_it_wants_to_be(key_heads, is_told, options, monkeypatch):
+    monkeypatch.setattr(packing, "VARLEN_IS_TOLD_OF_GROUPS", is_told)
+    monkeypatch.setattr(packing, "_takes_all_lengths", lambda query: True)
+    seen, module = [], torch.nn.Module()
+    module.is_causal = True
+    monkeypatch.setattr(packing, "varlen_attn", lambda query, *sizes, **given: seen.append(given) or query)
+    query, key = torch.empty(1, 4, 7, 8), torch.empty(1, key_heads, 7, 8)
+    packing._attend_with_sdpa(None, module, query, key, key, [4, 3], torch.tensor([0, 4, 7]), sliding_window=3)
+    assert seen == [{"scale": None, "window_size": (2, 0)} | options]
+
+
 ON_GPU = [
     pytest.param("sdpa", torch.bfloat16),
     pytest.param("sdpa", torch.float64),
