@@ -118,7 +118,10 @@ class ContrastiveCollator:
             batch[column] = self.features(column, values)  # tensors of (rows, T) or (rows, ...)
             ids[column] = content_ids(values)
         if self.id_column is not None:
-            ids["group"] = content_ids([row[self.id_column] for row in rows])
+            groups = [row[self.id_column] for row in rows]
+            if any(map(is_empty, groups)):  # as a stream may have them: all of these rows would be of one group
+                raise UsageError(f'id_column "{self.id_column}" is null or empty in a row. Give every row an id.')
+            ids["group"] = content_ids(groups)
         if self.with_ids:
             batch["ids"] = ids
         if self.label_column is not None:

@@ -136,11 +136,15 @@ def check_same_number(dataset: Dataset, column: str, source: Source, check: RowC
 
 
 def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) -> None:
-    """`option`: the field of the run file that names the column."""
-    row_offset, what = 0, "an id" if option == "id_column" else "a label"
+    """`option`: the field of the run file that names the column. Ids may not be empty texts either, as a CSV file has
+    them where there is none: rows with the same id are never negatives of each other."""
+    row_offset, is_id = 0, option == "id_column"
+    what = "an id" if is_id else "a label"
     for table in arrow_batches(dataset.select_columns([column])) if check.is_on else ():
-        for row in np.flatnonzero(table.column(column).is_null().to_numpy()):
-            check.add(row_offset + int(row), f'{option} "{column}" is null. Give every row {what}.')
+        values = table.column(column)
+        for row in np.flatnonzero(~content_mask(values) if is_id else values.is_null().to_numpy()):
+            how = "empty" if values[row].is_valid else "null"
+            check.add(row_offset + int(row), f'{option} "{column}" is {how}. Give every row {what}.')
         row_offset += len(table)
 
 

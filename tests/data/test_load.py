@@ -335,6 +335,10 @@ def test_a_row_without_text_is_named(tmp_path):
     assert 'row 2 (counted from 0): id_column "group"' in refusal(
         write(tmp_path / "f.jsonl", groups), id_column="group"
     )
+    groups = [{**row, "group": f"g{i}" if i != 5 else ""} for i, row in enumerate(ROWS)]
+    assert 'row 5 (counted from 0): id_column "group" is empty' in refusal(
+        write(tmp_path / "g.csv", groups), id_column="group"
+    )
 
 
 # The collator --------------------------------------------------------------------------------------------------------
@@ -464,7 +468,10 @@ def test_bad_rows_and_options_are_refused_by_the_collator(tokenizer):
         collate(tokenizer, [{"query": "a", "positive": None}])
     with pytest.raises(UsageError, match="not text"):
         collate(tokenizer, [{"query": 3, "positive": "a"}])
-    with pytest.raises(UsageError, match='"positive" holds an empty text'):  # as a stream may
+    for group in (None, ""):  # as a stream may have them
+        with pytest.raises(UsageError, match='id_column "group" is null or empty'):
+            collate(tokenizer, [{"query": "b", "positive": "a", "group": group}], id_column="group")
+    with pytest.raises(UsageError, match='"positive" holds an empty text'):
         collate(tokenizer, [{"query": "b", "positive": "a"}, {"query": "a", "positive": ""}])
     with pytest.raises(UsageError, match='no column "positive"'):
         ContrastiveCollator(tokenizer, ["query", "positive"])([{"query": "a"}])
