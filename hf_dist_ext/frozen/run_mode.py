@@ -89,14 +89,18 @@ def _leave(module: nn.Module, args: tuple, output: Any) -> None:
         torch._C._set_grad_enabled(modes.pop())
 
 
-def asks_for_gradient(value: Any) -> bool:
-    """Whether a tensor inside (tuples, lists, mappings) has a gradient that somebody wants: one that only
-    `requires_grad_()` on an output marked, as activation checkpointing does, is a leaf and has nobody behind it."""
+def asks_for_gradient(value: Any, depth: int = 2) -> bool:
+    """Whether a tensor inside (tuples, lists, mappings, and so many objects deep their attributes) has a gradient that
+    somebody wants: one that only `requires_grad_()` on an output marked, as activation checkpointing does, is a leaf
+    and has nobody behind it."""
     if isinstance(value, torch.Tensor):
         return value.requires_grad and (not value.is_leaf or isinstance(value, nn.Parameter))
     if isinstance(value, dict):
-        return any(asks_for_gradient(one) for one in value.values())
-    return isinstance(value, tuple | list) and any(asks_for_gradient(one) for one in value)
+        return any(asks_for_gradient(one, depth) for one in value.values())
+    if isinstance(value, tuple | list):
+        return any(asks_for_gradient(one, depth) for one in value)
+    # a dataclass, or a cache of layers with keys and values, such as the trained ones of prefix tuning
+    return depth > 0 and hasattr(value, "__dict__") and asks_for_gradient(vars(value), depth - 1)
 
 
 # ---- (3) ----

@@ -1,16 +1,19 @@
 """Frozen parts run without randomness, without statistics, and without a graph that nobody needs."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.frozen.run_mode import set_frozen_mode
-from tests.tiny_models import CHECKPOINTING
+from tests.tiny_models import CHECKPOINTING, SMALL
 from tests.tiny_vision_language import Calls, collate, row, tiny_llava
 
 TOWER, PROJECTOR, LANGUAGE = "model.vision_tower", "model.multi_modal_projector", "model.language_model"
@@ -165,3 +168,49 @@ def test_generation_stands_in_once():
     calls = Calls(model, [PROJECTOR])
     model.generate(input_ids=row(False)["input_ids"][None], max_new_tokens=4, do_sample=False, min_new_tokens=4)
     assert calls.forward[PROJECTOR] == 1
+
+
+def test_a_gradient_that_is_asked_for_inside_of_an_object_is_kept():
+    """A frozen part that is handed a dataclass, and a frozen decoder whose cache holds the keys that are trained."""
+
+    @dataclass
+    class States:
+        hidden: torch.Tensor
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, states: States) -> torch.Tensor:
+            return self.inner(states.hidden)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projector, self.part = nn.Linear(4, 4), Frozen()
+
+        def forward(self, x):
+            return self.part(States(self.projector(x)))
+
+    torch.manual_seed(0)
+    model = Net()
+    plan_freezing(model, ["projector"]).apply(model)
+    set_frozen_mode(model)
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.projector.weight.grad.norm() > 0 and model.part.inner[0].weight.grad is None
+
+    decoder, tuning = LlamaForCausalLM(LlamaConfig(**SMALL)), PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=3)
+    model, ids = get_peft_model(decoder, tuning), torch.randint(1, 30, (2, 6))
+    plan_freezing(model, frozen_modules=["base_model"]).apply(model)
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        model.train()(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+        (trained,) = [p for p in model.parameters() if p.requires_grad]
+        assert trained.grad.norm() > 0
+        return trained.grad.clone()
+
+    plain = gradient()
+    set_frozen_mode(model)
+    torch.testing.assert_close(gradient(), plain)
