@@ -93,6 +93,16 @@ class ChunkedBatch:
         columns = [column for t in self.tables for column in zip(t.places, t.columns, t.row_counts, strict=True)]
         return {name: rows for _, name, rows in sorted(columns)}
 
+    def lengths(self, column: str) -> np.ndarray | None:
+        """(rows,) the real tokens of the column's rows in the batch's order; None where they are not known."""
+        (table,) = [table for table in self.tables if column in table.columns]
+        if not table.has_lengths:
+            return None
+        of_rows = np.empty(table.num_rows, dtype=np.int64)
+        of_rows[table.order] = table.extents[:, 1] - table.extents[:, 0]
+        begin = sum(table.row_counts[: table.columns.index(column)])
+        return of_rows[begin : begin + table.row_counts[table.columns.index(column)]]
+
     def num_chunks(self, by_vision: bool = False) -> list[int]:
         """How many chunks there are. by_vision: without and with images per table, always two numbers per column (0
         where there is no table), for ranks that must run vision layers in the same chunks."""

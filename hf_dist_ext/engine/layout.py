@@ -198,6 +198,7 @@ def _make_table(
         can_trim=can_trim,
         real_tokens=real_tokens,
         longest=int(lengths.max(initial=0)),
+        has_lengths=width > 0 and int(lengths.sum()) == real_tokens and all(c.is_dense for c in columns),
         packed=packed,
         device=_device_of(columns[0]),
     )

@@ -71,6 +71,7 @@ class Table:
     can_trim: bool
     real_tokens: int
     longest: int  # tokens of a row
+    has_lengths: bool  # a row's extent is that of its real tokens, and there are no others within
     packed: PackedTokens | None  # None: rows that need their padding
     device: torch.device
 

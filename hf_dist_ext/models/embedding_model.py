@@ -264,6 +264,11 @@ class EmbeddingModel(PreTrainedModel):
         return layers_of(self.projection)
 
     @property
+    def gives_every_token(self) -> bool:
+        """Whether a row encodes to a vector for each of its real tokens, and to no others."""
+        return self.pooling == TOKENS and type(self).forward is EmbeddingModel.forward
+
+    @property
     def gives_one_vector(self) -> bool:
         """Of a row, and no vector of each of its tokens."""
         return self.pooling != TOKENS

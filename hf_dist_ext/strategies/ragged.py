@@ -3,7 +3,9 @@
 A mapping of outputs (engine/outputs.py) may hold groups of keys, "tokens.vectors" and "tokens.mask": the group is what
 stands before the last dot, or nothing. Of a group with a mask only what the mask marks as real is sent:
 
-(1) every row's number of real entries, from which each rank knows what the others send
+(1) every row's number of real entries; how many a rank sends in all, and its longest row, the ranks tell each other
+    between their CPUs. Where the host knows a row's tokens, and these are its entries, no device is waited for; else
+    the two numbers are read back, once per group
 (2) the real entries of all rows end to end
 (3) they are laid into rows again, at the front, as wide as the longest row of all ranks
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,12 +27,20 @@ class GatheredOutputs(Mapping):
     """key -> (N, ...), differentiable. A group is gathered when one of its keys is first asked for.
 
     gather: (entries of this rank, the number of entries of each rank) -> those of all, as `Rows.gather`.
+    exchange: numbers of this rank's host -> those of each rank.
+    lengths: (B,) real entries of every own row in every group; None: the masks tell.
     """
 
     def __init__(
-        self, gather: Callable[[Tensor, Sequence[int]], Tensor], own: Mapping[str, Tensor], counts: Sequence[int]
+        self,
+        gather: Callable[[Tensor, Sequence[int]], Tensor],
+        own: Mapping[str, Tensor],
+        counts: Sequence[int],
+        exchange: Callable[[list[int]], list[list[int]]],
+        lengths: np.ndarray | None = None,
     ):
         self._gather, self._own, self._counts = gather, own, counts
+        self._exchange, self._lengths = exchange, lengths
         self._gathered: dict[str, Tensor] = {}
 
     def __getitem__(self, key: str) -> Tensor:
@@ -49,15 +60,31 @@ class GatheredOutputs(Mapping):
 
     def _gather_group(self, group: str, mask: str) -> None:
         is_real = self._own[mask].bool()  # (B, T)
+        lengths = is_real.sum(dim=1)  # (B,)
+        if self._lengths is None:
+            longest = torch.cat([lengths, lengths.new_zeros(1)]).amax()
+            numbers = torch.stack([lengths.sum(), longest]).tolist()
+        else:
+            known = torch.tensor(self._lengths).to(lengths.device, non_blocking=True)
+            torch._assert_async((known == lengths).all(), "a row's outputs are not one per real token of it")
+            numbers = [int(self._lengths.sum()), int(self._lengths.max(initial=0))]
+        of_rank, widths = map(list, zip(*self._exchange(numbers), strict=True))
         with torch.no_grad():
-            lengths = self._gather(is_real.sum(dim=1), self._counts)  # (1): (N,)
-        of_rank = [int(part.sum()) for part in lengths.cpu().split(list(self._counts))]
-        width = int(lengths.max()) if sum(of_rank) else is_real.shape[1]
+            lengths = self._gather(lengths, self._counts)  # (1): (N,)
+        width = max(widths) or is_real.shape[1]
         real = torch.arange(width, device=lengths.device) < lengths[:, None]  # (N, T)
-        places = real.flatten().nonzero().squeeze(1)  # (n,)
+        own, places = _places(is_real, numbers[0]), _places(real, sum(of_rank))
         self._gathered[mask] = real
         for key in (one for one in self._own if one != mask and one.rpartition(".")[0] == group):
-            entries = self._own[key][is_real]
+            entries = self._own[key].flatten(0, 1).index_select(0, own)
             everyone = self._gather(entries, of_rank) if sum(of_rank) else entries  # (2): (n, ...)
             empty = everyone.new_zeros(real.numel(), *everyone.shape[1:])
             self._gathered[key] = empty.index_copy(0, places, everyone).unflatten(0, real.shape)  # (3)
+
+
+def _places(mask: Tensor, count: int) -> Tensor:
+    """(count,): where the flat mask is true, which is so many times. `nonzero` would count, and the host wait."""
+    flat = mask.flatten()
+    number = torch.where(flat, flat.cumsum(0) - 1, count)  # what is false goes to a place of its own, at the end
+    places = number.new_empty(count + 1)
+    return places.scatter_(0, number, torch.arange(len(flat), device=flat.device))[:count]

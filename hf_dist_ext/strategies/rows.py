@@ -12,10 +12,11 @@ rows of their own).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -86,11 +87,13 @@ class Rows:
         own: torch.Tensor | Mapping[str, torch.Tensor],
         counts: Sequence[int],
         begun: Gathering | None = None,
+        lengths: np.ndarray | None = None,
     ) -> torch.Tensor | GatheredOutputs:
-        """The same of what a row encodes to, one tensor or several."""
+        """The same of what a row encodes to, one tensor or several. `lengths`: of own rows (strategies/ragged.py)."""
         if isinstance(own, torch.Tensor):
             return self.gather(own, counts, begun)
-        return GatheredOutputs(self.gather, own, counts)
+        exchange = lambda numbers: self.one_of_each(collectives.exchange(numbers))  # noqa: E731
+        return GatheredOutputs(self.gather, own, counts, exchange, lengths)
 
     def gather_ids(
         self, ids: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], anchor: str
@@ -216,7 +219,7 @@ class GatheredColumns(Mapping):
     the loss never reads is never sent, and none where the loss takes the `ring`.
 
     Every rank runs the same loss and so asks for the same columns in the same order. `begun`: those whose all-gather
-    runs already; `asked`: those that were asked for.
+    runs already; `asked`: those that were asked for; `lengths`: column -> of own rows (strategies/ragged.py).
     """
 
     def __init__(
@@ -225,8 +228,10 @@ class GatheredColumns(Mapping):
         own: Mapping[str, Any],
         counts: Mapping[str, list[int]],
         begun: Mapping[str, Gathering] | None = None,
+        lengths: Callable[[str], np.ndarray | None] = lambda column: None,
     ):
         self._rows, self._own, self._counts, self._begun = rows, own, counts, dict(begun or {})
+        self._lengths = lengths
         self._gathered: dict[str, Any] = {}
 
     @property
@@ -241,7 +246,7 @@ class GatheredColumns(Mapping):
     def __getitem__(self, column: str) -> torch.Tensor | GatheredOutputs:
         if column not in self._gathered:
             own, begun = self._own[column], self._begun.pop(column, None)
-            self._gathered[column] = self._rows.gather_output(own, self._counts[column], begun)
+            self._gathered[column] = self._rows.gather_output(own, self._counts[column], begun, self._lengths(column))
         return self._gathered[column]
 
     def finish(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -41,6 +42,7 @@ from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
+from hf_dist_ext.training.packing import has_prompt_tokens
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
 from hf_dist_ext.training.timing import StepClock
 from hf_dist_ext.training.token_vectors import Compared, compared
@@ -164,7 +166,7 @@ class EmbeddingStep:
         def score(embeddings: dict[str, Output]):
             if budget is not None:
                 budget.reserve(layout.loss_bytes(self._loss_of(facts), max(map(row_size, embeddings.values()))))
-            return self._score(embeddings, facts, layout.counts, early)
+            return self._score(embeddings, facts, layout, early)
 
         with budget.measured_step() if is_measured else nullcontext():
             to_train, phase = chunked, functools.partial(self._phase, is_measured, is_measured)
@@ -229,7 +231,7 @@ class EmbeddingStep:
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
         with compiling.scores_in_float32(self.args):
-            loss, _ = self._score(embeddings, facts, layout.counts)
+            loss, _ = self._score(embeddings, facts, layout)
         return Scored(loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts)
 
     def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, Compared]:
@@ -296,21 +298,31 @@ class EmbeddingStep:
         order = [name for name in (*candidates, anchor) if name in asked]
         return EarlyGather(self.strategy().rows, order, layout.counts)
 
+    def _lengths(self, layout: Layout, column: str, rows: int) -> np.ndarray | None:
+        """Tokens of the first rows, where the model gives a vector for each and the host knows how many these are."""
+        model = self.sizes.model()
+        if not getattr(model, "gives_every_token", False) or has_prompt_tokens(model):
+            return None
+        found = layout.chunked.lengths(column)
+        return None if found is None else found[:rows]
+
     def _score(
         self,
         embeddings: dict[str, Output],
         facts: RowFacts,
-        counts: dict[str, list[int]],
+        layout: Layout,
         early: EarlyGather | None = None,
     ):
         """The loss of this rank's rows, weighted by their number. A stand-in for rows (data/epoch_order.py) is scored
         as if its row were the first of all, so that every rank asks for the same columns, and weighs nothing."""
-        anchor, ranks = next(iter(embeddings)), self.strategy().rows
+        anchor, ranks, counts = next(iter(embeddings)), self.strategy().rows, layout.counts
         own = {name: of_ranks[ranks.index] for name, of_ranks in counts.items()}
         everyone, row_offset, (ids, targets, *_), scores = None, 0, facts, self._loss_of(facts)
         if ranks.size > 1 and getattr(scores, "cross_device_negatives", True):
             rows = {name: each(embeddings[name], lambda one, n=own[name]: one[:n]) for name in embeddings}
-            everyone = GatheredColumns(ranks, rows, counts, early and early.begun)
+            everyone = GatheredColumns(
+                ranks, rows, counts, early and early.begun, lambda name: self._lengths(layout, name, own[name])
+            )
             row_offset = sum(counts[anchor][: ranks.index]) if own[anchor] else 0
             if ids is not None:
                 ids = {name: values[: own.get(name, own[anchor])] for name, values in ids.items()}

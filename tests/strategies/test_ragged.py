@@ -1,6 +1,9 @@
 """Several outputs per row of all ranks: only what is real travels, and it arrives where it belongs."""
 
+import numpy as np
+import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from hf_dist_ext.strategies.ragged import GatheredOutputs
 
@@ -16,7 +19,7 @@ def rows_of(lengths: list[int], width: int, seed: int) -> dict[str, torch.Tensor
     }
 
 
-def gathered(own: dict, other: dict, sent: list[tuple]) -> GatheredOutputs:
+def gathered(own: dict, other: dict, sent: list[tuple], lengths: list[int] | None = None) -> GatheredOutputs:
     """As rank 0 of two; what the other one sends is computed here."""
 
     def gather(entries: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -28,13 +31,19 @@ def gathered(own: dict, other: dict, sent: list[tuple]) -> GatheredOutputs:
         assert counts == [len(entries), len(theirs)]
         return torch.cat([entries, theirs])
 
-    return GatheredOutputs(gather, own, [len(own["dense"]), len(other["dense"])])
+    def exchange(numbers: list[int]) -> list[list[int]]:
+        theirs = other["tokens.mask"].sum(dim=1)
+        return [numbers, [int(theirs.sum()), int(theirs.max())]]
+
+    counts = [len(own["dense"]), len(other["dense"])]
+    return GatheredOutputs(gather, own, counts, exchange, None if lengths is None else np.array(lengths))
 
 
-def test_real_tokens_travel_and_stand_in_front():
+@pytest.mark.parametrize("lengths", [None, [2, 5, 1]])
+def test_real_tokens_travel_and_stand_in_front(lengths):
     sent = []
     own, other = rows_of([2, 5, 1], 5, 0), rows_of([7, 3], 9, 1)
-    everyone = gathered(own, other, sent)
+    everyone = gathered(own, other, sent, lengths)
     assert not sent, "nothing is sent before it is asked for"
     vectors, mask = everyone["tokens.vectors"], everyone["tokens.mask"]
     assert sent == [((3,), [3, 2]), ((8, 3), [8, 10])], "lengths, then the real vectors end to end"
@@ -55,3 +64,23 @@ def test_no_real_token_anywhere_sends_nothing():
     everyone = gathered(rows_of([0, 0], 4, 0), rows_of([0], 6, 1), sent)
     assert not everyone["tokens.mask"].any() and everyone["tokens.vectors"].shape == (3, 4, 3)
     assert [counts for _, counts in sent] == [[2, 1]], "their lengths only"
+
+
+def test_where_the_host_knows_lengths_nothing_is_read_from_a_device():
+    with FakeTensorMode() as mode:
+        own = {key: mode.from_tensor(value.detach()) for key, value in rows_of([2, 5, 1], 5, 0).items()}
+
+        def gather(entries: torch.Tensor, counts: list[int]) -> torch.Tensor:
+            return torch.cat([entries, entries.new_empty(counts[1], *entries.shape[1:])])
+
+        def vectors(lengths: np.ndarray | None) -> torch.Tensor:
+            return GatheredOutputs(gather, own, [3, 2], lambda numbers: [numbers, [10, 7]], lengths)["tokens.vectors"]
+
+        assert vectors(np.array([2, 5, 1])).shape == (5, 7, 3)
+        with pytest.raises(DataDependentOutputException):
+            vectors(None)
+
+
+def test_outputs_that_are_not_one_per_known_token_are_no_rows():
+    with pytest.raises(RuntimeError, match="not one per real token"):
+        gathered(rows_of([2, 5, 1], 5, 0), rows_of([7, 3], 9, 1), [], [2, 4, 1])["tokens.vectors"]
