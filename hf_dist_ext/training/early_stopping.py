@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import EarlyStoppingCallback
+from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
+
+logger = logging.get_logger(__name__)
 
 
 def check(args: Any) -> None:
@@ -33,6 +36,9 @@ class EarlyStop(EarlyStoppingCallback):
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is not None:
             self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
+            if self.early_stopping_patience_counter >= self.early_stopping_patience:
+                logger.info("the run had ended by early_stopping_patience: nothing is trained. A larger one goes on.")
+                control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict, **others: Any) -> None:
         has_figure = f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics

@@ -520,6 +520,8 @@ class DistTrainer(Trainer):
         return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
+        if self.control.should_training_stop:  # before the first step: the checkpoint is of a run that had ended
+            return
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
         changed = self.data_position.begin_epoch(epoch, loader, num_batches, self.state)
         super()._run_epoch(**options | changed)

@@ -180,6 +180,8 @@ def test_a_run_that_gets_no_better_ends_and_a_resumed_one_goes_on_counting(tmp_p
     assert run("patient", early_stopping_patience=3) == 4, "the first is the best, and three are no better"
     assert run("resumed", "patient/checkpoint-3", early_stopping_patience=3) == 4
     assert run("looked", "patient/checkpoint-2", early_stopping_patience=3, eval_on_start=True) == 4
+    assert run("again", "patient/checkpoint-4", early_stopping_patience=3) == 4, "it had ended"
+    assert run("longer", "patient/checkpoint-4", early_stopping_patience=5) == 6
     assert run("plain") == 9
     assert run("later", "plain/checkpoint-3", early_stopping_patience=3) == 6
 
