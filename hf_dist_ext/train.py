@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -92,7 +93,7 @@ def train(run: Run) -> None:
         pushed, args.push_to_hub = trainer if args.push_to_hub else None, False  # with its card, at the very end
         final_model.save(trainer.save_model, trainer.model, args)  # (4)
         if not trainer.saves_complete_model:
-            to_load = ["merge it: hf-dist merge {folder} --output {folder}-merged      # the complete model"]
+            to_load = ["merge it: hf-dist merge {quoted} --output {quoted}-merged      # the complete model"]
     if is_main:
         output_dir = Path(run.training["output_dir"])
         (output_dir / "metrics.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -207,7 +208,7 @@ def print_end(report: dict, hints: list[str], output_dir: Path, pictures: Sequen
     if pictures:
         print(f"see it:   {', '.join(str(output_dir / name) for name in pictures)}")
     for hint in hints:
-        print(hint.format(folder=output_dir))
+        print(hint.format(folder=output_dir, quoted=shlex.quote(str(output_dir))))
 
 
 if __name__ == "__main__":

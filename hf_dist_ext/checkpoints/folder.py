@@ -154,6 +154,14 @@ _MARKS = (
 )
 
 
+def require_new(option: str, folder: Path) -> None:
+    """UsageError where a command would write its folder over something."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{option} {folder} is a file. Give a new folder.")
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{option} {folder} is not empty. Give a new folder.")
+
+
 def check_output_dir(training: dict[str, Any]) -> None:
     """Raises UsageError when output_dir holds another run. launch.py calls it before any rank can write there."""
     folder = Path(training["output_dir"])

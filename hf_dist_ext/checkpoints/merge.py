@@ -23,6 +23,7 @@ from torch import nn
 
 from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
+from hf_dist_ext.checkpoints.folder import require_new
 from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP, load_whole
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import adapter_folder
@@ -55,8 +56,7 @@ def merge(
     `base`: where the frozen weights are, when not where the run had them.
     """
     facts = _verified(checkpoint)  # (1)
-    if output.exists() and any(output.iterdir()):
-        raise UsageError(f"--output {output} is not empty. Give a new folder.")
+    require_new("--output", output)
     options = {"trust_remote_code": trust_remote_code}
     model, source = _complete_model(checkpoint, facts, base, options, trust)  # (2)
     before = _outputs(model)

@@ -25,6 +25,9 @@ def main(arguments: Any, overrides: Sequence[str]) -> None:
     folder = Path(arguments.compare) if arguments.compare else None
     path = arguments.run if folder is None else arguments.run or str(compare.run_file(folder))
     run = load_run(["--config", path, *overrides])
+    for name, values in (("num_rows", [arguments.num_rows]), ("price_per_hour", arguments.price_per_hour or [])):
+        if wrong := [value for value in values if value is not None and not 0 < value < float("inf")]:
+            raise UsageError(f"--{name} {wrong[0]} is not a positive number.")
     num_prices, named = len(arguments.price_per_hour or [None]), len(arguments.device or [None])
     if num_prices not in (1, named):
         words = f"{named} devices" if named > 1 else "one device"

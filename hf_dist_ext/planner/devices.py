@@ -101,7 +101,7 @@ def hardware_of(
         "tflops": (tflops, "TFLOP/s"),
     }
     for name, (value, unit) in given.items():
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"--{name} {value} is not a positive number of {unit}.")
     is_here = memory_gib is None and device is None
     card = card_of(_ask("--query-gpu=name", "--format=csv,noheader")) if is_here else device

@@ -17,6 +17,8 @@ KINDS = {
 
 def copy(kind: str, folder: Path) -> list[Path]:
     """The files that were written into `folder`. Raises UsageError before it would write over one."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file. Give a folder.")
     sources = sorted(path for path in (FOLDER / kind).rglob("*") if path.is_file())
     targets = [folder / path.relative_to(FOLDER / kind) for path in sources]
     if there := [path for path in targets if path.exists()]:

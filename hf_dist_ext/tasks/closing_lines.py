@@ -4,8 +4,8 @@
     use it:   ...      in sentence-transformers
     try it:   ...      from the terminal
 
-"{folder}" stands where the folder's name goes. Each line runs as it is printed. Where the run file names no file and
-no folder that holds what is searched, a word in capitals stands for yours.
+"{folder}" stands where the folder's name goes, "{quoted}" where a shell reads it. Each line runs as it is printed.
+Where the run file names no file and no folder that holds what is searched, a word in capitals stands for yours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_dist_ext.run.parts import outputs_of
 from hf_dist_ext.run.sources import all_parts, sources_of
 from hf_dist_ext.tasks import image_pairs, routes
 
-ASK = "hf-dist search --model {folder}"
+ASK = "hf-dist search --model {quoted}"
 
 
 def lines(run: Run) -> list[str]:

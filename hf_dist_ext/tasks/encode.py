@@ -12,6 +12,7 @@ of their embeddings.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -93,12 +94,13 @@ def main(asked: Encode) -> None:
     ranges = _given_ranges(asked, width)
     unfinished = output.with_name(f"{output.name}.unfinished")
     try:
-        if state.is_main_process:
-            np.lib.format.open_memmap(unfinished, "w+", np.float32, (rows.count, width)).flush()
-        state.wait_for_everyone()
+        agreed.together(lambda: _reserve(unfinished, rows.count, width) if state.is_main_process else None)
         agreed.together(partial(_encode, rows, embed, normalizes, unfinished, state, asked.batch_size))  # (2)
         if state.is_main_process:
-            _finish(unfinished, output, rows, asked.precision, ranges)  # (3)
+            try:
+                _finish(unfinished, output, rows, asked.precision, ranges)  # (3)
+            except OSError as error:
+                raise _not_written(output, error) from error
             print(f"{output}: {rows.count} rows, {width} dimensions, {asked.precision}.")
         leave_together()
     finally:
@@ -170,6 +172,21 @@ def read(asked: Encode) -> Rows:
         id_column or "row",
         lambda first, end: numbers[first:end] if ids is None else ids[first:end][id_column],
     )
+
+
+def _reserve(unfinished: Path, count: int, width: int) -> None:
+    """Room on the disk for all embeddings: without it a full disk would end the process by a signal in the middle."""
+    try:
+        made = np.lib.format.open_memmap(unfinished, "w+", np.float32, (count, width))
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            with unfinished.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, made.offset + made.nbytes)
+    except OSError as error:
+        raise _not_written(unfinished, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path} cannot be written: {error.strerror or error}. Give an --output where there is room.")
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------

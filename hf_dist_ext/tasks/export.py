@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import AutoModel, AutoProcessor
 
+from hf_dist_ext.checkpoints.folder import require_new
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import load_tokenizer, one_line
 from hf_dist_ext.models.dual_encoders import DUAL_ENCODERS
@@ -59,8 +60,7 @@ def show(folder: Path, found: list[Answer]) -> None:
 
 def write(folder: Path, output: Path, names: tuple[str, ...]) -> None:
     """A folder that the servers with these names serve, or a UsageError and none."""
-    if output.exists() and any(output.iterdir()):
-        raise UsageError(f"--output {output} is not empty. Give a new folder.")
+    require_new("--output", output)
     answers(folder, names)  # a name that is not known stops here
     if first_module(folder)[0] in ROUTERS:
         raise UsageError(
@@ -146,8 +146,7 @@ def write_onnx(folder: Path, output: Path) -> None:
         )
     from sentence_transformers import SentenceTransformer
 
-    if output.exists() and any(output.iterdir()):
-        raise UsageError(f"--onnx {output} is not empty. Give a new folder.")
+    require_new("--onnx", output)
     if first_module(folder)[0] not in ("", "Transformer"):
         raise UsageError(f"{folder} begins with a {first_module(folder)[0]}; --onnx exports one text transformer.")
     before = SentenceTransformer(str(folder), device="cpu").encode(TEXTS, convert_to_tensor=True)

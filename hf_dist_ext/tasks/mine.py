@@ -222,5 +222,14 @@ def _write(asked: Mine, rows: Dataset, pairs: Pairs, mined: list[Mined]) -> None
     columns = {name: list(rows[name]) for name in rows.column_names}
     added = list(more_columns())
     columns |= {name: [row[name] for row in added] for name in added[0]}
-    WRITERS[Path(asked.output).suffix](Dataset.from_dict(columns), asked.output)
+    output = Path(asked.output)
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    try:
+        WRITERS[output.suffix](Dataset.from_dict(columns), str(unfinished))
+        unfinished.replace(output)
+    except OSError as error:
+        words = error.strerror or error
+        raise UsageError(f"{output} cannot be written: {words}. Give an --output where there is room.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
     print(f'{asked.output}: {len(rows)} rows. Train on it: "dataset_name": {json.dumps(asked.output)}')

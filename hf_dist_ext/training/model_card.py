@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata as packages
@@ -187,7 +188,7 @@ def text(
         "## Usage",
         "",
         *_usage(folder, run, data),
-        "    " + "\n    ".join(line.format(folder=folder) for line in to_load),
+        "    " + "\n    ".join(line.format(folder=folder, quoted=shlex.quote(str(folder))) for line in to_load),
         *_prompts(folder, run),
         *_metrics(reports, curves.METRICS in pictures),
         *_views(reports),

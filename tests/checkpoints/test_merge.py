@@ -127,6 +127,8 @@ def test_what_can_not_be_merged_is_refused_with_the_reason(tmp_path):
     checkpoint = tmp_path / "run" / "checkpoint-4"
     with pytest.raises(UsageError, match="is not empty"):
         merge(checkpoint, tmp_path / "run")
+    with pytest.raises(UsageError, match="config.json is a file. Give a new folder"):
+        merge(checkpoint, folder / "config.json")
     with pytest.raises(UsageError, match="frozen weights .* other values"):
         merge(checkpoint, tmp_path / "merged", base=str(base(tmp_path, seed=3)))
     merge(checkpoint, tmp_path / "elsewhere", base=str(folder))

@@ -328,6 +328,9 @@ def test_the_command_prints_a_table_json_and_a_picture(make_run, capsys):
         (["--device", "h1000"], "--device h1000 is not known. Choose one of b200"),
         (["--host_memory_gib", "0"], "positive number of GiB"),
         (["--network_gbps", "-5"], "positive number of Gbit/s"),
+        (["--network_gbps", "inf"], "positive number of Gbit/s"),
+        (["--num_rows", "-3"], "--num_rows -3 is not a positive number"),
+        (["--price_per_hour", "-1"], "--price_per_hour -1.0 is not a positive number"),
         (["--trainable_modules", '["encoder.layer.12"]'], "matches no module. Closest"),
     ],
 )

@@ -48,8 +48,8 @@ def test_an_example_trains_as_it_is_and_goes_on_from_another_folder(begun, monke
     folder = begun(kind)
     rows = next(path for path in folder.glob("*.jsonl")).read_text(encoding="utf-8").splitlines()
     assert len(rows) == 10
-    cli.main(["train", "run.json", *QUIET])
-    output = folder / "outputs" / kind
+    output = folder / "outputs" / f"{kind} of mine"  # a shell would read three words
+    cli.main(["train", "run.json", *QUIET, "--output_dir", str(output.relative_to(folder))])
     found = json.loads((output / "metrics.json").read_text(encoding="utf-8"))
     figure, sign = ("mrr@10", 1) if kind != "projector" else ("loss", -1)
     assert sign * found["after"][figure] > sign * found["before"][figure]

@@ -1,5 +1,6 @@
 """`hf-dist encode`: the embeddings of training and of sentence-transformers, in the order of the rows."""
 
+import errno
 import gzip
 import json
 from pathlib import Path
@@ -202,3 +203,17 @@ def test_what_cannot_be_is_one_line(folder, pictures, monkeypatch, change, words
     with pytest.raises(UsageError, match=words):
         encode.main(Encode(**given))
     assert not list(folder.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize(
+    "place, name", [("os.posix_fallocate", "out.npy"), ("pyarrow.parquet.ParquetWriter", "o.parquet")]
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(folder, monkeypatch, place, name):
+    def fill(*arguments) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(place, fill)
+    before = set(folder.iterdir())
+    with pytest.raises(UsageError, match="cannot be written: No space left on device. Give an --output where"):
+        encoded(folder, name)
+    assert set(folder.iterdir()) == before

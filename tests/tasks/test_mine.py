@@ -1,5 +1,6 @@
 """`hf-dist mine` from a file of pairs to a file that a run trains on."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dist_ext import cli
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.tasks.mine import WRITERS
 from tests.test_train_script import main  # noqa: F401, a fixture
 from tests.tiny_models import SMALL, WORDS, model_config, tiny_tokenizer
 
@@ -128,3 +130,17 @@ def test_what_can_not_be_mined_is_refused(tmp_path, model, data, capsys, monkeyp
     with pytest.raises(SystemExit) as left:
         mine(data, tmp_path / "mined.jsonl", model, *(one.format(tmp_path=tmp_path) for one in more))
     assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, model, data, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+    def fill(rows, path) -> None:
+        Path(path).write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(WRITERS, ".jsonl", fill)
+    with pytest.raises(SystemExit):
+        mine(data, tmp_path / "mined.jsonl", model)
+    assert "mined.jsonl cannot be written: No space left on device." in capsys.readouterr().err
+    assert not list(tmp_path.glob("mined*"))
