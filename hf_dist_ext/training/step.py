@@ -103,6 +103,11 @@ class EmbeddingStep:
 
     # ---- training ----
 
+    def begin(self) -> None:
+        """A training: what one that was interrupted has left in the loss's gradients is dropped with the next batch,
+        as Trainer drops the model's."""
+        self._gradients_are_used = True
+
     def run(
         self, model: nn.Module, inputs: Any, earlier: Sequence[Any], accumulated: int, is_last: bool
     ) -> tuple[CachedStep, Layout]:

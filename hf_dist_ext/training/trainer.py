@@ -333,6 +333,7 @@ class DistTrainer(Trainer):
         prepared = super()._prepare_for_training(*arguments, **options)
         self.strategy.wrapped(self.model_wrapped, self.args, self.loss is not None)
         if self.loss is not None:
+            self.step.begin()
             compiling.announce(self.args, self.strategy, self.bare_model)
         return prepared
 

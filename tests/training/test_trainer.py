@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from hf_dist_ext.checkpoints import loss_state
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -168,6 +168,35 @@ def test_a_checkpoint_of_weights_alone_has_those_of_the_loss(tmp_path):
     assert made.loss.temperature == trained
     loss_state.load_loss(made.loss, str(tmp_path / "checkpoint-1"))
     assert made.loss.temperature != trained
+
+
+def test_a_training_begins_without_the_gradients_of_an_interrupted_one(tmp_path):
+    """Also of a temperature: a first training is stopped in the middle of an update, and another one begins."""
+
+    class Watch(TrainerCallback):
+        def __init__(self, must_stop: bool):
+            self.must_stop, self.gradients = must_stop, []
+
+        def on_substep_end(self, *arguments, **others):
+            if self.must_stop:
+                self.must_stop = False
+                raise KeyboardInterrupt
+
+        def on_pre_optimizer_step(self, *arguments, **others):
+            self.gradients = [p.grad.clone() for p in [*run.model.parameters(), *run.loss.parameters()]]
+
+    found = []
+    for must_stop in (False, True):
+        run = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=1, max_grad_norm=0)
+        run.add_callback(watch := Watch(must_stop))
+        if must_stop:
+            with pytest.raises(KeyboardInterrupt):
+                run.train()
+            assert not watch.gradients
+        run.train()
+        found.append(watch.gradients)
+    assert all(gradient.any() for gradient in found[0])
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_a_run_that_gets_no_better_ends_and_a_resumed_one_goes_on_counting(tmp_path):
