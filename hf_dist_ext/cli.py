@@ -175,7 +175,11 @@ def _add_encode(commands: argparse._SubParsersAction) -> None:
     add("--output", required=True, metavar="FILE", help="a new .npy or .parquet file, in the order of the rows")
     add("--column", metavar="NAME", help="with the texts (default: the only one that holds texts)")
     add("--id_column", metavar="NAME", help="kept in the .parquet (default: _id, id, or the row's number)")
-    add("--prompt_name", metavar="NAME", help="of the model's prompts: query, document, ... (default: no prompt)")
+    add(
+        "--prompt_name",
+        metavar="NAME",
+        help="of the model's prompts: query, document, ... (default: the folder's own, or none)",
+    )
     add("--prompt", metavar="TEXT", help="put before every text")
     add("--batch_size", type=int, default=64, help="rows that go through the model at once (default: %(default)s)")
     add("--dims", type=int, help="keep so many leading dimensions, those of Matryoshka training")

@@ -32,6 +32,7 @@ from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.model_folder import default_prompt_name
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.collectives import leave_together
 from hf_dist_ext.tasks import search
@@ -51,8 +52,9 @@ class Encode:
     """What `hf-dist encode` was asked for.
 
     `data`: a file or folder. `prompt_name`: of the model's prompts; "query" and "document" also mean the length of
-    that column. `dims`: leading dimensions to keep, of length 1 again where the model's are. `ranges`: a file of an
-    earlier int8 or uint8 output, whose steps this one shall have; None: the ranges of these embeddings.
+    that column. With neither it nor `prompt` the default prompt of the model's folder holds, if it has one. `dims`:
+    leading dimensions to keep, of length 1 again where the model's are. `ranges`: a file of an earlier int8 or uint8
+    output, whose steps this one shall have; None: the ranges of these embeddings.
     """
 
     model: str
@@ -220,6 +222,8 @@ def _encoder(asked: Encode, are_pictures: bool) -> tuple[Callable, int, bool]:
             known = ", ".join(model.prompts) or "none"
             raise UsageError(f"--prompt_name {asked.prompt_name}: the prompts of {asked.model} are {known}.")
         prompt, length = model.prompts.get(asked.prompt_name, ""), model.lengths.get(role, length)
+    elif asked.prompt is None and (name := default_prompt_name(asked.model)) is not None:
+        prompt = model.prompts.get(name, "")
 
     def embed(values: list, done: Callable[[int], Any]) -> torch.Tensor:
         return search.embed_after(prompt, model, processor, values, length, done, asked.batch_size)

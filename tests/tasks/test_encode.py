@@ -79,6 +79,15 @@ def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, m
     assert not list(folder.glob("*.unfinished"))
 
 
+def test_the_default_prompt_of_a_folder_is_put_before_texts(folder):
+    path, texts = folder / "model" / "config_sentence_transformers.json", texts_of(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"default_prompt_name": "STS"}))
+    served = SentenceTransformer(str(folder / "model"), device="cpu")
+    np.testing.assert_allclose(encoded(folder), served.encode(texts), atol=1e-6)
+    np.testing.assert_allclose(encoded(folder, "none.npy", prompt=""), served.encode(texts, prompt=""), atol=1e-6)
+    assert not np.allclose(np.load(folder / "out.npy"), np.load(folder / "none.npy"), atol=1e-3)
+
+
 def test_a_text_is_cut_where_positions_end_of_a_tokenizer_without_a_limit(tmp_path):
     torch.manual_seed(0)
     EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path / "model")
