@@ -304,6 +304,14 @@ def test_a_file_of_another_encoding_or_sign_is_refused(tmp_path, caplog):
     assert not caplog.records, "one line, the error's"
 
 
+@pytest.mark.parametrize("value", ["7", "NaN", '["x"]'])
+def test_a_row_of_another_type_is_named(tmp_path, value):
+    lines = ['{"query": "a", "positive": "b"}'] * 3 + [f'{{"query": {value}, "positive": "b"}}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    message = refusal(tmp_path / "a.jsonl")
+    assert 'a.jsonl (train), row 3 (counted from 0), column "query": ' in message and "is no text" in message
+
+
 def test_a_row_may_have_no_negative(tmp_path, tokenizer):
     negatives = [{**row, "negative": ["x", "y"] if i != 5 else [[], None][i % 2]} for i, row in enumerate(ROWS)]
     train, _ = load(write(tmp_path / "a.parquet", negatives))
