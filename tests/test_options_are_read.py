@@ -123,6 +123,7 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"output_dir": "x" * 300}, "is no folder's path: File name too long"),
     ({"output_dir": "a\0b"}, "is no folder's path: embedded null"),
     ({"max_steps": 0}, "max_steps=0 is no number of updates"),
+    ({"ddp_timeout": 10**22}, "ddp_timeout=10000000000000000000000 must be at least 1 and below 2147483648"),
     ({"temperature": 1e-30}, "temperature=1e-30: scores are divided by it"),
     ({"seed": 2**32}, "seed=4294967296 must be at least 0 and below 4294967296"),
     ({"max_length": 2}, 'max_length=2 leaves nothing of the texts of column "query": its prompt and the special'),

@@ -83,9 +83,7 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         if kind is None or (is_pair and kind == "texts"):
             allowed = "text or images" if is_pair else "text, lists of text or images"
             if type_name(dataset.features[dataset_column]) == "Json":  # what `datasets` calls values of several types
-                row, value = next(
-                    (i, v) for i, v in enumerate(dataset[dataset_column]) if not isinstance(v, str | None)
-                )
+                row, value = next((i, v) for i, v in enumerate(dataset[dataset_column]) if not isinstance(v, str))
                 raise UsageError(
                     f'{check.name}, row {row} (counted from 0), column "{dataset_column}": {value!r} is no text, and '
                     f"rows of this column differ in type; {column} must be {allowed}. Mend the row, or remove it."

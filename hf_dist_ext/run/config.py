@@ -229,6 +229,7 @@ BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items 
     **dict.fromkeys(_SHARES, {"minimum": 0, "exclusiveMaximum": 1}),
     "matryoshka_dims": {"minimum": 1, "minItems": 1},
     "max_steps": {"minimum": -1},
+    "ddp_timeout": {"minimum": 1, "exclusiveMaximum": 2**31},
     "ddp_power_sgd_warmup_steps": {"minimum": 2},
 }
 

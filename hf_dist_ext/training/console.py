@@ -70,7 +70,8 @@ class Console(TrainerCallback):
 
     def _left(self, state: Any) -> timedelta:
         per_step = (time.monotonic() - self.began) / max(1, state.global_step - self.began_at)
-        return timedelta(seconds=round(per_step * (state.max_steps - state.global_step)))
+        left = timedelta.max.total_seconds() - 1  # where max_steps means "until I stop it"
+        return timedelta(seconds=round(min(per_step * (state.max_steps - state.global_step), left)))
 
 
 def step_words(logs: dict[str, Any]) -> list[str]:

@@ -72,3 +72,13 @@ def test_one_bar_is_drawn_on_a_terminal(told, monkeypatch, capsys):
     assert teller.bar.desc == ""
     teller.on_train_end(None, state, None)
     assert teller.bar is None
+
+
+@pytest.mark.parametrize("max_steps", [10**15, 10**30])
+def test_a_run_without_an_end_in_sight_is_logged_too(max_steps, capsys):
+    teller = console.Console(dict)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=max_steps, num_train_epochs=2)
+    teller.on_train_begin(SimpleNamespace(disable_tqdm=True, output_dir="out"), state, None)
+    state.global_step = 1
+    teller.on_log(None, state, None, logs={"loss": 1.0})
+    assert "loss 1  left " in capsys.readouterr().out
