@@ -129,8 +129,8 @@ class RowFeature:
         else:
             value = self._cut(value, rows, first + before, last - after)
         if token_axis is not None and (before or after):
-            left_pad, right_pad = (self._padding(value, token_axis, tokens) for tokens in (before, after))
-            value = torch.cat([left_pad, value, right_pad], token_axis)
+            left_pad, right_pad = ([self._padding(value, token_axis, n)] if n else [] for n in (before, after))
+            value = torch.cat([*left_pad, value, *right_pad], token_axis)
         return value
 
     def _cut(self, value: torch.Tensor, rows: torch.Tensor | slice, first: int, last: int) -> torch.Tensor:

@@ -91,6 +91,7 @@ class DistTrainer(Trainer):
     freeze_watch: freeze.FreezeWatch | None = None
     step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
     own_loss: OwnLossStep | None = None
+    _unwrapped: tuple[nn.Module, nn.Module] | None = None  # `model`, and what it is without its wrappers
 
     def __init__(
         self,
@@ -287,8 +288,11 @@ class DistTrainer(Trainer):
 
     @property
     def bare_model(self) -> nn.Module:
-        """The model without its wrappers."""
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        """The model without its wrappers. A step asks often, and accelerate 1.15 reads files of DeepSpeed to
+        answer (utils/imports.py), so it is asked once per model."""
+        if self._unwrapped is None or self._unwrapped[0] is not self.model:
+            self._unwrapped = self.model, self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return self._unwrapped[1]
 
     def progress(self) -> tuple[int, int]:
         """Updates made, and how many of them before this start."""

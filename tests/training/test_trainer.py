@@ -70,6 +70,18 @@ def test_a_batch_norm_is_refused_by_name_unless_it_stays_in_eval(tmp_path):
     trainer(tmp_path, Frozen(norm))
 
 
+def test_what_a_model_is_wrapped_in_is_looked_through_once(tmp_path, monkeypatch):
+    made = trainer(tmp_path)
+    calls, unwrap = [], made.accelerator.unwrap_model
+    monkeypatch.setattr(
+        made.accelerator, "unwrap_model", lambda *given, **more: calls.append(1) or unwrap(*given, **more)
+    )
+    made.train()
+    assert made.state.global_step == 3 and len(calls) <= 1
+    first, made.model = made.bare_model, nn.DataParallel(Tiny())
+    assert made.bare_model is made.model.module is not first
+
+
 def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(UsageError, match="DataParallel"):
