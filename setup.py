@@ -12,19 +12,20 @@ README = HERE / "README.md"
 # kills on SIGTERM what could have saved itself (launch.py), before 2.9 async saves find no stager, and beside 2.7
 # transformers 5.20 is not imported. transformers 5.20 takes warmup_steps as a share of all steps and FSDP version 2
 # from a boolean, and asks itself for huggingface_hub 1.31, safetensors 0.8, tokenizers 0.23.1 and, for adapters, peft
-# 0.20. accelerate 1.14 reads every key of configs/accelerate. Tensor parallelism alone needs transformers 5.23.
+# 0.20. accelerate 1.14 reads every key of configs/accelerate. Before datasets 4.8, which asks
+# for pyarrow 21, a stream's shuffle buffers are others. Tensor parallelism alone needs transformers 5.23.
 REQUIRED = [
     "torch>=2.11",
     "transformers>=5.20",
     "accelerate>=1.14",
-    "datasets>=4.0",
+    "datasets>=4.8",
     "evaluate>=0.4.6",
     "filelock>=3.12",
     "huggingface_hub>=1.31",
     "numpy>=1.26",
     "peft>=0.20",
     "psutil>=5.9",
-    "pyarrow>=20",
+    "pyarrow>=21",
     "pyyaml>=6.0.1",
     "rich>=13",
     "safetensors>=0.8",

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def sheet(queries: list[str], found: list[list[tuple[Image.Image, bool]]]) -> Image.Image:
     """A line per query: its words, then its pictures from the best on; those marked True have a frame."""
-    font = ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts", "ttf", FONTS[0]), TEXT_SIZE)
+    font = ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", FONTS[0])), TEXT_SIZE)
     cell = SIDE * ZOOM + GAP
     paper = Image.new("RGB", (TEXT_WIDTH + PICTURES * cell + GAP, len(queries) * cell + GAP), PAPER)
     pen = ImageDraw.Draw(paper)

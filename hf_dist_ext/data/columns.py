@@ -55,7 +55,7 @@ def refuse_late_columns(what: str, error: CastError) -> NoReturn:
 def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], name: str) -> dict[str, Source]:
     """Our column name -> the dataset's column or columns, all of which exist."""
     if columns is None:
-        columns = _default_columns(available)
+        columns = _default_columns(available, name)
         if len(columns) < NUM_PAIR_COLUMNS or list(columns)[1] != "positive":
             if len(available) == 1 and (sign := next((one for one in ";\t" if one in available[0]), None)):
                 raise UsageError(f"{name}: its columns seem to be divided by {sign!r}. Save it with commas.")
@@ -82,14 +82,20 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
     return dict(columns)
 
 
-def _default_columns(available: list[str]) -> dict[str, Source]:
+def _default_columns(available: list[str], name: str) -> dict[str, Source]:
     """Ours, or those of sentence-transformers: anchor for query, and negative_1, negative_2, ... in their order."""
     columns: dict[str, Source] = {column: column for column in DEFAULT_COLUMNS if column in available}
     if "query" not in columns and "anchor" in available:
         columns = {"query": "anchor"} | columns
     numbered = [column for column in available if re.fullmatch(r"negative_\d+", column)]
-    if numbered and "negative" not in columns:
-        columns["negative"] = sorted(numbered, key=lambda column: int(column.rpartition("_")[2]))
+    numbered.sort(key=lambda column: int(column.rpartition("_")[2]))
+    if numbered and "negative" in columns:
+        raise UsageError(
+            f"{name} has the column negative, and {', '.join(numbered)} too. Say which are meant: columns="
+            f'{{"query": "{columns.get("query", "...")}", "positive": "positive", "negative": ["negative", ...]}}.'
+        )
+    if numbered:
+        columns["negative"] = list(numbered)
     return columns
 
 

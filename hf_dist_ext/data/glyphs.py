@@ -80,7 +80,7 @@ def draw_font(file: str = FONTS[0]) -> list[dict]:
     except ImportError as error:
         raise UsageError(f'dataset "{NAME}" needs matplotlib and Pillow. Run: pip install -e ".[images]"') from error
     path = Path(matplotlib.get_data_path(), "fonts", "ttf", file)
-    font = ImageFont.truetype(path, EM, layout_engine=ImageFont.Layout.BASIC)  # the other one may be missing
+    font = ImageFont.truetype(str(path), EM, layout_engine=ImageFont.Layout.BASIC)  # the other one may be missing
     rows = []
     for character in map(chr, sorted(FT2Font(str(path)).get_charmap())):
         name = unicodedata.name(character, "")
