@@ -24,6 +24,16 @@ def check(found: dict) -> None:
             assert 1 <= len(kill["committed"]) <= 3, (mode, kill)
 
 
+def check_until_a_save_is_torn(folder: Path, mode: str, number: int) -> None:
+    """A few kills may all miss the saves: then so many others."""
+    for seed in range(4):
+        found = kills(folder, [mode], number, "--seed", str(seed))
+        check(found)
+        if any(kill["not_committed"] for kill in found[mode]["kills"]):
+            return
+    pytest.fail("no kill tore a save")
+
+
 def test_a_killed_run_is_resumed_bit_for_bit(tmp_path):
     modes = ["single", "ddp", "fsdp-sharded", "fsdp-sharded+frozen", "fsdp-sharded+async"]
     found = kills(tmp_path, [*modes, "ddp+pipeline"], 1)
@@ -55,9 +65,7 @@ def test_all_kills_while_clocks_are_wrong_are_resumed_bit_for_bit(tmp_path, mode
 @pytest.mark.parametrize("mode, number", FULL_COUNTS.items())
 @pytest.mark.parametrize("suffix", ["", "+frozen", "+async"], ids=["full", "frozen", "async"])
 def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, suffix):
-    found = kills(tmp_path, [mode + suffix], number)
-    check(found)
-    assert any(kill["not_committed"] for kill in found[mode + suffix]["kills"]), "no kill tore a save"
+    check_until_a_save_is_torn(tmp_path, mode + suffix, number)
 
 
 @pytest.mark.slow
@@ -72,9 +80,7 @@ def test_all_kills_are_resumed_bit_for_bit(tmp_path, mode, number, suffix):
     ],  # fmt: skip
 )
 def test_all_kills_of_a_pipeline_are_resumed_bit_for_bit(tmp_path, mode, number):
-    found = kills(tmp_path, [mode], number)
-    check(found)
-    assert any(kill["not_committed"] for kill in found[mode]["kills"]), "no kill tore a save"
+    check_until_a_save_is_torn(tmp_path, mode, number)
 
 
 @pytest.mark.slow
