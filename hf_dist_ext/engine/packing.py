@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -117,7 +118,10 @@ class PackedTokens:
     def _flat(self) -> dict[str, list[torch.Tensor]]:
         """key -> per column its tokens as they were given, without rows; views where a column's memory allows it."""
         return {
-            key: [value.values if isinstance(value, FlatRows) else value.flatten(0, 1) for value in feature.values]
+            key: [
+                value.values if isinstance(value, FlatRows) else cast(torch.Tensor, value).flatten(0, 1)
+                for value in feature.values
+            ]
             for key, feature in self.features.items()
             if key != MASK
         }
