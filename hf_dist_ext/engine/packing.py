@@ -119,7 +119,7 @@ class PackedTokens:
         """key -> per column its tokens as they were given, without rows; views where a column's memory allows it."""
         return {
             key: [
-                value.values if isinstance(value, FlatRows) else cast(torch.Tensor, value).flatten(0, 1)
+                cast(torch.Tensor, value.values) if isinstance(value, FlatRows) else value.flatten(0, 1)
                 for value in feature.values
             ]
             for key, feature in self.features.items()
