@@ -65,11 +65,12 @@ def load_projection(model: nn.Module, folder: Path) -> None:
     """The projection of an `EmbeddingModel` with adapters, of a checkpoint that peft's loading takes the adapters of
     alone. One that the run made was drawn by the seed of that run, and does not train."""
     bare = model.get_base_model() if hasattr(model, "get_base_model") else None
-    if getattr(bare, "projection", None) is None or not (folder / "modules.json").is_file():
+    held = {} if getattr(bare, "projection", None) is None else bare.projection.state_dict()
+    if not held or not (folder / "modules.json").is_file():  # a stage of a pipeline may hold none of it
         return
     if (stored := read_model_folder(folder).projection) is not None:
         check_weights(bare.projection, stored, source=str(folder))
-        for name, tensor in bare.projection.state_dict().items():
+        for name, tensor in held.items():
             put(tensor, stored[name])
 
 
