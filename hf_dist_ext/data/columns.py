@@ -18,6 +18,7 @@ from datasets.table import CastError
 
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, RESERVED, as_list
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.sources import query_column
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
@@ -85,8 +86,8 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
 def _default_columns(available: list[str], name: str) -> dict[str, Source]:
     """Ours, or those of sentence-transformers: anchor for query, and negative_1, negative_2, ... in their order."""
     columns: dict[str, Source] = {column: column for column in DEFAULT_COLUMNS if column in available}
-    if "query" not in columns and "anchor" in available:
-        columns = {"query": "anchor"} | columns
+    if (query := query_column(available)) in available:
+        columns = {"query": query} | columns
     numbered = [column for column in available if re.fullmatch(r"negative_\d+", column)]
     numbered.sort(key=lambda column: int(column.rpartition("_")[2]))
     if numbered and "negative" in columns:

@@ -18,8 +18,9 @@ from typing import Any
 from datasets import Dataset, Features, Image, Value
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.sources import DIGITS
 
-NAME = "digits"
+NAME = DIGITS
 CONFIGS = ("pictures", "captions")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 FILLERS = ("a", "grey", "small", "drawn", "by", "hand", "on", "paper")

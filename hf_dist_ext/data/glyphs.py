@@ -31,13 +31,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.sources import GLYPH_SEARCH
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
     from PIL.Image import Image
     from transformers import CLIPImageProcessorPil, CLIPProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-NAME = "glyph-search"
+NAME = GLYPH_SEARCH
 FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSerif.ttf", "DejaVuSansMono.ttf")
 SIDE, BASELINE, EM = 32, 24, 22  # pixels: of a picture, from its top to the line that letters stand on, of the font
 ALIKE = 0.02  # of the squared difference of two pictures, in shares of the brighter one's squares

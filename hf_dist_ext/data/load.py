@@ -49,13 +49,13 @@ from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.text_with_image import join_parts
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
+from hf_dist_ext.run.sources import CODE_SEARCH
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-CODE_SEARCH = "code-search"
 BUILT_IN_PAIRS = {CODE_SEARCH: load_code_search, glyphs.NAME: glyphs.load_glyphs}  # in memory, with a test split
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SHUFFLE_BUFFER_ROWS = 10_000

@@ -13,7 +13,7 @@ class ChunkLimits:
     """What bounds a chunk: rows, tokens (rows x width, padding included), image patches, or nothing (one chunk).
 
     `packs`: text rows go through the model end to end, without padding, so that tokens are real ones. `has_buckets`:
-    padded chunks have few shapes (`bucket`), within the other limits.
+    padded chunks have few shapes (`width`, `rows`), within the other limits.
     """
 
     max_rows: int | None = None

@@ -12,9 +12,8 @@ from typing import Any
 
 from hf_dist_ext.planner.lengths import ENDINGS, UNREADABLE, files_of, rows_of
 from hf_dist_ext.run.config import Run, RunConfig
-from hf_dist_ext.run.sources import sources_of
+from hf_dist_ext.run.sources import BUILT_IN, query_column, sources_of
 
-BUILT_IN = ("code-search", "glyph-search", "digits")
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?(@.+)?")
 ROWS = 1000  # that are looked at: a JSON row may leave out a column that others have
 
@@ -56,8 +55,8 @@ def _wanted(config: RunConfig, found: list[str]) -> list[str]:
     """Columns of the data that must be there."""
     sources: list[Any] = list((config.columns or {}).values())
     if config.columns is None:
-        sources = ["anchor" if "anchor" in found and "query" not in found else "query", "positive"]
-    flat = [one for source in sources for one in (_flat(source))]
+        sources = [query_column(found), "positive"]
+    flat = [one for source in sources for one in _flat(source)]
     return [*flat, *(one for one in (config.id_column, config.label_column) if one is not None)]
 
 

@@ -16,7 +16,7 @@ from hf_dist_ext.planner.workload import Column, Workload
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
 from hf_dist_ext.run.parts import outputs_of
-from hf_dist_ext.run.sources import all_parts, sources_of
+from hf_dist_ext.run.sources import GLYPH_SEARCH, all_parts, sources_of
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 PAIR = {"query": "query", "positive": "positive"}
@@ -148,7 +148,7 @@ def _pictured(fields: RunConfig, names: Mapping[str, Any], config: Mapping[str, 
         return set()
     found = {name for name, source in names.items() if isinstance(source, dict) and "image" in source}
     found |= {*(fields.image_columns or ())} & {*names}
-    if fields.dataset_name == "glyph-search":
+    if fields.dataset_name == GLYPH_SEARCH:
         found |= {list(names)[1]}
     if not found:
         notes.append(

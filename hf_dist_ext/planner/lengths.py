@@ -17,6 +17,7 @@ from typing import Any
 
 from hf_dist_ext.planner.shape_config import model_file
 from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.run.sources import query_column
 
 ROWS = 2000
 UNSEEN = 1.25  # times the longest row of a sample is taken for the longest of all rows
@@ -116,8 +117,8 @@ def negatives_of(fields: RunConfig) -> dict[str, list[str]]:
 def _texts(row: Mapping[str, Any], name: str, source: Any) -> Iterator[str]:
     """Of a row in a column: one, or those of several columns, or of a list."""
     names = dict.fromkeys([source] if isinstance(source, str) else source if isinstance(source, list) else [])
-    if name == source == "query" and "query" not in row:
-        names = {"anchor": None}  # as sentence-transformers calls it
+    if name == source == "query":
+        names = {query_column(row): None}
     for value in (row.get(one) for one in names):
         yield from (one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str))
 

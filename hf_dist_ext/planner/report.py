@@ -70,17 +70,8 @@ def _print_table(plan: Plan) -> None:
 
     console = Console()
     offloads = any(option.shown.host for option in plan.options)
-    headings = [
-        "GiB per device",
-        *COLUMNS,
-        *["host"] * offloads,
-        "total",
-        "fits",
-        "chunk",
-        "sent/step",
-        "s/step",
-        "changed",
-    ]
+    headings = ["GiB per device", *COLUMNS, *["host"] * offloads, "total"]
+    headings += ["fits", "chunk", "sent/step", "s/step", "changed"]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading in (headings[0], "fits", "changed") else "right")

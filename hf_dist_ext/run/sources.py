@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from hf_dist_ext.run.parts import (
     with_loss,
 )
 
+# The datasets that the package brings; data/ makes them.
+CODE_SEARCH, GLYPH_SEARCH, DIGITS = BUILT_IN = ("code-search", "glyph-search", "digits")
+
 OF_A_SOURCE = [
     *"dataset_name dataset_config_name train_split eval_split eval_dataset_name eval_holdout columns prompts".split(),
     *"id_column label_column max_train_samples max_eval_samples".split(),
@@ -47,6 +51,11 @@ class Source:
     weight: float | None
     config: RunConfig
     has_own_loss: bool = False
+
+
+def query_column(columns: Container[str]) -> str:
+    """A dataset's query where `columns` is not given: the column query, or anchor as sentence-transformers says."""
+    return "anchor" if "anchor" in columns and "query" not in columns else "query"
 
 
 def sources_of(config: RunConfig) -> list[Source]:

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
-from hf_dist_ext.data.load import CODE_SEARCH, FILE_FORMATS
+from hf_dist_ext.data.load import FILE_FORMATS
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.losses import LATE
 from hf_dist_ext.run.parts import outputs_of
-from hf_dist_ext.run.sources import all_parts, sources_of
+from hf_dist_ext.run.sources import CODE_SEARCH, all_parts, sources_of
 from hf_dist_ext.tasks import image_pairs, routes
 
 ASK = "hf-dist search --model {quoted}"

@@ -13,7 +13,7 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, ContrastiveCollator, lab
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.evaluations import read_evaluations
 from hf_dist_ext.data.fingerprint import seed_of_stream
-from hf_dist_ext.data.load import CODE_SEARCH, load_datasets
+from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.data.vision_language_collator import OF_OTHERS
 from hf_dist_ext.engine.combined_losses import loss_of
@@ -29,7 +29,7 @@ from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN
 from hf_dist_ext.run.parts import label_column_of, outputs_of, takes_negatives_as_columns
-from hf_dist_ext.run.sources import all_parts
+from hf_dist_ext.run.sources import CODE_SEARCH, all_parts
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import closing_lines, image_pairs, routes, vision_language
 from hf_dist_ext.tasks.adapters import add_adapters, quantization_of

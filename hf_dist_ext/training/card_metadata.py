@@ -9,9 +9,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from hf_dist_ext.data.load import BUILT_IN_PAIRS, looks_like_a_path
+from hf_dist_ext.data.load import looks_like_a_path
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.evaluations import parse_evaluations
+from hf_dist_ext.run.sources import BUILT_IN
 
 OURS = "hf_dist_ext"
 # What a folder holds: the library that loads it by its name, and what its model is for.
@@ -69,7 +70,7 @@ def dataset_names(run: Run) -> list[str]:
 
 def is_hub_id(name: str | None) -> bool:
     """Whether this can be a name on the hub: no path here, and none of the built-in datasets."""
-    if not name or name in (*BUILT_IN_PAIRS, "digits") or looks_like_a_path(name) or Path(name).exists():
+    if not name or name in BUILT_IN or looks_like_a_path(name) or Path(name).exists():
         return False
     try:
         validate_repo_id(name)
