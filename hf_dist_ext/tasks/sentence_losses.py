@@ -35,6 +35,7 @@ from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_L
 
 OF_SHAPES = ("must match the size", "cannot be multiplied")  # what torch says of a teacher of another width
 GUIDE_ROWS = 32  # that a guide encodes at once, unless told otherwise
+GUIDE_WIDTH = 64  # of longer rows fewer: a chunk has few that are much shorter than its longest, and little padding
 
 
 class SentenceTransformersLoss(nn.Module):
@@ -49,8 +50,8 @@ class SentenceTransformersLoss(nn.Module):
         tokenizer: the model's, for losses with a guide.
         max_length: the model's, for losses with a guide.
         options: what the class takes. Functions and distances may be given by name ("pairwise_dot_score", "COSINE"),
-            and `guide` as a folder or hub id; `guide_batch_size` (32) rows go through it at once. MatryoshkaLoss takes
-            `loss`, a name, with `loss_options`.
+            and `guide` as a folder or hub id; `guide_batch_size` (32) rows go through it at once, and of rows above
+            64 tokens as many tokens as such rows have. MatryoshkaLoss takes `loss`, a name, with `loss_options`.
 
     Raises:
         UsageError: sentence-transformers is missing, has no such loss, or refuses the options; the loss must see the
@@ -227,7 +228,8 @@ class _Guide:
         if without:
             raise UsageError(f'GISTEmbedLoss: its guide reads texts, and column "{without[0]}" has none.')
         self.model.to(next(iter(batch.values()))["input_ids"].device)
-        chunked = lay_out(batch, ChunkLimits(max_rows=self.batch_size))  # rows of about one length go together
+        limits = ChunkLimits(max_rows=self.batch_size, max_tokens=self.batch_size * GUIDE_WIDTH)
+        chunked = lay_out(batch, limits)  # rows of about one length go together
         return encode_without_graph(chunked, self._embedded, lambda _: nullcontext())
 
     def _embedded(self, chunk: Chunk) -> Tensor:

@@ -189,7 +189,8 @@ def test_every_loss_of_sentence_transformers_is_compared_or_refused():
     assert known - set(by_name.REFUSED) == {*by_name.LABELS, *by_name.WITHOUT_LABEL, by_name.MATRYOSHKA}
 
 
-def test_a_guide_reads_every_row_once_and_is_no_part_of_the_loss(guides):
+def test_a_guide_reads_every_row_once_and_is_no_part_of_the_loss(guides, monkeypatch):
+    monkeypatch.setattr("hf_dist_ext.tasks.sentence_losses.GUIDE_WIDTH", 8)
     guide, seen = guides["same"], []
     loss = SentenceTransformersLoss("GISTEmbedLoss", WIDTH, tokenizer=guide.tokenizer, max_length=24, guide=guide)
     rows_of = {
@@ -200,6 +201,7 @@ def test_a_guide_reads_every_row_once_and_is_no_part_of_the_loss(guides):
     of_guide = loss.targets_of(batch)
     with_hook.remove()
     assert sum(rows for rows, _ in seen) == 3 * 70 and max(rows for rows, _ in seen) == 32
+    assert max(rows * tokens for rows, tokens in seen) == 32 * 8 and max(tokens for _, tokens in seen) > 8
     padded = sum(features["input_ids"].numel() for features in batch.values())
     assert sum(rows * tokens for rows, tokens in seen) < 0.9 * padded  # rows of about one length go together
     assert {name: rows.shape for name, rows in of_guide.items()} == dict.fromkeys(batch, (70, WIDTH))
