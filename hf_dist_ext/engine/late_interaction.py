@@ -5,16 +5,19 @@ With token vectors q_t of a query and d_u of a document (https://huggingface.co/
     score(q, d) = sum over real t of  max over real u of  <q_t, d_u>
     loss = InfoNCE over scores / temperature: a query against everyone's positives and hard negatives
 
-(1) vectors of length 1 where asked, and zeros in place of padding
-(2) for a tile of queries and one of documents: all token products, their maxima and where these are, the scores
+(1) real tokens alone, end to end, of length 1 where asked; documents in order of length, the longest first
+(2) for a tile of queries and one of documents, whose padding is that of its own longest: all token products, their
+    maxima and where these are, the scores
 (3) the softmax of the queries' scores: loss, metrics, and one weight per pair of query and document
 (4) for each tile of documents: a matrix that has a pair's weight where a query's token has its best match, and zeros
     elsewhere. One product with the documents is the queries' gradient, one with the queries the documents'
 
 A tile of token products is all that has tokens of both sides; scores and places of maxima of a tile of queries against
-all documents are kept from (2) to (4). So memory is linear in documents.
+all documents are kept from (2) to (4). So memory is linear in documents. The rows' numbers of tokens are read from the
+device, once.
 
-Letters: B own queries, N documents of a column, T tokens, D dimensions, b and n the rows of a tile, M all documents.
+Letters: B own queries, N documents of a column, T tokens of a row, D dimensions, b and n the rows of a tile, t the
+real tokens of its queries, M all documents.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import LossOutput, keys_of
+from hf_dist_ext.engine.real_tokens import RealTokens
 from hf_dist_ext.engine.tiled_infonce import gradient_of_raw, normalized, softmax_of_tile
 from hf_dist_ext.errors import UsageError
 
@@ -123,59 +128,65 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics (2,), and the gradients of the queries and of every column of documents."""
     dtype, needs_gradients = torch.promote_types(vectors[0].dtype, torch.float32), any(needs)
-    flat = [v.masked_fill(~mask[..., None], 0.0).flatten(0, 1) for v, mask in zip(vectors, plan.masks, strict=True)]
-    units = [normalized(rows, plan.normalize, dtype) for rows in flat]  # (1): (rows * T, D)
-    queries, *documents = [unit.view(v.shape) for (unit, _), v in zip(units, vectors, strict=True)]
-    buffers = [torch.zeros_like(unit) for unit in (queries, *documents)] if needs_gradients else []
-    num_queries, num_documents = len(queries), sum(map(len, documents))
-    loss, metrics = queries.new_zeros(()), queries.new_zeros(2)
+    queries, *documents = columns = _real_tokens(plan)  # (1)
+    raw = [column.taken(of) for column, of in zip(columns, vectors, strict=True)]
+    units = [normalized(rows, plan.normalize, dtype) for rows in raw]
+    (of_queries, _), *of_documents = units
+    buffers = [torch.zeros_like(unit) for unit, _ in units] if needs_gradients else []
+    num_queries, num_documents = len(queries.lengths), sum(len(column.lengths) for column in documents)
+    loss, metrics = of_queries.new_zeros(()), of_queries.new_zeros(2)
     for start in range(0, num_queries, plan.tile[0]):
-        rows = slice(start, min(start + plan.tile[0], num_queries))
-        first, of_tile, real = plan.row_offset + start, queries[rows], plan.masks[0][rows]
+        stop = min(start + plan.tile[0], num_queries)
+        tokens = queries.places(start, stop)
+        of_tile, owners = of_queries[tokens], queries.owners(start, stop).to(dtype)  # (t, D), (b, t)
         scores, places = [], []
-        for unit, mask in zip(documents, plan.masks[1:], strict=True):
-            parts = [
-                _best_matches(of_tile, real, unit[low : low + plan.tile[1]], mask[low : low + plan.tile[1]])  # (2)
-                for low in range(0, len(unit), plan.tile[1])
-            ]
-            best = torch.cat([of_part for of_part, _ in parts], dim=1) if parts else of_tile.new_zeros(len(of_tile), 0)
-            scores.append(best * plan.inverse_temperature)  # (b, N)
+        for column, (unit, _) in zip(documents, of_documents, strict=True):
+            parts = [_best_matches(of_tile, unit[tile.places], tile.mask) for tile in column.tiles]  # (2)
+            best = torch.cat([of_part for of_part, _ in parts], dim=1) if parts else unit.new_zeros(len(of_tile), 0)
+            scores.append((owners @ best).index_select(1, column.back) * plan.inverse_temperature)  # (b, N)
             places.append([place for _, place in parts])
-        weights = softmax_of_tile(scores, plan.keys, first, loss, metrics)  # (3)
+        weights = softmax_of_tile(scores, plan.keys, plan.row_offset + start, loss, metrics)  # (3)
         if not needs_gradients:
             continue
-        for column, unit in enumerate(documents):  # (4)
-            of_column = weights[column] * (plan.inverse_temperature / num_queries)
-            for part, low in zip(places[column], range(0, len(unit), plan.tile[1]), strict=True):
-                some = slice(low, min(low + plan.tile[1], len(unit)))
-                matched = _at_matches(of_column[:, some], part, real, unit.shape[1])  # (b * T, n * T')
-                buffers[0][rows].view(-1, unit.shape[2]).addmm_(matched, unit[some].flatten(0, 1))
-                buffers[1 + column][some].view(-1, unit.shape[2]).addmm_(matched.T, of_tile.flatten(0, 1))
+        for column, (unit, _), weight, buffer, of_column in zip(
+            documents, of_documents, weights, buffers[1:], places, strict=True
+        ):  # (4)
+            of_pairs = weight.index_select(1, column.order) * (plan.inverse_temperature / num_queries)
+            of_tokens = owners.T @ of_pairs  # (t, N)
+            for tile, place in zip(column.tiles, of_column, strict=True):
+                matched = _at_matches(of_tokens[:, tile.rows], place, tile.mask.shape[1])  # (t, n * T)
+                buffers[0][tokens].addmm_(matched, unit[tile.places])
+                buffer[tile.places].addmm_(matched.T, of_tile)
     if num_queries:
         loss /= num_queries
         metrics /= num_queries
     metrics[1] /= max(num_documents - 1, 1)
     gradients: list[Tensor | None] = [None] * len(vectors)
     for index, buffer in enumerate(buffers):
-        raw = gradient_of_raw([units[index]], [buffer.flatten(0, 1)], flat[index])
-        gradients[index] = raw.view(vectors[index].shape)
+        of_raw = gradient_of_raw([units[index]], [buffer], raw[index])
+        gradients[index] = columns[index].padded(of_raw, vectors[index].shape[1])
     return loss, metrics, gradients
 
 
-def _best_matches(queries: Tensor, real: Tensor, documents: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(b, T, D) and (n, T', D) -> scores (b, n), and for each of a query's tokens its best place (b, T, n)."""
-    products = queries.flatten(0, 1) @ documents.flatten(0, 1).T  # (b * T, n * T')
-    products = products.view(*queries.shape[:2], *documents.shape[:2]).masked_fill_(~mask, -math.inf)
-    best, place = products.max(dim=3)  # (b, T, n)
-    return best.masked_fill(~real[..., None], 0.0).sum(dim=1), place
+def _real_tokens(plan: _Plan) -> list[RealTokens]:
+    numbers = torch.cat([mask.sum(dim=1) for mask in plan.masks]).tolist()
+    lengths = np.split(np.array(numbers, dtype=np.int64), np.cumsum([len(mask) for mask in plan.masks])[:-1])
+    per_tile = [None] + [plan.tile[1]] * (len(plan.masks) - 1)
+    return [RealTokens(*of_column) for of_column in zip(plan.masks, lengths, per_tile, strict=True)]
 
 
-def _at_matches(weights: Tensor, place: Tensor, real: Tensor, width: int) -> Tensor:
-    """Weights (b, n) of pairs -> (b * T, n * T'), zeros but where a real token has its best match."""
-    b, tokens, n = place.shape
-    of_tokens = (weights[:, None] * real[..., None])[..., None]  # (b, T, n, 1)
-    matched = weights.new_zeros(b, tokens, n, width).scatter_(3, place[..., None], of_tokens)
-    return matched.view(b * tokens, n * width)
+def _best_matches(queries: Tensor, documents: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(t, D) and (n * T, D) -> for each of the queries' tokens its best product in every document, and where that is,
+    (t, n)."""
+    products = (queries @ documents.T).unflatten(1, mask.shape)
+    best, place = products.masked_fill_(~mask, torch.finfo(products.dtype).min).max(dim=2)
+    return best, place
+
+
+def _at_matches(weights: Tensor, place: Tensor, width: int) -> Tensor:
+    """Weights (t, n) -> (t, n * T), zeros but where a token has its best match."""
+    matched = weights.new_zeros(*place.shape, width)
+    return matched.scatter_(2, place[..., None], weights[..., None]).flatten(1)
 
 
 def _checked(own: Mapping[str, Vectors], everyone: Mapping[str, Vectors]) -> list[str]:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dist_ext.engine.real_tokens import places_of
+
 MASK = "mask"
 
 
@@ -73,18 +75,10 @@ class GatheredOutputs(Mapping):
             lengths = self._gather(lengths, self._counts)  # (1): (N,)
         width = max(widths) or is_real.shape[1]
         real = torch.arange(width, device=lengths.device) < lengths[:, None]  # (N, T)
-        own, places = _places(is_real, numbers[0]), _places(real, sum(of_rank))
+        own, places = places_of(is_real, numbers[0]), places_of(real, sum(of_rank))
         self._gathered[mask] = real
         for key in (one for one in self._own if one != mask and one.rpartition(".")[0] == group):
             entries = self._own[key].flatten(0, 1).index_select(0, own)
             everyone = self._gather(entries, of_rank) if sum(of_rank) else entries  # (2): (n, ...)
             empty = everyone.new_zeros(real.numel(), *everyone.shape[1:])
             self._gathered[key] = empty.index_copy(0, places, everyone).unflatten(0, real.shape)  # (3)
-
-
-def _places(mask: Tensor, count: int) -> Tensor:
-    """(count,): where the flat mask is true, which is so many times. `nonzero` would count, and the host wait."""
-    flat = mask.flatten()
-    number = torch.where(flat, flat.cumsum(0) - 1, count)  # what is false goes to a place of its own, at the end
-    places = number.new_empty(count + 1)
-    return places.scatter_(0, number, torch.arange(len(flat), device=flat.device))[:count]

@@ -14,6 +14,7 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from tests.engine.test_losses import assert_close, make_ids, naive_mask
+from tests.training.test_host_reads import Reads
 
 WIDTHS = {"query": 4, "positive": 9, "negative": 7}
 DIMENSIONS = 5
@@ -103,6 +104,34 @@ def test_no_tensor_is_larger_than_a_tile_or_a_column(rows):
     with Largest() as largest:
         LateInteractionLoss(queries_per_tile=2, documents_per_tile=5)(columns).loss.backward()
     assert columns["query"]["vectors"].grad.abs().sum() > 0 and largest.numbers == rows * 9 * DIMENSIONS
+
+
+def test_long_rows_cost_their_own_tokens_alone_and_masks_are_read_once():
+    """A query of 50 tokens and a document of 60 among 32 rows of a few. Padded, products would be of 32 x 50 with
+    32 x 60 tokens."""
+
+    class Products(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.mm.default and args[0].shape[1] == DIMENSIONS:
+                self.numbers += output.numel()
+            return output
+
+    columns, sizes = columns_of(32), {}
+    for name, width in (("query", 50), ("positive", 60)):
+        own = columns[name]["mask"].sum(dim=1)
+        own[7] = width
+        mask = torch.arange(width) < own[:, None]
+        mask = mask.flip(1) if name == "query" else mask  # as tokenizers of decoders pad
+        columns[name] = {"vectors": torch.randn(32, width, DIMENSIONS, requires_grad=True), "mask": mask}
+        sizes[name] = own
+    with Products() as products, Reads() as reads:
+        LateInteractionLoss(documents_per_tile=4)(columns)
+    longest = sizes["positive"].sort(descending=True).values[::4]
+    assert products.numbers == sizes["query"].sum() * 4 * longest.sum() < 0.1 * 32 * 50 * 32 * 60
+    assert reads.lines.total() == 1
 
 
 def test_what_late_interaction_can_not_be_is_refused():

@@ -1,0 +1,83 @@
+"""The real tokens of padded rows (R, T, D), without their padding or in tiles that have little of it.
+
+Letters: R rows, T entries of the second axis, n real tokens of all rows, L places of all tiles, b rows of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def places_of(mask: Tensor, count: int) -> Tensor:
+    """(count,): where the flat mask is true, which is so many times. `nonzero` would count, and the host wait."""
+    flat = mask.flatten()
+    number = torch.where(flat, flat.cumsum(0) - 1, count)  # what is false goes to a place of its own, at the end
+    places = number.new_empty(count + 1)
+    return places.scatter_(0, number, torch.arange(len(flat), device=flat.device))[:count]
+
+
+class Tile(NamedTuple):
+    rows: slice  # of the rows in the tiles' order
+    places: slice  # of the L places
+    mask: Tensor  # (b, T of its longest row), true where a token is real
+
+
+class RealTokens:
+    """Rows in tiles, the longest first, each tile as wide as its longest row; or with `per_tile` None the tokens of
+    all rows end to end, in the rows' order.
+
+    lengths: (R,) real tokens of every row, on the host. Wherever they stand in a row, in a tile they begin it.
+    """
+
+    def __init__(self, mask: Tensor, lengths: np.ndarray, per_tile: int | None = None):
+        rows = np.arange(len(lengths))
+        order = rows if per_tile is None else np.argsort(-lengths, kind="stable")
+        widths = lengths if per_tile is None else lengths[order][rows // per_tile * per_tile]
+        self.lengths, self.ends, self._device = lengths, np.cumsum(widths), mask.device
+        self.num_places = int(widths.sum())
+        self.order, self.back = self._moved(order), self._moved(np.argsort(order))  # (R,)
+        begins, width = self._moved(self.ends - widths)[:, None], mask.shape[1]
+        ordered = mask.index_select(0, self.order)
+        real = places_of(ordered, int(lengths.sum()))
+        entries = self.order[:, None] * width + torch.arange(width, device=self._device)
+        self._entries = entries.flatten().index_select(0, real)  # (n,): in (R * T)
+        self._places = (begins + ordered.cumsum(dim=1) - 1).flatten().index_select(0, real)  # (n,): in L
+        self.tiles: list[Tile] = []
+        if per_tile is not None:
+            counts = ordered.sum(dim=1)
+            self.tiles = [self._tile(low, low + per_tile, widths, counts) for low in range(0, len(rows), per_tile)]
+        else:
+            self._owner = self._moved(np.repeat(rows, lengths))  # (n,): the row of every token
+
+    def _tile(self, low: int, high: int, widths: np.ndarray, counts: Tensor) -> Tile:
+        rows = slice(low, min(high, len(widths)))
+        mask = torch.arange(int(widths[low]), device=self._device) < counts[rows, None]
+        return Tile(rows, self.places(rows.start, rows.stop), mask)
+
+    def _moved(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device, non_blocking=True)
+
+    def places(self, start: int, stop: int) -> slice:
+        """Of some rows, in the tiles' order."""
+        first = self.ends[start - 1] if start else 0
+        return slice(int(first), int(self.ends[stop - 1]))
+
+    def owners(self, start: int, stop: int) -> Tensor:
+        """(b, t): which of the tokens of some rows are whose, where all stand end to end."""
+        rows = torch.arange(start, stop, device=self._device)
+        return rows[:, None] == self._owner[self.places(start, stop)]
+
+    def taken(self, padded: Tensor) -> Tensor:
+        """(R, T, D) -> (L, D), zeros where a tile has padding."""
+        found = padded.new_zeros(self.num_places, *padded.shape[2:])
+        return found.index_copy_(0, self._places, padded.flatten(0, 1).index_select(0, self._entries))
+
+    def padded(self, taken: Tensor, width: int) -> Tensor:
+        """(L, D) -> (R, T, D), T the `width`, zeros in padding."""
+        found = taken.new_zeros(len(self.lengths) * width, *taken.shape[1:])
+        found.index_copy_(0, self._entries, taken.index_select(0, self._places))
+        return found.unflatten(0, (len(self.lengths), width))
