@@ -52,6 +52,16 @@ def columns(run):
     return {one.name: one for one in work.columns}, work
 
 
+def test_a_query_is_found_under_the_name_that_sentence_transformers_gives_it(make_run, folder, tmp_path):  # noqa: F811
+    named = [{"anchor": row["query"], "positive": row["positive"]} for row in ROWS]
+    found = []
+    for rows in (ROWS, named):
+        data = write(tmp_path / "rows.jsonl", rows)
+        run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=None)
+        found.append(columns(run)[0]["query"].length)
+    assert found[0] == found[1] == 16
+
+
 @pytest.mark.parametrize("ending", lengths.ENDINGS)
 def test_rows_are_as_long_as_the_collator_makes_them(make_run, folder, tmp_path, ending):  # noqa: F811
     data = write(tmp_path / f"rows{ending}", ROWS)

@@ -79,6 +79,57 @@ def test_a_loss_keeps_float32_where_compiling_turned_tf32_on_for_the_model(tf32,
     assert torch.get_float32_matmul_precision() == "high"  # inductor asks so
 
 
+class Replay(torch.autograd.Function):
+    """Leaves every gradient in the same memory, as a CUDA graph does."""
+
+    @staticmethod
+    def forward(ctx, weight, memory):
+        ctx.memory = memory
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.memory.copy_(gradient).detach(), None
+
+
+class Replayed(torch.nn.Module):
+    def __init__(self, model, is_replayed):
+        super().__init__()
+        self.model, self.weight = model, torch.nn.Parameter(torch.eye(16))
+        self.memory = torch.zeros(16, 16) if is_replayed else None
+
+    def forward(self, **features):
+        weight = self.weight if self.memory is None else Replay.apply(self.weight, self.memory)
+        return self.model(**features).embeddings @ weight
+
+
+def test_gradients_of_chunks_are_not_written_over_by_the_replay_for_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    found = []
+    for is_replayed in (False, True):
+        torch.manual_seed(0)
+        model = Replayed(EmbeddingModel.from_config(BERT, projection_dim=16), is_replayed)
+        args = DistTrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, torch_compile=True, gradient_cache_chunk_size=3, max_steps=1,
+            save_strategy="no", optim="sgd", learning_rate=1.0,
+        )  # fmt: skip
+        case = Case("replayed")
+        DistTrainer(
+            model, args, loss=InfoNCELoss(), train_dataset=list(range(8)),
+            data_collator=lambda rows, case=case: exactness_worker.collate(case, rows, 0),
+        ).train()  # fmt: skip
+        found.append(model.weight.detach().clone())
+    torch.testing.assert_close(found[1], found[0])
+    assert not torch.equal(found[0], torch.eye(16))
+
+
+def test_cuda_graphs_are_refused_where_gradients_are_not_added_up_in_grad():
+    plugin = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
+    compiling.check(plugin, SimpleNamespace(adds_up_in_grad=True))
+    with pytest.raises(UsageError, match='torch_compile_mode="reduce-overhead" replays CUDA graphs'):
+        compiling.check(plugin, SimpleNamespace(adds_up_in_grad=False))
+
+
 @pytest.mark.parametrize("backend, dynamic, is_compiled", [("inductor", True, True), ("no", None, False)])
 def test_graphs_are_for_any_shape(backend, dynamic, is_compiled):
     args, plugin = SimpleNamespace(torch_compile=False), TorchDynamoPlugin(backend=backend)
