@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hf_dist_ext import policy
 from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import LossOutput, keys_of
-from hf_dist_ext.engine.real_tokens import RealTokens
+from hf_dist_ext.engine.real_tokens import RealTokens, best_matches
 from hf_dist_ext.engine.tiled_infonce import gradient_of_raw, normalized, softmax_of_tile
 from hf_dist_ext.errors import UsageError
 
@@ -141,7 +141,7 @@ def _loss_and_gradients(
         of_tile, owners = of_queries[tokens], queries.owners(start, stop).to(dtype)  # (t, D), (b, t)
         scores, places = [], []
         for column, (unit, _) in zip(documents, of_documents, strict=True):
-            parts = [_best_matches(of_tile, unit[tile.places], tile.mask) for tile in column.tiles]  # (2)
+            parts = [best_matches(of_tile, unit[tile.places], tile.mask) for tile in column.tiles]  # (2)
             best = torch.cat([of_part for of_part, _ in parts], dim=1) if parts else unit.new_zeros(len(of_tile), 0)
             scores.append((owners @ best).index_select(1, column.back) * plan.inverse_temperature)  # (b, N)
             places.append([place for _, place in parts])
@@ -173,14 +173,6 @@ def _real_tokens(plan: _Plan) -> list[RealTokens]:
     lengths = np.split(np.array(numbers, dtype=np.int64), np.cumsum([len(mask) for mask in plan.masks])[:-1])
     per_tile = [None] + [plan.tile[1]] * (len(plan.masks) - 1)
     return [RealTokens(*of_column) for of_column in zip(plan.masks, lengths, per_tile, strict=True)]
-
-
-def _best_matches(queries: Tensor, documents: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(t, D) and (n * T, D) -> for each of the queries' tokens its best product in every document, and where that is,
-    (t, n)."""
-    products = (queries @ documents.T).unflatten(1, mask.shape)
-    best, place = products.masked_fill_(~mask, torch.finfo(products.dtype).min).max(dim=2)
-    return best, place
 
 
 def _at_matches(weights: Tensor, place: Tensor, width: int) -> Tensor:

@@ -1,6 +1,8 @@
-"""The real tokens of padded rows (R, T, D), without their padding or in tiles that have little of it.
+"""The real tokens of padded rows (R, T, D), without their padding or in tiles that have little of it, and their best
+matches (ColBERT, https://huggingface.co/papers/2004.12832, section 3.3).
 
-Letters: R rows, T entries of the second axis, n real tokens of all rows, L places of all tiles, b rows of a tile.
+Letters: R rows, T entries of the second axis, n real tokens of all rows, L places of all tiles, b rows of a tile,
+t tokens of some queries, D dimensions.
 """
 
 from __future__ import annotations
@@ -81,3 +83,11 @@ class RealTokens:
         found = taken.new_zeros(len(self.lengths) * width, *taken.shape[1:])
         found.index_copy_(0, self._entries, taken.index_select(0, self._places))
         return found.unflatten(0, (len(self.lengths), width))
+
+
+def best_matches(queries: Tensor, documents: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of queries (t, D), and documents of a tile (b * T, D) with its mask -> for each token its best product in
+    every document, and where that is, (t, b)."""
+    products = (queries @ documents.T).unflatten(1, mask.shape)
+    best, place = products.masked_fill_(~mask, torch.finfo(products.dtype).min).max(dim=2)
+    return best, place

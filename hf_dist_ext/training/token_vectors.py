@@ -2,7 +2,9 @@
 
     score(q, d) = sum over real t of  max over real u of  <q_t, d_u>          (engine/late_interaction.py)
 
-Products of tokens exist for a few rows at a time. Letters: n and m rows, T tokens, D dimensions.
+Products of tokens exist for a few rows at a time, of all rows with all without padding (engine/real_tokens.py).
+
+Letters: n and m rows, b documents of a tile, T tokens of a row, t real tokens of all queries, D dimensions.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import torch
 from torch.nn.functional import normalize, pad
 
 from hf_dist_ext.engine.outputs import part_of
+from hf_dist_ext.engine.real_tokens import RealTokens, best_matches
 from hf_dist_ext.strategies.ragged import MASK
 from hf_dist_ext.strategies.rows import Rows
 
 VECTORS = "vectors"
 TILE = 2**22  # products of tokens at a time
+DOCUMENTS = 64  # of about one length at a time
 
 
 class TokenVectors:
@@ -48,19 +52,16 @@ class TokenVectors:
 
     def scores(self, documents: TokenVectors) -> torch.Tensor:
         """(n, m)"""
-        found = self.vectors.new_zeros(len(self), len(documents))
-        tokens = documents.vectors.shape[1]
-        of_document = max(1, TILE // max(1, self.vectors.shape[1] * tokens))  # pairs at a time
-        for low in range(0, len(documents), of_document):
-            some, real = documents.vectors[low : low + of_document], documents.mask[low : low + of_document]
-            rows = max(1, of_document // len(some))
-            for first in range(0, len(self), rows):
-                queries = self.vectors[first : first + rows]
-                products = torch.einsum("qtd,mud->qmtu", queries, some)
-                best = products.masked_fill_(~real[:, None], -torch.inf).amax(dim=3)  # (q, m, T)
-                best = best.masked_fill(~self.mask[first : first + rows, None], 0.0)
-                found[first : first + rows, low : low + of_document] = best.sum(dim=2)
-        return found
+        lengths = torch.cat([self.mask.sum(dim=1), documents.mask.sum(dim=1)]).cpu().numpy()
+        of_rows = RealTokens(self.mask, lengths[: len(self)])
+        in_tiles = RealTokens(documents.mask, lengths[len(self) :], DOCUMENTS)
+        tokens, of_documents = of_rows.taken(self.vectors), in_tiles.taken(documents.vectors)
+        found = tokens.new_zeros(len(self), len(documents))
+        for tile in in_tiles.tiles if len(self) else ():
+            parts = tokens.split(max(1, TILE // tile.mask.numel()))
+            best = torch.cat([best_matches(part, of_documents[tile.places], tile.mask)[0] for part in parts])  # (t, b)
+            found[:, tile.rows] = torch.segment_reduce(best, "sum", lengths=self.mask.sum(dim=1), axis=0)
+        return found.index_select(1, in_tiles.back)
 
     def scores_of_pairs(self, documents: TokenVectors) -> torch.Tensor:
         """(n,) of row i and document i."""

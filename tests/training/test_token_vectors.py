@@ -49,8 +49,23 @@ def test_scores_are_those_of_sentence_transformers_whatever_the_tile(tile, monke
     monkeypatch.setattr(token_vectors, "TILE", tile)
     queries, documents = rows_of(7, 4, 0), rows_of(11, 6, 1)
     torch.testing.assert_close(queries.scores(documents), maxsim(listed(queries), listed(documents)))
+    assert queries[:0].scores(documents).shape == (0, 11) and queries.scores(documents[:0]).shape == (7, 0)
     pairs = documents[torch.tensor([3, 3, 0, 1, 10, 5, 6])]
     torch.testing.assert_close(queries.scores_of_pairs(pairs), maxsim_pairwise(listed(queries), listed(pairs)))
+
+
+def test_a_long_row_costs_its_own_tokens_alone(monkeypatch):
+    """A query of 90 tokens and a document of 80 among 32 and 128 of four."""
+    counted, best = [], token_vectors.best_matches
+    monkeypatch.setattr(
+        token_vectors, "best_matches", lambda *rows: (counted.append(len(rows[0]) * len(rows[1])), best(*rows))[1]
+    )
+    columns = []
+    for number, longest in ((32, 90), (128, 80)):
+        mask = torch.arange(longest) < torch.tensor([longest, *[4] * (number - 1)])[:, None]
+        columns.append(TokenVectors(torch.randn(number, longest, 5), mask))
+    columns[0].scores(columns[1])
+    assert sum(counted) == (90 + 31 * 4) * 64 * (80 + 4)  # in tiles of 64 documents; padded it would be 25 times this
 
 
 def test_rows_of_a_batch_are_ranked_by_their_scores():
