@@ -159,7 +159,7 @@ def _make_table(
     if not can_shift:  # keep every row at its absolute positions: trim on the right only
         extents[:, 0], lengths = 0, extents[:, 1]
     has_vision = np.array([has for c in columns for has in c.has_vision], dtype=bool)
-    patches = np.concatenate([c.patches for c in columns]) if has_vision.any() else None  # (R, 2)
+    patches = np.array([of_row for c in columns for of_row in c.patches]) if has_vision.any() else None  # (R, 2)
     keys: list[np.ndarray] = [has_vision]  # the last one decides first
     if sort:
         keys = [*([] if patches is None else [-patches.prod(axis=1)]), -lengths, has_vision]

@@ -718,6 +718,15 @@ def test_images_in_order_are_not_copied():
     assert [value.data_ptr() for value in found] == [pixel_values[i].data_ptr() for i in (0, 2, 4)]
 
 
+def test_a_column_without_rows_stands_beside_pictures():
+    """As one that a process is given because others have rows in it (training/all_columns.py)."""
+    batch = {name: {"pixel_values": pixels(rows, 3, 16, 16)} for name, rows in (("query", 3), ("negative", 0))}
+    chunked = lay_out(batch, ChunkLimits(2), model_config=transformers.CLIPVisionConfig(**VISION))
+    chunks = chunked.chunks()
+    found = chunked.to_columns([chunk.features["pixel_values"].flatten(1) for chunk in chunks], chunks)
+    assert torch.equal(found["query"], batch["query"]["pixel_values"].flatten(1)) and len(found["negative"]) == 0
+
+
 # ---- what is left out of a chunk ----
 
 
