@@ -113,7 +113,7 @@ def _read_column(
     num_rows, width = _num_rows(known or features), _token_width(features)
     extents = _known_extents(features, host)
     if extents is None:
-        extents = np.tile(np.array([0, width, 1], dtype=np.int32), (num_rows, 1))
+        extents = np.tile(np.array([0, width, width > 0], dtype=np.int32), (num_rows, 1))
     column = Column(
         name=name,
         place=place,

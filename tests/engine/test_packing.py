@@ -100,7 +100,19 @@ def no_token_in_flat_rows(features):
     features.update(given)
 
 
-@pytest.mark.parametrize("change", [hole, no_token, no_token_in_flat_rows, of_the_row])
+def no_token_at_all(features):
+    features.update({key: value[:, :0] for key, value in features.items()})
+
+
+def no_token_at_all_in_flat_rows(features):
+    no_token_at_all(features)
+    no_token_in_flat_rows(features)
+
+
+NO_TOKENS = [no_token, no_token_in_flat_rows, no_token_at_all, no_token_at_all_in_flat_rows]
+
+
+@pytest.mark.parametrize("change", [hole, of_the_row, *NO_TOKENS])
 def test_rows_that_can_not_stand_alone_keep_their_padding(change):
     batch = columns(seed=3)
     change(batch["positive"])
