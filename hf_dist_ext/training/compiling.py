@@ -55,11 +55,14 @@ def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
 
 def check(plugin: TorchDynamoPlugin, strategy: Strategy) -> None:
     """UsageError where gradients of several chunks would be added up in the memory of a CUDA graph."""
-    if plugin.backend != DynamoBackend.NO and plugin.mode in RECORDING_MODES and not strategy.adds_up_in_grad:
+    asked = 'torch_compile_backend="cudagraphs"' if plugin.backend == DynamoBackend.CUDAGRAPHS else None
+    if plugin.backend != DynamoBackend.NO and plugin.mode in RECORDING_MODES:
+        asked = f'torch_compile_mode="{plugin.mode}"'
+    if asked is not None and not strategy.adds_up_in_grad:
         raise UsageError(
-            f'torch_compile_mode="{plugin.mode}" replays CUDA graphs, and FSDP and DeepSpeed keep the gradients of a '
-            "step's first chunk where the replay for the next chunk writes over them. Use torch_compile_mode "
-            '"default" or "max-autotune-no-cudagraphs", or one process or multi_gpu_ddp.'
+            f"{asked} replays CUDA graphs, and FSDP and DeepSpeed keep the gradients of a step's first chunk where "
+            'the replay for the next chunk writes over them. Use torch_compile_backend "inductor" with '
+            'torch_compile_mode "default" or "max-autotune-no-cudagraphs", or one process or multi_gpu_ddp.'
         )
 
 

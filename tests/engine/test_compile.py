@@ -196,6 +196,12 @@ def test_cuda_graphs_are_refused_where_gradients_would_be_added_up_in_them(mode,
     compiling.check(TorchDynamoPlugin(backend="no", mode=mode), strategy())
 
 
+@pytest.mark.parametrize("strategy, is_refused", [(FSDP, True), (ZeRO, True), (DDP, False), (Strategy, False)])
+def test_the_backend_of_cuda_graphs_alone_is_refused_there_too(strategy, is_refused):
+    with pytest.raises(UsageError, match='torch_compile_backend="cudagraphs"') if is_refused else nullcontext():
+        compiling.check(TorchDynamoPlugin(backend="cudagraphs"), strategy())
+
+
 needs_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
