@@ -196,20 +196,27 @@ def test_chunks_of_all_batches_have_few_shapes(rows, tokens):
             mask = chunk.features["attention_mask"]
             shapes.add(tuple(mask.shape))
             assert len(mask) == chunk.num_computed and (mask[chunk.num_rows :] == mask[chunk.num_rows - 1]).all()
+            assert chunk.num_tokens == mask.numel(), "a row that is repeated is computed"
             assert tokens is None or chunk.num_rows == 1 or mask.numel() <= tokens
             assert rows is None or len(mask) <= rows
             computed += mask.numel()
         padded += lay_out(batch, ChunkLimits(rows, tokens)).count_tokens()[1]
         counted = chunked.count_tokens()[1]
         assert counted == sum(chunk.num_tokens for chunk in chunked.chunks())
-    widths = {width for _, width in shapes}
+    widths, three_fourths = {width for _, width in shapes}, set()
     assert widths <= set(BUCKETS) and len(widths) > 6
     for width in widths:
         most = min(rows or 1000, (tokens or 128 * 1000) // width)
         halves = [most, *(number for half in range(1, 6) if (number := -(-most // 2**half)) > 1)]
         numbers = {*halves, *(-(-3 * number // 4) for number in halves)}
-        assert {number for number, of_width in shapes if of_width == width} <= numbers | {1}
-    assert padded < computed < 1.3 * padded
+        found = {number for number, of_width in shapes if of_width == width}
+        three_fourths |= found - {*halves, 1}
+        assert found <= numbers | {1}
+    assert padded < computed < 1.3 * padded and (three_fourths or tokens is None)
+
+
+def test_a_share_of_one_row_is_one():
+    assert ChunkLimits(1, 3, max_patches=2).scaled(0.3) == ChunkLimits(1, 1, max_patches=1)
 
 
 def test_a_bucket_is_no_wider_than_what_the_model_reads():

@@ -42,7 +42,7 @@ def gathered(own: dict, other: dict, sent: list[tuple], lengths: list[int] | Non
 @pytest.mark.parametrize("lengths", [None, [2, 5, 1]])
 def test_real_tokens_travel_and_stand_in_front(lengths):
     sent = []
-    own, other = rows_of([2, 5, 1], 5, 0), rows_of([7, 3], 9, 1)
+    own, other = rows_of([2, 5, 1], 8, 0), rows_of([7, 3], 9, 1)
     everyone = gathered(own, other, sent, lengths)
     assert not sent, "nothing is sent before it is asked for"
     vectors, mask = everyone["tokens.vectors"], everyone["tokens.mask"]
@@ -64,6 +64,14 @@ def test_no_real_token_anywhere_sends_nothing():
     everyone = gathered(rows_of([0, 0], 4, 0), rows_of([0], 6, 1), sent)
     assert not everyone["tokens.mask"].any() and everyone["tokens.vectors"].shape == (3, 4, 3)
     assert [counts for _, counts in sent] == [[2, 1]], "their lengths only"
+
+
+@pytest.mark.parametrize("lengths", [None, []])
+def test_a_rank_without_rows_has_those_of_the_others(lengths):
+    other = rows_of([7, 3], 9, 1)
+    everyone = gathered(rows_of([], 4, 0), other, [], lengths)
+    assert everyone["tokens.mask"].sum(dim=1).tolist() == [7, 3] and everyone["tokens.vectors"].shape == (2, 7, 3)
+    assert everyone["tokens.vectors"][1, :3].equal(other["tokens.vectors"][1][other["tokens.mask"][1]])
 
 
 def test_where_the_host_knows_lengths_nothing_is_read_from_a_device():

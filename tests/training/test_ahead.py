@@ -9,6 +9,7 @@ import torch
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import ahead
 from hf_dist_ext.training.ahead import AheadCollator, Cutter, SharedWish, Wish
@@ -48,7 +49,16 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     alike = cutter.cut_again(cuts.of(columns), replace(first, factor=3))
     assert_same_chunks(alike.chunked, whole)
     assert_same_chunks(alike.wide, lay_out(columns, first.limits.scaled(3), **OPTIONS))
-    assert_same_chunks(cuts.of(columns).chunked, whole)  # as the batch of an update that is run again
+    split, wanted = cuts.of(columns).chunked, lay_out(columns, first.limits, **OPTIONS)
+    for one in (split, wanted):  # other ranks have more chunks
+        one.agree([2 * len(whole.chunks())])
+    assert len(split.chunks()) == 2 * len(whole.chunks())
+    assert_same_chunks(split, wanted)
+    once_more = cuts.of(columns).chunked  # as the batch of an update that is run again
+    assert once_more.num_chunks() == whole.num_chunks()
+    assert_same_chunks(once_more, whole)
+    others = {name: features | {"input_ids": features["input_ids"] + 1} for name, features in columns.items()}
+    assert_same_chunks(cuts_of(without_tensors(whole), others), lay_out(others, first.limits, **OPTIONS))
     wish.set(then)
     assert collator(rows(20))[ahead.CUTS]["all"].wish == then
 

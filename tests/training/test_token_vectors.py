@@ -1,6 +1,7 @@
 """Evaluations of token vectors: MaxSim as sentence-transformers computes it, from a run file to the saved folder."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,29 @@ def rows_of(number: int, width: int, seed: int) -> TokenVectors:
 
 def listed(rows: TokenVectors) -> list[torch.Tensor]:
     return [vectors[mask] for vectors, mask in zip(rows.vectors, rows.mask, strict=True)]
+
+
+class Marked(EmbeddingModel):
+    def forward(self, **features):
+        return super().forward(**features)
+
+
+def test_the_host_knows_how_many_vectors_a_row_has_where_the_model_gives_one_per_token(tmp_path):
+    config, ids = model_config("bert"), torch.ones(3, 4, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+    batch = {name: {"input_ids": ids, "attention_mask": mask} for name in ("query", "positive")}
+    args = DistTrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+
+    def lengths(model: EmbeddingModel) -> list[int] | None:
+        step = DistTrainer(model, args, loss=LateInteractionLoss()).step
+        found = step._lengths(step.sizes.cut(batch, is_first=True), "positive", 2)
+        return None if found is None else found.tolist()
+
+    model = EmbeddingModel.from_config(config, pooling="tokens")
+    assert lengths(model) == [2, 4], "of a rank's first rows"
+    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=True, base_model_name_or_path=None)}
+    assert lengths(model) is None, "vectors of tokens that are no row's"
+    assert lengths(Marked.from_config(config, pooling="tokens")) is None, "code that may leave some out"
 
 
 @pytest.mark.parametrize("tile", [1, 70, 2**22])
