@@ -38,7 +38,8 @@ class RealTokens:
     def __init__(self, mask: Tensor, lengths: np.ndarray, per_tile: int | None = None):
         rows = np.arange(len(lengths))
         order = rows if per_tile is None else np.argsort(-lengths, kind="stable")
-        widths = lengths if per_tile is None else lengths[order][rows // per_tile * per_tile]
+        # A maximum needs a place, also in a tile of rows that have no token.
+        widths = lengths if per_tile is None else np.maximum(lengths[order][rows // per_tile * per_tile], 1)
         self.lengths, self.ends, self._device = lengths, np.cumsum(widths), mask.device
         self.num_places = int(widths.sum())
         self.order, self.back = self._moved(order), self._moved(np.argsort(order))  # (R,)

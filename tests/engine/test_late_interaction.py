@@ -106,6 +106,20 @@ def test_no_tensor_is_larger_than_a_tile_or_a_column(rows):
     assert columns["query"]["vectors"].grad.abs().sum() > 0 and largest.numbers == rows * 9 * DIMENSIONS
 
 
+@pytest.mark.parametrize("documents_per_tile", [1, 8])
+def test_a_negative_without_tokens_is_no_rows_best_match(documents_per_tile):
+    """As a text that a tokenizer makes nothing of."""
+    columns, fewer = columns_of(5, negatives=5), {}
+    for name in ("query", "positive", "negative"):
+        fewer[name] = {key: value.detach()[: 4 if name == "negative" else 5] for key, value in columns[name].items()}
+    columns["negative"]["mask"][4] = False
+    loss = LateInteractionLoss(documents_per_tile=documents_per_tile)
+    found, wanted = loss(columns).loss, loss(fewer).loss
+    found.backward()
+    assert_close(found, wanted)
+    assert all(one["vectors"].grad.isfinite().all() for one in columns.values())
+
+
 def test_long_rows_cost_their_own_tokens_alone_and_masks_are_read_once():
     """A query of 50 tokens and a document of 60 among 32 rows of a few. Padded, products would be of 32 x 50 with
     32 x 60 tokens."""

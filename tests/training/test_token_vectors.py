@@ -92,6 +92,15 @@ def test_a_long_row_costs_its_own_tokens_alone(monkeypatch):
     assert sum(counted) == (90 + 31 * 4) * 64 * (80 + 4)  # in tiles of 64 documents; padded it would be 25 times this
 
 
+def test_a_document_without_tokens_is_the_last_one():
+    """The longest come first, and 64 at a time."""
+    queries, documents = rows_of(3, 4, 0), rows_of(65, 6, 1)
+    documents.mask[7] = False
+    scores = queries.scores(documents)
+    assert (scores.argsort(dim=1, stable=True)[:, 0] == 7).all()
+    torch.testing.assert_close(scores[:, 8:], queries.scores(documents[8:]))
+
+
 def test_rows_of_a_batch_are_ranked_by_their_scores():
     queries, documents = rows_of(9, 4, 2), rows_of(9, 6, 3)
     ranks = (queries.scores(documents) >= queries.scores_of_pairs(documents)[:, None] - 1e-6).sum(dim=1)
