@@ -183,6 +183,8 @@ def test_the_cuts_of_a_batch_follow_its_tensors_to_where_trainer_moves_them():
     ahead.remember(batch)
     there = moved(batch)
     assert cuts.are_of(columns) and not cuts.are_of(columns_and_cuts(there)[0])
+    assert not cuts.are_of(dict(reversed(columns.items()))), "another anchor"
+    assert not cuts.are_of({name: columns[name] for name in ("query", "positive")}), "a column less"
     ahead.follow(batch, there)
     columns_there, cuts_there = columns_and_cuts(there)
     assert cuts_there.are_of(columns_there) and cuts.are_of(columns), "an update may be run again from its batches"
