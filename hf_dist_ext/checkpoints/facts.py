@@ -19,8 +19,10 @@ EMBEDDING_MODELS = ("EmbeddingModel", "HybridEmbeddingModel")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 
 
-def of_run(args: Any, state: Any, strategy: Strategy, per_device_train_batch_size: int) -> dict[str, Any]:
-    """`state`: Trainer's."""
+def of_run(
+    args: Any, state: Any, strategy: Strategy, per_device_train_batch_size: int, optimizer: str | None
+) -> dict[str, Any]:
+    """`state`: Trainer's; `optimizer`: its class, None before training."""
     return {
         "step": state.global_step,
         "epoch": state.epoch,
@@ -32,6 +34,9 @@ def of_run(args: Any, state: Any, strategy: Strategy, per_device_train_batch_siz
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "seed": args.seed,
         "data_seed": args.data_seed,
+        "optim": str(args.optim.value),
+        "optimizer": optimizer,
+        "lr_scheduler_type": str(args.lr_scheduler_type.value),
         "sharding": strategy.name,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
     }

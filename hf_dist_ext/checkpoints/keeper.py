@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
 from hf_dist_ext.checkpoints.loss_state import load_loss
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
+
+logger = logging.get_logger(__name__)
 
 
 class Keeper:
@@ -34,6 +37,7 @@ class Keeper:
 
     Attributes:
         committed_step: of this run's last checkpoint.
+        best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.
     """
@@ -41,6 +45,7 @@ class Keeper:
     def __init__(self, args: Any, loss: Any, check_lease: Callable[[], None]):
         self.args, self.loss, self.check_lease = args, loss, check_lease
         self.committed_step: int | None = None
+        self.best_checkpoint: str | None = None
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
         self._run: Mapping[str, Any] = manifest.new_run()
@@ -54,13 +59,15 @@ class Keeper:
         dtype_of_base: str,
         load_adapters: Callable[[nn.Module, Path], None],
         has_scaler: bool,
+        optimizer: str,
         is_search: bool,
     ) -> str | None:
         """The path of the checkpoint that this start continues, complete and fit for it, or None. With
         `resume_weights_only` its weights are now in the (bare) model, and nothing is continued. `frozen_digests`: of
         the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded the model in.
+        `optimizer`: the class of this run's.
         """
-        self.committed_step = None
+        self.committed_step = self.best_checkpoint = None
         folder, asked = resume.choose(self.args, asked)
         path = None
         if folder is not None and self.args.resume_weights_only:
@@ -68,13 +75,22 @@ class Keeper:
             load_loss(self.loss, str(folder))
         elif folder is not None:
             resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
+            resume.check_optimizer(self.args, folder, optimizer)
             strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
             resume.check_frozen(folder, frozen_digests)
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
+            self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
             path = str(folder)
         # nothing is written down before everything was looked at
         self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)
         return path
+
+    def tell_best(self, state: Any) -> None:
+        """`state`: of a checkpoint, as Trainer has read it. Trainer looks for the best one where it lay once, and says
+        that it ignores one that lies elsewhere now."""
+        if state.best_model_checkpoint is None and self.best_checkpoint and self.args.process_index == 0:
+            logger.warning(f"It is not ignored: the run's folder was moved, and it is {self.best_checkpoint} now.")
+        state.best_model_checkpoint = self.best_checkpoint
 
     def save(
         self,
@@ -128,7 +144,15 @@ class Keeper:
         """Around what Trainer does when it has trained."""
         self.background.collect(wait=True)
         if self.args.load_best_model_at_end:
-            state.best_model_checkpoint = resume.best_checkpoint(self.args, state.best_model_checkpoint)
+            best = state.best_model_checkpoint = resume.best_checkpoint(self.args, state.best_model_checkpoint)
+            kept = None if best is None else manifest.step_of(Path(best))
+            if state.best_global_step not in (None, kept) and self.args.process_index == 0:
+                logger.warning(
+                    f"Step {state.best_global_step} had the best {self.args.metric_for_best_model} "
+                    f"({state.best_metric:.4g}), but no checkpoint was saved there: the run ends with the weights of "
+                    f"{'its last step' if best is None else f'step {kept}'}. Give save_steps the value of eval_steps, "
+                    'or "save_strategy": "best".'
+                )
         # With save_total_limit=1 Trainer would now delete every folder but the best, complete and newest or not.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:

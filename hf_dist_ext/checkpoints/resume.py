@@ -12,6 +12,7 @@ resumes of it.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters
 from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import agreed, collectives
 from hf_dist_ext.strategies.base import Strategy
@@ -35,6 +36,7 @@ from hf_dist_ext.strategies.rows import Rows
 
 logger = logging.get_logger(__name__)
 
+OF_A_METRIC = {"reduce_lr_on_plateau", "greedy"}  # schedules with a state of their own; all others share one form
 SHARDED_BY_FSDP = "pytorch_model_fsdp_0"  # what accelerate calls it
 
 # ---- which one ----
@@ -82,8 +84,18 @@ def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
 
 
 def best_checkpoint(args: Any, best: str | None) -> str | None:
-    """The best checkpoint as rank 0 knows it: Trainer lets every rank look whether its folder is there."""
-    folder = _decided(args, lambda: None if best is None else Path(best))
+    """The best checkpoint as rank 0 knows it: Trainer lets every rank look whether its folder is there, and ends with
+    the last weights where it is not. RunError where rank 0 does not find it either."""
+
+    def look() -> Path | None:
+        if best is not None and (broken := _broken(Path(best))):
+            raise RunError(
+                f"{best} had the best {args.metric_for_best_model} of this run, and was deleted or changed while the "
+                f"run trained: {broken}. Resume with --load_best_model_at_end false to end with the last weights."
+            )
+        return None if best is None else Path(best)
+
+    folder = _decided(args, look)
     return None if folder is None else str(folder)
 
 
@@ -223,6 +235,57 @@ def check_base(folder: Path, model: Any, dtype: str, cast_to: str | None) -> Non
             f'{folder}: its adapters were trained on a base in {saved}, which this run loads in {dtype}. Set "dtype": '
             f'"{saved}", or resume_weights_only to start anew from them.'
         )
+
+
+def check_optimizer(args: Any, folder: Path, optimizer: str) -> None:
+    """UsageError where the state of the optimizer or of the schedule is of another kind than this run's, which would
+    end with a KeyError in its first step. `optimizer`: the class of this run's."""
+    saved = manifest.read(folder) or {}
+    if (before := saved.get("optimizer") or optimizer) != optimizer:
+        raise UsageError(
+            f'{folder} holds the state of {before} (optim="{saved["optim"]}"), and this run trains with {optimizer} '
+            f'(optim="{args.optim.value}"). Give the optim of the checkpoint, or resume_weights_only=true: it takes '
+            "the weights, and everything else starts anew."
+        )
+    now = args.lr_scheduler_type.value
+    before = saved.get("lr_scheduler_type", now)
+    if before != now and {before, now} & OF_A_METRIC:
+        raise UsageError(
+            f'{folder} holds a schedule of lr_scheduler_type="{before}", and this run has "{now}", whose state is '
+            "another. Give that of the checkpoint, or resume_weights_only=true: it takes the weights, and everything "
+            "else starts anew."
+        )
+
+
+def best_checkpoint_of(args: Any, folder: Path) -> str | None:
+    """Where the best checkpoint lies of the run that `folder` is of. trainer_state.json has the path that it had when
+    it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first.
+    UsageError where the run is to end with it and it is gone."""
+
+    def look() -> Path | None:
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        if not (named := state.get("best_model_checkpoint")):
+            return None
+        beside = folder.parent / Path(named).name
+        best = beside if beside.is_dir() or not Path(named).is_dir() else Path(named)
+        broken = _broken(best)
+        if broken and args.load_best_model_at_end:
+            raise UsageError(
+                f"{best} had the best {args.metric_for_best_model} of this run ({state['best_metric']:.4g}) and can "
+                f"not be used any more: {broken}. Put it back, or give --load_best_model_at_end false to end with the "
+                "last weights."
+            )
+        return None if broken else best
+
+    best = _decided(args, look)
+    return None if best is None else str(best)
+
+
+def _broken(checkpoint: Path) -> str:
+    """Why the weights of a checkpoint can not be taken; the stock Trainer's has no manifest to look at."""
+    if not checkpoint.is_dir():
+        return "there is no such folder"
+    return manifest.why_incomplete(checkpoint) if (checkpoint / manifest.MANIFEST).is_file() else ""
 
 
 def saved_world_size(folder: Path) -> int:

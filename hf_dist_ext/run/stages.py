@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +85,40 @@ def _check_paths(stage: Run) -> None:
                 raise UsageError(f'{field}="{value}": there is no such file or folder. Paths start at {Path.cwd()}.')
 
 
-def is_finished(stage: Run) -> bool:
-    """Whether a stage's own folder holds its mark and all files that the mark names."""
-    folder = Path(stage.training["output_dir"])
-    return folder.is_dir() and not manifest.why_incomplete(folder)
+def _folder_of(stage: Run) -> Path:
+    return Path(stage.training["output_dir"])
+
+
+def _count_finished(stages: list[Run]) -> int:
+    """Up to the last one that has its mark: a stage that starts withdraws those of the stages after it. UsageError
+    where one before it has none."""
+    has_mark = [(_folder_of(stage) / manifest.MANIFEST).is_file() for stage in stages]
+    count = max((index + 1 for index, has in enumerate(has_mark) if has), default=0)
+    if not all(has_mark[:count]):
+        gone, last = stages[has_mark.index(False)], stages[count - 1]
+        raise UsageError(
+            f'stage "{last.name}" is finished, but {_folder_of(gone)} of stage "{gone.name}" before it has no '
+            f"{manifest.MANIFEST}. Put it back, or give --overwrite_output_dir without resume_from_checkpoint to "
+            "train all stages anew."
+        )
+    return count
+
+
+def _check_whole(stage: Run) -> None:
+    """UsageError where files are gone of a finished stage that the next one starts from."""
+    folder = _folder_of(stage)
+    if not (broken := manifest.why_incomplete(folder)):
+        return
+    own = [path for path in manifest.checkpoints_in(folder) if not manifest.why_incomplete(path)]
+    anew = (
+        f"--resume_from_checkpoint {own[-1]} to end this stage again; those after it then begin anew"
+        if own
+        else "--overwrite_output_dir without resume_from_checkpoint to train all stages anew"
+    )
+    raise UsageError(
+        f'stage "{stage.name}" was finished, but {folder} is not whole any more: {broken}. Put it back, or give '
+        f"{anew}."
+    )
 
 
 def _resume(run: Run, stages: list[Run]) -> None:
@@ -97,8 +126,9 @@ def _resume(run: Run, stages: list[Run]) -> None:
     if asked is None or asked is False or not decides_here():
         return
     output_dir = Path(run.training["output_dir"])
+    num_finished = _count_finished(stages)
     if asked == "auto":
-        asked = is_finished(stages[0]) or resume_or_start(dict(stages[0].training)) or None
+        asked = num_finished > 0 or resume_or_start(dict(stages[0].training)) or None
         run.training["resume_from_checkpoint"] = asked
         if asked is None:
             # a job that was killed during its first save has left torn folders: it starts afresh over them
@@ -111,28 +141,32 @@ def _resume(run: Run, stages: list[Run]) -> None:
                 f"resume_from_checkpoint is true but {output_dir} holds no {FOLDERS} folder. "
                 "Remove it to start afresh."
             )
-        for stage in takewhile(is_finished, stages):
+        for stage in stages[:num_finished]:
             stage.is_done = True
-        if (current := next((stage for stage in stages if not stage.is_done), None)) is not None:
-            folder = current.training["output_dir"]
-            has_some = current is stages[0] or resume_or_start({"output_dir": folder})
-            if has_some and checkpoint_to_resume(True, Path(folder)):
+        if num_finished:
+            _check_whole(stages[num_finished - 1])
+        for current in stages[num_finished : num_finished + 1]:
+            folder = _folder_of(current)
+            has_some = current is stages[0] or resume_or_start({"output_dir": str(folder)})
+            if has_some and checkpoint_to_resume(True, folder):
                 current.training["resume_from_checkpoint"] = True
         return
     checkpoint = Path(asked)
-    folders = [Path(stage.training["output_dir"]).resolve() for stage in stages]
+    folders = [_folder_of(stage).resolve() for stage in stages]
     if checkpoint.resolve().parent not in folders:
         raise UsageError(
             f'resume_from_checkpoint="{asked}" lies in no stage of this run ({", ".join(f.name for f in folders)}). '
             "Give true, or a checkpoint in one of them."
         )
     index = folders.index(checkpoint.resolve().parent)
+    if index > num_finished:
+        raise UsageError(
+            f'resume_from_checkpoint="{asked}" is of stage "{stages[index].name}", but stage '
+            f'"{stages[num_finished].name}" is not finished. Give true to continue there.'
+        )
     for stage in stages[:index]:
-        if not is_finished(stage):
-            raise UsageError(
-                f'resume_from_checkpoint="{asked}" is of stage "{stages[index].name}", but stage "{stage.name}" is '
-                "not finished. Give true to continue there."
-            )
         stage.is_done = True
+    if index:
+        _check_whole(stages[index - 1])
     checkpoint_to_resume(asked, folders[index])
     stages[index].training["resume_from_checkpoint"] = asked

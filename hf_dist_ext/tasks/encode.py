@@ -12,8 +12,10 @@ of their embeddings.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,7 +97,8 @@ def main(asked: Encode) -> None:
     width = asked.dims or width
     ranges = _given_ranges(asked, width)
     unfinished = output.with_name(f"{output.name}.unfinished")
-    try:
+    with ExitStack() as taken:
+        agreed.together(lambda: taken.enter_context(_taken(output, unfinished)) if state.is_main_process else None)
         agreed.together(lambda: _reserve(unfinished, rows.count, width) if state.is_main_process else None)
         agreed.together(partial(_encode, rows, embed, normalizes, unfinished, state, asked.batch_size))  # (2)
         if state.is_main_process:
@@ -105,8 +108,29 @@ def main(asked: Encode) -> None:
                 raise _not_written(output, error) from error
             print(f"{output}: {rows.count} rows, {width} dimensions, {asked.precision}.")
         leave_together()
-    finally:
-        if state.is_main_process:
+
+
+@contextmanager
+def _taken(output: Path, unfinished: Path) -> Iterator[None]:
+    """UsageError when another process writes this output, or has written it since `_check`; the system drops the lock
+    with its holder. The file is removed at the end, where it is not the output by then."""
+    try:
+        file = unfinished.open("ab")
+    except OSError as error:
+        raise _not_written(unfinished, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"--output {output} is being written by another hf-dist encode. Wait for it, or give another --output."
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        try:
+            _refuse_existing(output)
+            yield
+        finally:
             unfinished.unlink(missing_ok=True)
 
 
@@ -115,8 +139,7 @@ def _check(asked: Encode, output: Path) -> None:
         raise UsageError(f"--output {output}: embeddings are written as .npy or .parquet. Give such a name.")
     if not output.absolute().parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {output.absolute().parent}. Make it first.")
-    if output.exists():
-        raise UsageError(f"--output {output} exists. Give a new file, or remove it.")
+    _refuse_existing(output)
     for name in ("batch_size", "dims"):
         if (value := getattr(asked, name)) is not None and value < 1:
             raise UsageError(f"--{name} {value} is not a positive number.")
@@ -126,6 +149,11 @@ def _check(asked: Encode, output: Path) -> None:
         raise UsageError(f"--id_column {asked.id_column}: a .npy file holds numbers alone. Give a .parquet --output.")
     if asked.ranges is not None and asked.precision not in OF_RANGES:
         raise UsageError(f"--ranges goes with --precision {' or '.join(OF_RANGES)}, which divide them into steps.")
+
+
+def _refuse_existing(output: Path) -> None:
+    if output.exists():
+        raise UsageError(f"--output {output} exists. Give a new file, or remove it.")
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------

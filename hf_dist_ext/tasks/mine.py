@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,7 +224,7 @@ def _write(asked: Mine, rows: Dataset, pairs: Pairs, mined: list[Mined]) -> None
     added = list(more_columns())
     columns |= {name: [row[name] for row in added] for name in added[0]}
     output = Path(asked.output)
-    unfinished = output.with_name(f"{output.name}.unfinished")
+    unfinished = output.with_name(f"{output.name}.{uuid.uuid4().hex}.unfinished")  # another run may write it too
     try:
         WRITERS[output.suffix](Dataset.from_dict(columns), str(unfinished))
         unfinished.replace(output)

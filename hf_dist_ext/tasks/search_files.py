@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -158,13 +160,16 @@ def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[
             if (file.metadata() or {}).get("facts") == facts:
                 return file.get_tensor("vectors")
     vectors = torch.cat(list(_in_batches(documents, embed)))
+    unfinished = index.with_suffix(f".{uuid.uuid4().hex}.unfinished")  # another search may be writing the same index
     try:
         index.parent.mkdir(exist_ok=True)
-        unfinished = index.with_suffix(".unfinished")
         save_file({"vectors": vectors.contiguous()}, unfinished, {"facts": facts})
         unfinished.replace(index)
     except OSError as error:
         logger.warning(f"the index {index} cannot be written ({error}): the next search computes the vectors again.")
+    finally:
+        with contextlib.suppress(OSError):  # it is the index by now, or could not be made
+            unfinished.unlink()
     return vectors
 
 

@@ -92,7 +92,9 @@ def _train(run: Run, stage: Run, args: Any, parts: Parts, train_once: TrainOnce)
     if args.should_save:
         files = manifest.record(folder, _own_files(folder))  # on the disk from here on
         manifest.sync_folder(folder)
-        manifest.commit(args.output_dir, {} if is_last else files, facts)  # (4)
+        if is_last:  # other files of output_dir are written again at every start
+            files = {f"../{name}": file for name, file in files.items() if name.endswith((".safetensors", ".bin"))}
+        manifest.commit(args.output_dir, files, facts)  # (4)
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
 

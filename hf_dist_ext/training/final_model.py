@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from hf_dist_ext.checkpoints import commit
+from hf_dist_ext.checkpoints.manifest import step_of
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.agreed import together
 from hf_dist_ext.strategies.tensors import num_elements
@@ -52,7 +53,12 @@ def best_of(args: Any, state: Any) -> dict[str, Any]:
     if not args.load_best_model_at_end or state.best_model_checkpoint is None:
         return {}
     figure = args.metric_for_best_model.removeprefix("eval_")
-    return {"step": state.best_global_step, "figure": figure, "value": state.best_metric}
+    step = step_of(Path(state.best_model_checkpoint))
+    if step == state.best_global_step:
+        return {"step": step, "figure": figure, "value": state.best_metric}
+    # a later step was better, but was not saved
+    values = [line.get(f"eval_{figure}") for line in state.log_history if line["step"] == step]
+    return {"step": step, "figure": figure, "value": next(value for value in values if value is not None)}
 
 
 def kept_lines(report: Mapping[str, Any]) -> list[str]:

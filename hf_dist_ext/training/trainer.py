@@ -43,6 +43,7 @@ from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.run import lease
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.tensors import bare_optimizer
 from hf_dist_ext.training import ahead, checks, compiling, learning_rate, loss_scale, metrics, packing
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.early_stopping import EarlyStop
@@ -91,6 +92,7 @@ class DistTrainer(Trainer):
     freeze_watch: freeze.FreezeWatch | None = None
     step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
     own_loss: OwnLossStep | None = None
+    _optimizer_name: str | None = None
     _unwrapped: tuple[nn.Module, nn.Module] | None = None  # `model`, and what it is without its wrappers
 
     def __init__(
@@ -485,12 +487,22 @@ class DistTrainer(Trainer):
             self.files.dtype_of_base,
             load_adapters=lambda model, folder: super(DistTrainer, self)._load_from_checkpoint(str(folder), model),
             has_scaler=getattr(self.accelerator, "scaler", None) is not None,
+            optimizer=self._name_optimizer(),
             is_search=self.hp_search_backend is not None,
         )
         parallel, why_fixed = self.strategy.rows.size, self.strategy.fixed_accumulation
         learning_rate.keep_effective_batch(self.args, checkpoint, parallel, why_fixed)
         learning_rate.scale(self.args, parallel)
         return checkpoint
+
+    def _name_optimizer(self) -> str:
+        """The class of the optimizer that will train, as a manifest has it."""
+        if self.optimizer is not None:
+            kind = type(bare_optimizer(self.optimizer))
+        else:
+            kind, _ = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        self._optimizer_name = f"{kind.__module__}.{kind.__name__}"
+        return self._optimizer_name
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.files.load(model or self.model, Path(resume_from_checkpoint)):
@@ -522,6 +534,8 @@ class DistTrainer(Trainer):
 
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *more: Any):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
+        if self._has_own_arguments:
+            self.keeper.tell_best(self.state)
         return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
@@ -640,18 +654,16 @@ class DistTrainer(Trainer):
             self.state,
             self.strategy,
             tensors=self.files.tensors(self.optimizer),
-            write=partial(self._write_checkpoint, output_dir),
+            write=self._write_checkpoint,
             facts=self._facts,
             push=lambda folder: self._push_from_checkpoint(str(folder)) if self.args.push_to_hub else None,
         )
 
-    def _write_checkpoint(self, output_dir: str, folder: Path) -> None:
+    def _write_checkpoint(self, folder: Path) -> None:
         """Every file of a checkpoint but its manifest, as Trainer writes them."""
         self.save_model(str(folder), _internal_call=True)
-        if self.state.best_global_step and self.args.save_strategy != "no":
-            best = os.path.join(output_dir, f"checkpoint-{self.state.best_global_step}")
-            if os.path.exists(best):
-                self.state.best_model_checkpoint = best
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
         if self.args.save_only_model:
             loss_state.save_loss(self.loss, folder if self.args.should_save else None)
         else:
@@ -667,7 +679,7 @@ class DistTrainer(Trainer):
         with self.strategy.saving_whole(self.model):
             of_model = run_facts.of_model(self.bare_model, self.files.dtype_of_base)
         return {
-            **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size),
+            **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size, self._optimizer_name),
             **of_model,
             **self.data_position.facts(self.health.bad_rows.of_epoch()),
             "frozen_fingerprint": self.files.frozen_fingerprint,

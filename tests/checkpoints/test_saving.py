@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_dist_ext.checkpoints import commit, manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, resume_or_start
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.errors import UsageError
+from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.training import final_model
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import ROOT
@@ -272,6 +274,124 @@ def test_the_best_checkpoint_and_the_newest_outlive_the_end_of_training(tmp_path
     trainer.train()
     left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert left == ["checkpoint-2", "checkpoint-6", "checkpoint-99"]
+
+
+LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}  # of an evaluation after a step: step 4 is the best
+BEST = dict(load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, metric_for_best_model="eval_loss")
+
+
+def evaluated(folder: Path, losses=LOSSES, **more) -> DistTrainer:
+    trainer = make(folder, **BEST | more)
+
+    def evaluate(*arguments, **options):
+        found = {"eval_loss": losses[trainer.state.global_step]}
+        trainer.log(found)
+        return found
+
+    trainer.evaluate = evaluate
+    return trainer
+
+
+def model_of(folder: Path) -> torch.Tensor:
+    return torch.cat([value.flatten() for _, value in sorted(load_file(folder / "model.safetensors").items())])
+
+
+def ends_with(trainer: DistTrainer) -> torch.Tensor:
+    return torch.cat([value.flatten() for _, value in sorted(trainer.model.state_dict().items())])
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("max_steps", [6, 8])
+def test_the_best_checkpoint_is_that_of_the_folder_to_which_a_run_was_moved(tmp_path, stays, max_steps, caplog):
+    """Where the old folder stays, as after a copy, its checkpoints may since be those of another run."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    evaluated(old).train()
+    best = model_of(old / "checkpoint-4")
+    assert not torch.equal(best, model_of(old / "checkpoint-6"))
+    shutil.copytree(old, new)
+    if stays:
+        shutil.copyfile(old / "checkpoint-2" / "model.safetensors", old / "checkpoint-4" / "model.safetensors")
+    else:
+        shutil.rmtree(old)
+    trainer = evaluated(new, max_steps=max_steps, save_total_limit=2)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert torch.equal(ends_with(trainer), best)
+    assert trainer.state.best_model_checkpoint == str(new / "checkpoint-4")
+    assert ("the run's folder was moved, and it is " + str(new / "checkpoint-4") in caplog.text) is not stays
+    assert (new / "checkpoint-4").is_dir(), "rotation spares it"
+
+
+def test_a_run_that_goes_on_in_another_folder_ends_with_the_best_of_the_first(tmp_path):
+    evaluated(tmp_path / "first").train()
+    for max_steps, asked in ((8, str(tmp_path / "first" / "checkpoint-6")), (10, True)):
+        trainer = evaluated(tmp_path / "second", LOSSES | {10: 1.2}, max_steps=max_steps)
+        trainer.train(resume_from_checkpoint=asked)
+        assert torch.equal(ends_with(trainer), model_of(tmp_path / "first" / "checkpoint-4"))
+
+
+@pytest.mark.parametrize(
+    "lost, words",
+    [("checkpoint-4", "no such folder"), ("checkpoint-4/model.safetensors", "model.safetensors is miss")],
+)
+def test_a_best_checkpoint_that_is_gone_is_said_before_training(tmp_path, lost, words):
+    evaluated(tmp_path).train()
+    (shutil.rmtree if (tmp_path / lost).is_dir() else os.remove)(tmp_path / lost)
+    with pytest.raises(UsageError, match=f"checkpoint-4 had the best eval_loss of this run .1.*{words}.*Put it back"):
+        evaluated(tmp_path).train(resume_from_checkpoint=True)
+    trainer = evaluated(tmp_path, load_best_model_at_end=False)
+    trainer.train(resume_from_checkpoint=True)
+    assert torch.equal(ends_with(trainer), model_of(tmp_path / "checkpoint-6"))
+
+
+def test_a_best_checkpoint_that_is_deleted_during_training_is_an_error(tmp_path):
+    class Deletes(TrainerCallback):
+        def on_save(self, args, state, control, **others):
+            if state.global_step == 6:
+                shutil.rmtree(tmp_path / "checkpoint-4")
+
+    trainer = evaluated(tmp_path)
+    trainer.add_callback(Deletes())
+    with pytest.raises(RunError, match="checkpoint-4 had the best eval_loss of this run, and was deleted"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "losses, kept", [({2: 1.0, 4: 3.0, 6: 3.0, 8: 3.0}, None), ({2: 3.0, 4: 2.0, 6: 1.0, 8: 3.0}, 4)]
+)
+def test_a_best_step_that_was_not_saved_is_said_and_not_passed_off_as_kept(tmp_path, losses, kept, caplog):
+    trainer = evaluated(tmp_path, losses, max_steps=8, save_steps=4)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    which = "its last step" if kept is None else f"step {kept}"
+    assert f"no checkpoint was saved there: the run ends with the weights of {which}." in caplog.text
+    assert torch.equal(ends_with(trainer), model_of(tmp_path / f"checkpoint-{kept or 8}"))
+    best = final_model.best_of(trainer.args, trainer.state)
+    assert best == ({} if kept is None else {"step": kept, "figure": "loss", "value": losses[kept]})
+
+
+@pytest.mark.parametrize("before, now, words", [
+    ({}, {"optim": "sgd"}, r'the state of torch.optim.adamw.AdamW \(optim="adamw_torch_fused"\), and this run .*SGD'),
+    ({"optim": "sgd"}, {"optim": "adafactor"}, r'state of torch.optim.sgd.SGD \(optim="sgd"\)'),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, 'lr_scheduler_type="reduce_lr_on_plateau", .* "linear"'),
+    ({}, {"lr_scheduler_type": "reduce_lr_on_plateau"}, 'lr_scheduler_type="linear", .* "reduce_lr_on_plateau"'),
+])  # fmt: skip
+def test_the_state_of_another_optimizer_or_kind_of_schedule_is_refused(tmp_path, before, now, words):
+    evaluation = dict(eval_strategy="steps", eval_steps=2)
+    make(tmp_path, max_steps=2, **evaluation | before).train()
+    with pytest.raises(UsageError, match=words):
+        make(tmp_path, max_steps=4, **evaluation | now).train(resume_from_checkpoint=True)
+    again = make(tmp_path, max_steps=4, resume_weights_only=True, **evaluation | now)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+
+
+@pytest.mark.parametrize("now", [{"optim": "adamw_torch"}, {"lr_scheduler_type": "cosine"}])
+def test_the_same_state_under_another_name_goes_on(tmp_path, now):
+    make(tmp_path, max_steps=2).train()
+    again = make(tmp_path, max_steps=4, **now)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
 
 
 def test_with_stock_arguments_a_save_is_the_stock_one(tmp_path):

@@ -1,6 +1,7 @@
 """Stages of a run file: what a stage may set, what errors say, and where a run goes on."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,39 @@ def test_a_run_goes_on_in_the_stage_where_it_stopped(plan):
         plan("--resume_from_checkpoint", "out/stage_1_tune/checkpoint-3")
     with pytest.raises(UsageError, match="lies in no stage of this run"):
         plan("--resume_from_checkpoint", "out/checkpoint-3")
+
+
+@pytest.mark.parametrize("asked", ["true", "auto"])
+def test_a_finished_stage_that_the_next_one_needs_and_that_is_gone_is_said(plan, asked):
+    """Else the stage, and all after it, would be trained again over what they left."""
+    resume = ("--resume_from_checkpoint", asked)
+    first, second = plan(stages=[*STAGES, {"name": "end"}]).stages[:2]
+    finish(first)
+    save(second, 3)
+    weights = Path("out/stage_0_align/model.safetensors")
+    weights.unlink()
+    with pytest.raises(
+        UsageError, match='"align" was finished, .*: model.safetensors is missing. .*--overwrite_output'
+    ):
+        plan(*resume)
+    save(first, 5)
+    with pytest.raises(UsageError, match="give --resume_from_checkpoint out/stage_0_align/checkpoint-5 to end this"):
+        plan(*resume)
+    with pytest.raises(UsageError, match="model.safetensors is missing"):
+        plan("--resume_from_checkpoint", "out/stage_1_tune/checkpoint-3")
+    again = plan("--resume_from_checkpoint", "out/stage_0_align/checkpoint-5").stages
+    assert [stage.is_done for stage in again] == [False, False]
+
+    names = ["model.safetensors"]
+    (Path("out/stage_1_tune") / names[0]).write_text("weights")
+    manifest.commit("out/stage_1_tune", manifest.record(Path("out/stage_1_tune"), names), {})
+    run = plan(*resume, stages=[*STAGES, {"name": "end"}])
+    assert [stage.is_done for stage in run.stages] == [True, True, False], "no later stage starts from the first"
+    shutil.rmtree("out/stage_0_align")
+    with pytest.raises(
+        UsageError, match='"tune" is finished, but out/stage_0_align of stage "align" before it has no'
+    ):
+        plan(*resume)
 
 
 def test_the_folder_of_a_staged_run_is_not_trained_into_by_another(plan):

@@ -79,6 +79,28 @@ def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, m
     assert not list(folder.glob("*.unfinished"))
 
 
+def test_an_output_is_written_by_one_process_at_a_time(folder, monkeypatch):
+    expected, plain = encoded(folder, "alone.npy"), encode._encode
+    (folder / "out.npy.unfinished").write_text("what a kill has left")
+
+    def second_starts(*given):
+        with pytest.raises(UsageError, match="out.npy is being written by another hf-dist encode. Wait for it"):
+            encoded(folder, prompt="read ")
+        plain(*given)
+
+    monkeypatch.setattr(encode, "_encode", second_starts)
+    np.testing.assert_array_equal(encoded(folder), expected)
+    assert not list(folder.glob("*.unfinished"))
+
+
+def test_what_was_written_since_the_start_is_not_written_over(folder, monkeypatch):
+    plain = encode._encoder
+    monkeypatch.setattr(encode, "_encoder", lambda *given: (np.save(folder / "out.npy", COUNT), plain(*given))[1])
+    with pytest.raises(UsageError, match="out.npy exists"):
+        encoded(folder)
+    assert np.load(folder / "out.npy") == COUNT and not list(folder.glob("*.unfinished"))
+
+
 def test_the_default_prompt_of_a_folder_is_put_before_texts(folder):
     path, texts = folder / "model" / "config_sentence_transformers.json", texts_of(folder)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"default_prompt_name": "STS"}))

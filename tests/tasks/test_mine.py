@@ -132,6 +132,20 @@ def test_what_can_not_be_mined_is_refused(tmp_path, model, data, capsys, monkeyp
     assert left.value.code == 2 and words in capsys.readouterr().err
 
 
+def test_two_runs_at_a_time_write_a_whole_file_each(tmp_path, model, data, monkeypatch):
+    plain, written = WRITERS[".jsonl"], []
+
+    def write(rows, path) -> None:
+        written.append(path)
+        if len(written) == 1:
+            mine(data, tmp_path / "mined.jsonl", model)
+        plain(rows, path)
+
+    monkeypatch.setitem(WRITERS, ".jsonl", write)
+    check(mine(data, tmp_path / "mined.jsonl", model), 5)
+    assert len({*written}) == 2 and [path.name for path in tmp_path.glob("mined*")] == ["mined.jsonl"]
+
+
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, model, data, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from PIL import Image
 from transformers import (
@@ -124,6 +125,26 @@ def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, mon
     model.save_pretrained(pairs)
     assert scores() != first and embedded == [3, 1], "the model has changed"
     assert scores() and embedded == [1] and len(list((pairs / "index").iterdir())) == 1
+
+
+def test_two_searches_at_a_time_write_an_index_each(pairs, pictures, monkeypatch, caplog):
+    plain, written = safetensors.torch.save_file, []
+
+    def find() -> list:
+        return search_files.find(str(pairs), "parse", None, str(pictures))
+
+    def save_file(tensors, path, *more):
+        written.append(path)
+        Path(path).write_bytes(b"half of it")
+        if len(written) == 1:
+            find()
+        plain(tensors, path, *more)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    first = find()
+    assert len({*written}) == 2 and "cannot be written" not in caplog.text
+    assert find() == first and len(written) == 2, "the index is whole"
+    assert len(list((pairs / "index").iterdir())) == 1
 
 
 def test_a_text_model_searches_the_rows_of_a_file(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,18 @@ def test_the_weights_of_every_stage_are_on_the_disk_before_its_mark(digits):
         assert len(files) >= 2
         for path in [*files, folder]:
             assert str(path) in ON_DISK[:mark], (name, path.name)
+
+
+def test_a_finished_run_whose_model_is_gone_is_not_passed_off_as_finished(digits, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(digits[0], out)
+    shutil.copyfile(digits[0].parent / "run.json", tmp_path / "run.json")
+    again = (tmp_path / "run.json", "--output_dir", str(out), "--resume_from_checkpoint", "auto")
+    (out / "model.safetensors").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        main(*again)
+    assert 'stage "tune" was finished, but ' in (error := capsys.readouterr().err)
+    assert "../model.safetensors is missing. Put it back" in error
 
 
 def test_a_projector_alone_shows_pictures_to_a_frozen_language_model(digits):
