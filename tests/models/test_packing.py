@@ -234,6 +234,18 @@ def test_the_kernel_is_told_of_groups_of_heads_where_it_wants_to_be(key_heads, i
     assert seen == [{"scale": None, "window_size": (2, 0)} | options]
 
 
+@pytest.mark.parametrize("is_causal, size, window", [
+    (True, None, (-1, 0)), (True, 3, (2, 0)), (False, None, (-1, -1)), (False, 3, (2, 2)),
+])  # fmt: skip
+def test_the_kernel_is_told_how_far_a_token_sees(is_causal, size, window, monkeypatch):
+    monkeypatch.setattr(packing, "_takes_all_lengths", lambda query: True)
+    seen, module, heads = [], torch.nn.Module(), torch.empty(1, 4, 7, 8)
+    module.is_causal = is_causal
+    monkeypatch.setattr(packing, "varlen_attn", lambda query, *sizes, **given: seen.append(given) or query)
+    packing._attend_with_sdpa(None, module, heads, heads, heads, [4, 3], torch.tensor([0, 4, 7]), sliding_window=size)
+    assert seen == [{"scale": None, "window_size": window}]
+
+
 ON_GPU = [
     pytest.param("sdpa", torch.bfloat16),
     pytest.param("sdpa", torch.float64),
