@@ -107,7 +107,7 @@ class ContrastiveCollator:
             if len(lacking) == len(rows):
                 continue
             values = [row.get(column) for row in rows]  # B
-            if is_pair and any(isinstance(value, str) and not value for value in values):
+            if is_pair and any(isinstance(value, str) and is_empty(value) for value in values):
                 raise UsageError(f'Column "{column}" holds an empty text: every row needs a {column}. Remove the row.')
             if not is_pair:
                 # K_0 + ... + K_(B-1) values; an empty one is no negative
@@ -250,10 +250,10 @@ def content_id(value: Any) -> int:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether there is nothing to embed."""
+    """Whether there is nothing to embed. A text of nothing but white space is empty."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
-    return value is None or value == "" or value == []
+    return value is None or value == [] or (isinstance(value, str) and (not value or value.isspace()))
 
 
 def as_list(value: Any) -> list:

@@ -16,7 +16,7 @@ from datasets import Dataset, IterableDataset
 from datasets.features.features import require_decoding
 from datasets.table import CastError
 
-from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, RESERVED, as_list
+from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, RESERVED, as_list, is_empty
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.sources import query_column
 
@@ -157,7 +157,8 @@ def join_columns(rows: dict[str, list], columns: dict[str, Source]) -> dict[str,
             joined[column] = rows[source]
         else:
             several = zip(*(rows[dataset_column] for dataset_column in source), strict=True)
-            joined[column] = [[text for value in values for text in as_list(value) if text] for values in several]
+            of_rows = ([text for value in values for text in as_list(value)] for values in several)
+            joined[column] = [[text for text in of_row if not is_empty(text)] for of_row in of_rows]
     return joined
 
 

@@ -189,20 +189,29 @@ def column_kind(feature: Any) -> str | None:
 
 
 def content_mask(values: pa.ChunkedArray) -> np.ndarray:
-    """(rows,) True where a text is not empty, a list holds a text, an image is there."""
+    """(rows,) True where a text is more than white space, a list holds such a text, an image is there."""
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if isinstance(values.type, LISTS):
         return content_counts(values) > 0
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        return pc.fill_null(pc.greater(pc.binary_length(values), 0), False).to_numpy(zero_copy_only=False)
+        is_text = pc.and_not(pc.greater(pc.binary_length(values), 0), _is_space(values))
+        return pc.fill_null(is_text, False).to_numpy(zero_copy_only=False)
     if pa.types.is_struct(values.type) and {field.name for field in values.type} <= {*PARTS}:
         parts = [content_mask(pc.struct_field(values, field.name)) for field in values.type]
         return np.logical_or.reduce(parts)
     return pc.is_valid(values).to_numpy(zero_copy_only=False)
 
 
+def _is_space(texts: pa.Array) -> pa.Array:
+    try:
+        return pc.utf8_is_space(texts)
+    except pa.ArrowInvalid:  # some are not UTF-8, which `check_texts` says of each
+        of_bytes = texts.cast(pa.large_binary()).to_pylist()
+        return pa.array([one is not None and one.decode(errors="replace").isspace() for one in of_bytes])
+
+
 def content_counts(values: pa.ChunkedArray) -> np.ndarray:
-    """(rows,) how many texts of a list are not empty; of what is no list 0 or 1."""
+    """(rows,) how many texts of a list are more than white space; of what is no list 0 or 1."""
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if not isinstance(values.type, LISTS):
         return content_mask(values).astype(np.int64)

@@ -40,7 +40,7 @@ from hf_dist_ext.failures import activity
 
 logger = logging.get_logger(__name__)
 
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 SECONDS_BETWEEN_SIGNS = 5.0  # of life, for who watches how long nothing happens
 
 

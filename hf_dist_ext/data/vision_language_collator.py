@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_dist_ext.data.collator import ContrastiveCollator, as_list
+from hf_dist_ext.data.collator import ContrastiveCollator, as_list, is_empty
 from hf_dist_ext.data.image_text_collator import check_processor
 from hf_dist_ext.data.padding import as_tensors, is_per_token
 from hf_dist_ext.errors import UsageError
@@ -195,7 +195,7 @@ def content_of(column: str, value: Any) -> list[dict[str, Any]]:
         return [{"type": "image", "image": open_picture(column, value)}]
     if alien := [kind for kind in value if kind not in KINDS]:
         raise UsageError(f'Column "{column}" holds a row with "{alien[0]}"; a row has "text", "image" or both.')
-    parts = [(kind, one) for kind, some in value.items() for one in as_list(some) if one is not None and one != ""]
+    parts = [(kind, one) for kind, some in value.items() for one in as_list(some) if not is_empty(one)]
     if not parts:
         raise UsageError(f'Column "{column}" holds a row without text and image. Remove the row.')
     return [{"type": kind, kind: one if kind == "text" else open_picture(column, one)} for kind, one in parts]

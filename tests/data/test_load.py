@@ -9,6 +9,7 @@ import sys
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from PIL import Image
@@ -18,6 +19,7 @@ from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.data.collator import ContrastiveCollator, content_id
 from hf_dist_ext.data.columns import column_names
 from hf_dist_ext.data.load import load_datasets
+from hf_dist_ext.data.row_check import content_mask
 from hf_dist_ext.data.row_ids import numbered, shared_ids
 from hf_dist_ext.data.stream_readers import Blocks, Readers
 from hf_dist_ext.errors import UsageError
@@ -339,6 +341,34 @@ def test_a_row_may_have_no_negative(tmp_path, tokenizer):
     batch, alone = collator([train[0], train[1]]), collator([train[1]])
     assert len(batch["negative"]["input_ids"]) == 1 and len(alone["negative"]["input_ids"]) == 0
     assert alone["negative"].keys() == alone["positive"].keys() and len(alone["ids"]["negative"]) == 0
+
+
+BLANK = " \n\t\u3000"
+
+
+def test_a_text_of_white_space_is_an_empty_one(tmp_path, tokenizer):
+    """In a file and in a stream; among negatives it is none, and it is no id."""
+    rows = [dict(row, negative=["x", BLANK]) for row in ROWS]
+    name = write(tmp_path / "a.jsonl", [*rows[:7], dict(rows[7], positive=BLANK)])
+    assert 'row 7 (counted from 0), column "positive": every row needs a positive' in refusal(name)
+    collator = ContrastiveCollator(tokenizer, ["query", "positive", "negative"])
+    with pytest.raises(UsageError, match='"positive" holds an empty text'):
+        collator(list(load(name, streaming=True)[0]))
+    without = write(tmp_path / "b.csv", [dict(row, negative=BLANK) for row in ROWS])
+    assert "no row has a negative" in refusal(without)
+    train, _ = load(write(tmp_path / "c.jsonl", rows))
+    assert texts_of(tokenizer, collator(list(train))["negative"]) == ["x"] * len(ROWS)
+    columns = {"query": "query", "positive": "positive", "negative": ["first", "second"]}
+    rows = [dict(row, first=BLANK, second="y") for row in ROWS]
+    assert load(write(tmp_path / "d.jsonl", rows), columns=columns)[0]["negative"][0] == ["y"]
+    groups = write(tmp_path / "e.csv", [dict(row, group=BLANK) for row in ROWS])
+    assert 'id_column "group" is empty' in refusal(groups, id_column="group")
+
+
+def test_white_space_is_found_among_bytes_that_are_not_utf8():
+    texts = pa.array([b"a", b" \n", b"\xff", b"\xe3\x80\x80", None], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), len(texts), texts.buffers())
+    assert content_mask(pa.chunked_array([texts])).tolist() == [True, False, True, False, False]
 
 
 def test_a_row_without_text_is_named(tmp_path):
