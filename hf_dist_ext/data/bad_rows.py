@@ -1,6 +1,7 @@
 """Training rows that cannot be read or made into features are named, and up to `max_bad_rows` of them are replaced.
 
-(1) A loader fetches and collates a batch as ever. Only when that fails, it tries the rows of the batch one by one
+(1) A loader fetches and collates a batch as ever. Only when that fails, it tries the rows of the batch one by one,
+    then each beside a row that is as others are, since losses take as many negatives of every row
 (2) Without `max_bad_rows` a bad row is an error that names the dataset, the row, the column and the rank
 (3) With it a bad row is replaced, so that no batch is shorter: by the next row of the dataset that is good and not in
     the batch. A stream has no next row to ask for, so the last good row that this worker has seen takes the place
@@ -18,13 +19,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from hf_dist_ext.data.mixture import Mixture
+from hf_dist_ext.data.mixture import SOURCE, Mixture, MixtureCollator
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.stream_order import DealtRows
 from hf_dist_ext.errors import RunError, StorageError, UsageError
@@ -32,6 +33,7 @@ from hf_dist_ext.errors import RunError, StorageError, UsageError
 LISTED = 64  # row numbers kept per loader worker, at least
 SHOWN = 20  # of them in messages
 TRIES = 100  # following rows that are asked for one replacement
+COMPARED = 8  # rows of a stream's first batch that are compared with all of it
 
 
 class Tally:
@@ -108,7 +110,7 @@ class GuardedCollator:
     is_numbered: bool = True  # rows come as from `GuardedRows`, not plainly
     rank: int = 0  # for errors
     num_seen: int = 0
-    last_good: tuple[int, Any] | None = None
+    last_good: dict[str | None, tuple[int, Any]] = field(default_factory=dict)  # by source, None: there is one only
 
     def __call__(self, batch: list) -> Any:
         if not self.is_numbered:
@@ -120,32 +122,60 @@ class GuardedCollator:
             except StorageError:
                 raise
             except Exception:
-                if not any(map(self._why_bad, batch)):
+                standard, reasons = self._judged(batch)
+                if not any(reasons):
                     raise  # of the batch, not of a row
-        return self._collated(self._replaced(batch))
+        else:
+            standard, reasons = self._judged(batch)
+        return self._collated(self._replaced(batch, standard, reasons))
 
     def _collated(self, batch: list[tuple[int, Any]]) -> Any:
         rows = [row for _, row in batch]
         collated = with_retries(lambda: self.collate(rows), f"a batch of {self.name}")  # (5): opens pictures
-        self.last_good = batch[-1]
+        self.last_good[self._source(rows[-1])] = batch[-1]
         if self.rows is not None and hasattr(collated, "get") and isinstance(collated.get("ids"), dict):
             collated["ids"]["row"] = torch.tensor([number for number, _ in batch])  # for reports; no loss reads it
         return collated
 
     def _why_bad(self, numbered: tuple[int, Any]) -> Exception | None:
-        number, row = numbered
-        if isinstance(row, _Unreadable):
-            return row.args[0]
+        _, row = numbered
+        return row.args[0] if isinstance(row, _Unreadable) else self._error_of([row])
+
+    def _error_of(self, rows: list) -> Exception | None:
         try:
-            self.collate([row])
+            self.collate(rows)
         except StorageError:
             raise
         except Exception as error:
             return error
         return None
 
-    def _replaced(self, batch: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    def _judged(self, batch: list[tuple[int, Any]]) -> tuple[list, list[Exception | None]]:
+        """A row that every row must go with, if there is one, and per row of the batch why it cannot be used."""
         reasons = [self._why_bad(numbered) for numbered in batch]
+        good = [row for (_, row), reason in zip(batch, reasons, strict=True) if reason is None]
+        standard = self._standard(batch[0][0], good) if good else []
+        beside = (reason or self._odd(standard, row) for (_, row), reason in zip(batch, reasons, strict=True))
+        return standard, list(beside)
+
+    def _standard(self, number: int, good: list) -> list:
+        """The first row of the dataset; of a stream the last good one. Else that of the batch which most go with."""
+        if self.rows is None:
+            known = self.last_good.get(self._source(good[0]))
+        else:
+            known = self.rows[self._others(number)[0]]
+        if known is None or self._why_bad(known) is not None:
+            known = None, max(good[:COMPARED], key=lambda one: sum(self._odd([one], row) is None for row in good))
+        row = known[1]
+        return [row] if self._error_of([row, row]) is None else []  # else no two rows can be collated
+
+    def _odd(self, standard: list, row: Any) -> UsageError | None:
+        error = self._error_of([*standard, row]) if standard else None
+        return error if isinstance(error, UsageError) else None  # others may be of the batch
+
+    def _replaced(
+        self, batch: list[tuple[int, Any]], standard: list, reasons: list[Exception | None]
+    ) -> list[tuple[int, Any]]:
         good = [numbered for numbered, reason in zip(batch, reasons, strict=True) if reason is None]
         for position, reason in enumerate(reasons):
             if reason is None:
@@ -154,21 +184,27 @@ class GuardedCollator:
             if not self.can_replace:
                 raise UsageError(self._in_words(number, row, reason)) from reason
             self.tally.add(number)
-            batch[position] = self._replacement(number, {number for number, _ in good}, good)
+            batch[position] = self._replacement(batch[position], {number for number, _ in good}, good, standard)
             good.append(batch[position])
         return batch
 
-    def _replacement(self, number: int, taken: set[int], good: list) -> tuple[int, Any]:
+    def _replacement(self, bad: tuple[int, Any], taken: set[int], good: list, standard: list) -> tuple[int, Any]:
+        number, row = bad
         if self.rows is None:
-            if self.last_good is None and not good:
+            last = self.last_good.get(self._source(row))
+            if last is None and not good:
                 raise UsageError(f"{self.name}: no row of the first batch can be used. Look at the dataset.")
-            return self.last_good or good[0]
+            return last or good[0]
         first, count = self._others(number)
         for step in range(1, min(TRIES, count)):
             other = first + (number - first + step) % count
-            if other not in taken and self._why_bad(found := self.rows[other]) is None:
+            found = self.rows[other] if other not in taken else None
+            if found is not None and self._why_bad(found) is None and self._odd(standard, found[1]) is None:
                 return found
         raise UsageError(f"{self.name}: row {number} cannot be used, and none of the {TRIES} rows after it can.")
+
+    def _source(self, row: Any) -> str | None:
+        return row[SOURCE] if isinstance(self.collate, MixtureCollator) else None
 
     def _others(self, number: int) -> tuple[int, int]:
         """The first of the rows that may stand for another, and how many there are: those of its source."""

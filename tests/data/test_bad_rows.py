@@ -8,6 +8,7 @@ import torch
 
 from hf_dist_ext.data.bad_rows import GuardedCollator, GuardedRows, Tally
 from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.mixture import SOURCE, MixtureCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
@@ -132,6 +133,38 @@ def test_a_bad_row_of_a_stream_is_replaced_by_the_last_good_one():
     strict(stream[:8])
     with pytest.raises(UsageError, match='row 9 .* of those that loader worker 0 read, column "positive"'):
         strict(stream[8:16])
+
+
+def triplets(few: tuple[int, ...], count: int = 24) -> datasets.Dataset:
+    negatives = [["read", "list"][: 1 if i in few else 2] for i in range(count)]
+    return pairs({}, count).add_column("negative", negatives)
+
+
+def test_a_row_with_fewer_negatives_than_others_is_a_bad_row():
+    """Alone it could be used, so it is known by the rows beside it: in a first batch too, and as the first row."""
+    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive", "negative"], same_number_of_negatives=True)
+    for few in ((5, 9), (0, 9), (0, 1)):
+        stream, tally = list(triplets(few)), Tally(0)
+        one = GuardedCollator(collate, None, "the stream", tally, can_replace=True, is_numbered=False)
+        batches = [one(stream[start : start + 8]) for start in range(0, 24, 8)]
+        assert tally.rows() == [*few]
+        assert [len(batch["ids"]["negative"]) for batch in batches] == [16] * 3
+    rows, tally = GuardedRows(triplets((5, 6, 9))), Tally(0)
+    batch = GuardedCollator(collate, rows, "it", tally, can_replace=True)(rows.__getitems__([4, 5]))
+    assert batch["ids"]["row"].tolist() == [4, 7] and tally.rows() == [5], "6 cannot take the place of 5 either"
+    strict = GuardedCollator(collate, rows, "it", tally, can_replace=False)
+    with pytest.raises(UsageError, match=r"it, row 5 \(counted from 0\).*one row has 2 negatives and another one 1"):
+        strict(rows.__getitems__([4, 5]))
+
+
+def test_a_bad_row_of_a_mixed_stream_is_replaced_by_one_of_its_source():
+    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
+    first, second = [[row | {SOURCE: name} for row in pairs({9: None})] for name in ("first", "second")]
+    tally = Tally(0)
+    mixed = MixtureCollator({"first": collate, "second": collate})
+    one = GuardedCollator(mixed, None, "the streams", tally, can_replace=True, is_numbered=False)
+    batches = [one(rows) for rows in (first[:8], second[:8], first[8:16])]
+    assert batches[2]["ids"]["positive"][1] == collate([first[7]])["ids"]["positive"][0] and tally.count() == 1
 
 
 def test_an_error_of_the_batch_and_not_of_a_row_stays_what_it_is():
