@@ -49,7 +49,19 @@ def refuse_late_columns(what: str, error: CastError) -> NoReturn:
     differ = ", ".join(f'"{name}"' for name in sorted(found ^ expected))
     raise UsageError(
         f"{what}: its first rows have the columns {', '.join(sorted(expected))}, later ones "
-        f"{', '.join(sorted(found))}. Write {differ} in every row, null where there is none."
+        f"{', '.join(sorted(found))}. Write {differ} in every row, null where there is none, but not in the first row."
+    ) from error
+
+
+def refuse_late_type(what: str, error: Exception, features: datasets.Features | None) -> None:
+    """Raises UsageError where the first rows, from which `datasets` takes the type of a column, have nothing in it.
+    `features`: of the columns, as these rows have them."""
+    if not (found := re.search(r"Couldn't cast array of type (.+) to null", str(error))):
+        return
+    names = ", ".join(f'"{name}"' for name, one in (features or {}).items() if "null" in repr(one))
+    raise UsageError(
+        f"{what}: a column is null or [] in all of the first rows (10 MB of a JSON file) and holds {found[1]} later. "
+        f"Move a row with a value to the top of the (first) file. Columns without one there: {names or 'unknown'}."
     ) from error
 
 

@@ -30,6 +30,7 @@ from hf_dist_ext.data.columns import (
     AnyDataset,
     columns_of,
     refuse_late_columns,
+    refuse_late_type,
     rename,
     require_column,
     resolve_columns,
@@ -174,6 +175,8 @@ def loading_errors(name: str) -> Iterator[None]:
         if isinstance(cause, CastError):
             refuse_late_columns(f'Dataset "{name}"', cause)
         path = Path(name).expanduser()
+        if isinstance(cause, TypeError):
+            refuse_late_type(f'Dataset "{name}"', cause, first_features(path) if path.exists() else None)
         if path.is_file() and not {".parquet", ".arrow"}.intersection(path.suffixes):
             refuse_other_encoding(f'Dataset "{name}"', path)
         if isinstance(cause, UnicodeDecodeError):
@@ -191,6 +194,12 @@ def loading_errors(name: str) -> Iterator[None]:
         ) from error
     finally:
         theirs.setLevel(level)
+
+
+def first_features(path: Path) -> datasets.Features | None:
+    """The columns of a file or folder as its first rows have them."""
+    splits = open_file(path, True) if path.is_file() else datasets.load_dataset(str(path), streaming=True)
+    return next(iter(splits.values())).features
 
 
 def open_saved_folder(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:

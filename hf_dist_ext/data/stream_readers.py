@@ -23,7 +23,7 @@ from datasets.table import CastError
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as this_worker
 
-from hf_dist_ext.data.columns import refuse_late_columns
+from hf_dist_ext.data.columns import refuse_late_columns, refuse_late_type
 from hf_dist_ext.data.encoding import refuse_text
 from hf_dist_ext.data.mixture import MixedStream
 from hf_dist_ext.data.storage import with_retries
@@ -181,8 +181,10 @@ class _Open:
             refuse_late_columns("the stream", error)
         except UnicodeDecodeError as error:  # of a JSON file; one of CSV fails before
             refuse_text("the stream", error)
-        except BaseException:
+        except BaseException as error:
             self.rows = None  # an iterator that failed is over: a retry begins at the state
+            if isinstance(error, TypeError):
+                refuse_late_type("the stream", error, self.readers.stream.features)
             raise
         finally:
             this_worker._worker_info = info

@@ -272,6 +272,23 @@ def test_columns_that_only_later_rows_have_are_named(tmp_path, workers):
     assert str(in_short(error.value)).startswith(f"the stream: {words}")
 
 
+@pytest.mark.parametrize("first, later, kind", [([], ["n"], "string"), (None, ["n"], "list<item: string>")])
+def test_a_column_without_a_value_in_its_first_rows_is_named(tmp_path, first, later, kind):
+    rows = [{"query": "q" * 6_000_000, "positive": "p", "negative": first}] * 2
+    rows += [{"query": "q", "positive": "p", "negative": later}]
+    name = tmp_path / "a.jsonl"
+    name.write_text("\n".join(map(json.dumps, rows)))
+    words = f"and holds {kind} later. Move a row with a value to the top of the (first) file. Columns without one"
+    assert words in refusal(name) and refusal(name).endswith('there: "negative".')
+    stream = load_datasets(RunConfig(dataset_name=str(name), streaming=True))[0]
+    loader = torch.utils.data.DataLoader(Blocks(Readers(stream, 1), [0], 0, 0, None), None)
+    with pytest.raises(UsageError) as error:
+        list(itertools.islice(loader, 2))
+    assert words in str(error.value) and str(error.value).endswith('there: "negative".')
+    name.write_text("\n".join(map(json.dumps, rows[::-1])))  # as the message advises
+    assert load(name)[0]["negative"][:] == [later, first, first]
+
+
 def test_an_empty_dataset_is_refused(tmp_path):
     datasets.Dataset.from_dict({"query": [], "positive": []}).to_parquet(str(tmp_path / "a.parquet"))
     assert "is empty" in refusal(tmp_path / "a.parquet")
