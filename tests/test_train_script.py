@@ -94,18 +94,22 @@ def test_fine_tuning_keeps_the_prompt_names_of_the_folder(main, run_file, tmp_pa
     """They mean what was trained: no name serves a prompt that this run's queries or documents did not have."""
     own = {"query": "search : ", "passage": "file : ", "STS": "key : "}
     base = EmbeddingModel.from_config(model_config("bert"), prompts=own)
+    base.default_prompt_name = "STS"
     base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    assert SentenceTransformer(str(tmp_path / "base"), device="cpu").default_prompt_name == "STS"
     start = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(tmp_path / "base")} | SHORT
     main(["--config", run_file(**start, prompts=given)])
     served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert {"query", "passage", "STS"} <= served.prompts.keys() and served.prompts["STS"] == "key : "
     trained = {"query": "search : ", "positive": "file : "} if given is ... else given
+    by_default = as_trained(tmp_path / "out", "query", TEXTS, prompts={"query": "key : "})
     queries = as_trained(tmp_path / "out", "query", TEXTS, prompts=trained)
     documents = as_trained(tmp_path / "out", "positive", TEXTS, prompts=trained)
     for ours, theirs in (
         (queries, served.encode_query(TEXTS, convert_to_tensor=True)),
         (documents, served.encode_document(TEXTS, convert_to_tensor=True)),
         (documents, served.encode(TEXTS, prompt_name="passage", convert_to_tensor=True)),
+        (by_default, served.encode(TEXTS, convert_to_tensor=True)),
     ):
         assert torch.allclose(ours, theirs, atol=1e-6)
     for column in trained:

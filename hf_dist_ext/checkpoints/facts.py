@@ -82,7 +82,7 @@ def dtype_of_base(model: nn.Module) -> str:
 def embedding_options(model: Any) -> dict[str, Any]:
     """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`; a `HybridEmbeddingModel`
     has more."""
-    names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
+    names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims", "default_prompt_name")
     names += tuple(name for name in ("special_ids", "token_dim") if hasattr(model, name))
     layers = model.dense
     width, has_bias = (layers[-1].out_features, layers[-1].bias) if layers else (None, False)

@@ -41,7 +41,13 @@ def family_of(towers: Mapping[str, PreTrainedModel]) -> str | None:
     return next((family for family, classes in DUAL_ENCODERS.items() if classes == names), None)
 
 
-def write(folder: Path, towers: Mapping[str, PreTrainedModel], normalize: bool, prompts: Mapping[str, str]) -> None:
+def write(
+    folder: Path,
+    towers: Mapping[str, PreTrainedModel],
+    normalize: bool,
+    prompts: Mapping[str, str],
+    default_prompt_name: str | None,
+) -> None:
     """Write what makes one model of the towers' folders, which are there; nothing for other towers."""
     family = family_of(towers)
     if family is None:
@@ -59,7 +65,7 @@ def write(folder: Path, towers: Mapping[str, PreTrainedModel], normalize: bool, 
     size = sum(count * dtype.itemsize for shapes in files.values() for count, dtype in shapes.values())
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weight_map})
     write_json(folder / "sentence_bert_config.json", _reading(family, towers[TEXT].config))
-    write_prompts(folder, prompts, normalize)
+    write_prompts(folder, prompts, default_prompt_name, normalize)
     write_modules(folder, ["CLIPModel" if family == "clip" else "Transformer", *["Normalize"] * normalize])
 
 

@@ -78,6 +78,7 @@ class EmbeddingModel(PreTrainedModel):
         prompts: column -> text before every row.
         matryoshka_dims: widths that embeddings may be cut to.
         dense: a projection of more than one linear map: `DenseLayer`s, or mappings of their fields.
+        default_prompt_name: of the prompt that sentence-transformers puts before texts unless it is told otherwise.
 
     Raises:
         UsageError: a pooling or a width that cannot be.
@@ -98,6 +99,7 @@ class EmbeddingModel(PreTrainedModel):
         prompts: Mapping[str, str] | None = None,
         matryoshka_dims: Iterable[int] | None = None,
         dense: Sequence[DenseLayer | Mapping[str, Any]] | None = None,
+        default_prompt_name: str | None = None,
     ):
         super().__init__(backbone.config)
         if pooling not in POOLINGS:
@@ -121,6 +123,7 @@ class EmbeddingModel(PreTrainedModel):
         self.max_length = max_length
         self.lengths = lengths_by_role(max_length)
         self.prompts = dict(prompts or {})
+        self.default_prompt_name = default_prompt_name
         self.messages: dict[str, object] = {}
         self.matryoshka_dims = list(matryoshka_dims) if matryoshka_dims else None
         if self.matryoshka_dims and not all(1 <= dim <= self.embedding_dim for dim in self.matryoshka_dims):
@@ -241,7 +244,7 @@ class EmbeddingModel(PreTrainedModel):
                     "start a new one."
                 )
             given |= {"dense": folder.dense}
-        names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims")
+        names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims", "default_prompt_name")
         model = cls(backbone, **{name: getattr(folder, name) for name in names} | given)
         if folder.projection is not None:
             load_weights(
@@ -417,6 +420,7 @@ class EmbeddingModel(PreTrainedModel):
             max_length=_served_length(max_length or self.max_length, tokenizer),
             lengths=self.lengths if max_length is None else lengths_by_role(max_length),
             prompts=dict(self.prompts),
+            default_prompt_name=self.default_prompt_name,
             matryoshka_dims=self.matryoshka_dims,
             messages=dict(self.messages),
         )

@@ -79,6 +79,7 @@ class ModelFolder:
     max_length: int | None = None  # None: the tokenizer's own limit holds
     lengths: dict[str, int | None] = field(default_factory=dict)  # of "query" and "document", where they differ
     prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None  # of the prompt before texts that are encoded without another
     matryoshka_dims: list[int] | None = None
     dtype: str | None = None  # of a base with adapters while they were trained
     messages: dict[str, object] = field(default_factory=dict)  # how rows of texts and pictures are read; see MESSAGES
@@ -147,16 +148,20 @@ def write_model_folder(folder: str | Path, contents: ModelFolder, hidden_size: i
         write_json(folder / "sentence_bert_config.json", content)
     of_adapters = {"matryoshka_dimensions": contents.matryoshka_dims, "dtype": contents.dtype}
     more = (of_adapters if contents.has_adapters else {}) | (multi_vector.SETTINGS if has_tokens else {})
-    write_prompts(folder, contents.prompts, contents.normalize, **more)
+    write_prompts(folder, contents.prompts, contents.default_prompt_name, contents.normalize, **more)
     write_modules(folder, chain)
 
 
-def write_prompts(folder: Path, prompts: Mapping[str, str], is_cosine: bool, **more: object) -> None:
+def write_prompts(
+    folder: Path, prompts: Mapping[str, str], default_name: str | None, is_cosine: bool, **more: object
+) -> None:
     """config_sentence_transformers.json."""
+    prompts = _with_document_prompt(prompts)
     content = {
         "model_type": "SentenceTransformer",
-        "prompts": _with_document_prompt(prompts),
-        "default_prompt_name": None,
+        "prompts": prompts,
+        # sentence-transformers refuses a folder whose default is none of its prompts
+        "default_prompt_name": default_name if default_name in prompts else None,
         "similarity_fn_name": "cosine" if is_cosine else "dot",
     }
     write_json(folder / "config_sentence_transformers.json", content | more)
@@ -246,6 +251,7 @@ def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
         max_length=length.get("max_seq_length"),
         lengths=lengths,
         prompts=own.get("prompts") or {},
+        default_prompt_name=own.get("default_prompt_name"),
         matryoshka_dims=_read_matryoshka_dims(backbone_folder) if is_ours else own.get("matryoshka_dimensions"),
         dtype=own.get("dtype"),
         has_adapters=has_adapters,

@@ -58,7 +58,7 @@ def read_routes(folder: str | Path) -> dict[str, ModelFolder]:
     return {task: read_chain(folder, _normalized_once(chain + common)) for task, chain in chains.items()}
 
 
-def write_router(folder: str | Path, normalize: bool, prompts: Mapping[str, str]) -> None:
+def write_router(folder: str | Path, normalize: bool, prompts: Mapping[str, str], default_name: str | None) -> None:
     """Write what stands above the routes' own folders, which are there."""
     folder = Path(folder)
     types, structure = {}, {}
@@ -70,7 +70,7 @@ def write_router(folder: str | Path, normalize: bool, prompts: Mapping[str, str]
     parameters = {"default_route": DOCUMENT, "allow_empty_key": True}  # releases before 5.4 stop at further keys
     write_json(folder / CONFIG, {"types": types, "structure": structure, "parameters": parameters})
     is_cosine = normalize or all(paths[-1].endswith("Normalize") for paths in structure.values())
-    write_prompts(folder, prompts, is_cosine)
+    write_prompts(folder, prompts, default_name, is_cosine)
     write_modules(folder, ["Router", *["Normalize"] * normalize])
 
 

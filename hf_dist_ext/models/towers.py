@@ -57,6 +57,7 @@ class TowerModel(PreTrainedModel):
         self.column_to_tower = dict(column_to_tower)
         self.normalize = normalize
         self.prompts: dict[str, str] = {}
+        self.default_prompt_name: str | None = None
         self.tokenizers: dict[str, Any] = {}
 
     def _each(self) -> dict[str, PreTrainedModel]:
@@ -150,9 +151,9 @@ class TowerModel(PreTrainedModel):
             tower.save_pretrained(folder / name, state_dict=weights)
         self.save_description(folder)
         if self.is_routed:
-            router_folder.write_router(folder, self.normalize, self.prompts)
+            router_folder.write_router(folder, self.normalize, self.prompts, self.default_prompt_name)
         else:
-            dual_encoders.write(folder, self._each(), self.normalize, self.prompts)
+            dual_encoders.write(folder, self._each(), self.normalize, self.prompts, self.default_prompt_name)
 
     def save_description(self, folder: str | Path) -> None:
         """What there is beside weights: `towers.json`, tokenizers, and a config per tower that has none there yet."""
@@ -167,7 +168,9 @@ class TowerModel(PreTrainedModel):
             "towers": {name: type(tower).__name__.removeprefix("FSDP") for name, tower in self._each().items()},
             "column_to_tower": self.column_to_tower,
             "normalize": self.normalize,
-        } | ({"prompts": self.prompts} if self.prompts else {})
+        }
+        named = {"prompts": self.prompts, "default_prompt_name": self.default_prompt_name}
+        description |= {name: value for name, value in named.items() if value}
         (folder / "towers.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
@@ -187,6 +190,7 @@ class TowerModel(PreTrainedModel):
         towers = {name: tower(name, kind) for name, kind in description["towers"].items()}
         model = cls(towers, description["column_to_tower"], description["normalize"]).eval()
         model.prompts = description.get("prompts", {})
+        model.default_prompt_name = description.get("default_prompt_name")
         return model
 
 

@@ -225,8 +225,10 @@ def _prompts_of(model: EmbeddingModel | TowerModel, columns: list[str]) -> dict[
         names = (column, *((*DOCUMENT_NAMES, "positive") if index else ("query",)))
         used |= next(({column: own[name]} for name in names if own.get(name)), {})
     if any(own.values()):
+        default = model.default_prompt_name
+        kept = f' Its default_prompt_name stays "{default}": encode() puts that one before texts.' if default else ""
         logger.warning(
-            f"the model has prompts {own}, of which this run uses {used or 'none'}. Give prompts to choose."
+            f"the model has prompts {own}, of which this run uses {used or 'none'}. Give prompts to choose.{kept}"
         )
     return used
 

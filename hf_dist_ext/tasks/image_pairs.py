@@ -71,8 +71,8 @@ def build_towers(run: Run, processor: Any, columns: list[str], image_columns: li
     towers = {name: _tower(config, dual, name) for name in (TEXT, IMAGE)}
     model = TowerModel(towers, column_to_tower, config.normalize)
     if config.model_config is None:
-        own = Path(config.model_name_or_path, "config_sentence_transformers.json")
-        model.prompts = read_json(own, missing_is_empty=True).get("prompts") or {}
+        own = read_json(Path(config.model_name_or_path, "config_sentence_transformers.json"), missing_is_empty=True)
+        model.prompts, model.default_prompt_name = own.get("prompts") or {}, own.get("default_prompt_name")
     return model
 
 

@@ -60,9 +60,9 @@ def build(run: Run, columns: list[str]) -> TowerModel:
         for tower in towers.values():
             tower.normalize = False
     model.normalize = config.normalize if "normalize" in run.given else model.normalize
-    model.prompts = dict(routes[QUERY].prompts)
+    model.prompts, model.default_prompt_name = dict(routes[QUERY].prompts), routes[QUERY].default_prompt_name
     for task, contents in routes.items():
-        towers[task].prompts = {}  # the folder of the whole has them
+        towers[task].prompts, towers[task].default_prompt_name = {}, None  # the folder of the whole has them
         model.tokenizers[task] = _tokenizer(contents, config)
     return model.train()
 

@@ -36,7 +36,7 @@ def train_embedding(folder: Path, **options) -> DistTrainer:
     tokenizer = tiny_tokenizer()
     EmbeddingModel.from_config(model_config("bert")).save_pretrained(folder / "base", tokenizer=tokenizer)
     model = EmbeddingModel.from_pretrained(
-        folder / "base", projection_dim=8, pooling="cls", prompts={"query": "read "}
+        folder / "base", projection_dim=8, pooling="cls", prompts={"query": "read "}, default_prompt_name="query"
     )
     texts = ["parse a date", "read file", "sort numbers by key", "list of lines"]
     args = DistTrainingArguments(
@@ -58,7 +58,7 @@ def test_an_embedding_model_keeps_its_embeddings_pooling_prompts_and_tokenizer(t
     assert "complete model" in capsys.readouterr().out
     loaded = EmbeddingModel.from_pretrained(tmp_path / "merged")
     assert torch.equal(said(loaded), said(trainer.model)) and said(loaded).shape == (1, 8)
-    assert loaded.pooling == "cls" and loaded.prompts["query"] == "read "
+    assert loaded.pooling == "cls" and loaded.prompts["query"] == "read " and loaded.default_prompt_name == "query"
     text = "parse a date"
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")(text).input_ids == tiny_tokenizer()(text).input_ids
     assert not (tmp_path / "merged" / "manifest.json").exists()

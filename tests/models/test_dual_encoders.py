@@ -1,5 +1,7 @@
 """Towers of CLIP and SigLIP: their folder is the dual encoder again, for transformers and sentence-transformers."""
 
+from functools import partial
+
 import pytest
 import torch
 from PIL import Image
@@ -23,7 +25,7 @@ def build(family: str) -> tuple[TowerModel, object]:
     else:
         processor = SiglipProcessor(SiglipImageProcessorPil(size=size), tokenizer)
     model = TowerModel(tiny_towers(family), {"query": "text", "positive": "image"}).eval()
-    model.prompts = {"query": PROMPT}
+    model.prompts, model.default_prompt_name = {"query": PROMPT}, "query"
     return model, processor
 
 
@@ -37,7 +39,8 @@ def test_sentence_transformers_embeds_texts_and_pictures_as_the_towers_do(tmp_pa
     served = SentenceTransformer(str(tmp_path), device="cpu")
     padding = {"clip": {"padding": True}, "siglip": {"padding": "max_length", "max_length": 40}}[family]
     prompted = [PROMPT + text for text in TEXTS]
-    for texts, encode in ((TEXTS, served.encode), (prompted, served.encode_query)):
+    plain = partial(served.encode, prompt="")
+    for texts, encode in ((TEXTS, plain), (prompted, served.encode), (prompted, served.encode_query)):
         features = processor.tokenizer(texts, return_tensors="pt", truncation=True, **padding)
         with torch.no_grad():
             ours = model(column="query", **features).embeddings

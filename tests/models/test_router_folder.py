@@ -25,6 +25,7 @@ def asymmetric(folder, after=(), **routes) -> SentenceTransformer:
     document = [Transformer(str(folder / "backbone")), Pooling(32, "cls"), Normalize()]
     router = Router(routes or {"query": query, "document": document}, default_route=None)
     model = SentenceTransformer(modules=[router, *after], device="cpu", prompts=PROMPTS)
+    model.default_prompt_name = "query"
     model.save(str(folder / "model"))
     return model
 
@@ -36,7 +37,7 @@ def test_each_route_is_a_model_of_its_own(tmp_path):
     query, document = routes.values()
     assert query.is_static and [layer.out_features for layer in query.dense] == [32] and query.normalize
     assert not document.is_static and document.pooling == "cls" and document.normalize
-    assert query.prompts == document.prompts == PROMPTS
+    assert query.prompts == document.prompts == PROMPTS and query.default_prompt_name == "query"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def test_queries_and_documents_train_their_own_route(router_run, tmp_path):
     assert model.column_to_tower == {"query": "query", "positive": "document"}
     served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     before = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert served.default_prompt_name == before.default_prompt_name == "query"
     for task, encode, old in (
         ("query", served.encode_query, before.encode_query),
         ("document", served.encode_document, before.encode_document),
@@ -122,6 +123,7 @@ def test_a_frozen_document_route_stays_and_a_checkpoint_is_merged(router_run, tm
     weights = TowerModel.from_pretrained(merged).state_dict()
     assert all(torch.equal(weights[name], value) for name, value in after.state_dict().items())
     served = [SentenceTransformer(str(folder), device="cpu") for folder in (tmp_path / "out", merged)]
+    assert [model.default_prompt_name for model in served] == ["query", "query"]
     one, other = (model.encode_document(TEXTS, convert_to_tensor=True) for model in served)
     assert torch.equal(one, other)
     main(router_run, "--model_name_or_path", str(merged), "--output_dir", str(tmp_path / "second"), "--max_steps", "1")
