@@ -43,6 +43,7 @@ from hf_dist_ext.strategies import plans, splitting
 logger = logging.getLogger(__name__)
 # of transformers' cached_file: no such file, no network, no access
 KINDS = ("gated_repo", "missing_entries", "connection_errors")
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # in any configuration of text
 NOTHING_IS_RAISED = {f"_raise_exceptions_for_{kind}": False for kind in KINDS}
 
 
@@ -210,9 +211,22 @@ def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
             raise UsageError(f'model_config has no field "{key}" for model_type "{model_type}".{_nearest(key, known)}')
         logger.warning('model_config: "%s" is no declared field of model_type "%s"; check its name', key, model_type)
     try:
-        return config_class(**config)
+        made = config_class(**config)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise UsageError(f'model_config does not make a "{model_type}" config: {one_line(error)}') from error
+    _refuse_sizes(config, made, "model_config")
+    return made
+
+
+def _refuse_sizes(given: Mapping[str, Any], config: PreTrainedConfig, where: str) -> None:
+    """UsageError for a number below 1: a model of no layers builds and trains, others fail inside of torch."""
+    for name in SIZES:
+        for key in {name, config.attribute_map.get(name, name)} & given.keys():
+            if isinstance(given[key], int) and given[key] < 1:
+                raise UsageError(f"{where}: {key}={given[key]} must be at least 1.")
+    for name in config.sub_configs:
+        if isinstance(given.get(name), Mapping):
+            _refuse_sizes(given[name], getattr(config, name), f"{where}: {name}")
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype | None:

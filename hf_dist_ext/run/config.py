@@ -207,7 +207,7 @@ _POSITIVE = (
     "generate_max_new_tokens lora_r "
     "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps "
     "gradient_cache_chunk_size gradient_cache_chunk_tokens gradient_cache_chunk_patches gradient_cache_width_multiple "
-    "torch_empty_cache_steps dataloader_prefetch_factor ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps "
+    "torch_empty_cache_steps ddp_timeout ddp_bucket_cap_mb max_nonfinite_steps "
     "sharding_group_size ddp_power_sgd_rank lr_base_batch_size profile_steps max_bad_rows "
     "early_stopping_patience"
 ).split()
@@ -230,6 +230,7 @@ BOUNDS: dict[str, dict[str, Any]] = {  # in the words of JSON Schema; the items 
     "matryoshka_dims": {"minimum": 1, "minItems": 1},
     "max_steps": {"minimum": -1},
     "ddp_timeout": {"minimum": 1, "exclusiveMaximum": 2**31},
+    "dataloader_prefetch_factor": {"minimum": 1, "exclusiveMaximum": 2**16},  # DataLoader counts to it at the start
     "ddp_power_sgd_warmup_steps": {"minimum": 2},
 }
 

@@ -12,11 +12,13 @@ processes. linear: https://huggingface.co/papers/1706.02677 (section 2.1), for S
 
 from __future__ import annotations
 
+import inspect
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest
@@ -66,6 +68,16 @@ def scale(args: Any, devices: int) -> None:
         args.learning_rates = {name: of_part * factor for name, of_part in rates.items()}
     if args.process_index == 0:
         logger.warning(f"{words}; learning_rate {rate:g} for {base} rows becomes {args.learning_rate:g} ({rule}).")
+
+
+def warn_of_warmup(args: Any, steps: int) -> None:
+    """Where the run of `steps` updates is over before its warm-up is; a share of the steps never is."""
+    takes = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[args.lr_scheduler_type]).parameters
+    if 1 <= steps <= args.warmup_steps and "num_warmup_steps" in takes:
+        _say(
+            f"warmup_steps={args.warmup_steps:g}, and the run has {steps} steps: the learning rate grows to the end "
+            f"and never reaches {args.learning_rate:g}. Lower warmup_steps, or give a share of the steps, such as 0.1."
+        )
 
 
 def keep_effective_batch(args: Any, checkpoint: str | None, now_parallel: int, why_fixed: str) -> None:

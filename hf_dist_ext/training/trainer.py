@@ -375,6 +375,7 @@ class DistTrainer(Trainer):
             getattr(self.args, "trust_checkpoint", False),
             around=lambda: loss_state.loss_state_apart(self.loss, self.optimizer),
         )
+        learning_rate.warn_of_warmup(self.args, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _get_learning_rate(self) -> float:

@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.backbones import parse_config
 from hf_dist_ext.models.embedding_model import (
     EmbeddingModel,
     pool_tokens,
@@ -117,6 +118,16 @@ def test_every_parameter_of_every_backbone_gets_a_gradient(model_type):
     assert unused_parameters(model, **batch, token_type_ids=torch.zeros_like(batch["input_ids"]), labels=None) == []
     assert {key.split(".")[0] for key in model.state_dict()} == {"backbone", "projection"}
     assert not any("pooler" in key for key in model.state_dict())
+
+
+@pytest.mark.parametrize("config, words", [
+    ({"model_type": "bert", "num_hidden_layers": 0}, "model_config: num_hidden_layers=0 must be at least 1"),
+    ({"model_type": "t5", "num_layers": -1}, "model_config: num_layers=-1 must"),  # T5's name of it
+    ({"model_type": "clip", "text_config": {"hidden_size": 0}}, "model_config: text_config: hidden_size=0 must"),
+])  # fmt: skip
+def test_a_configuration_of_nothing_is_refused(config, words):
+    with pytest.raises(UsageError, match=words):
+        parse_config(config)
 
 
 def test_unused_parameters_are_found():

@@ -112,6 +112,19 @@ def test_arguments_out_of_range_name_themselves(tmp_path, name, value):
         DistTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
 
 
+@pytest.mark.parametrize("given, is_said", [
+    ({"warmup_steps": 500}, True), ({"warmup_steps": 3}, True), ({"warmup_steps": 9, "max_steps": -1}, False),
+    ({"warmup_steps": 2}, False), ({"warmup_steps": 0.9}, False),
+    ({"warmup_steps": 500, "lr_scheduler_type": "constant"}, False),
+])  # fmt: skip
+def test_a_warm_up_longer_than_the_run_is_said(tmp_path, monkeypatch, given, is_said):
+    """Three steps, or three epochs of four."""
+    said = []
+    monkeypatch.setattr("hf_dist_ext.training.learning_rate.logger.warning", said.append)
+    trainer(tmp_path, **given).train()
+    assert any("and the run has 3 steps: the learning rate" in text for text in said) is is_said
+
+
 def test_every_logged_line_is_in_the_metrics_file(tmp_path):
     trained = trainer(tmp_path, eval_strategy="steps", eval_steps=3, gradient_cache_keep_graph=2)
     trained.train()
