@@ -58,11 +58,24 @@ def test_what_a_run_comes_to_is_said_in_words(tmp_path, capsys, fields, words):
     assert [one for one in words if one not in said] == []
 
 
+def write_files(folder, contents):
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+
+
 @pytest.mark.parametrize("fields, words", [
     ({"dataset_name": "a.csv"}, 'data: WRONG: a.csv has the columns question, answer, and this run reads "query"'),
     ({"dataset_name": "a.csv", "columns": {"query": "question", "positive": "answer"}}, "a.csv with the columns que"),
     ({"dataset_name": "pairs.json"}, "data: pairs.json with the columns anchor, positive. Rows were not looked at"),
     ({"dataset_name": "pairs.json", "id_column": "page"}, 'WRONG: pairs.json has .*, and this run reads "page"'),
+    ({"dataset_name": "saved"}, "saved is here, and its columns were not looked at"),
+    ({"dataset_name": "pictures", "columns": {"query": "caption", "positive": "image"}}, "pictures is here, and its"),
+    ({"dataset_name": "splits"}, "data: splits with the columns query, positive. Rows"),
+    ({"dataset_name": "wrong"}, 'WRONG: wrong has the columns x, and this run reads "query"'),
+    ({"dataset_name": "lines.json"}, "data: lines.json is here, and its columns were not looked at"),
+    ({"dataset_name": "rare.jsonl", "columns": {"query": "q", "positive": "p", "negative": "n"}}, "rare.jsonl with"),
+    ({"dataset_name": "rare.jsonl", "columns": {"query": "n", "positive": "p"}}, 'WRONG: .* this run reads "n"'),
     ({"dataset_name": "nowhere.jsonl"}, "WRONG: nowhere.jsonl is no file or folder here; paths start at /"),
     ({"dataset_name": "code-search", "eval_dataset_name": "./no"}, "code-search, built in; WRONG: ./no is no file or"),
     ({"datasets": [{"dataset_name": "some/one", "weight": 1}, {"dataset_name": "latin.csv", "weight": 1}]},
@@ -73,6 +86,14 @@ def test_a_run_file_is_held_against_the_first_rows_of_its_data(tmp_path, capsys,
     (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfquestion,answer\r\na,b\r\n")
     (tmp_path / "latin.csv").write_bytes(b"query,positive\na,caf\xe9\n")
     (tmp_path / "pairs.json").write_text('[{"anchor": "a"}, {"anchor": "a", "positive": "b"}]')
+    pair = '{"query": "a", "positive": "b"}'
+    write_files(tmp_path, {
+        "saved/data-00000.arrow": "", "saved/state.json": "{}", "saved/dataset_info.json": '{"x": 1}',
+        "pictures/metadata.jsonl": '{"file_name": "a.png", "caption": "a"}', "pictures/a.png": "",
+        "splits/train.jsonl": pair, "splits/pretrain_notes.jsonl": '{"x": 1}', "splits/.hidden.jsonl": '{"y": 1}',
+        "wrong/train.jsonl": '{"x": 1}', "lines.json": f"\n[\n{pair}\n]",
+        "rare.jsonl": '{"q": "a", "p": "b"}\n' * 1501 + '{"q": "a", "p": "b", "n": "c"}\n',  # every other one is read
+    })  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps({"model_config": {"model_type": "bert"}, "use_cpu": True} | fields))
     cli.main(["config", "run.json"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# data: ")]

@@ -1,11 +1,14 @@
 """What a run file's data are, as far as that is seen without reading them: the columns of files that lie here.
 
-Training reads every row, with `datasets`, whose import alone takes seconds. Here the first rows of a local file say
-what its columns are, and nothing is said of the others.
+Training reads every row, with `datasets`, whose import alone takes seconds. Here some rows of a local file say what
+its columns are. What `datasets` may read in another way is not judged: folders with files of several kinds, JSON over
+several lines. A word of a fault that is none is worse than silence.
 """
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from hf_dist_ext.run.sources import BUILT_IN, query_column, sources_of
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?(@.+)?")
 ROWS = 1000  # that are looked at: a JSON row may leave out a column that others have
+MOST_FILES = 8  # of a folder, that are looked at
+NUM_PAIR_COLUMNS = 2  # of `columns`, a query and its positive; what follows are negatives
 
 
 def words(run: Run) -> str:
@@ -38,22 +43,42 @@ def _of_one(config: RunConfig, name: str) -> str:
             return f"{name} is no file or folder here and was not looked at"
         return f"WRONG: {name} is no file or folder here; paths start at {Path.cwd()}"
     try:
-        rows = [row for file in files_of(name, config.train_split)[:1] for row in rows_of(file, ROWS)[0]]
+        # of a folder one file may do: others may be of another split
+        seen = [_columns(config, file) for file in (_files_of_folder(path) if path.is_dir() else files_of(name, ""))]
+    except (json.JSONDecodeError, csv.Error):
+        seen = []
     except UNREADABLE as error:
         return f"WRONG: {name} cannot be read: {error}"
-    found = list(dict.fromkeys(column for row in rows for column in row))
+    found, missing = next((one for one in seen if one[0] and not one[1]), seen[0] if seen else ([], []))
     if not found:
         return f"{name} is here, and its columns were not looked at"
-    if config.task == "embedding" and (
-        missing := [column for column in _wanted(config, found) if column not in found]
-    ):
+    if missing:
         return f'WRONG: {name} has the columns {", ".join(found)}, and this run reads "{missing[0]}"'
     return f"{name} with the columns {', '.join(found)}"
 
 
-def _wanted(config: RunConfig, found: list[str]) -> list[str]:
+def _files_of_folder(folder: Path) -> list[Path]:
+    """A few data files of one kind. None where `datasets` alone knows which it reads: beside pictures, a README.md
+    with a list of splits, the state of a saved dataset."""
+    inside = sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    shown = [file for file in inside if not any(part.startswith((".", "__")) for part in file.parts)]
+    is_of_one_kind = len({file.suffix for file in shown}) == 1 and shown[0].suffix in ENDINGS
+    return [folder / file for file in shown] if is_of_one_kind and len(shown) <= MOST_FILES else []
+
+
+def _columns(config: RunConfig, file: Path) -> tuple[list[str], list[str]]:
+    """The columns of a file, and those that the run reads and that are not there."""
+    rows, leaves_out = rows_of(file, ROWS)
+    found = list(dict.fromkeys(column for row in rows for column in row))
+    if config.task != "embedding":
+        return found, []
+    is_known = not (leaves_out and file.suffix in (".json", ".jsonl"))  # else a row not looked at may have a negative
+    return found, [column for column in _wanted(config, found, is_known) if column not in found]
+
+
+def _wanted(config: RunConfig, found: list[str], with_negatives: bool) -> list[str]:
     """Columns of the data that must be there."""
-    sources: list[Any] = list((config.columns or {}).values())
+    sources: list[Any] = list((config.columns or {}).values())[: None if with_negatives else NUM_PAIR_COLUMNS]
     if config.columns is None:
         sources = [query_column(found), "positive"]
     flat = [one for source in sources for one in _flat(source)]
