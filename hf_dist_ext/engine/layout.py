@@ -11,7 +11,7 @@ that of the full batch up to float rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -77,7 +77,7 @@ def lay_out(
             groups.append([column])
         else:
             same.append(column)
-    if separates_columns and _has_many_chunks(columns, limits):
+    if separates_columns and have_many_chunks(columns, len(columns), limits):
         parts = [(kind, [column]) for kind, group in enumerate(groups) for column in group]
     else:
         parts = list(enumerate(part for group in groups for part in _unmixed(group, can_trim, can_shift)))
@@ -97,10 +97,11 @@ def lay_out(
     return ChunkedBatch(tables, limits)
 
 
-def _has_many_chunks(columns: list[Column], limits: ChunkLimits) -> bool:
-    rows = sum(column.num_rows for column in columns)
-    tokens = sum(int(np.diff(column.extents).sum()) for column in columns)
-    return policy.has_many_chunks(len(columns), ((rows, limits.max_rows), (tokens, limits.max_tokens)))
+def have_many_chunks(parts: Sequence[Column | Table], num_columns: int, limits: ChunkLimits) -> bool:
+    """Whether columns that may be kept apart are. parts: all columns, or tables of all of them."""
+    rows = sum(part.num_rows for part in parts)
+    tokens = sum(int(np.diff(part.extents).sum()) for part in parts)
+    return policy.has_many_chunks(num_columns, ((rows, limits.max_rows), (tokens, limits.max_tokens)))
 
 
 def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:

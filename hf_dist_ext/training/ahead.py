@@ -5,7 +5,8 @@
 (2) accelerate brings the tensors of the batch to the device; the cuts are numbers of the host and stay as they are
 (3) `remember` notes the tensors that the loader gave, and `follow` those that Trainer has moved from there
 (4) `StepSizes.cut` takes the cuts of a batch that still consists of these. One that somebody has changed since is cut
-    anew. Where limits have changed, it packs the sorted rows anew
+    anew. Where limits have changed, it packs the sorted rows anew, so that chunks follow from the batch and the limits
+    alone, and not from how many batches a loader had ready when these changed
 
 So the training process reads no attention mask back from a device, and does not wait while rows are sorted.
 """
@@ -24,7 +25,7 @@ from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.layout import lay_out
+from hf_dist_ext.engine.layout import have_many_chunks, lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.errors import UsageError
@@ -125,11 +126,17 @@ class Cutter:
     def cut(self, batch: Batch, wish: Wish) -> Cuts:
         return self._decided(lay_out(batch, wish.limits, **self.options), wish)
 
-    def cut_again(self, cuts: Cuts, wish: Wish) -> Cuts:
-        """The same sorted rows as now wished."""
+    def cut_again(self, cuts: Cuts, batch: Batch, wish: Wish) -> Cuts:
+        """The same sorted rows as now wished; or the batch, where other limits keep columns apart or together."""
         if cuts.wish.limits != wish.limits:
+            if self._keeps_apart(cuts, cuts.wish.limits) != self._keeps_apart(cuts, wish.limits):
+                return self.cut(batch, wish)
             return self._decided(ChunkedBatch(cuts.chunked.tables, wish.limits), wish)
         return cuts if cuts.wish == wish else self._widened(cuts.chunked, wish)
+
+    def _keeps_apart(self, cuts: Cuts, limits: ChunkLimits) -> bool:
+        tables, counts = cuts.chunked.tables, cuts.chunked.row_counts()
+        return self.options.get("separates_columns", False) and have_many_chunks(tables, len(counts), limits)
 
     def _decided(self, chunked: ChunkedBatch, wish: Wish) -> Cuts:
         return self._widened(packing.decided(chunked, self.packing) if wish.limits.packs else chunked, wish)

@@ -201,7 +201,7 @@ class StepSizes:
         wish, factor = self._wish(), self._widening()
         if self.budget is not None:
             wish = replace(wish, limits=self._limits_of_budget(cuts.chunked, is_first))
-        cuts = cutter.cut_again(cuts, wish)
+        cuts = cutter.cut_again(cuts, batch, wish)
         if self.wish is not None:
             self.wish.set(wish)
         chunked, wide = cuts.chunked, cuts.wide
