@@ -144,7 +144,7 @@ def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[
         report["views"] = views
     report |= trainer.scaling.report
     if parts.loss is not None:
-        report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.most_chunks}
+        report |= {"contrastive_batch_size": trainer.meter.largest_batch, "num_chunks": trainer.meter.usual_chunks}
     made, before_this_start = trainer.progress()
     if made == before_this_start > 0:
         report = of_first_time(Path(args.output_dir), report)

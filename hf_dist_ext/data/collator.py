@@ -28,13 +28,13 @@ from hf_dist_ext.data.tokens import (
     without_rows,
 )
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.sources import NUM_PAIR_COLUMNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
 CUTS = "chunk_cuts"  # how the batch is cut into chunks (training/ahead.py)
 RESERVED = ("ids", "targets", CUTS)  # of a batch's rows, and no columns
 

@@ -15,12 +15,11 @@ from typing import Any
 
 from hf_dist_ext.planner.lengths import ENDINGS, UNREADABLE, files_of, rows_of
 from hf_dist_ext.run.config import Run, RunConfig
-from hf_dist_ext.run.sources import BUILT_IN, query_column, sources_of
+from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, query_column, sources_of
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?(@.+)?")
 ROWS = 1000  # that are looked at: a JSON row may leave out a column that others have
 MOST_FILES = 8  # of a folder, that are looked at
-NUM_PAIR_COLUMNS = 2  # of `columns`, a query and its positive; what follows are negatives
 
 
 def words(run: Run) -> str:

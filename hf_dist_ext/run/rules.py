@@ -14,7 +14,7 @@ from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import INFONCE_FIELDS
 from hf_dist_ext.run.parts import check_parts, outputs_of
-from hf_dist_ext.run.sources import check_sources
+from hf_dist_ext.run.sources import NUM_PAIR_COLUMNS, check_sources
 
 CONTRASTIVE_FIELDS = [
     *INFONCE_FIELDS,
@@ -52,6 +52,11 @@ def check_rules(run: Run) -> None:
         raise UsageError(
             f'eval_steps={show(given["eval_steps"])}, but eval_strategy is "no" where it is not given: nothing would '
             'be evaluated while the run trains. Set eval_strategy to "steps", or remove eval_steps.'
+        )
+    if given.get("load_best_model_at_end") and given.get("eval_strategy", "no") == "no":
+        raise UsageError(
+            'load_best_model_at_end=true, but eval_strategy is "no": no checkpoint would be found the best. Set '
+            "eval_strategy and save_strategy, or remove load_best_model_at_end."
         )
     if (order := given.get("train_sampling_strategy")) in ("group_by_length", "batch_rebalance"):
         raise UsageError(
@@ -101,6 +106,10 @@ def check_rules(run: Run) -> None:
     if config.dataset_name is None and config.datasets is None:
         raise UsageError('dataset_name is not given. Set "code-search", a hub id or the path of a data file.')
     weights, dims = config.matryoshka_weights or [], config.matryoshka_dims or []
+    if config.task == "embedding" and config.columns is not None and len(config.columns) < NUM_PAIR_COLUMNS:
+        raise UsageError(
+            f"columns={show(config.columns)} names {len(config.columns)} column. A query and its positive are needed."
+        )
     if weights and len(weights) != len(dims):
         raise UsageError(
             f"matryoshka_weights has {len(weights)} entries for {len(dims)} matryoshka_dims. Give as many, or none."

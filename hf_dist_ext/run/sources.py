@@ -29,6 +29,7 @@ from hf_dist_ext.run.parts import (
     with_loss,
 )
 
+NUM_PAIR_COLUMNS = 2  # the anchor and its positive; every further column holds hard negatives
 # The datasets that the package brings; data/ makes them.
 CODE_SEARCH, GLYPH_SEARCH, DIGITS = BUILT_IN = ("code-search", "glyph-search", "digits")
 

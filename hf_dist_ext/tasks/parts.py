@@ -96,7 +96,8 @@ class Parts:
             "devices": f"{args.world_size} x {args.device.type}" + (f", {sharding}" if sharding != "none" else ""),
         }
         if trainer.loss is not None and args.gradient_cache_chunk_size is not None:
-            facts["chunks"] = f"{args.gradient_cache_chunk_size} rows in memory at a time"
+            size = args.gradient_cache_chunk_size
+            facts["chunks"] = f"{'as many rows as fit' if size == 'auto' else f'{size} rows'} in memory at a time"
         return facts
 
 

@@ -260,6 +260,11 @@ class DistTrainingArguments(TrainingArguments):
             setattr(self, yaml_precision, True)
             logger.info(f"{yaml_precision}=True, as the accelerate configuration's mixed_precision says.")
         super().__post_init__()
+        if self.fp16 and self.device.type == "cpu":
+            raise UsageError(
+                "fp16=true, and this process computes on a CPU, for which accelerate has no float16: it would train "
+                "in float32 without a word. Remove it (or mixed_precision of the accelerate YAML), or use bf16."
+            )
         early_stopping.check(self)
         plugin = getattr(self, "deepspeed_plugin", None)
         if plugin is not None and not plugin.zero3_init_flag:

@@ -26,7 +26,7 @@ class StepMeter:
     def __init__(self, rows: Callable[[], Rows]) -> None:
         self.rows = rows  # those of the run's strategy now
         self.last_tokens = (0, 0)
-        self.largest_batch = self.most_chunks = 0  # of the whole run
+        self.largest_batch, self._steps_by_chunks = 0, Counter()  # of the whole run
         self._reset()
 
     def _reset(self) -> None:
@@ -57,11 +57,16 @@ class StepMeter:
         self._rows += own_rows
         self._contrastive_batch = max(self._contrastive_batch, sum(next(iter(counts.values()))))
         self.largest_batch = max(self.largest_batch, self._contrastive_batch)
-        self.most_chunks = max(self.most_chunks, step.num_chunks)
+        self._steps_by_chunks[step.num_chunks] += 1
         of_source = {} if source is None else {f"loss_{source}": step.loss}
         for name, value in (step.metrics | of_source).items():
             self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
             self._given[name] += 1
+
+    @property
+    def usual_chunks(self) -> int:
+        """Those of most of the run's steps: while "auto" measures there are other numbers."""
+        return max(self._steps_by_chunks, key=self._steps_by_chunks.__getitem__, default=0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

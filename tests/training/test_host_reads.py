@@ -190,7 +190,7 @@ def counted_in_a_step(
         trainer.train()
     finally:
         counted[-1].__exit__(None, None, None)
-    return trainer.meter.most_chunks, counted[1].lines
+    return trainer.meter.usual_chunks, counted[1].lines
 
 
 def of_users_own(rows: list[dict]) -> dict:
