@@ -490,7 +490,8 @@ def test_yaml_is_read_as_json_is(tmp_path, monkeypatch):
     values = {
         "dataset_name": "code-search", "model_config": {"model_type": "bert"}, "learning_rate": 3e-3,
         "save_strategy": "no", "eval_strategy": "no", "symmetric": True, "max_steps": 10, "eval_split": None,
-        "matryoshka_dims": [64, 32], "temperature": 0.5, "columns": {"query": "on", "positive": "b"}, "output_dir": "outputs/run",
+        "matryoshka_dims": [64, 32], "temperature": 0.5, "columns": {"query": "on", "positive": "b"},
+        "output_dir": "outputs/run",
     }  # fmt: skip
     Path("run.json").write_text(json.dumps(values), encoding="utf-8")
     given = [load_run(["--config", name]).given for name in ("run.yaml", "run.json")]
