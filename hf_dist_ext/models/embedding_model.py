@@ -417,7 +417,7 @@ class EmbeddingModel(PreTrainedModel):
             projection=dict(projection) or None,
             dense=self.dense,
             normalize=self.normalize,
-            max_length=_served_length(max_length or self.max_length, tokenizer),
+            max_length=served_length(max_length or self.max_length, tokenizer),
             lengths=self.lengths if max_length is None else lengths_by_role(max_length),
             prompts=dict(self.prompts),
             default_prompt_name=self.default_prompt_name,
@@ -513,7 +513,8 @@ def lengths_by_role(max_length: int | Mapping[str, int | None] | None) -> dict[s
     return {} if query == document else {"query": query, "document": document}
 
 
-def _served_length(max_length: int | Mapping[str, int] | None, tokenizer) -> int | None:
+def served_length(max_length: int | Mapping[str, int] | None, tokenizer) -> int | None:
+    """Of texts that are neither queries nor documents: the longest column's. None: there is no limit."""
     if isinstance(max_length, Mapping):
         lengths = max_length.values() if len(max_length) > 1 else [None]
         known = [length for length in lengths if length is not None]

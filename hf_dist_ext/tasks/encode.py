@@ -34,6 +34,7 @@ from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedding_model import served_length
 from hf_dist_ext.models.model_folder import default_prompt_name
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.collectives import leave_together
@@ -243,7 +244,8 @@ def _encoder(asked: Encode, are_pictures: bool) -> tuple[Callable, int, bool]:
     if are_pictures and not search.sees_pictures(asked.model):
         raise UsageError(f"{asked.model} has no towers.json, so it embeds no pictures such as those of {asked.data}.")
     model, processor = search.load(asked.model)
-    prompt, length = asked.prompt or "", model.max_length
+    # a part of a model, merged in memory, has a length per column where a whole model's folder has the longest alone
+    prompt, length = asked.prompt or "", served_length(model.max_length, getattr(processor, "tokenizer", processor))
     if asked.prompt_name is not None:
         role = "document" if asked.prompt_name in search.DOCUMENT_ROLE else asked.prompt_name
         if asked.prompt_name not in model.prompts and role not in ("query", "document"):

@@ -13,6 +13,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.util.quantization import quantize_embeddings
 
 from hf_dist_ext import cli
+from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
@@ -20,7 +21,9 @@ from hf_dist_ext.tasks import encode, search
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.distributed.forked import Run
+from tests.tasks.test_folders import write_run
 from tests.tasks.test_search_files import pairs, pictures  # noqa: F401, fixtures
+from tests.tasks.test_stages import main as train
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
 COUNT = 23
@@ -77,6 +80,25 @@ def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, m
     for name, (ours, theirs) in others.items():
         np.testing.assert_allclose(encoded(folder, f"{name}.npy", **ours), served.encode(texts, **theirs), atol=1e-6)
     assert not list(folder.glob("*.unfinished"))
+
+
+def test_of_trained_parts_texts_without_a_role_have_the_length_of_the_longest_column(folder):
+    """A folder of what was trained alone, whose length is one per column, and the whole model that merge makes."""
+    (folder / "run").mkdir()
+    path = write_run(
+        folder / "run", model_name_or_path=str(folder / "model"), max_length={"query": 6, "positive": 11}, max_steps=2,
+        trainable_modules=["projection"], learning_rate=1e-1,
+    )  # fmt: skip
+    train(path)
+    models = {"part": folder / "run" / "out", "merged": folder / "whole"}
+    assert not (models["part"] / "modules.json").is_file(), "only what was trained is there"
+    merge(models["part"], models["merged"])
+    given = [str(folder / "rows.jsonl"), "--column", "text", "--output"]
+    for name, model in models.items():
+        cli.main(["encode", "--model", str(model), *given, str(folder / f"{name}.npy")])
+    found = np.load(folder / "part.npy")
+    np.testing.assert_allclose(found, np.load(folder / "merged.npy"), atol=1e-6)
+    assert not np.allclose(found, encoded(folder, "before.npy"), atol=1e-3), "something trained"
 
 
 def test_an_output_is_written_by_one_process_at_a_time(folder, monkeypatch):
