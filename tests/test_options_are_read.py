@@ -127,6 +127,7 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"output_dir": "x" * 300}, "is no folder's path: File name too long"),
     ({"output_dir": "a\0b"}, "is no folder's path: embedded null"),
     ({"max_steps": 0}, "max_steps=0 is no number of updates"),
+    ({"max_steps": ..., "num_train_epochs": 0}, "num_train_epochs=0 trains on nothing"),
     ({"dataloader_prefetch_factor": 10**12, "dataloader_num_workers": 2},
      "dataloader_prefetch_factor=1000000000000 must be at least 1 and below 65536"),
     ({"model_config": {"model_type": "bert", "num_hidden_layers": -1}},

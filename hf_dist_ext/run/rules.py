@@ -74,6 +74,10 @@ def check_rules(run: Run) -> None:
             "max_steps=0 is no number of updates, and Trainer would train num_train_epochs. Give 1 or more, or remove "
             "max_steps."
         )
+    if given.get("num_train_epochs", 1) <= 0 and given.get("max_steps", -1) < 0:
+        raise UsageError(
+            f"num_train_epochs={show(given['num_train_epochs'])} trains on nothing. Give more than 0, or max_steps."
+        )
     if config.temperature < 1e-6:
         raise UsageError(
             f"temperature={show(config.temperature)}: scores are divided by it, and would be too large for float32 "
