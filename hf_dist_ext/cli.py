@@ -121,12 +121,12 @@ def main(argv: list[str] | None = None) -> None:
     _add_encode(commands)
     _add_push(commands)
 
-    # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
-    arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
-    if overrides and arguments.command not in ("train", "resume") and not getattr(arguments, "run", None):
-        commands.choices[arguments.command].error(f"{UNEXPECTED}{' '.join(overrides)}")
-    bars_on_a_terminal_only()
     with exit_on_usage_error(), end_with_reader():
+        # `hf-dist train run.json --seed 3`: what argparse does not know are overrides, which load_run reads
+        arguments, overrides = parser.parse_known_args(_with_flag(sys.argv[1:] if argv is None else argv))
+        if overrides and arguments.command not in ("train", "resume") and not getattr(arguments, "run", None):
+            commands.choices[arguments.command].error(f"{UNEXPECTED}{' '.join(overrides)}")
+        bars_on_a_terminal_only()
         arguments.act(arguments, overrides)
 
 

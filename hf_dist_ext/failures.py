@@ -18,6 +18,7 @@ import contextlib
 import functools
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -93,17 +94,26 @@ def exit_on_usage_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def end_with_reader() -> Iterator[None]:
-    """Who reads this process's stdout may stop early, as `head` does: it then ends quietly, with exit code 1."""
+    """Who reads this process's stdout may stop early, as `head` does: it then ends quietly, with exit code 141, as a
+    program that the signal of a closed pipe ends."""
     try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
         try:
+            yield
+        finally:  # also what stands before an exit: Python would flush it after us, and complain
             sys.stdout.flush()
-        except BrokenPipeError:  # stdout's, not that of some other pipe: what is left goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        raise
+    except BrokenPipeError:
+        if not _has_lost_its_reader():
+            raise  # of some other pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _has_lost_its_reader() -> bool:
+    """Whether stdout is a pipe that nobody reads any more. A failed write may have dropped what it had to write, so
+    that another flush says nothing."""
+    waiting = select.poll()
+    waiting.register(sys.stdout, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in waiting.poll(0))
 
 
 @contextlib.contextmanager

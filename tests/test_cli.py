@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 import types
 
@@ -105,6 +106,20 @@ def test_presets_are_listed_with_their_short_names(capsys):
     output = capsys.readouterr().out
     for words in ("single_gpu (single)", "multi_gpu_ddp (ddp)", "multi_gpu_fsdp (fsdp, fsdp2)", "auto"):
         assert words in output
+
+
+@pytest.mark.parametrize("words", ["config --schema", "presets", "train --help all", "plan --help"])
+def test_a_reader_that_has_gone_ends_a_command_quietly(words):
+    """As `| head` does, sooner: nobody reads the pipe from the beginning, nor what is flushed at the end."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    source = "import sys; from hf_dist_ext.cli import main; main(sys.argv[1:])"
+    ended = subprocess.run([sys.executable, "-c", source, *words.split()], stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert ended.stderr.decode() == ""
+    assert ended.returncode in (
+        (0, 141) if words == "plan --help" else (141,)
+    )  # argparse ignores what it cannot print
 
 
 def test_datasets_draws_its_bars_on_a_terminal_only(monkeypatch, capsys):
