@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -179,6 +180,9 @@ class SentenceTransformersLoss(nn.Module):
             if isinstance(error, RuntimeError) and not any(words in str(error) for words in OF_SHAPES):
                 raise
             reason = str(error).rstrip(".")
+            if expected := re.search(r"values to unpack \(expected (\d+)", reason):
+                texts = f"{len(arguments[0])} texts of a row, of which every negative is one"
+                reason = f"it reads {expected[1]}, and was given {texts}"
             raise UsageError(f"{name}: {reason}. docs/losses.md says what each loss needs.") from error
 
     def extra_repr(self) -> str:

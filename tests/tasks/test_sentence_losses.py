@@ -347,7 +347,9 @@ def test_rated_pairs_are_evaluated_as_by_sentence_transformers(model):
     (lambda: SentenceTransformersLoss("CoSENTLoss", 4)({"a": torch.ones(2, 4), "b": torch.ones(2, 4)}),
      "CoSENTLoss needs a label of every row"),
     (lambda: SentenceTransformersLoss("TripletLoss", 4)({"a": torch.ones(2, 4), "b": torch.ones(2, 4)}),
-     "TripletLoss: not enough values to unpack"),
+     "TripletLoss: it reads 3, and was given 2 texts of a row"),
+    (lambda: SentenceTransformersLoss("TripletLoss", 4)({name: torch.ones(2, 4) for name in "abcd"}),
+     "TripletLoss: it reads 3, and was given 4 texts of a row"),
     (lambda: SentenceTransformersLoss(losses.DenoisingAutoEncoderLoss, 4), "must see the model itself"),
 ])  # fmt: skip
 def test_what_a_loss_can_not_be_is_refused(build, words):
