@@ -69,7 +69,7 @@ def train(run: Run) -> None:
 
     from hf_dist_ext.strategies.collectives import leave_together
     from hf_dist_ext.tasks import push
-    from hf_dist_ext.tasks.parts import build_parts, hints, make_arguments
+    from hf_dist_ext.tasks.parts import build_parts, check_available, hints, make_arguments
     from hf_dist_ext.tasks.stages import run_stages, summary
     from hf_dist_ext.training import final_model, model_card
 
@@ -82,6 +82,7 @@ def train(run: Run) -> None:
         record.write(run)
         for line in run.echo:
             print(line)
+    check_available(run)
     to_load = hints(run)
     lives: list[model_card.Life] = []
     pushed = None

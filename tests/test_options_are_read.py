@@ -104,7 +104,11 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
     ({"eval_strategy": "steps", "save_strategy": "epoch", "load_best_model_at_end": True},
      "requires the save and eval strategy to match, except when --save_strategy=\"best\", but found - Evaluation"),
     ({"tokenizer_name": "./no/such"}, 'tokenizer_name="./no/such": there is no such folder'),
-    ({"tokenizer_name": "no-such"}, "no tokenizer can be loaded from 'no-such'"),
+    ({"tokenizer_name": "no-such"}, 'Tokenizer "no-such" is neither a folder here nor available from the hub'),
+    ({"tokenizer_name": "tests/task"}, 'available from the hub (OfflineModeIsEnabled). Closest: "tests/tasks". Check'),
+    ({"tokenizer_name": "./tests/task"}, 'there is no such folder. Closest: "tests/tasks". Paths start at'),
+    ({"model_name_or_path": "tests/task", "model_config": ..., "tokenizer_name": ...},
+     'Model "tests/task" is neither a folder here nor available from the hub (OfflineModeIsEnabled). Closest: "te'),
     ({"model_config": model_config("bert") | {"vocab_size": 20}}, "model_config has vocab_size 20, and the tokenizer"),
     ({"batch_size": 1, "columns": {"query": "question", "positive": "answer"}}, "the batch of all devices is one row"),
     ({"columns": {"query": "question"}}, 'columns={"query": "question"} names 1 column. A query and its positive'),
@@ -152,6 +156,17 @@ def test_fields_of_a_run_file_that_nothing_reads_are_refused(main, run_file, mon
         main(["--config", run_file(**options)])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ") or words in line]
     assert left.value.code == 2 and words in line
+
+
+def test_the_hub_is_asked_once_for_a_name_that_it_does_not_have(main, run_file, monkeypatch, capsys):  # noqa: F811
+    def refuse(*asked, **options):
+        raise AssertionError("a loader that asks again for minutes")
+
+    for place in ("models.backbones.cached_file", "models.backbones.AutoTokenizer.from_pretrained"):
+        monkeypatch.setattr(f"hf_dist_ext.{place}", refuse)
+    with pytest.raises(SystemExit):
+        main(["--config", run_file(model_name_or_path="tests/task", model_config=..., tokenizer_name=...)])
+    assert 'error: Model "tests/task" is neither a folder here' in capsys.readouterr().err
 
 
 def test_every_optimizer_that_is_not_torchs_has_its_package():

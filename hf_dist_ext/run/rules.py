@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,19 @@ def _check_folders(config: RunConfig) -> None:
         name = getattr(config, field)
         is_path = name is not None and (name.startswith((".", "~", "/")) or name.count("/") > 1)
         if is_path and not Path(name).expanduser().exists():
-            raise UsageError(f'{field}="{name}": there is no such folder. Paths start at {Path.cwd()}.')
+            near = closest_folder(name)
+            raise UsageError(f'{field}="{name}": there is no such folder. {near}Paths start at {Path.cwd()}.')
+
+
+def closest_folder(name: str) -> str:
+    """A sentence with the folder whose name is most like that of a path which is not there; "" where none is."""
+    path = Path(name).expanduser()
+    try:
+        beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, beside, 1)
+    return f'Closest: "{path.parent / near[0]}". ' if near else ""
 
 
 def check_task_fields(task: str, given: dict[str, Any]) -> None:

@@ -18,12 +18,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, constants
 from transformers import set_seed
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
+from hf_dist_ext.run.rules import closest_folder
 from hf_dist_ext.tasks import options
 from hf_dist_ext.training import console
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -152,6 +154,22 @@ def build_parts(run: Run, args: DistTrainingArguments) -> Parts:  # (2)
     return parts
 
 
+def _check_available(kind: str, name: str | None, revision: str | None) -> None:
+    """UsageError for what is neither a folder here nor a repository in the cache or on the hub, which is asked once:
+    each of transformers' loaders would ask again for minutes, and then say that it could not connect."""
+    cached = Path(constants.HF_HUB_CACHE, f"models--{(name or '').replace('/', '--')}")
+    if name is None or Path(name).exists() or cached.is_dir():
+        return
+    try:
+        HfApi().repo_info(name, revision=revision)
+    except Exception as error:  # the hub client raises a different type for each: no such name, no network, offline
+        raise UsageError(
+            f'{kind} "{name}" is neither a folder here nor available from the hub '
+            f"({type(error).__name__}). {closest_folder(name)}Check the name and revision; offline "
+            "(HF_HUB_OFFLINE), give a folder or a name that is in the cache already."
+        ) from error
+
+
 def _refuse_evaluation(run: Run) -> None:
     """Fields that say how to evaluate, where nothing is evaluated."""
     fields = (
@@ -179,6 +197,12 @@ def _keep_precision_of_frozen_weights(run: Run, args: DistTrainingArguments) -> 
     has_files, has_autocast = bool(run.options.model_name_or_path), args.bf16 or args.fp16
     if policy.keeps_precision_of_files(run.options.dtype, has_files, has_frozen_part, has_autocast):
         run.options.dtype = "auto"
+
+
+def check_available(run: Run) -> None:
+    """UsageError for a model or tokenizer that is neither here nor on the hub, before anything else asks for it."""
+    _check_available("Model", run.options.model_name_or_path, run.options.model_revision)
+    _check_available("Tokenizer", run.options.tokenizer_name, None)
 
 
 def hints(run: Run) -> list[str]:
