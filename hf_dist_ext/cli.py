@@ -289,6 +289,7 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
         print(json.dumps(json_schema(), indent=2))
         return
     from hf_dist_ext.launch import in_words
+    from hf_dist_ext.planner.data_seen import WRONG
     from hf_dist_ext.planner.resolved import words
     from hf_dist_ext.run.read import load_run
 
@@ -296,9 +297,12 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
     for line in run.echo:
         print(f"# {line}")
     over = [word[2:].partition("=")[0] for word in overrides if word.startswith("--")]
-    for name, text in words(run, *in_words(run), over).items():
+    said = words(run, *in_words(run), over)
+    for name, text in said.items():
         print(f"# {name}: {text}")
     print(json.dumps(run.flat(), indent=2, ensure_ascii=False))
+    if WRONG in said.get("data", ""):
+        sys.exit(1)
 
 
 def _presets(arguments: argparse.Namespace, overrides: list[str]) -> None:

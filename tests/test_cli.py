@@ -1,5 +1,6 @@
 """`hf-dist`: what it prints, and that it is instant."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -96,7 +97,9 @@ def test_a_run_file_is_held_against_the_first_rows_of_its_data(tmp_path, capsys,
         "rare.jsonl": '{"q": "a", "p": "b"}\n' * 1501 + '{"q": "a", "p": "b", "n": "c"}\n',  # every other one is read
     })  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps({"model_config": {"model_type": "bert"}, "use_cpu": True} | fields))
-    cli.main(["config", "run.json"])
+    with pytest.raises(SystemExit) if "WRONG" in words else contextlib.nullcontext() as left:
+        cli.main(["config", "run.json"])
+    assert left is None or left.value.code == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# data: ")]
     assert re.search(words, line)
 

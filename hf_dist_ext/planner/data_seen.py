@@ -19,6 +19,7 @@ from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, query_column, so
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?(@.+)?")
 ROWS = 1000  # that are looked at: a JSON row may leave out a column that others have
+WRONG = "WRONG: "  # begins what training would refuse
 MOST_FILES = 8  # of a folder, that are looked at
 
 
@@ -40,19 +41,19 @@ def _of_one(config: RunConfig, name: str) -> str:
     if not path.exists():
         if HUB_ID.fullmatch(name) and path.suffix not in ENDINGS:
             return f"{name} is no file or folder here and was not looked at"
-        return f"WRONG: {name} is no file or folder here; paths start at {Path.cwd()}"
+        return f"{WRONG}{name} is no file or folder here; paths start at {Path.cwd()}"
     try:
         # of a folder one file may do: others may be of another split
         seen = [_columns(config, file) for file in (_files_of_folder(path) if path.is_dir() else files_of(name, ""))]
     except (json.JSONDecodeError, csv.Error):
         seen = []
     except UNREADABLE as error:
-        return f"WRONG: {name} cannot be read: {error}"
+        return f"{WRONG}{name} cannot be read: {error}"
     found, missing = next((one for one in seen if one[0] and not one[1]), seen[0] if seen else ([], []))
     if not found:
         return f"{name} is here, and its columns were not looked at"
     if missing:
-        return f'WRONG: {name} has the columns {", ".join(found)}, and this run reads "{missing[0]}"'
+        return f'{WRONG}{name} has the columns {", ".join(found)}, and this run reads "{missing[0]}"'
     return f"{name} with the columns {', '.join(found)}"
 
 
