@@ -729,7 +729,7 @@ def run(options: argparse.Namespace) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError('--preset gpu: torch sees no CUDA device. Use "cpu", or a machine that has one.')
     if options.output and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[dev]'")
+        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[plot]'")
     sizes = [size for size in PRESETS[options.preset] if not options.sizes or size.name in options.sizes]
     if not sizes:
         raise UsageError(f"--sizes: the preset has {', '.join(size.name for size in PRESETS[options.preset])}.")

@@ -150,7 +150,7 @@ def draw(rows: list[dict], output: Path) -> None:
 
 def run(options: argparse.Namespace) -> None:
     if options.output and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[dev]'")
+        raise UsageError("--output draws with matplotlib, which is not installed. Run: pip install -e '.[plot]'")
     if max(options.processes) < 2:
         raise UsageError(f"--processes {options.processes}: scaling needs a number above 1 beside the one alone.")
     packages = {name: version(name) for name in ("torch", "transformers", "accelerate")}

@@ -30,6 +30,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,17 +43,6 @@ import torch
 from benchmark_gradient_cache import describe_machine
 from datasets import Dataset, disable_progress_bars
 from model_sizes import MODELS, pooling_of
-from sentence_transformers import (
-    MultiVectorEncoder,
-    MultiVectorEncoderTrainer,
-    MultiVectorEncoderTrainingArguments,
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
-from sentence_transformers.base.sampler import DefaultBatchSampler
-from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
-from sentence_transformers.sentence_transformer import losses
 from torch import nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerBase
@@ -65,6 +55,21 @@ from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.engine import LateInteractionLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
+
+try:
+    from sentence_transformers import (
+        MultiVectorEncoder,
+        MultiVectorEncoderTrainer,
+        MultiVectorEncoderTrainingArguments,
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+    from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
+    from sentence_transformers.sentence_transformer import losses
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}. Run: pip install -c constraints.txt -e '.[losses,plot]'")
 
 TEMPERATURE = 0.05
 LEARNING_RATE = 1e-3
