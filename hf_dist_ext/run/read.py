@@ -35,8 +35,9 @@ def load_run(argv: list[str]) -> Run:
         section = argv[argv.index(asked.pop()) + 1 :]
         print(help_text(" ".join(section) or None))
         sys.exit(0)
-    path, overrides = _parse_command_line(argv)
-    layers = [(read_fields(path), str(path)), (overrides, "the command line")]
+    path, overrides, taken_away = _parse_command_line(argv)
+    of_file = {name: value for name, value in read_fields(path).items() if name not in taken_away}
+    layers = [(of_file, str(path)), (overrides, "the command line")]
     run = _from_layers(path, layers)
     if run.options.stages is not None:
         run.stages = plan_stages(run, layers, functools.partial(_from_layers, path))
@@ -79,14 +80,16 @@ def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     return run
 
 
-def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any]]:
-    """`--config`, and the values of all other flags by field name; the last of a repeated flag counts."""
+def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any], set[str]]:
+    """`--config`, the values of all other flags by field name, and fields that `null` takes out of the file."""
     words: dict[str, list[str]] = {}
     name = ""
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
+            if name in words:
+                raise UsageError(f"The command line gives --{name} twice. Keep one.")
             words[name] = [value] if equals else []
         elif name:
             words[name].append(word)
@@ -96,14 +99,18 @@ def _parse_command_line(argv: list[str]) -> tuple[Path, dict[str, Any]]:
     config = words.pop("config", [])
     if len(config) != 1:
         raise UsageError("--config takes one run file, such as --config configs/code_search.json. See --help.")
-    values = {}
+    values: dict[str, Any] = {}
+    taken_away: set[str] = set()  # which have no null of their own: as if the file did not have them
     for name, tokens in words.items():
         alternatives = _type_of(name, "the command line")
+        if tokens == ["null"] and not accepts(alternatives, None):
+            taken_away.add(name)
+            continue
         try:
             values[name] = from_text(alternatives, tokens)
         except UsageError as error:
             raise UsageError(f"--{name}: {error}") from None
-    return Path(config[0]), values
+    return Path(config[0]), values, taken_away
 
 
 def _type_of(name: str, origin: str) -> Type:

@@ -48,5 +48,7 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
                 "--resume_from_checkpoint auto"
             )
         os.chdir(started_in)
-    words = ["--config", str(path), "--output_dir", str(path.parent), "--resume_from_checkpoint", "auto"]
+    words = ["--config", str(path)]
+    for name, value in {"output_dir": str(path.parent), "resume_from_checkpoint": "auto"}.items():
+        words += [] if name in given else [f"--{name}", value]
     return [*words, *overrides]

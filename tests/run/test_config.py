@@ -48,6 +48,17 @@ def test_fields_go_to_the_run_or_to_the_training_arguments(load):
     assert run.echo == [] and run.path == Path("my_run.json")
 
 
+@pytest.mark.parametrize("again", [["--max_steps", "3"], ["--max-steps=2"]])
+def test_a_field_given_twice_on_the_command_line_is_an_error(load, again):
+    assert error_of(load, "--max_steps", "2", *again) == "The command line gives --max_steps twice. Keep one."
+
+
+def test_null_takes_a_field_of_the_file_away_whatever_the_field_takes(load):
+    run = load("--num_train_epochs", "null", "--batch_size", "null", num_train_epochs=3, batch_size=4, seed=1)
+    assert run.given == load(seed=1).given and run.training["seed"] == 1
+    assert load("--run_name", "null", run_name="a").given["run_name"] is None
+
+
 def test_reading_fields_agrees_with_the_imported_dataclasses():
     import dataclasses
 
@@ -103,7 +114,6 @@ def test_our_training_fields_are_read_from_source():
         (["--gradient_cache_packing", "auto"], {"gradient_cache_packing": "auto"}),
         (["--gradient_cache_packing", "true"], {"gradient_cache_packing": True}),
         (["--fsdp_config", "fsdp.json"], {"fsdp_config": "fsdp.json"}),
-        (["--seed", "1", "--seed", "2"], {"seed": 2}),
     ],
 )
 def test_command_line_values_have_the_field_s_type(load, words, expected):

@@ -101,6 +101,11 @@ def test_what_cannot_be_resumed_is_refused_with_the_remedy(tmp_path, monkeypatch
     words = record.resume(Path("out"), ["--hub-token=secret"])
     assert Path.cwd() == tmp_path / "start" and str(folder) in words and words[-1] == "--hub-token=secret"
     monkeypatch.chdir(tmp_path)
+    given = ["--hub_token=secret", "--output-dir", "other", "--resume_from_checkpoint=true"]
+    assert record.resume(Path("out"), given) == ["--config", str(folder / "run.json"), *given], (
+        "nothing is given twice"
+    )
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "start").rmdir()
     with pytest.raises(UsageError, match="which is gone"):
         record.resume(folder, ["--hub_token", "secret"])
