@@ -36,7 +36,9 @@ class Console(TrainerCallback):
         self.is_training, self.began_at, self.began = state.is_world_process_zero, state.global_step, time.monotonic()
         if self.is_training:
             begin = f", from {state.global_step} on" if state.global_step else ""
-            steps = f"{state.max_steps:,} ({state.num_train_epochs} epochs at most){begin}"
+            has_end = state.num_train_epochs < sys.maxsize  # as transformers counts those of a stream without a length
+            epochs = f" ({state.num_train_epochs} epochs at most)" if has_end else ""
+            steps = f"{state.max_steps:,}{epochs}{begin}"
             for name, words in (dict(self.facts()) | {"steps": steps, "output": args.output_dir}).items():
                 print(f"{name:8}{words}", flush=True)
         if self.is_training and sys.stderr.isatty() and not args.disable_tqdm:

@@ -1,5 +1,6 @@
 """A run from a file says a line per logged step, and all of it is in metrics.jsonl."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,13 @@ def told():
         return teller
 
     return told
+
+
+def test_a_stream_without_a_length_has_no_number_of_epochs(told, capsys):
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=40, num_train_epochs=sys.maxsize)
+    args = SimpleNamespace(disable_tqdm=True, output_dir="out")
+    console.Console(lambda: {}).on_train_begin(args, state, None)
+    assert "steps   40\n" in capsys.readouterr().out
 
 
 def test_other_processes_are_silent(told, capsys):
