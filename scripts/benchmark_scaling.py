@@ -189,6 +189,7 @@ def work(options: argparse.Namespace) -> None:
 
     from hf_dist_ext.engine.losses import InfoNCELoss
     from hf_dist_ext.models.embedding_model import EmbeddingModel
+    from hf_dist_ext.strategies.collectives import leave_together
     from hf_dist_ext.training.arguments import DistTrainingArguments
     from hf_dist_ext.training.trainer import DistTrainer
 
@@ -267,8 +268,8 @@ def work(options: argparse.Namespace) -> None:
                 "loss_stage_seconds": sum(e["dur"] for e in events if e.get("name") == "loss_stage") / 1e6,
             }
             Path(options.worker).write_text(json.dumps(report), encoding="utf-8")
-    if processes > 1:
-        torch.distributed.destroy_process_group()
+    # With its barrier: a group that is freed while its thread frees the tensors of a gather hangs (torch 2.13, gloo).
+    leave_together()
 
 
 def collectives(events: list[dict]) -> dict[str, dict[str, float]]:

@@ -89,7 +89,7 @@ def test_ranks_without_a_picture_wait_for_nobody(run_file, tmp_path):
     ({"max_length": {"query": 3}}, "max_length is an object"),
     ({"prompts": {"query": "x"}}, 'prompts={"query": "x"}: with task'),
     ({"tokenizer_name": None}, "needs a processor: set tokenizer_name"),
-    ({"tokenizer_name": "no/such"}, 'no processor can be loaded from "no/such"'),
+    ({"tokenizer_name": "no/such"}, 'Tokenizer "no/such" is neither a folder here nor available from the hub'),
     ({"image_folder": "nowhere"}, 'image_folder="nowhere" is no folder'),
     ({"model_config": {"model_type": "bert"}}, "model_config cannot be built"),
     ({"task": "embedding", "trainable_modules": None, "image_folder": None, "generate_max_new_tokens": 3},
