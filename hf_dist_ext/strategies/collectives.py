@@ -92,6 +92,11 @@ def exchange(numbers: list[int]) -> list[list[int]]:
     return [[*head, *tail][:length] for length, (_, *head), tail in zip(lengths, first, rest, strict=True)]
 
 
+def smallest(number: int) -> int:
+    """Of all ranks' numbers. Every rank must call it."""
+    return min(own for (own,) in exchange([number]))
+
+
 def _exchange_alike(numbers: list[int]) -> list[list[int]]:
     mine = torch.tensor(numbers, dtype=torch.int64)
     everyone = mine.new_empty(world_size() * len(numbers))
@@ -178,9 +183,7 @@ def choose_mode(needed: float) -> str:
         return "speed"
     device = torch.accelerator.current_accelerator()
     free, _ = torch.get_device_module(device).mem_get_info()
-    fits = torch.tensor([int(needed < policy.KEPT_WHOLE_SHARE * free)], device=device)
-    dist.all_reduce(fits, op=dist.ReduceOp.MIN)
-    return "speed" if fits.item() else "memory"
+    return "speed" if needed < policy.KEPT_WHOLE_SHARE * smallest(free) else "memory"
 
 
 # ---- the end of a process ----

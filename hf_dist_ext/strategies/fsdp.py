@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.fsdp_options import FROZEN_PARTS
 from hf_dist_ext.strategies.layers import is_multiplied, repeated_layer_classes
 from hf_dist_ext.strategies.sharded import Sharded
@@ -89,6 +90,10 @@ class FSDP(Sharded):
         if frozen_roots is not None:
             check_names(plugin)
         replicate_frozen_parts(plugin, frozen_roots, getattr(args, "frozen_parts_fsdp", "auto"))
+        for root in () if isinstance(plugin.ignored_modules, str) else plugin.ignored_modules or ():
+            # Nobody else does: torch moves what it shards, accelerate 1.15 modules that a regex names, and Trainer
+            # leaves a model under FSDP where it was loaded.
+            root.to(self.accelerator.device)
 
     def _set_precision(self, model: nn.Module, reduce_dtype: str | None, computes_as_autocast: bool) -> None:
         """In which precision units compute, and gradients are added up over backwards and reduced.
@@ -160,7 +165,8 @@ def check_names(plugin: Any) -> None:
 def replicate_frozen_parts(plugin: Any, roots: Sequence[nn.Module] | None, choice: str) -> None:
     """Let FSDP2 leave frozen parts alone, whole on every rank, when asked for or when they are small. `roots`: the
     largest modules of which nothing trains; None when nothing is frozen by name."""
-    if plugin.ignored_modules == FROZEN_PARTS:  # the preset's two words; accelerate would take them for a regex
+    if plugin.ignored_modules == FROZEN_PARTS or not isinstance(plugin.ignored_modules, str):
+        # The preset's two words, which accelerate would take for a regex, or the roots of a model before this one.
         plugin.ignored_modules = None
     if roots is None:
         if choice == "replicate":
@@ -190,11 +196,12 @@ def replicate_frozen_parts(plugin: Any, roots: Sequence[nn.Module] | None, choic
 
 
 def _replicated_limit() -> int:
+    """By the smallest device: ranks that chose differently would have other units, and wait for each other."""
     if not torch.accelerator.is_available():
         return REPLICATED_BYTES_ON_CPU
     device = torch.accelerator.current_accelerator()
-    total = torch.get_device_module(device).mem_get_info()[1]  # the same on every rank, unlike what is free
-    return int(policy.KEPT_WHOLE_SHARE * total)
+    total = torch.get_device_module(device).mem_get_info()[1]
+    return int(policy.KEPT_WHOLE_SHARE * collectives.smallest(total))
 
 
 def replay_dropout(model: nn.Module) -> None:
