@@ -20,6 +20,7 @@ MUCH_WAITING = 0.1  # of the time
 ENOUGH_CHUNKS = 10  # per rank of a pipeline
 MANY = 8  # stages
 NEARLY_AS_QUICK = 1.1  # as planner/choose.py takes steps to be equally long
+LOADS_WHOLE = ("multi_gpu_fsdp", "multi_gpu_hsdp")  # presets whose processes read all weights, and then shard them
 POINTLESS = 0.1  # a reduction shorter than this share of the arithmetic hides behind it
 
 
@@ -82,10 +83,23 @@ def explain(plan: Plan) -> None:
     if best.strategy.offloads:
         machine = f"{gib(best.shown.host * plan.hardware.per_node)} of {gib(plan.hardware.host_bytes)}"
         say(f"Its weights and state take {machine} of a machine's own memory{_assumed(plan)}.")
+    if best.preset.startswith(LOADS_WHOLE) and plan.hardware.per_node > 1:
+        say(_loaded(plan))
     if not alone:
         _explain_no_pipeline(plan, best)
     if best.strategy.name == "DDP":
         say(_compression(plan, best))
+
+
+def _loaded(plan: Plan) -> str:
+    """What a machine holds before the first layer is sharded."""
+    whole, processes, has = model_of(plan.work).whole, plan.hardware.per_node, plan.hardware.host_bytes
+    size = whole.trained_stored + whole.frozen_stored
+    return (
+        f"Each process loads the whole model before it is sharded: {processes} x {gib(size)}, "
+        f"{gib(processes * size)} of the {gib(has)} of a machine's own memory{_assumed(plan)}."
+        + (" That is more than it has: start on more machines." if processes * size > has else "")
+    )
 
 
 def _trained(plan: Plan) -> str:

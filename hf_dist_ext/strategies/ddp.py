@@ -229,6 +229,14 @@ def options(args: Any, handlers: list[Any], has_loss: bool) -> None:
                 "hook."
             )
         ddp.find_unused_parameters = False
+    ratio = args.ddp_compression_ratio or policy.SENT_SHARE
+    if args.ddp_comm_hook == "top_k" and args.world_size * ratio >= 1 and args.process_index == 0:
+        logger.warning(
+            f'ddp_comm_hook="top_k" saves nothing here: {args.world_size} processes gather the elements of all with '
+            f'their places, about {args.world_size * ratio:.2g} times what a whole reduction sends. Use "random_k", '
+            f"which sends {ratio:.2g} of it whatever their number, or a ddp_compression_ratio below "
+            f"{1 / args.world_size:.2g}."
+        )
     if args.ddp_static_graph and has_loss and args.uses_gradient_cache:
         raise UsageError(
             "ddp_static_graph=true counts how often a step uses every parameter and expects it to stay the same; with "

@@ -125,13 +125,14 @@ def hook(state: LeftOut, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
         return reduced.then(spread)
     places = places.int() if len(buffer) < 2**31 else places
-    message = torch.cat([_bytes(places), _bytes(values)])
+    parts = [_bytes(places), _bytes(values)]
+    lengths, message = [len(part) for part in parts], torch.cat(parts)
     everyone = message.new_empty(dist.get_world_size() * len(message))
     gathered = collectives.all_gather(everyone, message, async_op=True).get_future()
 
     def add_up(_: Any) -> torch.Tensor:
         for one in everyone.split(len(message)):  # one after the other, so that the sum is the same on all processes
-            at, theirs = one.split([len(_bytes(places)), len(_bytes(values))])
+            at, theirs = one.split(lengths)
             at, theirs = at[: places.nbytes].view(places.dtype), theirs[: values.nbytes].view(values.dtype)
             buffer.index_add_(0, at.long(), theirs)
         return buffer

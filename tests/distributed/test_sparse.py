@@ -4,6 +4,7 @@ import json
 import math
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -107,6 +108,22 @@ def test_what_is_sent_and_what_is_left_out_are_those_of_plain_lines(tmp_path, ho
     assert found["finite"]  # and nothing of it stays behind the update that is left out
     assert "0.5 (now 0.13)" in found["other"]
     assert found["changes"] and all(count == {"wide": 37, "long": 40, "one": 1} for count in found["counts"])
+
+
+def count_copies(say) -> str:
+    """Copies of a message that a process fills up, in an update of one message."""
+    torch.distributed.init_process_group("gloo")
+    wrapped = Wrapped("top_k")
+    wrapped.update(gradients(0, rank()))  # DDP orders its messages after it
+    with mock.patch.object(sparse, "_bytes", side_effect=sparse._bytes) as filled:
+        wrapped.update(gradients(1, rank()))
+    messages = len(list(wrapped.model.reducer._get_zeros_like_grad_buckets()))
+    return json.dumps([filled.call_count, messages])
+
+
+def test_a_message_is_copied_once_whatever_the_number_of_processes(tmp_path):
+    copies, messages = json.loads(Run("ddp@3", tmp_path / "log", count_copies).result())
+    assert copies == 2 * messages > 0  # its places, and its values
 
 
 def after_a_bad_update(say) -> str:

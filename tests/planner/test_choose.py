@@ -384,6 +384,18 @@ def test_the_memory_of_the_host_is_counted_and_comes_last(make_run):
     assert both.best.strategy.name == "single"
 
 
+@pytest.mark.parametrize("host, words", [(2**50, "machine's own memory."), (20 * GIB, "more than it has")])
+def test_a_plan_that_shards_says_what_loading_takes_of_the_machine(make_run, host, words):
+    run = make_run(DECODER, per_device_train_batch_size=64, gradient_cache_chunk_size=4, bf16=True)
+    whole, alone = model_of(workload(run)).whole.trained_stored, filled(0.9 * bytes_of(run, "DDP", 8).total)
+    plan = make_plan(run, Hardware(8, alone, num_nodes=2, given_host_bytes=host))
+    assert plan.best.strategy.name.startswith(("FSDP", "HSDP"))
+    (said,) = [one for one in plan.reasons if "loads the whole model" in one]
+    assert f"4 x {gib(whole)}, {gib(4 * whole)} of the {gib(host)}" in said and words in said
+    ddp = make_plan(run, Hardware(8, 2**50, num_nodes=2))
+    assert ddp.best.strategy.name == "DDP" and not any("loads the whole" in one for one in ddp.reasons)
+
+
 def test_machines_share_their_network_whatever_the_strategy(make_run):
     """Between machines hybrid sharding reduces as many bytes per machine as DDP does."""
     work = workload(make_run(bf16=True, per_device_train_batch_size=64))

@@ -1,5 +1,6 @@
 """Rules of the communication and learning-rate fields that need no second process."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,24 @@ def test_what_was_not_sent_is_not_added_to_a_gradient_of_another_loss_scale(hook
     args.fp16 = True
     with pytest.raises(UsageError, match="another loss scale"):
         ddp.options(args, [DistributedDataParallelKwargs()], has_loss=True)
+
+
+@pytest.mark.parametrize("hook, ratio, processes, words", [
+    ("top_k", None, 99, None),
+    ("top_k", None, 128, "128 processes gather .* about 1.3 times .* sends 0.01 of it .* below 0.0078"),
+    ("top_k", 0.5, 2, "2 processes .* about 1 times"),
+    ("random_k", None, 128, None),
+])  # fmt: skip
+def test_a_gather_that_sends_more_than_a_reduction_is_said_at_the_start(
+    tmp_path, monkeypatch, hook, ratio, processes, words
+):
+    said = []
+    monkeypatch.setattr(ddp.logger, "warning", said.append)
+    monkeypatch.setattr(ddp, "_refuse_without_ddp", lambda *given: None)
+    monkeypatch.setattr(DistTrainingArguments, "world_size", processes)
+    args = arguments(tmp_path, ddp_comm_hook=hook, ddp_compression_ratio=ratio)
+    ddp.options(args, [DistributedDataParallelKwargs()], has_loss=True)
+    assert re.search(words, said[0]) if words else not said
 
 
 def test_batched_power_sgd_is_still_broken_in_torch():
