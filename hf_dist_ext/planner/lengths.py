@@ -55,12 +55,11 @@ def limit_of(fields: RunConfig, column: str, is_query: bool) -> int | None:
     if given is not None or not fields.model_name_or_path:
         return given
     name, revision = fields.model_name_or_path, fields.model_revision
-    if fields.max_length is None:
-        for file in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"):
-            reading = _json(model_file(name, file, revision))
-            length = reading.get("query_length" if is_query else "document_length") or reading.get("max_seq_length")
-            if length is not None:
-                return int(length)
+    for file in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"):
+        reading = _json(model_file(name, file, revision))
+        length = reading.get("query_length" if is_query else "document_length") or reading.get("max_seq_length")
+        if length is not None:
+            return int(length)
     length = _json(model_file(fields.tokenizer_name or name, "tokenizer_config.json", revision)).get(
         "model_max_length"
     )

@@ -19,13 +19,12 @@ def lengths_of(
 ) -> int | dict[str, int | None] | None:
     """The length of every column where they differ, in the order of the columns. None: the tokenizer's own."""
     lengths: int | dict[str, int | None] | None = given if isinstance(given, int) else model.max_length
-    if isinstance(given, Mapping):
-        if alien := [column for column in given if column not in columns]:
-            raise UsageError(f'max_length has "{alien[0]}", which is no column of this run: {", ".join(columns)}.')
-        lengths = {column: given.get(column) for column in columns}
-    elif given is None and model.lengths:
+    if isinstance(given, Mapping) and (alien := [column for column in given if column not in columns]):
+        raise UsageError(f'max_length has "{alien[0]}", which is no column of this run: {", ".join(columns)}.')
+    if isinstance(given, Mapping) or (given is None and model.lengths):
         query, *others = columns
-        lengths = {query: model.lengths["query"]} | dict.fromkeys(others, model.lengths["document"])
+        folders = dict.fromkeys(("query", "document"), _each(lengths)[0]) | model.lengths
+        lengths = {query: folders["query"]} | dict.fromkeys(others, folders["document"]) | dict(given or {})
     most = positions_of(model.backbone)
     if most is None:
         return lengths

@@ -82,7 +82,7 @@ def collator(model: TowerModel, columns: list[str], prompts: Mapping[str, str], 
     tokenizers = {column: model.tokenizers[task] for column, task in model.column_to_tower.items()}
     given = config.max_length
     lengths = {
-        column: given.get(column) if isinstance(given, Mapping) else given or model.towers[task].max_length
+        column: (given.get(column) if isinstance(given, Mapping) else given) or model.towers[task].max_length
         for column, task in model.column_to_tower.items()
     }
     for column, task in model.column_to_tower.items():

@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -125,3 +126,12 @@ def test_data_that_is_not_here_is_counted_at_the_limit_of_the_models_folder(make
     found, work = columns(make_run(None, model_name_or_path=folder, dataset_name="some/data", max_length=None))
     assert {one.length for one in found.values()} == {24} and {one.tokens for one in found.values()} == {None}
     assert not any("max_length" in note for note in work.notes)
+
+
+def test_columns_without_a_length_are_counted_at_the_folders(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 128, "query_length": 32}')
+    fields = SimpleNamespace(max_length={"negative": 7}, model_name_or_path=str(folder), model_revision=None)
+    found = {name: lengths.limit_of(fields, name, name == "query") for name in ("query", "positive", "negative")}
+    assert found == {"query": 32, "positive": 128, "negative": 7}

@@ -55,6 +55,14 @@ def test_columns_without_a_length_have_the_models(given, lengths):
     assert lengths_of(a_model(), given, COLUMNS, OF_TOKENIZER) == lengths
 
 
+def test_columns_without_a_length_have_the_folders_where_others_are_given_one():
+    given, folders = {"positive": 16}, a_model(max_length=12)
+    assert lengths_of(folders, given, COLUMNS, OF_TOKENIZER) == {"query": 12, "positive": 16, "negative": 12}
+    folders.lengths = {"query": 6, "document": 14}
+    assert lengths_of(folders, given, COLUMNS, OF_TOKENIZER) == {"query": 6, "positive": 16, "negative": 14}
+    assert lengths_of(folders, {"query": 8}, COLUMNS, OF_TOKENIZER) == {"query": 8, "positive": 14, "negative": 14}
+
+
 def test_a_folders_length_that_is_too_long_is_cut():
     assert lengths_of(a_model(max_length=OF_TOKENIZER), None, COLUMNS, OF_TOKENIZER) == POSITIONS
     assert lengths_of(a_model(max_length=12), None, COLUMNS, OF_TOKENIZER) == 12
