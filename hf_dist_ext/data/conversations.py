@@ -82,7 +82,14 @@ def open_rows(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
 def _kept(path: Path, kept: set[str], names: Mapping[str, Any]) -> Dataset:
     """The rows of a file, kept in `datasets`' cache: one process parses it, the others and later runs read Arrow."""
     file = path.stat()
-    facts = [str(path.resolve()), file.st_size, file.st_mtime_ns, sorted(kept), sorted(map(repr, names.items()))]
+    facts = [
+        str(path.resolve()),
+        file.st_size,
+        file.st_mtime_ns,
+        file.st_ctime_ns,
+        sorted(kept),
+        sorted(map(repr, names.items())),
+    ]
     key = hashlib.blake2b(repr([*facts, datasets.__version__]).encode(), digest_size=16).hexdigest()
     folder = Path(datasets.config.HF_DATASETS_CACHE, "hf_dist_ext", key)
     if not folder.is_dir():
