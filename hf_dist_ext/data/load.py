@@ -113,7 +113,9 @@ def load_datasets(
     if evaluation is None and run.eval_holdout:
         together, label = kept_together(run, train), label_column_of(run, columns_of(train))
         pair = pair_of(run, train, together)
-        train, evaluation = hold_out(train, run.eval_holdout, train_name, together, bad, label, pair)
+        train, evaluation = hold_out(
+            train, run.eval_holdout, train_name, together, bad, label, pair, train_check.is_on
+        )
     train = first_rows(train, run.max_train_samples)
     if isinstance(train, IterableDataset) and seed is not None:
         train = train.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
@@ -246,8 +248,13 @@ def open_saved_folder(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
 
 def as_named(files: Sequence[str]) -> DataFilesList:
     """For `datasets`, which takes other paths for patterns. Its cache tells files apart by these facts too."""
-    facts = [tuple(map(str, (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))) for stat in map(os.stat, files)]
-    return DataFilesList([*files], facts)
+    return DataFilesList([*files], [*map(facts_of, files)])
+
+
+def facts_of(file: str | Path) -> tuple[str, ...]:
+    """By which a cache tells whether a file is as it was: size, times. st_mtime can be set back, st_ctime not."""
+    stat = os.stat(file)
+    return str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns)
 
 
 def open_here(

@@ -123,8 +123,8 @@ def test_evaluation_rows_come_from_another_file_or_are_held_out_the_same_way_eac
     assert len(list(stream)) == 8 and [row["query"] for row in stream_evaluation] == [r["query"] for r in ROWS[:4]]
 
 
-def pairs_of(dataset):
-    return set(zip(dataset["query"], dataset["positive"], strict=True))
+def pairs_of(rows):
+    return {(row["query"], row["positive"]) for row in rows}
 
 
 def test_no_held_out_pair_is_trained_on_under_another_number(tmp_path):
@@ -137,6 +137,22 @@ def test_no_held_out_pair_is_trained_on_under_another_number(tmp_path):
     assert set(train["query"]) & set(evaluation["query"]), "another pair of the same query may be held out"
     train, evaluation = load(name, eval_holdout=25, id_column="id")
     assert len(evaluation) == 18 and set(train["id"]).isdisjoint(evaluation["id"])
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_stream_loses_the_rows_of_held_out_pairs_alone(tmp_path, caplog, lost):
+    """Rows of other pairs share a query, a document, a label or a further column with a held-out one."""
+    pairs = [(k % 5, k) for k in range(40)] + [(k, k) for k in range(lost)]
+    rows = [{"query": f"q{q}", "positive": f"d{d}", "label": d % 2, "source": "web"} for q, d in pairs]
+    name = write(tmp_path / "a.jsonl", rows)
+    for options in ({}, {"loss": "CoSENTLoss"}):
+        train, evaluation = load(name, eval_holdout=7, streaming=True, **options)
+        held, trained = pairs_of(evaluation.to_list()), pairs_of(train.to_list())
+        assert len(held) == 7 and len(train.to_list()) == 33 and held.isdisjoint(trained)
+    said = [message for message in caplog.messages if "left out" in message]
+    assert len(said) == 2 * bool(lost)
+    for message in said:
+        assert f"{lost} of the next {33 + lost} rows" in message and "the same query and positive" in message
 
 
 def test_the_number_of_rows_is_limited(tmp_path):
