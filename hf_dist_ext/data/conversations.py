@@ -38,7 +38,7 @@ from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of, require_column, type_name
 from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.image_files import find_image
-from hf_dist_ext.data.load import load_datasets, open_splits, refuse_empty
+from hf_dist_ext.data.load import facts_of, load_datasets, open_splits, refuse_empty
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.errors import UsageError
@@ -81,8 +81,7 @@ def open_rows(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
 
 def _kept(path: Path, kept: set[str], names: Mapping[str, Any]) -> Dataset:
     """The rows of a file, kept in `datasets`' cache: one process parses it, the others and later runs read Arrow."""
-    file = path.stat()
-    facts = [str(path.resolve()), file.st_size, file.st_mtime_ns, sorted(kept), sorted(map(repr, names.items()))]
+    facts = [str(path.resolve()), facts_of(path), sorted(kept), sorted(map(repr, names.items()))]
     key = hashlib.blake2b(repr([*facts, datasets.__version__]).encode(), digest_size=16).hexdigest()
     folder = Path(datasets.config.HF_DATASETS_CACHE, "hf_dist_ext", key)
     if not folder.is_dir():

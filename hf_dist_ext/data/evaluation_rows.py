@@ -109,7 +109,8 @@ def read_reranking(options: Reranking) -> RerankingData:
 
 def _read(options: Rows) -> dict[str, list]:
     """The columns by their names here."""
-    config = RunConfig(dataset_name=options.path, dataset_config_name=options.config)
+    scores = (options.columns or {}).get("score")
+    config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=scores)
     splits = opened(open_splits, options.path, config)
     split = choose_split(splits, options.split, options.path)
     dataset, rows = splits[split], {}

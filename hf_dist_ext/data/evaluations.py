@@ -29,7 +29,7 @@ import pyarrow.json
 from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.evaluation_rows import read_reranking, read_similarity, read_triplets
 from hf_dist_ext.data.items import Items, choose_split
-from hf_dist_ext.data.load import loading_errors
+from hf_dist_ext.data.load import loading_errors, path_of, place_of
 from hf_dist_ext.data.mteb_tasks import read_mteb
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
@@ -78,7 +78,7 @@ def _named(options: Evaluation) -> Any:
 
 
 def read_retrieval(options: Retrieval) -> RetrievalData:
-    folder = Path(options.path).expanduser()
+    folder = path_of(options.path)
     has_some = any(_file(folder, name).is_file() for name in FILES.values())
     # A clone from the hub says in its README what is which, and may call its files the same.
     is_beir = any(folder.glob("qrels/*.tsv*")) or (has_some and not (folder / "README.md").is_file())
@@ -183,14 +183,15 @@ def _read_qrels(path: Path) -> dict[str, Any]:
 
 
 def _read_mteb(path: str, split: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    if Path(path).expanduser().is_file():
+    if path_of(path).is_file():
         raise UsageError(f"{path} is a file. {NEEDED}")
+    place = place_of(path)
     with loading_errors(path):
-        names = datasets.get_dataset_config_names(path)
+        names = datasets.get_dataset_config_names(place)
         qrels = next((name for name in QRELS_CONFIGS if name in names), None)
         if not {"corpus", "queries"} <= set(names) or qrels is None:
             raise UsageError(f"{path} has the configurations {', '.join(names)}. {NEEDED}")
-        loaded = {name: datasets.load_dataset(path, name) for name in ("corpus", "queries", qrels)}
+        loaded = {name: datasets.load_dataset(place, name) for name in ("corpus", "queries", qrels)}
     judged = loaded.pop(qrels)
     judged = judged[choose_split(judged, split, "qrels")]
     missing = {"query-id", "corpus-id", "score"} - set(judged.column_names)

@@ -1,11 +1,12 @@
 """Evaluation rows are taken from the training split. None stays there too under another number, and they share no
 picture and no id with the rows that stay there.
 
-The draw is the same in every run. A stream gives its first rows, and training skips what has the same content.
+The draw is the same in every run. A stream gives its first rows, and training skips their like.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,17 @@ from datasets import Dataset, IterableDataset
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, as_list, content_id
 from hf_dist_ext.data.columns import AnyDataset, arrow_batches, column_names, columns_of
 from hf_dist_ext.data.row_ids import content_hashes
+from hf_dist_ext.data.stream_readers import digest
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
+logger = logging.getLogger(__name__)
+
 # Not the run's seed: the held-out rows must stay the same when only the training seed changes.
 HOLDOUT_SEED = 42
+LOOKED_AT = 1000  # rows of a stream behind those that are held out, for a warning
 
 
 def hold_out(
@@ -33,16 +38,18 @@ def hold_out(
     bad: Collection[int] = (),
     label: str | None = None,
     pair: Sequence[str] = (),
+    is_on: bool = True,
 ) -> tuple[AnyDataset, AnyDataset]:
-    """Split off `num_rows`: a fixed random draw, or the first rows of a stream.
+    """Split off `num_rows`: a fixed random draw, or the first rows of a stream; `is_on`: with a warning of how many of
+    its next rows are left out.
 
     Rows that share a value of the columns `together` (a picture, an id), or that hold the same in all columns of
     `pair`, are not split: up to `num_rows` are held out then. `bad` rows stay in training. `label`: a column that rows
     of any content share.
     """
     if isinstance(train, IterableDataset):
-        contents = [column for column in columns_of(train) if column != label]
-        return _hold_out_of_stream(train, num_rows, together or contents)
+        alike = pair or ([] if together else [column for column in columns_of(train) if column != label])
+        return _hold_out_of_stream(train, num_rows, together, alike, name if is_on else "")
     if num_rows >= len(train):
         raise UsageError(f"eval_holdout={num_rows}, but {name} has {len(train)} rows. Hold out fewer.")
     groups = _groups(train, together, pair)  # (rows,)
@@ -133,21 +140,31 @@ def _values(value: Any) -> list:
     return [content_id(one) if isinstance(one, bytes) else one for one in stored if one not in (None, "")]
 
 
-def _hold_out_of_stream(stream: Any, num_rows: int, columns: Sequence[str]) -> tuple[AnyDataset, AnyDataset]:
+def _hold_out_of_stream(
+    stream: Any, num_rows: int, together: Sequence[str], alike: Sequence[str], says: str
+) -> tuple[AnyDataset, AnyDataset]:
     """The rest is filtered by content: skip() would count rows over all shards, and leave one reader."""
     stored = stream.decode(False) if stream.features else stream  # no picture is decoded
-    held = {key for row in stored.take(num_rows) for key in _keys(row, columns)}
-    rest = stored.filter(_shares_nothing, fn_kwargs={"held": held, "columns": list(columns)})
+    first = [_keys(row, together, alike) for row in stored.take(num_rows + (LOOKED_AT if says else 0))]
+    held = {key for keys in first[:num_rows] for key in keys}
+    lost = sum(not held.isdisjoint(keys) for keys in first[num_rows:])
+    if lost:
+        what = " or ".join([*together, *([" and ".join(alike)] if alike else [])])
+        logger.warning(
+            f"eval_holdout={num_rows}: {lost} of the next {len(first) - num_rows} rows of {says} are left out of "
+            f"training, since they hold the same {what} as a held-out row. So are such rows later on."
+        )
+    rest = stored.filter(_shares_nothing, fn_kwargs={"held": held, "together": [*together], "alike": [*alike]})
     return (rest.decode(num_threads=0) if rest.features else rest), stream.take(num_rows)
 
 
-def _keys(row: dict[str, Any], columns: Sequence[str]) -> list:
-    return [
-        (column, one if isinstance(one, str | int) else repr(one))
-        for column in columns
-        for one in _values(row[column])
+def _keys(row: dict[str, Any], together: Sequence[str], alike: Sequence[str]) -> list:
+    """What no row of another group holds."""
+    shared = [
+        (name, one if isinstance(one, str | int) else repr(one)) for name in together for one in _values(row[name])
     ]
+    return [*shared, digest([row[name] for name in alike])] if alike else shared
 
 
-def _shares_nothing(row: dict[str, Any], held: set, columns: list[str]) -> bool:
-    return held.isdisjoint(_keys(row, columns))
+def _shares_nothing(row: dict[str, Any], held: set, together: list[str], alike: list[str]) -> bool:
+    return held.isdisjoint(_keys(row, together, alike))

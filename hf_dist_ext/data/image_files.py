@@ -33,7 +33,7 @@ def require_pillow() -> None:
 def image_path(name: str, folder: str | None) -> str:  # (1)
     """The path of a name in the data. Without a folder the name starts in the current one, and may be absolute."""
     if folder is None:
-        return os.path.expanduser(name)
+        return os.path.abspath(os.path.expanduser(name))
     root = os.path.abspath(folder)
     # Without "..": a link inside of the folder may lead out of it, since the data cannot have made it.
     path = os.path.normpath(os.path.join(root, name))
@@ -69,7 +69,8 @@ def with_images(dataset: Any, sources: Mapping[str, Any], run: RunConfig, check:
 
     `sources` come from `resolve_columns`.
     """
-    if run.image_folder is not None and not os.path.isdir(run.image_folder):
+    folder = run.image_folder and os.path.abspath(os.path.expanduser(run.image_folder))
+    if folder is not None and not os.path.isdir(folder):
         raise UsageError(f'image_folder="{run.image_folder}" is no folder. Paths start at {Path.cwd()}.')
     for column in run.image_columns or ():
         if column not in sources:
@@ -81,7 +82,7 @@ def with_images(dataset: Any, sources: Mapping[str, Any], run: RunConfig, check:
     ]
     named = [sources[column] for column in run.image_columns or () if isinstance(sources[column], str)]
     for source in dict.fromkeys([*beside_texts, *named]):
-        dataset = _with_pictures(dataset, source, run.image_folder, check, may_lack=source not in named)
+        dataset = _with_pictures(dataset, source, folder, check, may_lack=source not in named)
     return dataset
 
 
@@ -98,10 +99,12 @@ def _with_pictures(dataset: Any, source: str, folder: str | None, check: RowChec
         return _stream_with_images(dataset, source, folder, check.name, may_lack)
     check.rows(dataset[source], lambda file: (file or not may_lack) and find_image(file, folder), source)  # (2)
     join = {"column": source, "folder": folder, "may_lack": may_lack}
+    join["start"] = (os.getcwd(), os.path.expanduser("~"))
     return dataset.map(_join, fn_kwargs=join, batched=True).cast_column(source, datasets.Image())  # (3)
 
 
-def _join(rows: dict[str, list], column: str, folder: str | None, may_lack: bool) -> dict[str, list]:
+def _join(rows: dict[str, list], column: str, folder: str | None, may_lack: bool, start: tuple) -> dict[str, list]:
+    """`start`: where names begin that have no folder, by which the cache of `datasets` tells their paths apart."""
     return {column: [_joined(file, folder) if file or not may_lack else None for file in rows[column]]}
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import datasets
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
+from datasets.data_files import DataFilesList
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as KINDS_OF_FILES  # no public name gives them
 from datasets.table import CastError
 
 from hf_dist_ext.data import digits, glyphs
@@ -49,6 +51,7 @@ from hf_dist_ext.data.row_check import (
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.text_with_image import join_parts
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.losses import LABEL_COLUMNS, embedded_columns
 from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import CODE_SEARCH
 
@@ -59,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 BUILT_IN_PAIRS = {CODE_SEARCH: load_code_search, glyphs.NAME: glyphs.load_glyphs}  # in memory, with a test split
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+SAVED = ("dataset_dict.json", "state.json")  # a folder that `save_to_disk` wrote has one of them
 SHUFFLE_BUFFER_ROWS = 10_000
 
 
@@ -109,7 +113,9 @@ def load_datasets(
     if evaluation is None and run.eval_holdout:
         together, label = kept_together(run, train), label_column_of(run, columns_of(train))
         pair = pair_of(run, train, together)
-        train, evaluation = hold_out(train, run.eval_holdout, train_name, together, bad, label, pair)
+        train, evaluation = hold_out(
+            train, run.eval_holdout, train_name, together, bad, label, pair, train_check.is_on
+        )
     train = first_rows(train, run.max_train_samples)
     if isinstance(train, IterableDataset) and seed is not None:
         train = train.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
@@ -121,8 +127,43 @@ def load_datasets(
 
 def opened(opener: Callable, name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
     """A file system may hang for a while; a hub id that nobody answers is a mistake, or `datasets` has tried again."""
-    is_local = with_retries(Path(name).expanduser().exists, f"the path {name}")
+    is_local = with_retries(path_of(name).exists, f"the path {name}")
     return with_retries(lambda: opener(name, run), f'dataset "{name}"') if is_local else opener(name, run)
+
+
+def path_of(name: str) -> Path:
+    """Absolute. "~nobody/a" is a path as it stands."""
+    return Path(os.path.expanduser(name)).absolute()
+
+
+def place_of(name: str) -> str:
+    """What `datasets` opens for a user's name: the absolute path of what is here, else an id on the hub.
+
+    `datasets` takes "json" for a kind of file and then reads every such file here, the path of a folder for a pattern,
+    and "::" for a file in an archive. Raises UsageError where it would open something else.
+    """
+    path, hub_id = path_of(name), name.partition("@")[0]
+    if path.exists():
+        sign = "::" if "::" in str(path) else next((sign for sign in "*?[" if sign in str(path)), "")
+        if sign == "::" or (sign and path.is_dir() and not is_saved(path)):
+            raise UsageError(
+                f'Dataset "{name}": `datasets` reads {path} as a pattern, since "{sign}" stands in it. Rename it.'
+            )
+        return str(path)
+    if looks_like_a_path(name):
+        raise UsageError(f'Dataset "{name}": there is no such file or folder. Paths start at {Path.cwd()}.')
+    if path_of(hub_id).exists():
+        raise UsageError(f'Dataset "{name}": {path_of(hub_id)} is here and has no revisions. Leave "@" and more out.')
+    if hub_id in KINDS_OF_FILES:
+        raise UsageError(
+            f'Dataset "{name}": there is no file or folder "{name}" here, and `datasets` takes the name for a kind of '
+            "file. Give a path, or an id with its owner."
+        )
+    return name
+
+
+def is_saved(path: Path) -> bool:
+    return any((path / one).is_file() for one in SAVED)
 
 
 def open_splits(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
@@ -133,22 +174,19 @@ def open_splits(name: str, run: RunConfig) -> Mapping[str, AnyDataset]:
             raise UsageError(f'dataset_config_name is given, but "{name}" has no configurations. Remove it.')
         load = BUILT_IN_PAIRS[name]
         return load(held_out=run.eval_holdout) if run.eval_holdout else load()
-    path = Path(name).expanduser()
+    place = place_of(name)
+    path = Path(place)
     config_name = run.dataset_config_name if name == run.dataset_name else None
     if config_name is not None and path.is_file():
         raise UsageError(f'dataset_config_name="{config_name}": the file {path} has no configurations. Remove it.')
     with loading_errors(name):
-        if path.is_dir() and any((path / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+        if is_saved(path):
             if config_name is not None:
                 raise UsageError(f'dataset_config_name="{config_name}": {path} was saved without. Remove it.')
             return open_saved_folder(path, run.streaming)
-        if path.is_dir():
-            return datasets.load_dataset(str(path), config_name, streaming=run.streaming)
-        if path.is_file():
-            return open_file(path, run.streaming)
-        if looks_like_a_path(name):
-            raise UsageError(f'Dataset "{name}": there is no such file or folder. Paths start at {Path.cwd()}.')
-        hub_id, _, revision = name.partition("@")
+        if path.is_dir() or path.is_file():
+            return open_here(path, run.streaming, config_name, _numbers(run))
+        hub_id, _, revision = place.partition("@")
         return datasets.load_dataset(hub_id, config_name, revision=revision or None, streaming=run.streaming)
 
 
@@ -174,11 +212,12 @@ def loading_errors(name: str) -> Iterator[None]:
         cause = error.__cause__ or error
         if isinstance(cause, CastError):
             refuse_late_columns(f'Dataset "{name}"', cause)
-        path = Path(name).expanduser()
+        path = path_of(name)
         if isinstance(cause, TypeError):
             refuse_late_type(f'Dataset "{name}"', cause, first_features(path) if path.exists() else None)
-        if path.is_file() and not {".parquet", ".arrow"}.intersection(path.suffixes):
-            refuse_other_encoding(f'Dataset "{name}"', path)
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.is_file() and not {".parquet", ".arrow"}.intersection(file.suffixes):
+                refuse_other_encoding(f'Dataset "{name}"' if file == path else str(file), file)
         if isinstance(cause, UnicodeDecodeError):
             refuse_text(f'Dataset "{name}"', cause)
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
@@ -198,8 +237,7 @@ def loading_errors(name: str) -> Iterator[None]:
 
 def first_features(path: Path) -> datasets.Features | None:
     """The columns of a file or folder as its first rows have them."""
-    splits = open_file(path, True) if path.is_file() else datasets.load_dataset(str(path), streaming=True)
-    return next(iter(splits.values())).features
+    return next(iter(open_here(path, True).values())).features
 
 
 def open_saved_folder(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
@@ -208,24 +246,54 @@ def open_saved_folder(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
     return {name: split.to_iterable_dataset() for name, split in splits.items()} if streaming else splits
 
 
-def open_file(path: Path, streaming: bool) -> Mapping[str, AnyDataset]:
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    file_format = FILE_FORMATS.get(suffixes[-1]) if suffixes else None
-    if file_format is None:
-        raise UsageError(
-            f'Dataset "{path}": can not read this kind of file. Kinds: {", ".join(FILE_FORMATS)}, or .gz.'
-        )
-    # pandas would turn the texts "NA" and "null" into missing values.
-    options = {"keep_default_na": False} if file_format == "csv" else {}
-    return datasets.load_dataset(file_format, data_files={"train": str(path)}, streaming=streaming, **options)
+def as_named(files: Sequence[str]) -> DataFilesList:
+    """For `datasets`, which takes other paths for patterns. Its cache tells files apart by these facts too."""
+    return DataFilesList([*files], [*map(facts_of, files)])
+
+
+def facts_of(file: str | Path) -> tuple[str, ...]:
+    """By which a cache tells whether a file is as it was: size, times. st_mtime can be set back, st_ctime not."""
+    stat = os.stat(file)
+    return str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns)
+
+
+def open_here(
+    path: Path, streaming: bool, config_name: str | None = None, numbers: Collection[str] = LABEL_COLUMNS
+) -> Mapping[str, AnyDataset]:
+    """A file or a folder. In CSV only the columns `numbers` hold numbers: of others 007 and NA are texts."""
+    place, options, files = str(path.absolute()), {}, {"train": [str(path.absolute())]}
+    if path.is_dir():
+        config = datasets.load_dataset_builder(place, config_name).config
+        files, is_csv = config.data_files or {}, hasattr(config, "keep_default_na")
+    else:
+        suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+        place = FILE_FORMATS.get(suffixes[-1]) if suffixes else None
+        is_csv = place == "csv"
+        if place is None:
+            raise UsageError(
+                f'Dataset "{path}": can not read this kind of file. Kinds: {", ".join(FILE_FORMATS)}, or .gz.'
+            )
+    if files and all(os.path.isfile(file) for of_split in files.values() for file in of_split):
+        options["data_files"] = {split: as_named(of_split) for split, of_split in files.items()}
+    if is_csv:
+        options["keep_default_na"] = False
+        heads = datasets.load_dataset(place, config_name, streaming=True, **options).values()
+        texts = {column for head in heads for column in columns_of(head)} - {*numbers}
+        options["converters"] = dict.fromkeys(sorted(texts), str)
+    return datasets.load_dataset(place, config_name, streaming=streaming, **options)
+
+
+def _numbers(run: RunConfig) -> set[str]:
+    """Columns of a CSV file that may hold labels."""
+    return {*([run.label_column] if run.label_column else LABEL_COLUMNS)} - embedded_columns(run) - {run.id_column}
 
 
 def say_what_is_not_read(name: str) -> None:
     """`datasets` reads the files of a folder that are of its commonest kind, and where the names of some have that of
     a split ("train-0.jsonl"), only those; it says nothing of the others."""
-    folder = Path(name).expanduser()
-    saved = ("dataset_dict.json", "state.json", "README.md")  # the last may say of every file where it belongs
-    if not folder.is_dir() or any((folder / one).is_file() for one in saved):
+    folder = path_of(name)
+    # README.md may say of every file where it belongs
+    if not folder.is_dir() or is_saved(folder) or (folder / "README.md").is_file():
         return
     splits = datasets.load_dataset_builder(str(folder)).config.data_files or {}
     read = {os.path.realpath(file) for files in splits.values() for file in files}

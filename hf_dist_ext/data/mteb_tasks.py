@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from hf_dist_ext.data.load import path_of, place_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.evaluations import Mteb
 
@@ -29,10 +30,10 @@ class MtebData:
 def read_mteb(options: Mteb) -> MtebData:
     with seeds_of_its_own():
         task = _task(options)
-        hub_id, folder = task.metadata.dataset["path"], Path(options.path).expanduser()
+        hub_id, folder = task.metadata.dataset["path"], path_of(options.path)
         if not folder.is_dir():
             raise UsageError(f"{folder} is no folder. Give a clone of {hub_id}, the task's dataset on the hub.")
-        of_folder = task.metadata.dataset | {"path": str(folder.resolve())}
+        of_folder = task.metadata.dataset | {"path": place_of(options.path)}
         task.metadata = task.metadata.model_copy(update={"dataset": of_folder})
         try:
             task.load_data()

@@ -180,7 +180,7 @@ def label_column(config: RunConfig, available: Iterable[str]) -> str | None:
         return None
     if config.label_column:
         return config.label_column
-    taken, available = _sources(config), list(available)
+    taken, available = embedded_columns(config), list(available)
     found = next((name for name in LABEL_COLUMNS if name in available and name not in taken), None)
     name = innermost(config.loss, config.loss_options)
     if found is None and name in LABELS and name not in MAY_LACK_LABEL:
@@ -191,7 +191,8 @@ def label_column(config: RunConfig, available: Iterable[str]) -> str | None:
     return found
 
 
-def _sources(config: RunConfig) -> set[str]:
-    """The dataset's columns that are embedded."""
+def embedded_columns(config: RunConfig) -> set[str]:
+    """Those of the dataset, of which each column of the run is one, a list or an object of several."""
     sources = (config.columns or {}).values()
-    return {one for source in sources for one in ([source] if isinstance(source, str) else source)}
+    named = ([one] if isinstance(one, str) else one.values() if isinstance(one, dict) else one for one in sources)
+    return {one for of_source in named for one in of_source}

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ from hf_dist_ext.run.help import help_text
 from hf_dist_ext.run.rules import check_rules
 from hf_dist_ext.run.short_names import MEANINGS, SHORT_BOUNDS, SHORT_NAMES, in_long_names
 from hf_dist_ext.run.stages import plan_stages
+
+# Fields in which "~" is the home; names of data are opened in data/load.py.
+PATHS = (
+    "accelerate_config", "frozen_feature_cache", "image_folder", "model_name_or_path", "output_dir",
+    "resume_from_checkpoint", "tokenizer_name",
+)  # fmt: skip
 
 
 def load_run(argv: list[str]) -> Run:
@@ -59,6 +66,9 @@ def _from_layers(path: Path, layers: list[tuple[dict[str, Any], str]]) -> Run:
 
 def _assemble(path: Path, given: dict[str, Any], echo: list[str]) -> Run:
     given.setdefault("output_dir", str(Path("outputs", path.stem)))
+    for name in PATHS:
+        if isinstance(given.get(name), str):
+            given[name] = os.path.expanduser(given[name])
     own = {one.name for one in dataclasses.fields(RunConfig)}
     config = RunConfig(**{name: value for name, value in given.items() if name in own})
     first = config.losses[0].get("loss") if config.losses else None

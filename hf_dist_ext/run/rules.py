@@ -163,14 +163,14 @@ def _check_folders(config: RunConfig) -> None:
     for field in ("model_name_or_path", "tokenizer_name"):
         name = getattr(config, field)
         is_path = name is not None and (name.startswith((".", "~", "/")) or name.count("/") > 1)
-        if is_path and not Path(name).expanduser().exists():
+        if is_path and not Path(name).exists():
             near = closest_folder(name)
             raise UsageError(f'{field}="{name}": there is no such folder. {near}Paths start at {Path.cwd()}.')
 
 
 def closest_folder(name: str) -> str:
     """A sentence with the folder whose name is most like that of a path which is not there; "" where none is."""
-    path = Path(name).expanduser()
+    path = Path(name)
     try:
         beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
     except OSError:

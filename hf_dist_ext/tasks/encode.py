@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from hf_dist_ext import launched
 from hf_dist_ext.data.columns import columns_of, require_column
-from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
+from hf_dist_ext.data.load import FILE_FORMATS, as_named, loading_errors, open_here
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import served_length
@@ -181,9 +181,10 @@ def read(asked: Encode) -> Rows:
         raise UsageError(f"{path} is read as lines of text and has no columns. Leave --column and --id_column out.")
     with loading_errors(str(path)):
         if is_data:
-            rows = open_file(path, streaming=False)["train"]
+            rows = open_here(path, streaming=False)["train"]
         else:
-            rows = datasets.load_dataset("text", data_files=str(path), encoding="utf-8-sig")["train"]
+            files = as_named([str(path.absolute())])
+            rows = datasets.load_dataset("text", data_files=files, encoding="utf-8-sig")["train"]
     if asked.id_column is not None:
         require_column(asked.id_column, columns_of(rows), str(path), "--id_column")
     ids_named = [name for name in columns_of(rows) if name in (asked.id_column, *ID_COLUMNS) and name != asked.column]

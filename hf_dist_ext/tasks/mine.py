@@ -226,7 +226,8 @@ def _write(asked: Mine, rows: Dataset, pairs: Pairs, mined: list[Mined]) -> None
     output = Path(asked.output)
     unfinished = output.with_name(f"{output.name}.{uuid.uuid4().hex}.unfinished")  # another run may write it too
     try:
-        WRITERS[output.suffix](Dataset.from_dict(columns), str(unfinished))
+        with unfinished.open("wb") as file:  # `datasets` takes a name with "*" or "::" for several files
+            WRITERS[output.suffix](Dataset.from_dict(columns), file)
         unfinished.replace(output)
     except OSError as error:
         words = error.strerror or error

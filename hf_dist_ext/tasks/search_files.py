@@ -27,7 +27,7 @@ from hf_dist_ext.checkpoints.merge import folders_behind
 from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.image_files import require_pillow
-from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_file
+from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_here
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks import search
@@ -119,7 +119,7 @@ def texts_of(file: Path, column: str | None = None) -> Documents:
             raise
     else:
         with loading_errors(str(file)):
-            rows = open_file(file, streaming=False)["train"]
+            rows = open_here(file, streaming=False)["train"]
             texts = rows[column_of_texts(rows, column, f"--data {file}")][:]
     texts = [text for text in texts if text and text.strip()]
     if not texts:

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 
@@ -122,8 +123,8 @@ def test_evaluation_rows_come_from_another_file_or_are_held_out_the_same_way_eac
     assert len(list(stream)) == 8 and [row["query"] for row in stream_evaluation] == [r["query"] for r in ROWS[:4]]
 
 
-def pairs_of(dataset):
-    return set(zip(dataset["query"], dataset["positive"], strict=True))
+def pairs_of(rows):
+    return {(row["query"], row["positive"]) for row in rows}
 
 
 def test_no_held_out_pair_is_trained_on_under_another_number(tmp_path):
@@ -136,6 +137,22 @@ def test_no_held_out_pair_is_trained_on_under_another_number(tmp_path):
     assert set(train["query"]) & set(evaluation["query"]), "another pair of the same query may be held out"
     train, evaluation = load(name, eval_holdout=25, id_column="id")
     assert len(evaluation) == 18 and set(train["id"]).isdisjoint(evaluation["id"])
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_stream_loses_the_rows_of_held_out_pairs_alone(tmp_path, caplog, lost):
+    """Rows of other pairs share a query, a document, a label or a further column with a held-out one."""
+    pairs = [(k % 5, k) for k in range(40)] + [(k, k) for k in range(lost)]
+    rows = [{"query": f"q{q}", "positive": f"d{d}", "label": d % 2, "source": "web"} for q, d in pairs]
+    name = write(tmp_path / "a.jsonl", rows)
+    for options in ({}, {"loss": "CoSENTLoss"}):
+        train, evaluation = load(name, eval_holdout=7, streaming=True, **options)
+        held, trained = pairs_of(evaluation.to_list()), pairs_of(train.to_list())
+        assert len(held) == 7 and len(train.to_list()) == 33 and held.isdisjoint(trained)
+    said = [message for message in caplog.messages if "left out" in message]
+    assert len(said) == 2 * bool(lost)
+    for message in said:
+        assert f"{lost} of the next {33 + lost} rows" in message and "the same query and positive" in message
 
 
 def test_the_number_of_rows_is_limited(tmp_path):
@@ -199,9 +216,84 @@ def test_the_names_of_sentence_transformers_are_taken(tmp_path, streaming):
     assert first == {"query": "a0", "positive": "p", "negative": ["n1", "n2", "n10"]}
 
 
-def test_csv_keeps_texts_that_pandas_reads_as_missing(tmp_path):
-    (tmp_path / "a.csv").write_text("query,positive\nNA,null\nnan,None\n")
-    assert load(tmp_path / "a.csv")[0]["query"][:] == ["NA", "nan"]
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("place", ["a.csv", "folder", "with_readme"])
+def test_the_texts_of_csv_stay_texts_in_a_file_and_in_a_folder(tmp_path, place, streaming):
+    """pandas reads "NA" as missing and 007 as 7."""
+    lines = "id,query,positive,label\n007,NA,null,1\n7,nan,12,0\n"
+    (tmp_path / "a.csv").write_text(lines)
+    for name in ("folder", "with_readme"):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+        (tmp_path / name / "deeper" / "a.csv").write_text(lines)
+    (tmp_path / "with_readme" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: b\n  data_files: deeper/*\n---\n"
+    )
+    run = RunConfig(dataset_name=str(tmp_path / place), id_column="id", loss="CoSENTLoss", streaming=streaming)
+    rows = sorted(load_datasets(run)[0], key=lambda row: row["id"])
+    kept = [("007", "NA", "null", 1), ("7", "nan", "12", 0)]
+    assert [(row["id"], row["query"], row["positive"], row["label"]) for row in rows] == kept
+
+
+STRANGE = [
+    "pairs[1]",
+    "a*b",
+    "q?",
+    "{c}",
+    "h#x",
+    "p%20",
+    "with space",
+    "\u00fc\u4e2d",
+    ".hidden",
+    "c:d",
+    "~x",
+    "back\\slash",
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("stem", STRANGE)
+def test_a_path_is_that_file_and_no_pattern(tmp_path, stem, streaming, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for other in ("pairs1", "aXb", "qx", "c", "p "):
+        write(tmp_path / f"{other}.jsonl", [{"query": "another file's", "positive": "p"}])
+    write(tmp_path / f"{stem}.jsonl", [{"query": stem, "positive": "p"}])
+    for name in (f"{stem}.jsonl", str(tmp_path / f"{stem}.jsonl")):
+        assert [row["query"] for row in load(name, streaming=streaming)[0]] == [stem]
+
+
+@pytest.mark.parametrize("name", ["json", "csv", "text", "./json", "json/", "imagefolder"])
+def test_a_folder_may_be_called_as_a_kind_of_file(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "other.jsonl", [{"query": "not in the folder", "positive": "p"}])
+    (tmp_path / name).mkdir()
+    write(tmp_path / name / "own.jsonl", [{"query": "own", "positive": "p"}])
+    assert load(name)[0]["query"][:] == ["own"]
+
+
+def test_what_datasets_would_look_up_elsewhere_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("data1", "data[1]", "a::b", "squad"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jsonl").write_text('{"query": "q", "positive": "p"}')
+    write(tmp_path / "other.jsonl")
+    assert 'there is no file or folder "json" here' in refusal("json")
+    for name in ("data[1]", tmp_path / "data[1]"):
+        assert "as a pattern" in refusal(name)
+    for name in ("a::b", "a::b/a.jsonl"):
+        assert 'since "::" stands in it' in refusal(name)
+    assert "has no revisions" in refusal("squad@main")
+    assert "no such file or folder" in refusal(f"file://{tmp_path}/other.jsonl")
+    assert "no such file or folder" in refusal("~nobody-at-all/other.jsonl")
+
+
+def test_a_file_that_changed_under_its_time_is_read_anew(tmp_path):
+    for place in (tmp_path / "a.jsonl", tmp_path / "folder" / "a.jsonl"):
+        place.parent.mkdir(exist_ok=True)
+        for query in ("one", "two"):
+            write(place, [{"query": query, "positive": "p"}])
+            os.utime(place, ns=(10**18, 10**18))
+            name = place if place.parent == tmp_path else place.parent
+            assert load(name)[0]["query"][:] == [query]
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------

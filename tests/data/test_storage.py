@@ -1,8 +1,10 @@
 """A file system that does not answer for a while is waited for; what the data may name is confined to its folder."""
 
 import errno
+import json
 import os
 import subprocess
+from pathlib import Path
 
 import datasets
 import pytest
@@ -98,6 +100,23 @@ def load_pictures(tmp_path, names, max_bad_rows=0, **options):
         **options,
     )
     return load_datasets(run, max_bad_rows=max_bad_rows)
+
+
+@pytest.mark.parametrize("folder, name", [("pictures", "a.png"), (None, "pictures/a.png"), (None, "~/pictures/a.png")])
+def test_a_relative_name_is_the_picture_of_the_present_folder(tmp_path, monkeypatch, folder, name):
+    from PIL import Image
+
+    rows = str(tmp_path / "rows.jsonl")
+    Path(rows).write_text(json.dumps({"query": "text", "positive": name}))
+    run = RunConfig(dataset_name=rows, image_columns=["positive"], image_folder=folder)
+    for place, size in (("one", (1, 1)), ("two", (2, 2))):
+        (tmp_path / place / "pictures").mkdir(parents=True)
+        Image.new("RGB", size).save(tmp_path / place / "pictures" / "a.png")
+        monkeypatch.chdir(tmp_path / place)
+        monkeypatch.setenv("HOME", str(tmp_path / place))
+        train, _ = load_datasets(run)
+        monkeypatch.chdir(tmp_path)
+        assert train[0]["positive"].size == size
 
 
 @pytest.mark.parametrize("name", ["../secret.png", "{folder}/secret.png", "x/../../secret.png"])

@@ -314,6 +314,13 @@ def test_secrets_are_neither_echoed_nor_stored(load):
     assert "12345" not in error_of(load, hub_token=12345)
 
 
+def test_a_path_may_begin_in_the_home(load, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    run = load(model_name_or_path="~/models", output_dir="~/out", model_config=None)
+    assert run.options.model_name_or_path == f"{tmp_path}/models" and run.training["output_dir"] == f"{tmp_path}/out"
+
+
 def test_push_to_hub_while_offline_is_refused(load, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)

@@ -187,6 +187,14 @@ def test_lines_of_a_text_file_stay_lines_also_when_they_are_empty(folder):
         np.testing.assert_allclose(found, served.encode(texts), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind, lines", [("txt", ["NA", "007"]), ("csv", ["text", "NA", "007"])])
+def test_a_path_of_data_is_no_pattern(tmp_path, kind, lines):
+    (tmp_path / f"a[1].{kind}").write_text("\n".join(lines))
+    (tmp_path / f"a1.{kind}").write_text("\n".join([*lines, "another file's"]))
+    rows = encode.read(Encode("model", str(tmp_path / f"a[1].{kind}"), "out.npy"))
+    assert rows.take(0, 9) == ["NA", "007"]
+
+
 def test_a_pair_of_towers_encodes_pictures_and_texts(pairs, pictures, tmp_path, capsys):  # noqa: F811
     (tmp_path / "names.txt").write_text("parse\nread a date")
     pair, command = TowerPair.load(pairs), ["encode", "--model", str(pairs), "--output"]

@@ -1,6 +1,7 @@
 """`hf-dist mine` from a file of pairs to a file that a run trains on."""
 
 import errno
+import glob
 import json
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def data(tmp_path) -> str:
 def mine(data: str, output: Path, model: str, *more: str) -> list[dict]:
     columns = ["--query_column", "question", "--positive_column", "answer", "--id_column", "group"]
     cli.main(["mine", "--model", model, "--data", data, "--output", str(output), *columns, *more])
-    (split,) = datasets.load_dataset(output.suffix[1:].replace("jsonl", "json"), data_files=str(output)).values()
+    (split,) = datasets.load_dataset(
+        output.suffix[1:].replace("jsonl", "json"), data_files=glob.escape(str(output))
+    ).values()
     return list(split)
 
 
@@ -54,7 +57,7 @@ def check(rows: list[dict], negatives: int) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_the_file_holds_no_positive_as_a_negative_and_a_run_trains_on_it(main, tmp_path, model, data, kind, capsys):  # noqa: F811
-    output = tmp_path / f"mined.{kind}"
+    output = tmp_path / f"mined*[1].{kind}"  # no pattern
     check(mine(data, output, model, "--negatives", "3", "--relative_margin", "none"), 3)
     printed = capsys.readouterr()
     assert f'"dataset_name": "{output}"' in printed.out and "negatives per query" in printed.out
