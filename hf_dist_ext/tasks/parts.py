@@ -116,8 +116,10 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     if training.get("max_nonfinite_steps", "auto") == "auto":
         training["max_nonfinite_steps"] = LIMIT
     training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))
-    if run.options.use_lora and run.options.model_config is not None and not run.name:
-        training.setdefault("save_full_model", True)  # the base of the adapters is nowhere else
+    # The base of the adapters is nowhere else; an embedding model ends as a folder that others open.
+    is_whole = run.options.model_config is not None if run.options.use_lora else run.options.task == "embedding"
+    if is_whole and not run.name:
+        training.setdefault("save_full_model", True)
     options.check_of_accelerator(training.get("accelerator_config"))
     try:
         args = DistTrainingArguments(**training)

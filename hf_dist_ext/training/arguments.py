@@ -224,7 +224,8 @@ class DistTrainingArguments(TrainingArguments):
     save_full_model: bool = option(
         False,
         "When only a part was trained, end with the complete model all the same, adapters merged. Off: what was "
-        "trained; hf-dist merge makes the complete model of it.",
+        "trained; hf-dist merge makes the complete model of it. Run files of embedding models turn it on, unless LoRA "
+        "trains.",
     )
     allow_changed_data: bool = option(
         False, "Resume though the seed of the order or the training rows are not those of the checkpoint."

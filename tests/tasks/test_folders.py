@@ -59,6 +59,26 @@ def test_all_dense_modules_of_a_folder_train_are_saved_and_resumed(tmp_path):
     assert after.keys() == again.keys() and all(torch.equal(again[name], value) for name, value in after.items())
 
 
+@pytest.mark.parametrize("part", [{"trainable_modules": ["projection"]}, {"frozen_modules": ["embeddings"]}])
+def test_a_run_that_trains_a_part_of_a_folder_ends_with_a_whole_one(tmp_path, capsys, part):
+    """Its checkpoints hold what trains, and merging one gives the same model."""
+    tiny(projection_dim=16).save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    main(write_run(tmp_path, model_name_or_path=str(tmp_path / "model"), **part))
+    out, said = tmp_path / "out", capsys.readouterr().out
+    assert "merge it:" not in said and f'SentenceTransformer("{out}")' in said
+    texts, tokenizer = [*TEXTS, "sort the numbers by key"], load_tokenizer(out)
+    served = SentenceTransformer(str(out), device="cpu").encode(texts, convert_to_tensor=True)
+    assert (served - embed(EmbeddingModel.from_pretrained(out), tokenizer, texts)).abs().max() <= 1e-6
+    before = embed(EmbeddingModel.from_pretrained(tmp_path / "model"), tokenizer, texts)
+    assert (served - before).abs().max() > 1e-3, "something trained"
+    assert (out / "checkpoint-4" / "trainable.safetensors").is_file()
+    merge(out / "checkpoint-4", tmp_path / "merged")
+    assert torch.equal(
+        embed(EmbeddingModel.from_pretrained(tmp_path / "merged"), tokenizer, texts),
+        embed(EmbeddingModel.from_pretrained(out), tokenizer, texts),
+    )
+
+
 @pytest.mark.parametrize("start", ["a folder", "a configuration"])
 def test_static_embeddings_train_are_served_and_resumed(tmp_path, start):
     SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer(), embedding_dim=16)], device="cpu").save(
