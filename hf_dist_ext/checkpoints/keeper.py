@@ -24,7 +24,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
-from hf_dist_ext.checkpoints.loss_state import load_loss
+from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, state_of
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
 
@@ -80,7 +80,10 @@ class Keeper:
         folder = self._chosen
         if folder is not None and self.args.resume_weights_only:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
-            load_loss(self.loss, str(folder))
+            if (folder / LOSS_WEIGHTS).is_file():
+                load_loss(self.loss, str(folder))
+            elif state_of(self.loss) and self.args.process_index == 0:
+                logger.warning(f"{folder} holds no {LOSS_WEIGHTS}: the loss begins anew.")
         elif folder is not None:
             resume.check_optimizer(self.args, folder, optimizer)
             resume.check_frozen(folder, frozen_digests)

@@ -133,7 +133,7 @@ class DistTrainer(Trainer):
             checks.refuse_without_loss(args, evaluations)
             self.strategy = choose.of_own_loss(model, args)
         else:
-            checks.prepare_arguments(args)
+            checks.prepare_arguments(args, named.get("compute_loss_func"))
             self.strategy = choose.of_model(model, args)
             if named.get("compute_metrics") is None:
                 metrics.check_can_be_computed(args)
@@ -173,8 +173,8 @@ class DistTrainer(Trainer):
         )
         if isinstance(loss, nn.Module):
             loss.to(args.device)
-            collectives.take_from_first(loss.parameters())
-            self._new_loss = None if self.model_init is None else copy.deepcopy(loss.state_dict())
+            collectives.take_from_first((state := loss_state.state_of(loss)).values())
+            self._new_loss = None if self.model_init is None else copy.deepcopy(state)
         if loss is None:
             is_across = args.average_tokens_across_devices
             self._items = loss_scale.ItemsWatch(
@@ -234,6 +234,7 @@ class DistTrainer(Trainer):
         if (has_loss or self.freeze_plan is not None) and not self.strategy.keeps_float32:
             checks.warn_of_rounded_updates(self.model)
         if has_loss:
+            loss_state.check_optimizer(self.loss, self.optimizer, self.lr_scheduler)
             self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
             compiling.check(self.accelerator.state.dynamo_plugin, self.strategy)
             checks.check_model(self.model, self.args)
