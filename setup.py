@@ -32,7 +32,7 @@ REQUIRED = [
     "tokenizers>=0.23.1",
 ]
 TEST = [
-    "jsonschema>=4.20", "matplotlib>=3.8", "pytest>=8", "pytest-timeout>=2.3.1", "pytest-xdist>=3.8",
+    "jsonschema>=4.20", "matplotlib>=3.8", "optuna>=5", "pytest>=8", "pytest-timeout>=2.3.1", "pytest-xdist>=3.8",
     "scikit-learn>=1.4", "sentence-transformers>=6.2", "tensorboard>=2.16.2",
 ]  # fmt: skip
 IMAGE, PLOT = ["pillow>=10"], ["matplotlib>=3.8"]

@@ -24,7 +24,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
-from hf_dist_ext.checkpoints.loss_state import load_loss
+from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, state_of
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
 
@@ -49,41 +49,47 @@ class Keeper:
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
         self._run: Mapping[str, Any] = manifest.new_run()
+        self._chosen: Path | None = None
+        self._asked: bool | str | None = None
 
-    def resume(
+    def choose(self, asked: bool | str | None, strategy: Strategy, has_scaler: bool) -> str | None:
+        """The path of the checkpoint that this start continues, complete and fit for this way to run, or None: also
+        with `resume_weights_only`, which continues nothing."""
+        self.committed_step = self.best_checkpoint = None
+        self._chosen, self._asked = resume.choose(self.args, asked)
+        if (folder := self._chosen) is None or self.args.resume_weights_only:
+            return None
+        resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
+        strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
+        self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
+        return str(folder)
+
+    def begin_or_continue(
         self,
-        asked: bool | str | None,
         model: nn.Module,
         strategy: Strategy,
         frozen_digests: Mapping[str, str] | None,
         dtype_of_base: str,
         load_adapters: Callable[[nn.Module, Path], None],
-        has_scaler: bool,
         optimizer: str,
         is_search: bool,
-    ) -> str | None:
-        """The path of the checkpoint that this start continues, complete and fit for it, or None. With
-        `resume_weights_only` its weights are now in the (bare) model, and nothing is continued. `frozen_digests`: of
-        the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded the model in.
-        `optimizer`: the class of this run's.
-        """
-        self.committed_step = self.best_checkpoint = None
-        folder, asked = resume.choose(self.args, asked)
-        path = None
+    ) -> None:
+        """Once the (bare) model is there: it fits what was chosen, or has its weights with `resume_weights_only`.
+        `frozen_digests`: of the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded
+        the model in. `optimizer`: the class of this run's."""
+        folder = self._chosen
         if folder is not None and self.args.resume_weights_only:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
-            load_loss(self.loss, str(folder))
+            if (folder / LOSS_WEIGHTS).is_file():
+                load_loss(self.loss, str(folder))
+            elif state_of(self.loss) and self.args.process_index == 0:
+                logger.warning(f"{folder} holds no {LOSS_WEIGHTS}: the loss begins anew.")
         elif folder is not None:
-            resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
             resume.check_optimizer(self.args, folder, optimizer)
-            strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
             resume.check_frozen(folder, frozen_digests)
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
-            self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
-            path = str(folder)
         # nothing is written down before everything was looked at
-        self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)
-        return path
+        self._run = resume.begin_or_continue_run(self.args, folder, self._asked, is_search)
 
     def tell_best(self, state: Any) -> None:
         """`state`: of a checkpoint, as Trainer has read it. Trainer looks for the best one where it lay once, and says

@@ -1,8 +1,9 @@
 """What a checkpoint holds beside the model's weights and their optimizer state.
 
-The loss's own parameters and their optimizer state stand in files of their own, `loss.safetensors` and
-`loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model. Where weights are in a
-form of their own, what describes the model stands beside them. The token of the hub never reaches a file.
+What the loss's `state_dict` holds, and the optimizer state of its parameters, stand in files of their own,
+`loss.safetensors` and `loss_optimizer.pt`, in every mode: FSDP's optimizer format knows only parameters of the model.
+Where weights are in a form of their own, what describes the model stands beside them. The token of the hub never
+reaches a file.
 """
 
 from __future__ import annotations
@@ -36,6 +37,32 @@ def loss_parameters(loss: Any) -> list[nn.Parameter]:
     return [p for p in loss.parameters() if p.requires_grad] if isinstance(loss, nn.Module) else []
 
 
+def state_of(loss: Any) -> dict[str, torch.Tensor]:
+    """What a loss goes on from, as its `state_dict` says: parameters, and buffers such as a queue or a mean."""
+    state = loss.state_dict() if isinstance(loss, nn.Module) else {}
+    if other := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+        raise UsageError(
+            f"the state_dict of {type(loss).__name__} has {other[0]!r}, which is no tensor, and a checkpoint holds "
+            "tensors of a loss. Make it a buffer (register_buffer), or leave it out of the state_dict."
+        )
+    return state
+
+
+def check_optimizer(loss: Any, optimizer: Any, schedule: Any) -> None:
+    """UsageError where an optimizer that was given can not train the loss's parameters. `schedule`: given too."""
+    own = {id(p) for p in loss_parameters(loss)}
+    groups = [{id(p) for p in group["params"]} for group in getattr(optimizer, "param_groups", ())]
+    held = own.intersection(*[set().union(*groups)])
+    is_shared = any(group & own and group - own for group in groups)
+    if is_shared or (groups and schedule is not None and held != own):
+        why = "them in one group with others" if is_shared else "none of them, while its schedule was given too"
+        raise UsageError(
+            f"{type(loss).__name__} has parameters that train, such as a temperature, and the given optimizer has "
+            f'{why}. Give them a group of their own: AdamW([{{"params": model.parameters()}}, '
+            '{"params": loss.parameters()}]).'
+        )
+
+
 def add_loss_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
     """Let the optimizer train the loss's parameters, without weight decay (a temperature has no reason to shrink)."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -51,6 +78,10 @@ def loss_state_apart(
     """While inside, the optimizer holds the model's parameters only; the loss's state is saved to or loaded from the
     checkpoint's own files and put back on leaving."""
     parameters = loss_parameters(loss)
+    if save_to is not None:
+        save_loss(loss, save_to)
+    if load_from is not None:
+        load_loss(loss, load_from)
     if not parameters or optimizer is None:
         yield
         return
@@ -62,32 +93,30 @@ def loss_state_apart(
     state = {p: optimizer.state.pop(p) for p in parameters if p in optimizer.state}
     optimizer.param_groups[:] = others
     if save_to is not None:
-        _save_loss(loss, parameters, groups, state, save_to)
+        _save_optimizer(parameters, groups, state, save_to)
     try:
         yield
     finally:
         if load_from is not None:
-            state = _load_loss(loss, parameters, groups, load_from)
+            state = _load_optimizer(parameters, groups, load_from)
         optimizer.param_groups.extend(groups)
         optimizer.state.update(state)
 
 
-def _save_loss(loss: nn.Module, parameters: list, groups: list, state: dict, folder: str) -> None:
-    save_loss(loss, folder)
+def _save_optimizer(parameters: list, groups: list, state: dict, folder: str) -> None:
     hyper = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     torch.save({"state": [state.get(p, {}) for p in parameters], "groups": hyper}, _at(folder, LOSS_OPTIMIZER))
 
 
 def save_loss(loss: Any, folder: str | Path | None) -> None:
-    """The loss's parameters; None: another rank saves them. Nothing to do for a loss without any."""
-    if folder is None or not loss_parameters(loss):
+    """The loss's state; None: another rank saves it. Nothing to do for a loss without any."""
+    if folder is None or not (state := state_of(loss)):
         return
     os.makedirs(folder, exist_ok=True)
-    save_file({k: v.detach().cpu().contiguous() for k, v in loss.state_dict().items()}, _at(folder, LOSS_WEIGHTS))
+    save_file({name: value.cpu().contiguous() for name, value in state.items()}, _at(folder, LOSS_WEIGHTS))
 
 
-def _load_loss(loss: nn.Module, parameters: list, groups: list, folder: str) -> dict:
-    load_loss(loss, folder)
+def _load_optimizer(parameters: list, groups: list, folder: str) -> dict:
     path = _at(folder, LOSS_OPTIMIZER)
     if not os.path.isfile(path):
         raise UsageError(f"{folder} holds no {LOSS_OPTIMIZER}: the loss's parameters can not be resumed from it.")
@@ -106,13 +135,16 @@ def _load_loss(loss: nn.Module, parameters: list, groups: list, folder: str) -> 
 
 
 def load_loss(loss: Any, folder: str) -> None:
-    """Load the loss's parameters from a checkpoint; nothing to do for a loss without any."""
-    if not loss_parameters(loss):
+    """Load the loss's state from a checkpoint; nothing to do for a loss without any."""
+    if not state_of(loss):
         return
     path = _at(folder, LOSS_WEIGHTS)
     if not os.path.isfile(path):
-        raise UsageError(f"{folder} holds no {LOSS_WEIGHTS}: the loss's parameters can not be resumed from it.")
-    loss.load_state_dict(load_file(path))
+        raise UsageError(f"{folder} holds no {LOSS_WEIGHTS}: the loss's state can not be resumed from it.")
+    try:
+        loss.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise UsageError(f"{path} is of another loss than {type(loss).__name__}: {error}. Give that one.") from None
 
 
 # ---- beside the weights ----

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
-from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters
+from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters, state_of
 from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.weights import check_weights
@@ -195,8 +195,8 @@ def _everyones(look: Callable[[], list[str]]) -> list[str]:
 
 def check_complete(args: Any, folder: Path, loss: Any, rows: Rows, has_scaler: bool) -> None:
     needed = ["scaler.pt"] if has_scaler else []
-    if loss_parameters(loss):
-        needed += [LOSS_WEIGHTS, LOSS_OPTIMIZER]
+    needed += [LOSS_WEIGHTS] if state_of(loss) else []
+    needed += [LOSS_OPTIMIZER] if loss_parameters(loss) else []
     world_size = saved_world_size(folder)
     if (world_size, saved_ranks_per_rows(folder)) == (args.world_size, rows.shared_by):
         needed.append(f"rng_state_{args.process_index}.pth" if world_size > 1 else "rng_state.pth")

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_dist_ext.engine.losses import LossOutput
-from hf_dist_ext.engine.outputs import Output, PartOfColumns, part_of
+from hf_dist_ext.engine.losses import LossOutput, as_output
+from hf_dist_ext.engine.outputs import Output, PartOfColumns, part_of, tensors_of
 from hf_dist_ext.errors import UsageError
 
 
@@ -140,17 +140,20 @@ class SumOfLosses(_Losses):
         metrics: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             loss = self.losses[f"of_{name}"]
-            more = {"targets": targets} if targets and _reads_targets(loss) else {}
             rows: Mapping[str, Output] = own
-            all_rows: Mapping[str, Output] | None = everyone
+            given: tuple[Any, ...] = everyone, row_offset, ids, targets
+            if everyone is not None and not getattr(loss, "cross_device_negatives", True):
+                given = None, 0, *(_own_part(values, own, everyone, row_offset) for values in (ids, targets))
+            all_rows, offset, part_ids, part_targets = given
             output = self.outputs.get(name)
             if output is not None:
                 rows = {column: part_of(own[column], output) for column in own}
-                all_rows = None if everyone is None else PartOfColumns(everyone, output)
-            part = loss(rows, all_rows, row_offset=row_offset, ids=ids, **more)
-            total = total + weight * part.loss
-            metrics[f"{name}_loss"] = part.loss.detach()
-            metrics |= {f"{name}_{metric}": value for metric, value in part.metrics.items()}
+                all_rows = None if all_rows is None else PartOfColumns(all_rows, output)
+            more = {"targets": part_targets} if targets and _reads_targets(loss) else {}
+            value, own_metrics = as_output(loss(rows, all_rows, row_offset=offset, ids=part_ids, **more))
+            total = total + weight * value
+            metrics[f"{name}_loss"] = value.detach()
+            metrics |= {f"{name}_{metric}": one for metric, one in own_metrics.items()}
         return LossOutput(total, metrics)
 
     def extra_repr(self) -> str:
@@ -185,6 +188,24 @@ def num_columns_of(loss: Any) -> dict[str, int | None]:
     """Source -> how many columns of its batches its loss reads, None: all; "" stands for all other sources."""
     of_sources = loss.losses if isinstance(loss, LossPerSource) else {"of_": loss}
     return {key.removeprefix("of_"): getattr(one, "num_columns", None) for key, one in of_sources.items()}
+
+
+def _own_part(
+    values: Mapping[str, Tensor] | None, own: Mapping[str, Output], everyone: Any, row_offset: int
+) -> dict[str, Tensor] | None:
+    """Of what is said of all rows that of own ones. Keys that are no column say one thing per anchor."""
+    if values is None:
+        return None
+    anchor, ring, found = next(iter(own)), getattr(everyone, "ring", None), {}
+    num_rows = {name: len(tensors_of(output)[0]) for name, output in own.items()}
+    for name, of_all in values.items():
+        column = name if name in own else anchor
+        if ring is None:  # every anchor has as many
+            start = row_offset * num_rows[column] // num_rows[anchor]
+        else:
+            start = sum(ring.counts[column][: ring.rank])
+        found[name] = of_all[min(start, len(of_all) - num_rows[column]) :][: num_rows[column]]
+    return found
 
 
 def _reads_targets(loss: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,11 @@ Exchange = Literal["auto", "gather", "ring"]
 class LossOutput(NamedTuple):
     loss: Tensor  # scalar, the mean over this rank's own rows
     metrics: dict[str, Tensor]  # detached scalars, means over the same rows
+
+
+def as_output(returned: Any) -> LossOutput:
+    """What a loss returned: a tensor, or a pair with its metrics."""
+    return LossOutput(*returned) if isinstance(returned, tuple) else LossOutput(returned, {})
 
 
 class InfoNCELoss(nn.Module):

@@ -27,6 +27,9 @@ class GeneratingTrainer(DistTrainer):
     def __init__(self, *arguments: Any, eval_collator: Callable, max_new_tokens: int | None = None, **options: Any):
         self.eval_collator, self.max_new_tokens = eval_collator, max_new_tokens
         super().__init__(*arguments, **options)
+
+    def _take_model(self) -> None:
+        super()._take_model()
         if self.freeze_plan is None:  # with one it is there already
             self.image_stand_in = self.make_image_stand_in()
 

@@ -87,7 +87,7 @@ def refuse_updates_in_backward(args: Any, runner: str) -> None:
         )
 
 
-def prepare_arguments(args: DistTrainingArguments) -> None:
+def prepare_arguments(args: DistTrainingArguments, compute_loss_func: Any) -> None:
     """Those of a loss over embeddings: refused, or set to what it needs."""
     if not isinstance(args, DistTrainingArguments):
         raise UsageError(
@@ -98,6 +98,17 @@ def prepare_arguments(args: DistTrainingArguments) -> None:
         raise UsageError(
             f"label_smoothing_factor={args.label_smoothing_factor} smooths the labels of a model's own loss; a loss "
             "over embeddings has none. Remove it."
+        )
+    if compute_loss_func is not None:
+        raise UsageError(
+            "compute_loss_func computes a loss of a model's outputs and labels, and DistTrainer has a loss over "
+            "embeddings, which is the one that trains. Remove one of them."
+        )
+    if "inputs" in args.include_for_metrics:
+        raise UsageError(
+            'include_for_metrics=["inputs"] hands compute_metrics one tensor of a batch, and with a loss over '
+            "embeddings a batch is a mapping column -> features. Remove it: predictions are the embeddings of anchors "
+            "and positives."
         )
     refuse_updates_in_backward(args, "a loss over embeddings")
     if args.auto_find_batch_size:

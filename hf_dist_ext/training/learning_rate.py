@@ -45,7 +45,8 @@ def check(args: Any) -> None:
 
 
 def scale(args: Any, devices: int) -> None:
-    """Scale `learning_rate` and `learning_rates` by the rule, once however many trainers share the arguments.
+    """Scale `learning_rate` and `learning_rates` by the rule, once however many trainers share the arguments. Rates
+    that a search has set since are scaled anew.
 
     devices: those, or groups of processes, that have rows of their own.
     """
@@ -56,16 +57,19 @@ def scale(args: Any, devices: int) -> None:
         f"effective batch: {effective} rows = {args.train_batch_size} per {each} x "
         f"{args.gradient_accumulation_steps} accumulated x {devices} {each}(s){more}"
     )
-    rule, base, given = args.lr_scale_rule, args.lr_base_batch_size, getattr(args, "_given_rates", None)
+    rule, base = args.lr_scale_rule, args.lr_base_batch_size
     if rule == "none":
         if args.process_index == 0:
             logger.info(f"{words}; learning_rate {args.learning_rate:g} as given.")
         return
-    rate, rates = args._given_rates = given or (args.learning_rate, getattr(args, "learning_rates", None))
+    given = args.learning_rate, args.learning_rates
+    before, scaled = getattr(args, "_scaled_rates", (given, None))
+    rate, rates = before if given == scaled else given
     factor = math.sqrt(effective / base) if rule == "sqrt" else effective / base
     args.learning_rate = rate * factor
     if rates:
         args.learning_rates = {name: of_part * factor for name, of_part in rates.items()}
+    args._scaled_rates = (rate, rates), (args.learning_rate, args.learning_rates)
     if args.process_index == 0:
         logger.warning(f"{words}; learning_rate {rate:g} for {base} rows becomes {args.learning_rate:g} ({rule}).")
 

@@ -35,6 +35,7 @@ from hf_dist_ext.engine.gradient_cache import (
     cached_step,
     encode_without_graph,
 )
+from hf_dist_ext.engine.losses import as_output
 from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
@@ -94,6 +95,7 @@ class EmbeddingStep:
         self._accumulated = 1  # batches of the update that runs
         self._gradients_are_used = True  # those of the loss's own parameters
         self._before_update: RandomState | None = None
+        self._buffers_before: list[torch.Tensor] = []
         self._own_loss: torch.Tensor | None = None
         self._asked: dict[str | None, frozenset[str]] = {}  # source -> columns that its loss reads of all ranks
 
@@ -139,6 +141,7 @@ class EmbeddingStep:
         again in smaller chunks from the random state before it."""
         if not earlier:
             self._before_update = RandomState(self.args.device)
+            self._buffers_before = [] if self.sizes.fitting is None else [b.clone() for b in self._buffers()]
         again: list[Any] = []
         fitting = self.sizes.fitting
         while True:
@@ -156,8 +159,14 @@ class EmbeddingStep:
             for parameter in chain(model.parameters(), loss_parameters(self.loss)):
                 parameter.grad = None
             self._before_update.restore()
+            for buffer, before in zip(self._buffers(), self._buffers_before, strict=True):
+                buffer.copy_(before)
             empty_cache(self.args.device)
             again = list(earlier)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """Those of the loss, which a step may write to."""
+        return list(self.loss.buffers()) if isinstance(self.loss, nn.Module) else []
 
     def _attempt(self, model: nn.Module, batch: Batch, facts: RowFacts, is_first: bool) -> CachedStep:
         sizes, strategy, budget, bare = self.sizes, self.strategy(), self.sizes.budget, self.sizes.model()
@@ -235,7 +244,7 @@ class EmbeddingStep:
         layout = self.sizes.cut(batch, is_first=False, ahead=facts.cuts)
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
-        with compiling.scores_in_float32(self.args):
+        with compiling.scores_in_float32(self.args), _evaluating(self.loss):
             loss, _ = self._score(embeddings, facts, layout)
         return Scored(loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts)
 
@@ -343,10 +352,23 @@ class EmbeddingStep:
         if everyone is not None:
             everyone.finish()
             self._asked[facts.source] = everyone.asked
-        loss, metrics = output if isinstance(output, tuple) else (output, {})
+        loss, metrics = as_output(output)
         weight = row_weight(own[anchor], counts[anchor])
         self._own_loss = loss.detach()
         return loss * weight, {name: value * weight for name, value in metrics.items()}
+
+
+@contextmanager
+def _evaluating(loss: Any) -> Iterator[None]:
+    """The loss's modules in eval mode, and then as they were."""
+    trained = [module for module in loss.modules() if module.training] if isinstance(loss, nn.Module) else []
+    try:
+        for module in trained:
+            module.eval()
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tensor]], RowFacts]:

@@ -8,6 +8,7 @@ model). Here are the hooks, in the order of a run. No maths lives here.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -90,9 +91,11 @@ class DistTrainer(Trainer):
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
     freeze_watch: freeze.FreezeWatch | None = None
+    files: ModelFiles
     step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
     own_loss: OwnLossStep | None = None
     _optimizer_name: str | None = None
+    _new_loss: dict[str, Any] | None = None  # the state of a loss that begins anew with every model
     _unwrapped: tuple[nn.Module, nn.Module] | None = None  # `model`, and what it is without its wrappers
 
     def __init__(
@@ -116,8 +119,7 @@ class DistTrainer(Trainer):
             super().__init__(**named)
         self._make_parts()
         self.evaluations = Evaluations(evaluations, metrics.similarity_of(loss), self.data_collator)
-        self.strategy.constructed(self.model)
-        self._check_parts()
+        self._take_model()
         self._add_watchers()
 
     # ---- setting up ----
@@ -131,7 +133,7 @@ class DistTrainer(Trainer):
             checks.refuse_without_loss(args, evaluations)
             self.strategy = choose.of_own_loss(model, args)
         else:
-            checks.prepare_arguments(args)
+            checks.prepare_arguments(args, named.get("compute_loss_func"))
             self.strategy = choose.of_model(model, args)
             if named.get("compute_metrics") is None:
                 metrics.check_can_be_computed(args)
@@ -152,14 +154,6 @@ class DistTrainer(Trainer):
             read_manifest=manifest.read,
         )
         self.keeper = Keeper(args, loss, lease.check)
-        self.files = ModelFiles(
-            args,
-            lambda: self.model,
-            lambda: self.bare_model,
-            lambda: self.strategy,
-            processor=lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
-            saved=lambda: None if self.freeze_plan is None else self.freeze_plan.saved,
-        )
         fitting = FittingSizes(args, loss) if loss is not None and args.uses_gradient_cache else None
         self.health = Health(
             args,
@@ -171,22 +165,17 @@ class DistTrainer(Trainer):
             rows=lambda: self.strategy.rows,
             take_begun=lambda: self.data_position.take_begun("bad_rows"),
         )
-        if loss is not None or self.freeze_plan is not None:
-            self.image_stand_in = self.make_image_stand_in()
         self.meter, self.clock = StepMeter(lambda: self.strategy.rows), StepClock(args.device)
         self.scaling = Scaling(
             lambda: (self._train_batch_size, self.data_position.rows_per_micro_batch),
             lambda: getattr(self, "stage", None),
             self.log,
         )
-        if loss is not None:
-            self.step = self._make_step(fitting)
-            if isinstance(loss, nn.Module):
-                loss.to(args.device)
-                collectives.take_from_first(loss.parameters())
-        else:
-            if self.strategy.is_cut:
-                self.own_loss = self._make_own_loss_step()
+        if isinstance(loss, nn.Module):
+            loss.to(args.device)
+            collectives.take_from_first((state := loss_state.state_of(loss)).values())
+            self._new_loss = None if self.model_init is None else copy.deepcopy(state)
+        if loss is None:
             is_across = args.average_tokens_across_devices
             self._items = loss_scale.ItemsWatch(
                 self.accelerator.num_processes // self.get_tp_size() if is_across else 1,
@@ -194,14 +183,35 @@ class DistTrainer(Trainer):
                 self.is_world_process_zero(),
             )
 
-    def _make_step(self, fitting: FittingSizes | None) -> EmbeddingStep:
+    def _take_model(self) -> None:
+        """What is decided for one model, and begins anew where `model_init` has made another."""
+        self.files = ModelFiles(
+            self.args,
+            lambda: self.model,
+            lambda: self.bare_model,
+            lambda: self.strategy,
+            processor=lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
+            saved=lambda: None if self.freeze_plan is None else self.freeze_plan.saved,
+        )
+        self.feature_cache = None
+        self.image_stand_in = self.make_image_stand_in() if self._is_ours else None
+        if self.loss is not None:
+            self.step = self._make_step()
+        elif self.strategy.is_cut:
+            self.own_loss = self._make_own_loss_step()
+        if self._new_loss is not None:
+            cast(nn.Module, self.loss).load_state_dict(self._new_loss)
+        self.strategy.constructed(self.model)
+        self._check_parts()
+
+    def _make_step(self) -> EmbeddingStep:
         sizes = StepSizes(
             self.args,
             loss=lambda: cast(Callable, self.loss),
             model=lambda: self.bare_model,
             strategy=lambda: self.strategy,
             progress=self.progress,
-            fitting=fitting,
+            fitting=self.health.sizes,
             takes_column="column" in forward_parameters(self.model),
             has_stand_in=self.image_stand_in is not None,
         )
@@ -224,6 +234,7 @@ class DistTrainer(Trainer):
         if (has_loss or self.freeze_plan is not None) and not self.strategy.keeps_float32:
             checks.warn_of_rounded_updates(self.model)
         if has_loss:
+            loss_state.check_optimizer(self.loss, self.optimizer, self.lr_scheduler)
             self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)
             compiling.check(self.accelerator.state.dynamo_plugin, self.strategy)
             checks.check_model(self.model, self.args)
@@ -351,6 +362,14 @@ class DistTrainer(Trainer):
         self._settle(strategy, model)
         return model
 
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Here Trainer has made the model of this training, and a search has set its arguments."""
+        super()._hp_search_setup(trial)
+        if self.model_init is not None:
+            self._take_model()
+        if self._has_own_arguments:
+            self._begin_or_continue()
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.freeze_watch is not None:
             with self.strategy.saving_whole(self.model):  # so that the report counts all of it
@@ -468,7 +487,7 @@ class DistTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> TrainOutput:
         with self.health.running(is_search=self.hp_search_backend is not None):
             if self._has_own_arguments:
-                resume_from_checkpoint = self._resume(resume_from_checkpoint)
+                resume_from_checkpoint = self._choose_checkpoint(resume_from_checkpoint)
             try:
                 position = self.data_position.training(cast("str | None", resume_from_checkpoint))
                 with self.keeper.background.ended(), self.strategy.training(), position:
@@ -477,24 +496,28 @@ class DistTrainer(Trainer):
                 self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
 
-    def _resume(self, asked: str | bool | None) -> str | None:
-        """The checkpoint that this start goes on from, and what follows from it for the batch and its rate."""
+    def _choose_checkpoint(self, asked: str | bool | None) -> str | None:
+        """The checkpoint that this start goes on from, and what follows from it for the batch."""
+        has_scaler = getattr(self.accelerator, "scaler", None) is not None
+        checkpoint = self.keeper.choose(asked, self.strategy, has_scaler)
+        learning_rate.keep_effective_batch(
+            self.args, checkpoint, self.strategy.rows.size, self.strategy.fixed_accumulation
+        )
+        return checkpoint
+
+    def _begin_or_continue(self) -> None:
+        """Whether the model fits the checkpoint, and which run goes on."""
         self.files.prepare()
-        checkpoint = self.keeper.resume(
-            asked,
+        self.keeper.begin_or_continue(
             self.bare_model,
             self.strategy,
             self.files.frozen_digests,
             self.files.dtype_of_base,
             load_adapters=lambda model, folder: super(DistTrainer, self)._load_from_checkpoint(str(folder), model),
-            has_scaler=getattr(self.accelerator, "scaler", None) is not None,
             optimizer=self._name_optimizer(),
             is_search=self.hp_search_backend is not None,
         )
-        parallel, why_fixed = self.strategy.rows.size, self.strategy.fixed_accumulation
-        learning_rate.keep_effective_batch(self.args, checkpoint, parallel, why_fixed)
-        learning_rate.scale(self.args, parallel)
-        return checkpoint
+        learning_rate.scale(self.args, self.strategy.rows.size)
 
     def _name_optimizer(self) -> str:
         """The class of the optimizer that will train, as a manifest has it."""

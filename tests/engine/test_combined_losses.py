@@ -1,5 +1,7 @@
 """Several losses at once: their weighted sum has the gradients of the plain step, and each part is told."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -84,3 +86,47 @@ def test_a_source_has_its_loss_and_all_others_the_default():
     assert losses.of("train") is first and losses.of("other") is second and loss_of(first, "train") is first
     with pytest.raises(KeyError):
         LossPerSource({"train": first}).of("other")
+
+
+class Distance(nn.Module):
+    """As a user writes it. `form`: of what it returns."""
+
+    def __init__(self, form: str, **attributes):
+        super().__init__()
+        self.form = form
+        vars(self).update(attributes)
+
+    def forward(self, own, everyone=None, row_offset=0, ids=None, targets=None):
+        self.given = everyone, row_offset, ids, targets
+        loss = (own["query"] - own["positive"]).pow(2).mean()
+        return {"tensor": loss, "pair": (loss, {"distance": loss.detach()})}[self.form]
+
+
+def test_a_part_may_return_a_tensor_or_a_pair_as_a_loss_alone_may():
+    rows = {name: torch.randn(3, 4) for name in ("query", "positive")}
+    loss, metrics = SumOfLosses({"one": Distance("tensor"), "two": Distance("pair")}, {"two": 2.0})(rows)
+    distance = (rows["query"] - rows["positive"]).pow(2).mean()
+    assert_close(loss, 3 * distance)
+    assert metrics.keys() == {"one_loss", "two_loss", "two_distance"} and metrics["two_loss"] == distance
+
+
+class Everyone(dict):
+    """As strategies/rows.py has it: with every rank's number of rows."""
+
+    ring = SimpleNamespace(rank=1, counts={"query": [2, 3], "positive": [2, 3], "negative": [5, 4]})
+
+
+def test_a_part_that_asks_for_its_own_rows_sees_no_others():
+    """Nor their texts and labels, also where ranks have other numbers of negatives."""
+    sizes, own_sizes = {"query": 5, "positive": 5, "negative": 9}, {"query": 3, "positive": 3, "negative": 4}
+    own = {name: torch.randn(size, 4) for name, size in own_sizes.items()}
+    everyone = Everyone({name: torch.randn(size, 4) for name, size in sizes.items()})
+    ids = {name: torch.arange(size) for name, size in (sizes | {"group": 5}).items()}
+    alone, with_all = Distance("tensor", cross_device_negatives=False), Distance("tensor")
+    SumOfLosses({"alone": alone, "all": with_all})(own, everyone, 2, ids, {"label": torch.arange(5)})
+    assert with_all.given[:3] == (everyone, 2, ids)
+    given, row_offset, own_ids, targets = alone.given
+    assert given is None and row_offset == 0 and targets["label"].tolist() == [2, 3, 4]
+    assert {name: found.tolist() for name, found in own_ids.items()} == {
+        "query": [2, 3, 4], "positive": [2, 3, 4], "negative": [5, 6, 7, 8], "group": [2, 3, 4],
+    }  # fmt: skip

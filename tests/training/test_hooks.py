@@ -25,6 +25,7 @@ HOOKS = {  # of Trainer -> its parameters
     "_get_grad_norm": "model grad_norm",
     "_get_learning_rate": "",
     "_get_train_sampler": "train_dataset",
+    "_hp_search_setup": "trial",
     "_init_training_state": "max_steps num_update_steps_per_epoch num_train_epochs resume_from_checkpoint trial",
     "_load_best_model": "",
     "_load_from_checkpoint": "resume_from_checkpoint model",

@@ -21,7 +21,7 @@ from hf_dist_ext.training.out_of_memory import (
     Sizes,
     is_lack_of_memory,
 )
-from tests.training.test_trainer import Tiny, trainer
+from tests.training.test_trainer import Centered, Tiny, trainer
 
 
 @pytest.mark.parametrize("error, is_lack", [
@@ -78,6 +78,22 @@ def weights(of) -> torch.Tensor:
 
 def losses(of) -> list[float]:
     return [line["loss"] for line in of.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_a_step_that_ran_out_wrote_to_the_loss_is_taken_back(tmp_path, accumulation):
+    """The pass with graphs runs out, when the loss has seen the batch."""
+    found = []
+    for name in ("whole", "short"):
+        torch.manual_seed(2)
+        run = trainer(tmp_path / name, loss=Centered(), gradient_cache_chunk_size=4, num_rows=64,
+                      gradient_accumulation_steps=accumulation)  # fmt: skip
+        if name == "short":
+            short_of_memory(run, 6, 2, only_graphs=True)
+        run.train()
+        found.append((run.loss.seen, run.loss.center))
+    assert found[0][0] == 3 * accumulation and found[0][1].any()
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -247,3 +247,95 @@ def test_a_run_that_gets_no_better_ends_and_a_resumed_one_goes_on_counting(tmp_p
 def test_a_patience_that_nothing_is_counted_for_is_refused(given, words, tmp_path):
     with pytest.raises(UsageError, match=words):
         trainer(tmp_path, early_stopping_patience=2, **given)
+
+
+class Centered(nn.Module):
+    """An average of embeddings that goes on while it trains, dropout, and no parameter."""
+
+    def __init__(self, fails: bool = False):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(8))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.dropout, self.fixed, self.fails = nn.Dropout(0.5), nn.Dropout(0.5).eval(), fails
+
+    def forward(self, own, everyone=None, row_offset=0, ids=None):
+        if self.training:
+            self.center.mul_(0.9).add_(0.1 * own["positive"].detach().mean(0))
+            self.seen += 1
+        elif self.fails:
+            raise RuntimeError("in the evaluation")
+        rows = self.fixed(self.dropout(own["query"])) - self.center
+        return nn.functional.mse_loss(rows, own["positive"])
+
+
+def test_an_evaluation_neither_trains_the_loss_nor_draws_from_it(tmp_path):
+    made = trainer(tmp_path, loss=Centered())
+    made.train()
+    modes = {name: module.training for name, module in made.loss.named_modules()}
+    assert modes == {"": True, "dropout": True, "fixed": False} and made.loss.seen == 3
+    assert len({made.evaluate()["eval_loss"] for _ in range(3)}) == 1
+    made.loss.fails = True
+    with pytest.raises(RuntimeError, match="in the evaluation"):
+        made.evaluate()
+    assert made.loss.seen == 3 and {name: m.training for name, m in made.loss.named_modules()} == modes
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_the_buffers_of_a_loss_without_a_parameter_are_saved_and_resumed(tmp_path, save_only_model):
+    steps = dict(save_strategy="steps", save_steps=1, save_only_model=save_only_model)
+    whole = trainer(tmp_path / "whole", loss=Centered(), **steps)
+    whole.train()
+    assert whole.loss.center.any() and whole.loss.seen == 3
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    resumed = trainer(tmp_path / "resumed", loss=Centered(), resume_weights_only=save_only_model, max_steps=3)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    if save_only_model:
+        assert resumed.loss.seen == 2 + 3, "weights alone, and three steps more"
+    else:
+        assert resumed.loss.seen == 3 and torch.equal(resumed.loss.center, whole.loss.center)
+
+
+def test_a_state_of_the_loss_that_is_missing_or_of_another_is_said(tmp_path, caplog):
+    trainer(tmp_path, loss=InfoNCELoss(), save_strategy="steps", save_steps=1).train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    with pytest.raises(UsageError, match=r"can not be continued: loss.safetensors is missing"):
+        trainer(tmp_path / "other", loss=Centered()).train(resume_from_checkpoint=checkpoint)
+    trainer(tmp_path / "weights", loss=Centered(), resume_weights_only=True).train(resume_from_checkpoint=checkpoint)
+    assert "the loss begins anew" in caplog.text
+    trainer(tmp_path, save_strategy="steps", save_steps=1, overwrite_output_dir=True).train()
+    with pytest.raises(UsageError, match="of another loss"):
+        trainer(tmp_path / "third", loss=Centered()).train(resume_from_checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_given_schedule_takes_no_group_of_the_loss_and_that_is_said(tmp_path, shares):
+    """Nor may a group hold parameters of both: their states lie in different files."""
+
+    def run(groups) -> DistTrainer:
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        args = DistTrainingArguments(
+            str(tmp_path), report_to=[], use_cpu=True, max_steps=2, save_steps=1, disable_tqdm=True
+        )
+        return DistTrainer(
+            model, args, data_collator=collate, train_dataset=list(range(32)), loss=loss,
+            optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+        )  # fmt: skip
+
+    model, loss = Tiny(), InfoNCELoss(learnable_temperature=True)
+    with pytest.raises(UsageError, match="a group of their own"):
+        run([*model.parameters(), *(loss.parameters() if shares else ())])
+    before = loss.temperature
+    run([{"params": model.parameters()}, {"params": loss.parameters()}]).train()
+    assert loss.temperature != before
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: 0.0}, "compute_loss_func"),
+    ({"include_for_metrics": ["inputs"]}, "include_for_metrics"),
+])  # fmt: skip
+def test_what_a_loss_over_embeddings_would_never_call_is_refused(tmp_path, given, words):
+    options = {name: value for name, value in given.items() if name == "compute_loss_func"}
+    more = {name: value for name, value in given.items() if name not in options}
+    args = DistTrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **more)
+    with pytest.raises(UsageError, match=words):
+        DistTrainer(Tiny(), args, data_collator=collate, loss=InfoNCELoss(), **options)
