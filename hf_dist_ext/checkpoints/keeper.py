@@ -5,7 +5,8 @@ A save goes like this:
 (1) is there room on the disk? Then the folder is emptied and marked as unfinished
 (2) every rank writes its files
 (3) when all ranks have, they share the reading, hashing and fsync of the files, and rank 0 writes the manifest
-(4) older complete checkpoints beyond the limit are deleted; the checkpoint is pushed
+(4) older complete checkpoints beyond the limit are deleted, but never the newest proved one; the checkpoint is pushed
+(5) the next finite update proves the checkpoint (checkpoints/manifest.py), and (4) deletes again
 
 An error of one rank in any of them ends all ranks with it (strategies/agreed.py). With `save_async`, (3) and (4)
 happen while training goes on, and so does the writing of what is large in (2).
@@ -37,6 +38,7 @@ class Keeper:
 
     Attributes:
         committed_step: of this run's last checkpoint.
+        finite_step: the last update of this start that was not skipped; -1 before.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.
@@ -45,6 +47,8 @@ class Keeper:
     def __init__(self, args: Any, loss: Any, check_lease: Callable[[], None]):
         self.args, self.loss, self.check_lease = args, loss, check_lease
         self.committed_step: int | None = None
+        self.finite_step = -1
+        self._to_rotate: Path | None = None  # (5)
         self.best_checkpoint: str | None = None
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
@@ -68,6 +72,7 @@ class Keeper:
         `optimizer`: the class of this run's.
         """
         self.committed_step = self.best_checkpoint = None
+        self.finite_step, self._to_rotate = -1, None
         folder, asked = resume.choose(self.args, asked)
         path = None
         if folder is not None and self.args.resume_weights_only:
@@ -92,6 +97,24 @@ class Keeper:
             logger.warning(f"It is not ignored: the run's folder was moved, and it is {self.best_checkpoint} now.")
         state.best_model_checkpoint = self.best_checkpoint
 
+    def prove(self, step: int, best: str | None) -> None:
+        """After an update that was not skipped."""
+        self.finite_step = step
+        if self._to_rotate is not None and self._is_proved and self.background.saving is None:
+            manifest.rotate(self._to_rotate, self.args.save_total_limit, keep=[best])
+            self._to_rotate = None
+
+    @property
+    def _is_proved(self) -> bool:
+        """Whether the newest checkpoint is."""
+        return self.finite_step > (-1 if self.committed_step is None else self.committed_step)
+
+    def go_back(self) -> str:
+        """A run ends because its updates are not finite: later resumes of it go on from its newest proved checkpoint.
+        Says which one that is. Every rank calls it."""
+        self.background.collect(wait=True)
+        return resume.go_back(self.args, self._is_proved)
+
     def save(
         self,
         output_dir: Path,
@@ -101,8 +124,10 @@ class Keeper:
         write: Callable[[Path], None],
         facts: Callable[[], Mapping[str, Any]],
         push: Callable[[Path], None],
+        is_proved: bool,
     ) -> None:
-        """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files."""
+        """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files. `is_proved`:
+        nothing will tell whether its weights are good, so it counts as if they were."""
         args, step = self.args, state.global_step
         if self.committed_step == step:
             return  # asked for twice, as when an evaluation was left: to write it again would put it at risk
@@ -130,9 +155,9 @@ class Keeper:
                 shares = together(lambda: manifest.record(folder, commit.share(args, manifest.files_in(folder))))
                 together(lambda: commit.commit(args, folder, shares, content, self.check_lease))
             if args.should_save:  # (4)
-                manifest.rotate(output_dir, limit, keep=[best])
+                manifest.rotate(output_dir, limit, keep=[best], is_proved=is_proved)
 
-        self.committed_step = step
+        self.committed_step, self._to_rotate = step, output_dir if args.should_save and not is_proved else None
         if is_async:
             self.background.begin(folder.name, end, partial(push, folder))
             return

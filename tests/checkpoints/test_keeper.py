@@ -16,7 +16,9 @@ ARGUMENTS = dict(
 )
 
 
-def saved(folder: Path, is_async: bool, write, check_lease=lambda: None) -> tuple[Keeper, list]:
+def saved(
+    folder: Path, is_async: bool, write, check_lease=lambda: None, is_proved: bool = True
+) -> tuple[Keeper, list]:
     """The keeper after saves of steps 1 and 2; what was pushed, each with the folders that were there."""
     keeper, pushed = Keeper(SimpleNamespace(save_async=is_async, **ARGUMENTS), None, check_lease), []
 
@@ -28,7 +30,9 @@ def saved(folder: Path, is_async: bool, write, check_lease=lambda: None) -> tupl
 
     for step in (1, 2):
         state = SimpleNamespace(global_step=step, best_model_checkpoint=None)
-        keeper.save(folder, state, Strategy(), [torch.ones(4)], write, lambda step=step: {"step": step}, push)
+        keeper.save(
+            folder, state, Strategy(), [torch.ones(4)], write, lambda step=step: {"step": step}, push, is_proved
+        )
         keeper.background.collect(wait=True)
     return keeper, pushed
 
@@ -39,6 +43,16 @@ def test_a_save_is_committed_then_rotated_then_pushed(tmp_path, is_async):
     assert pushed == [("checkpoint-1", ["checkpoint-1"]), ("checkpoint-2", ["checkpoint-2"])]
     assert keeper.committed_step == 2 and manifest.read(tmp_path / "checkpoint-2")["step"] == 2
     assert torch.load(tmp_path / "checkpoint-2" / "a.pt")["a"].sum() == 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_last_proved_checkpoint_is_deleted_when_the_next_one_is_proved(tmp_path, is_async):
+    keeper, _ = saved(tmp_path, is_async, lambda folder: torch.save(1, folder / "a.pt"), is_proved=False)
+    folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
+    keeper.prove(2, None)
+    assert folders() == ["checkpoint-1", "checkpoint-2"], "step 2 made the weights of the second"
+    keeper.prove(3, None)
+    assert folders() == ["checkpoint-2"]
 
 
 def test_what_fails_while_it_is_written_is_no_checkpoint(tmp_path):
