@@ -38,6 +38,7 @@ class Keeper:
 
     Attributes:
         committed_step: of this run's last checkpoint.
+        is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
         finite_step: the last update of this start that was not skipped; -1 before.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
@@ -47,7 +48,7 @@ class Keeper:
     def __init__(self, args: Any, loss: Any, check_lease: Callable[[], None]):
         self.args, self.loss, self.check_lease = args, loss, check_lease
         self.committed_step: int | None = None
-        self.finite_step = -1
+        self.is_guarded, self.finite_step = False, -1
         self._to_rotate: Path | None = None  # (5)
         self.best_checkpoint: str | None = None
         self.background = async_save.Background(args.ddp_timeout)
@@ -124,10 +125,8 @@ class Keeper:
         write: Callable[[Path], None],
         facts: Callable[[], Mapping[str, Any]],
         push: Callable[[Path], None],
-        is_proved: bool,
     ) -> None:
-        """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files. `is_proved`:
-        nothing will tell whether its weights are good, so it counts as if they were."""
+        """Every rank calls it, with what `tensors` will be in the checkpoint. `write` makes its files."""
         args, step = self.args, state.global_step
         if self.committed_step == step:
             return  # asked for twice, as when an evaluation was left: to write it again would put it at risk
@@ -155,9 +154,9 @@ class Keeper:
                 shares = together(lambda: manifest.record(folder, commit.share(args, manifest.files_in(folder))))
                 together(lambda: commit.commit(args, folder, shares, content, self.check_lease))
             if args.should_save:  # (4)
-                manifest.rotate(output_dir, limit, keep=[best], is_proved=is_proved)
+                manifest.rotate(output_dir, limit, keep=[best], is_proved=not self.is_guarded)
 
-        self.committed_step, self._to_rotate = step, output_dir if args.should_save and not is_proved else None
+        self.committed_step, self._to_rotate = step, output_dir if args.should_save and self.is_guarded else None
         if is_async:
             self.background.begin(folder.name, end, partial(push, folder))
             return

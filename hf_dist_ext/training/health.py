@@ -234,11 +234,15 @@ class Health(TrainerCallback):
             control.should_save = not self.was_preempted  # it is called once more at the end of the epoch
             self.was_preempted = True
 
-    def check_weights(self, model: nn.Module) -> None:
-        """Before a checkpoint is written. Raises RunError for weights that are not finite."""
+    def may_save(self, model: nn.Module) -> bool:
+        """Before a checkpoint is written: not while updates are skipped. Raises RunError for weights that are not
+        finite."""
+        if self.is_update_skipped:
+            return False
         activity.leave_step("writing a checkpoint")
         if self.guard is not None:
             check_weights(model.named_parameters(), f"checkpoint-{self.progress()[0]}")
+        return True
 
     @contextlib.contextmanager
     def finalizing(self, state: Any) -> Iterator[None]:

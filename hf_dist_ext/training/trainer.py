@@ -173,6 +173,7 @@ class DistTrainer(Trainer):
             take_begun=lambda: self.data_position.take_begun("bad_rows"),
             go_back=self.keeper.go_back,
         )
+        self.keeper.is_guarded = self.health.guard is not None
         if loss is not None or self.freeze_plan is not None:
             self.image_stand_in = self.make_image_stand_in()
         self.meter, self.clock = StepMeter(lambda: self.strategy.rows), StepClock(args.device)
@@ -649,23 +650,20 @@ class DistTrainer(Trainer):
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.health.is_update_skipped:
+        if not self.health.may_save(model):
             return None
-        self.health.check_weights(model)
         if not self._has_own_arguments:
             return super()._save_checkpoint(model, trial)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        output_dir = self._get_output_dir(trial=trial)
         self.keeper.save(
-            Path(output_dir),
+            Path(self._get_output_dir(trial=trial)),
             self.state,
             self.strategy,
             tensors=self.files.tensors(self.optimizer),
             write=self._write_checkpoint,
             facts=self._facts,
             push=lambda folder: self._push_from_checkpoint(str(folder)) if self.args.push_to_hub else None,
-            is_proved=self.health.guard is None,
         )
 
     def _write_checkpoint(self, folder: Path) -> None:

@@ -16,11 +16,10 @@ ARGUMENTS = dict(
 )
 
 
-def saved(
-    folder: Path, is_async: bool, write, check_lease=lambda: None, is_proved: bool = True
-) -> tuple[Keeper, list]:
+def saved(folder: Path, is_async: bool, write, check_lease=lambda: None, **attributes) -> tuple[Keeper, list]:
     """The keeper after saves of steps 1 and 2; what was pushed, each with the folders that were there."""
     keeper, pushed = Keeper(SimpleNamespace(save_async=is_async, **ARGUMENTS), None, check_lease), []
+    vars(keeper).update(attributes)
 
     def push(checkpoint: Path) -> None:
         complete = [
@@ -30,9 +29,7 @@ def saved(
 
     for step in (1, 2):
         state = SimpleNamespace(global_step=step, best_model_checkpoint=None)
-        keeper.save(
-            folder, state, Strategy(), [torch.ones(4)], write, lambda step=step: {"step": step}, push, is_proved
-        )
+        keeper.save(folder, state, Strategy(), [torch.ones(4)], write, lambda step=step: {"step": step}, push)
         keeper.background.collect(wait=True)
     return keeper, pushed
 
@@ -47,7 +44,7 @@ def test_a_save_is_committed_then_rotated_then_pushed(tmp_path, is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_last_proved_checkpoint_is_deleted_when_the_next_one_is_proved(tmp_path, is_async):
-    keeper, _ = saved(tmp_path, is_async, lambda folder: torch.save(1, folder / "a.pt"), is_proved=False)
+    keeper, _ = saved(tmp_path, is_async, lambda folder: torch.save(1, folder / "a.pt"), is_guarded=True)
     folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
     keeper.prove(2, None)
     assert folders() == ["checkpoint-1", "checkpoint-2"], "step 2 made the weights of the second"
