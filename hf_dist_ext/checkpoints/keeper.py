@@ -5,7 +5,8 @@ A save goes like this:
 (1) is there room on the disk? Then the folder is emptied and marked as unfinished
 (2) every rank writes its files
 (3) when all ranks have, they share the reading, hashing and fsync of the files, and rank 0 writes the manifest
-(4) older complete checkpoints beyond the limit are deleted; the checkpoint is pushed
+(4) older complete checkpoints beyond the limit are deleted, but never the newest proved one; the checkpoint is pushed
+(5) the next finite update proves the checkpoint (checkpoints/manifest.py), and (4) deletes again
 
 An error of one rank in any of them ends all ranks with it (strategies/agreed.py). With `save_async`, (3) and (4)
 happen while training goes on, and so does the writing of what is large in (2).
@@ -37,6 +38,8 @@ class Keeper:
 
     Attributes:
         committed_step: of this run's last checkpoint.
+        is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
+        finite_step: the last update of this start that was not skipped; -1 before.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.
@@ -45,6 +48,8 @@ class Keeper:
     def __init__(self, args: Any, loss: Any, check_lease: Callable[[], None]):
         self.args, self.loss, self.check_lease = args, loss, check_lease
         self.committed_step: int | None = None
+        self.is_guarded, self.finite_step = False, -1
+        self._to_rotate: Path | None = None  # (5)
         self.best_checkpoint: str | None = None
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
@@ -56,6 +61,7 @@ class Keeper:
         """The path of the checkpoint that this start continues, complete and fit for this way to run, or None: also
         with `resume_weights_only`, which continues nothing."""
         self.committed_step = self.best_checkpoint = None
+        self.finite_step, self._to_rotate = -1, None
         self._chosen, self._asked = resume.choose(self.args, asked)
         if (folder := self._chosen) is None or self.args.resume_weights_only:
             return None
@@ -98,6 +104,24 @@ class Keeper:
             logger.warning(f"It is not ignored: the run's folder was moved, and it is {self.best_checkpoint} now.")
         state.best_model_checkpoint = self.best_checkpoint
 
+    def prove(self, step: int, best: str | None) -> None:
+        """After an update that was not skipped."""
+        self.finite_step = step
+        if self._to_rotate is not None and self._is_proved and self.background.saving is None:
+            manifest.rotate(self._to_rotate, self.args.save_total_limit, keep=[best])
+            self._to_rotate = None
+
+    @property
+    def _is_proved(self) -> bool:
+        """Whether the newest checkpoint is."""
+        return self.finite_step > (-1 if self.committed_step is None else self.committed_step)
+
+    def go_back(self) -> str:
+        """A run ends because its updates are not finite: later resumes of it go on from its newest proved checkpoint.
+        Says which one that is. Every rank calls it."""
+        self.background.collect(wait=True)
+        return resume.go_back(self.args, self._is_proved)
+
     def save(
         self,
         output_dir: Path,
@@ -136,9 +160,9 @@ class Keeper:
                 shares = together(lambda: manifest.record(folder, commit.share(args, manifest.files_in(folder))))
                 together(lambda: commit.commit(args, folder, shares, content, self.check_lease))
             if args.should_save:  # (4)
-                manifest.rotate(output_dir, limit, keep=[best])
+                manifest.rotate(output_dir, limit, keep=[best], is_proved=not self.is_guarded)
 
-        self.committed_step = step
+        self.committed_step, self._to_rotate = step, output_dir if args.should_save and self.is_guarded else None
         if is_async:
             self.background.begin(folder.name, end, partial(push, folder))
             return

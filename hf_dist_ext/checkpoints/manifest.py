@@ -15,6 +15,10 @@ begins a new run; its `parent` is the checkpoint it began from. Where a run begi
 runs are not resumed or rotated by themselves. Rotation counts and deletes complete checkpoints of the current run
 only; folders that were not committed, and links, are never touched.
 
+A checkpoint is proved when an update after it was finite: its weights are not ruined. No checkpoint is written while
+updates are skipped, so one that is followed by another of its run is proved, and only the newest may not be. Rotation
+keeps the newest that is proved.
+
 Nothing but the manifest is staged and renamed: a kill at any moment leaves a folder without a manifest, and the older
 checkpoints as they were. Rotation after the commit means that there is one complete checkpoint from the first save on.
 """
@@ -319,11 +323,14 @@ def write_run(output_dir: str | Path, run: Mapping[str, Any]) -> None:
 # ---- rotation ----
 
 
-def rotate(output_dir: str | Path, limit: int | None, keep: Iterable[str | Path | None] = ()) -> list[Path]:
+def rotate(
+    output_dir: str | Path, limit: int | None, keep: Iterable[str | Path | None] = (), is_proved: bool = True
+) -> list[Path]:
     """Delete the oldest complete checkpoints until `limit` are left; returns what was deleted.
 
-    Never the newest, never one of `keep` (the best), never a link, a folder that was not committed or one of another
-    run. A deletion that was interrupted is finished. What cannot be deleted is a warning: the save itself went well.
+    Never the newest that is proved (`is_proved`: the newest of all is), never one of `keep` (the best), never a link,
+    a folder that was not committed or one of another run. A deletion that was interrupted is finished. What cannot be
+    deleted is a warning: the save itself went well.
     """
     if not limit or limit < 0:
         return []
@@ -331,7 +338,7 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Iterable[str | Path 
     kept = {Path(path).resolve() for path in keep if path is not None}
     paths = [path for path in history.paths if not path.is_symlink()]
     complete = [path for path in paths if not history.why_passed_over(path)]
-    may_go = [path for path in complete[:-1] if path.resolve() not in kept]
+    may_go = [path for path in complete[: -1 if is_proved else -2] if path.resolve() not in kept]
     chosen, deleted = may_go[: max(len(complete) - limit, 0)], []
     for path in paths:
         try:

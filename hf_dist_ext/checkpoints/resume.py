@@ -391,8 +391,8 @@ def begin_or_continue_run(args: Any, folder: Path | None, asked: bool | str | No
         return manifest.begin_run(output_dir, folder), True
 
     run, is_new = agreed.together(decide)[0]
-    if is_new and args.should_save and args.process_index:  # save_on_each_node
-        manifest.write_run(output_dir, run)
+    if is_new:
+        _write_on_each_node(args, run)
     history = manifest.History(output_dir) if is_new and collectives.rank() == 0 else None
     others = [] if history is None else [path.name for path in history.paths if history.is_of_earlier_run(path)]
     if others:
@@ -401,3 +401,34 @@ def begin_or_continue_run(args: Any, folder: Path | None, asked: bool | str | No
             f"({manifest.RUN} says which run it is); a save of the same step takes their place."
         )
     return run
+
+
+def go_back(args: Any, is_proved: bool) -> str:
+    """Which checkpoint a run that ends on updates that are not finite goes on from, in words. `is_proved`: an update
+    after the newest was finite. Where none was, the run goes back to the one before, which is proved by the newest."""
+    output_dir = Path(args.output_dir)
+
+    def decide() -> tuple[dict[str, Any] | None, str]:
+        if args.process_index:
+            return None, ""
+        history = manifest.History(output_dir)
+        *proved, newest = [None, *(path for path in history.paths if not history.why_passed_over(path))]
+        if newest is None:
+            return None, "There is no checkpoint yet."
+        if is_proved:
+            return None, f"{newest.name} is good: resume from it."
+        ruined = f"No step after {newest.name} was finite, so its weights may be ruined"
+        if proved[-1] is None:
+            return None, f"{ruined}, and there is none before it. Start afresh if they are."
+        words = f"{proved[-1].name} is good: resume from it. {ruined}: it is not resumed unless it is named."
+        return manifest.begin_run(output_dir, proved[-1]), words
+
+    run, words = agreed.together(decide)[0]
+    if run is not None:
+        _write_on_each_node(args, run)
+    return words
+
+
+def _write_on_each_node(args: Any, run: Mapping[str, Any]) -> None:
+    if args.should_save and args.process_index:  # save_on_each_node
+        manifest.write_run(args.output_dir, run)

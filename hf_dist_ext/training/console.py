@@ -57,7 +57,7 @@ class Console(TrainerCallback):
         if not self.is_training or not logs or "train_runtime" in logs:
             return
         begin = f"step {state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
-        if "loss" in logs:
+        if "loss" in logs or "learning_rate" in logs:
             text = "  ".join([begin, *step_words(logs), f"left {self._left(state)}"])
         else:
             text = evaluation_lines(begin, logs, self.hidden)
@@ -77,7 +77,7 @@ class Console(TrainerCallback):
 
 
 def step_words(logs: dict[str, Any]) -> list[str]:
-    words = [f"loss {float(logs['loss']):.4g}"]
+    words = [f"loss {float(logs['loss']):.4g}"] if "loss" in logs else ["no finite loss"]
     if "accuracy" in logs:
         words.append(f"accuracy {logs['accuracy']:.3f}")
     if "rows_per_second" in logs:

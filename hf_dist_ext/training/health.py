@@ -52,6 +52,7 @@ class Health(TrainerCallback):
         progress: (finished updates, those of this run's checkpoint) now.
         rows: those of the run's strategy now.
         take_begun: what the resumed checkpoint tells of bad rows in the epoch that begins.
+        go_back: called when too many updates were not finite; says which checkpoint is good.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class Health(TrainerCallback):
         progress: Callable[[], tuple[int, int]],
         rows: Callable[[], Rows],
         take_begun: Callable[[], dict[str, Any] | None],
+        go_back: Callable[[], str],
     ):
         self.args, self.has_scaler, self.processor, self.sizes = args, has_scaler, processor, sizes
-        self.progress, self.rows, self.take_begun = progress, rows, take_begun
+        self.progress, self.rows, self.take_begun, self.go_back = progress, rows, take_begun, go_back
         limit = getattr(args, "max_nonfinite_steps", None)
         if limit == "auto":
             limit = LIMIT if is_guarded else None
@@ -78,6 +80,7 @@ class Health(TrainerCallback):
         self._loss_of_update: torch.Tensor | None = None
         self._answers: Callable[[], torch.Tensor] | None = None  # of all ranks, while they are gathered
         self._stop_at_step: int | None = None
+        self._put_off: set[str] = set()
         self._num_evaluation_batches = 0
         if hasattr(args, "step_timeout"):
             set_collective_timeout(args.ddp_timeout)
@@ -100,7 +103,7 @@ class Health(TrainerCallback):
     def running(self, is_search: bool) -> Iterator[None]:
         """Around `train()`. A search of hyperparameters has its trials in folders of their own."""
         end_with_launcher()
-        self.was_preempted, self._stop_at_step = False, None
+        self.was_preempted, self._stop_at_step, self._put_off = False, None, set()
         self._answers, self._loss_of_update, self.inputs = None, None, []
         is_first = self.args.process_index == 0
         with contextlib.ExitStack() as entered:
@@ -194,7 +197,7 @@ class Health(TrainerCallback):
             if collectives.rank() in (bad_ranks(losses) or [collectives.rank()]):
                 rows = ", ".join(describe_rows(inputs, self.processor) for inputs in self.inputs)
             rows = "; ".join(collectives.texts_of(rows, bad_ranks(losses)))
-            self.guard.report(step, losses, norm, rows, self.has_scaler)
+            self.guard.report(step, losses, norm, rows, self.has_scaler, self.go_back() if self.guard.is_over else "")
         self.inputs = []
 
     def for_log(self) -> dict[str, int]:
@@ -214,18 +217,32 @@ class Health(TrainerCallback):
             self._stop_at_step, self.was_preempted = state.global_step, True
             raise LeaveEvaluation
 
-    def leave_if_asked(self, control: Any) -> None:
-        """After a step: save and end, in place of an evaluation."""
+    def after_update(self, control: Any) -> None:
+        """After a step whose update was skipped evaluation, checkpoint and stop wait for the next one that is not. A
+        run that is asked to stop saves and ends, in place of an evaluation."""
+        if self.is_update_skipped:
+            if not control.should_training_stop:
+                self._put_off |= {name for name in ("should_evaluate", "should_save") if getattr(control, name)}
+                control.should_evaluate = False
+            control.should_save = False
+            return
+        for name in self._put_off:
+            setattr(control, name, True)
+        self._put_off = set()
         if self._stop_at_step is not None:
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = not self.was_preempted  # it is called once more at the end of the epoch
             self.was_preempted = True
 
-    def check_weights(self, model: nn.Module) -> None:
-        """Before a checkpoint is written. Raises RunError for weights that are not finite."""
+    def may_save(self, model: nn.Module) -> bool:
+        """Before a checkpoint is written: not while updates are skipped. Raises RunError for weights that are not
+        finite."""
+        if self.is_update_skipped:
+            return False
         activity.leave_step("writing a checkpoint")
         if self.guard is not None:
             check_weights(model.named_parameters(), f"checkpoint-{self.progress()[0]}")
+        return True
 
     @contextlib.contextmanager
     def finalizing(self, state: Any) -> Iterator[None]:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class StepMeter:
         self.rows = rows  # those of the run's strategy now
         self.last_tokens = (0, 0)
         self.largest_batch, self._steps_by_chunks = 0, Counter()  # of the whole run
+        self._losses, self._before = None, torch.zeros(())  # Trainer's sum since the last log, and before an update
+        self._since_log: Counter[bool] = Counter()  # updates, by whether they were skipped
+        self._of_run: Counter[bool] = Counter()
+        self._metrics_of_update: list[dict[str, torch.Tensor]] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -59,9 +64,35 @@ class StepMeter:
         self.largest_batch = max(self.largest_batch, self._contrastive_batch)
         self._steps_by_chunks[step.num_chunks] += 1
         of_source = {} if source is None else {f"loss_{source}": step.loss}
-        for name, value in (step.metrics | of_source).items():
-            self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
-            self._given[name] += 1
+        self._metrics_of_update.append(step.metrics | of_source)
+
+    def end_update(self, losses: torch.Tensor, is_skipped: bool) -> None:
+        """After the last backward of an update. `losses`: Trainer's sum, in which those of a skipped one must not
+        count, nor do its metrics."""
+        if losses is not self._losses:  # of a new run
+            self._losses, self._before = losses, torch.zeros_like(losses)
+            self._since_log, self._of_run = Counter(), Counter()
+        if is_skipped:
+            losses.copy_(self._before)
+        else:
+            self._before = losses.clone()
+            for name, value in chain.from_iterable(metrics.items() for metrics in self._metrics_of_update):
+                self._metrics[name] = self._metrics.get(name, 0) + value.detach().float()
+                self._given[name] += 1
+        self._metrics_of_update = []
+        self._since_log[is_skipped] += 1
+        self._of_run[is_skipped] += 1
+
+    def correct(self, logs: dict[str, float]) -> None:
+        """Trainer has divided its sum of losses by all updates; without one that counts there is no mean."""
+        is_of_steps = "loss" in logs
+        for name, updates in (("loss", self._since_log), ("train_loss", self._of_run)):
+            if name in logs and updates[False] == 0:
+                del logs[name]
+            elif name in logs and updates[True]:
+                logs[name] *= updates.total() / updates[False]
+        if is_of_steps:
+            self._since_log, self._before = Counter(), torch.zeros_like(self._before)
 
     @property
     def usual_chunks(self) -> int:

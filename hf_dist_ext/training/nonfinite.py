@@ -3,7 +3,9 @@
 An update is bad when some rank's loss, or the gradient norm, which is of all ranks, is not finite. A bad update is
 skipped on every rank: its gradients are dropped, so that no optimizer moves a weight, decays one or touches its state;
 the learning-rate schedule goes on, as it counts steps. Too many bad updates in a row stop the run with the step, the
-ranks and their rows. Weights that are not finite are never saved: the last good checkpoint stays the newest.
+ranks and their rows. Weights that are not finite are never saved. Finite ones may be ruined too: one update can make
+them 1e30. So no checkpoint is written while updates are skipped, and the error names the newest one that is proved
+(checkpoints/manifest.py).
 
 fp16: a gradient that overflows while every loss is finite is how the scaler finds its scale. The scaler skips those
 updates itself, so they are not reported, but they count as bad ones in a row: 20 of them halve the first scale, 65536,
@@ -47,16 +49,23 @@ class NonFiniteGuard:
         self.total += bool(bad_ranks(losses)) or not has_scaler
         return True
 
-    def report(self, step: int, losses: Sequence[float], norm: float, rows: str, has_scaler: bool = False) -> None:
-        """Say what was skipped; raise when it was once too often. `rows` are those of the ranks of `bad_ranks`."""
+    @property
+    def is_over(self) -> bool:
+        return self.in_a_row >= self.limit
+
+    def report(
+        self, step: int, losses: Sequence[float], norm: float, rows: str, has_scaler: bool = False, good: str = ""
+    ) -> None:
+        """Say what was skipped; raise when it was once too often. `rows` are those of the ranks of `bad_ranks`,
+        `good` says which checkpoint is."""
         ranks, what = bad_ranks(losses), f"step {step}: the gradient norm is {norm}"
         if ranks:
             what = f"step {step}: the loss of rank {', '.join(map(str, ranks))} is {losses[ranks[0]]}"
-        if self.in_a_row >= self.limit:
+        if self.is_over:
             raise RunError(
                 f"{what}; {self.in_a_row} steps in a row were not finite (max_nonfinite_steps={self.limit}). "
-                f"Their updates were skipped, the checkpoints before them are good. Rows of this step: {rows}. "
-                "Look at these rows, lower learning_rate, or use bf16 in place of fp16."
+                f"Their updates were skipped, and no checkpoint was written meanwhile. {good} Rows of this step: "
+                f"{rows}. Look at these rows, lower learning_rate, or use bf16 in place of fp16."
             )
         if ranks or not has_scaler:
             logger.warning(f"{what}; update skipped on all ranks ({self.in_a_row} in a row). Rows: {rows}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -164,7 +165,9 @@ class DistTrainer(Trainer):
             progress=self.progress,
             rows=lambda: self.strategy.rows,
             take_begun=lambda: self.data_position.take_begun("bad_rows"),
+            go_back=self.keeper.go_back,
         )
+        self.keeper.is_guarded = self.health.guard is not None
         self.meter, self.clock = StepMeter(lambda: self.strategy.rows), StepClock(args.device)
         self.scaling = Scaling(
             lambda: (self._train_batch_size, self.data_position.rows_per_micro_batch),
@@ -650,6 +653,7 @@ class DistTrainer(Trainer):
             grad_norm = grad_norm.full_tensor()
         drop_update = partial(self.strategy.drop_update, self.optimizer, self.state.global_step + 1)
         self.health.before_update(grad_norm, self.state.max_steps, drop_update)
+        self.meter.end_update(self._tr_loss, self.health.is_update_skipped)
         return grad_norm
 
     # ---- after a step ----
@@ -657,8 +661,10 @@ class DistTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *more: Any, **options: Any
     ):
-        self.health.leave_if_asked(self.control)
+        self.health.after_update(self.control)
         self.keeper.background.collect()
+        if not self.health.is_update_skipped:
+            self.keeper.prove(self.state.global_step, self.state.best_model_checkpoint)
         try:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *more, **options)
         except LeaveEvaluation:
@@ -667,14 +673,14 @@ class DistTrainer(Trainer):
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.health.check_weights(model)
+        if not self.health.may_save(model):
+            return None
         if not self._has_own_arguments:
             return super()._save_checkpoint(model, trial)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        output_dir = self._get_output_dir(trial=trial)
         self.keeper.save(
-            Path(output_dir),
+            Path(self._get_output_dir(trial=trial)),
             self.state,
             self.strategy,
             tensors=self.files.tensors(self.optimizer),
@@ -809,7 +815,8 @@ class DistTrainer(Trainer):
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
         ending = self.keeper.ending(self.state) if self._has_own_arguments else nullcontext()
         with self.health.finalizing(self.state), ending:
-            return super()._finalize_training(*arguments, **options)
+            output = super()._finalize_training(*arguments, **options)
+        return output._replace(training_loss=output.metrics.get("train_loss", math.nan))
 
     def _load_best_model(self) -> None:
         best = str(self.state.best_model_checkpoint)
@@ -853,12 +860,14 @@ class DistTrainer(Trainer):
     # ---- logging ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if (self.loss is not None or self.own_loss is not None) and "loss" in logs:
+        is_of_steps = "loss" in logs
+        self.meter.correct(logs)
+        if (self.loss is not None or self.own_loss is not None) and is_of_steps:
             logs.update(self.meter.read(self.args.device) | self.clock.read())
             logs.update(self.strategy.for_log(logs))
         if "learning_rate" in logs:
             logs.update(self._rates)
-        if "loss" in logs:
+        if is_of_steps:
             logs.update(self.health.for_log())
         super().log(logs, start_time)
 

@@ -16,9 +16,10 @@ ARGUMENTS = dict(
 )
 
 
-def saved(folder: Path, is_async: bool, write, check_lease=lambda: None) -> tuple[Keeper, list]:
+def saved(folder: Path, is_async: bool, write, check_lease=lambda: None, **attributes) -> tuple[Keeper, list]:
     """The keeper after saves of steps 1 and 2; what was pushed, each with the folders that were there."""
     keeper, pushed = Keeper(SimpleNamespace(save_async=is_async, **ARGUMENTS), None, check_lease), []
+    vars(keeper).update(attributes)
 
     def push(checkpoint: Path) -> None:
         complete = [
@@ -39,6 +40,16 @@ def test_a_save_is_committed_then_rotated_then_pushed(tmp_path, is_async):
     assert pushed == [("checkpoint-1", ["checkpoint-1"]), ("checkpoint-2", ["checkpoint-2"])]
     assert keeper.committed_step == 2 and manifest.read(tmp_path / "checkpoint-2")["step"] == 2
     assert torch.load(tmp_path / "checkpoint-2" / "a.pt")["a"].sum() == 4
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_last_proved_checkpoint_is_deleted_when_the_next_one_is_proved(tmp_path, is_async):
+    keeper, _ = saved(tmp_path, is_async, lambda folder: torch.save(1, folder / "a.pt"), is_guarded=True)
+    folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
+    keeper.prove(2, None)
+    assert folders() == ["checkpoint-1", "checkpoint-2"], "step 2 made the weights of the second"
+    keeper.prove(3, None)
+    assert folders() == ["checkpoint-2"]
 
 
 def test_what_fails_while_it_is_written_is_no_checkpoint(tmp_path):

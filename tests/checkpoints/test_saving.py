@@ -105,7 +105,11 @@ def test_a_run_that_starts_afresh_never_continues_or_deletes_what_an_earlier_one
     again = make(copied, max_steps=4, save_total_limit=1, learning_rate=2e-2)
     again.train()
     left = sorted(path.name for path in copied.glob("checkpoint-*"))
-    assert left == ["checkpoint-4", "checkpoint-6", "checkpoint-99"], "step 2 took its place and was rotated"
+    assert left == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-99"], "no step proved the last one"
+    make(copied, max_steps=5, save_steps=5, save_total_limit=1).train(resume_from_checkpoint=True)
+    left = sorted(path.name for path in copied.glob("checkpoint-*"))
+    assert left == ["checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-99"], "step 2 took its place"
+    shutil.rmtree(copied / "checkpoint-5")
     assert resume_or_start({"output_dir": str(copied)}) is True
     resumed = make(copied, max_steps=4, learning_rate=2e-2)
     resumed.train(resume_from_checkpoint=True)
@@ -129,7 +133,7 @@ def test_a_run_that_went_back_goes_on_from_there_also_before_its_first_save(whol
         make(copied, max_steps=5, save_total_limit=1).train(resume_from_checkpoint=True)
     assert any("checkpoint-4 is passed over: the run went back" in record.message for record in caplog.records)
     left = sorted(path.name for path in copied.glob("checkpoint-*"))
-    assert left == ["checkpoint-5", "checkpoint-6"], "step 4 took the place of what it left there, step 6 is kept"
+    assert left == ["checkpoint-4", "checkpoint-5", "checkpoint-6"], "step 4 took the place of what it left there"
     assert checkpoint_to_resume(True, copied) == copied / "checkpoint-5"
     content, first = manifest.read(copied / "checkpoint-5"), manifest.read(whole[0] / "checkpoint-2")
     assert content["generation"] == 5 and [first["run_id"], first["generation"]] != [content["run_id"], 1]
@@ -145,7 +149,7 @@ def test_a_clock_that_is_wrong_changes_neither_what_is_resumed_nor_what_is_delet
     make(tmp_path, max_steps=4, save_total_limit=1).train()
     monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
     make(tmp_path, max_steps=5, save_total_limit=1, save_steps=5).train(resume_from_checkpoint=True)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-5"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
     os.utime(tmp_path / "checkpoint-5", (right() - 3600 * hours,) * 2)
     monkeypatch.setattr(time, "time", right)
     make(tmp_path, save_total_limit=2).train(resume_from_checkpoint=True)
@@ -178,7 +182,8 @@ def test_a_linked_checkpoint_is_left_alone(whole, tmp_path):
     (tmp_path / "run" / "checkpoint-2").symlink_to(kept)
     resumed = make(tmp_path / "run", save_total_limit=1)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    left = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert left == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert (tmp_path / "run" / "checkpoint-2").is_symlink() and not manifest.why_incomplete(kept, hashes=True)
     assert torch.equal(weights(resumed), whole[1])
     make(tmp_path / "run", max_steps=2).train()  # its first save has the link's name
@@ -201,7 +206,8 @@ def test_an_error_while_an_older_checkpoint_is_deleted_does_not_end_training(who
     said = [record.message for record in caplog.records if "cannot be deleted" in record.message]
     assert said and all("checkpoint-2" in line and "busy" in line for line in said)
     left = {path.name: manifest.why_incomplete(path) for path in tmp_path.glob("checkpoint-*")}
-    assert set(left) == {"checkpoint-2", "checkpoint-6"} and left["checkpoint-2"] and not left["checkpoint-6"]
+    assert set(left) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert left["checkpoint-2"] and not left["checkpoint-4"] and not left["checkpoint-6"]
 
 
 def test_weights_only_are_taken_again_by_the_next_attempt(copied):
@@ -251,13 +257,13 @@ def test_rotation_comes_after_the_commit_and_spares_what_was_not_committed(tmp_p
     monkeypatch.setattr(manifest, "commit", lambda *a: (events.append(("commit", folders())), commit_(*a)))
     monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (events.append(("rotate", folders())), rotate(*a, **k)))
     monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append(("push", folder)))
-    trainer = make(tmp_path, save_total_limit=1, max_steps=4)
+    trainer = make(tmp_path, save_total_limit=1, max_steps=5)
     trainer.args.push_to_hub = True
     monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)
     trainer.train()
-    assert [name for name, _ in events] == ["commit", "rotate", "push"] * 2
-    assert events[3][1] == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
-    assert folders() == ["checkpoint-1", "checkpoint-4"]
+    assert [name for name, _ in events] == ["commit", "rotate", "push", "rotate"] * 2 + ["commit", "rotate", "push"]
+    assert events[4][1] == events[7][1] == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
+    assert folders() == ["checkpoint-1", "checkpoint-4", "checkpoint-5"]
     assert trainer.args.save_total_limit == 1
     saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
     assert saved.save_total_limit == 1, "what is pickled is what was given"
@@ -273,7 +279,7 @@ def test_the_best_checkpoint_and_the_newest_outlive_the_end_of_training(tmp_path
     (tmp_path / "checkpoint-99").mkdir()
     trainer.train()
     left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert left == ["checkpoint-2", "checkpoint-6", "checkpoint-99"]
+    assert left == ["checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-99"], "no step proved the last one"
 
 
 LOSSES = {2: 3.0, 4: 1.0, 6: 2.0, 8: 1.5}  # of an evaluation after a step: step 4 is the best

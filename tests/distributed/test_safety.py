@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
+from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.run.lease import NAME as LEASE
 from hf_dist_ext.run.preemption import MARK, REQUEUE
 from tests.distributed import failing_worker, nonfinite_worker
@@ -307,9 +307,12 @@ def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all(tmp_path, p
     launch(preset, 2, nonfinite_worker.main, "--output", tmp_path / "found.json")
     first, second = json.loads((tmp_path / "found.json").read_text())
     assert first == second
-    assert first["contrastive"] == {"moved": [True, False, True, True], "total": 1, "message": ""}
+    counted = [True, True, False, True, True]
+    assert first["contrastive"] == {"moved": [True, False, True, True], "total": 1, "counted": counted, "message": ""}
     assert first["own loss"]["total"] == 2 and first["own loss"]["moved"] == [True, False]
     assert "step 4: the loss of rank 1 is inf; 2 steps in a row were not finite" in first["own loss"]["message"]
+    assert "checkpoint-1 is good: resume from it. No step after checkpoint-2" in first["own loss"]["message"]
+    assert checkpoint_to_resume(True, tmp_path / "b") == tmp_path / "b" / "checkpoint-1"
 
 
 @pytest.mark.slow

@@ -5,8 +5,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import TrainerCallback
 
+from hf_dist_ext.checkpoints.folder import checkpoint_to_resume
 from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -37,7 +40,7 @@ def rows(bad: dict[int, float], count: int = 24) -> list[dict]:
     return [{"x": torch.tensor([bad.get(i, v.item())]), "labels": 2 * v} for i, v in enumerate(values)]
 
 
-def train(folder, model=None, data=None, **more) -> DistTrainer:
+def train(folder, model=None, data=None, callbacks=(), resume=None, **more) -> DistTrainer:
     torch.manual_seed(0)
     options = dict(per_device_train_batch_size=4, max_steps=6, logging_steps=1, learning_rate=0.1, weight_decay=0.5)
     options["max_nonfinite_steps"] = 20  # a run with the model's own loss, which has no limit by itself
@@ -45,14 +48,15 @@ def train(folder, model=None, data=None, **more) -> DistTrainer:
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, train_sampling_strategy="sequential",
         **{"save_strategy": "no", **options, **more},
     )  # fmt: skip
-    trainer = DistTrainer(model or Regression(), args, train_dataset=data or rows({}))
+    given = dict(train_dataset=data or rows({}), eval_dataset=rows({}), callbacks=list(callbacks))
+    trainer = DistTrainer(model or Regression(), args, **given)
     trainer.weights = []
     step = trainer.training_step
     trainer.training_step = lambda *a, **k: (
         trainer.weights.append(copy.deepcopy(trainer.model.state_dict())),
         step(*a, **k),
     )[1]
-    trainer.train()
+    trainer.output = trainer.train(resume_from_checkpoint=resume)
     trainer.weights.append(copy.deepcopy(trainer.model.state_dict()))
     return trainer
 
@@ -66,7 +70,7 @@ def moved(trainer: DistTrainer) -> list[bool]:
 def test_a_bad_step_moves_no_weight_and_the_next_one_does(tmp_path, value):
     trainer = train(tmp_path, data=rows({9: value}))  # of the third batch
     assert moved(trainer) == [True, True, False, True, True, True]
-    logged = [line.get("nonfinite_steps") for line in trainer.state.log_history if "loss" in line]
+    logged = [line.get("nonfinite_steps") for line in trainer.state.log_history if "learning_rate" in line]
     assert logged == [None, None, 1, 1, 1, 1]
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
@@ -95,6 +99,76 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_the_step(tmp_path):
     with pytest.raises(RunError, match="step 4: the loss of rank 0 is nan; 2 steps in a row"):
         train(tmp_path, data=data, max_nonfinite_steps=2)
     assert train(tmp_path, data=data, max_nonfinite_steps=3).health.guard.total == 2
+
+
+def blows_up_at(step: int, trains_on: int = 20, **more):
+    """What a run leaves behind whose update of `step` is finite and makes weights of 1e30."""
+
+    class Ruins(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **others):
+            if state.global_step == step:
+                with torch.no_grad():
+                    model.line.weight.fill_(1e30)
+
+    return dict(max_steps=trains_on, max_nonfinite_steps=3, save_strategy="steps", callbacks=[Ruins()], **more)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("saved_every, ruined_at", [(1, 4), (2, 4), (2, 5)])
+def test_a_run_that_blows_up_keeps_its_last_good_checkpoint(tmp_path, saved_every, ruined_at, limit, is_async):
+    """With (2, 5) the newest checkpoint is from before the ruin; else it holds ruined weights."""
+    options = blows_up_at(ruined_at, save_steps=saved_every, save_total_limit=limit, save_async=is_async)
+    good = saved_every * ((ruined_at - 1) // saved_every)
+    with pytest.raises(RunError, match=f"no checkpoint was written meanwhile. checkpoint-{good} is good: resume"):
+        train(tmp_path, **options)
+    assert checkpoint_to_resume(True, tmp_path) == tmp_path / f"checkpoint-{good}"
+    newest = max(int(path.name[11:]) for path in tmp_path.glob("checkpoint-*"))
+    assert newest == saved_every * (ruined_at // saved_every), "nothing was saved while updates were skipped"
+    assert load_file(tmp_path / f"checkpoint-{good}" / "model.safetensors")["line.weight"].abs() < 10
+    resumed = train(tmp_path, resume=True, max_steps=8, save_strategy="steps", save_steps=1, save_total_limit=limit)
+    assert resumed.health.guard.total == 0 and resumed.state.global_step == 8
+    assert checkpoint_to_resume(True, tmp_path) == tmp_path / "checkpoint-8"
+
+
+def test_a_checkpoint_is_good_where_the_bad_steps_after_it_came_later(tmp_path):
+    data = rows({i: float("nan") for i in range(12, 24)})  # from step 4 on
+    with pytest.raises(RunError, match="checkpoint-2 is good"):
+        train(tmp_path, data=data, save_strategy="steps", save_steps=2, max_nonfinite_steps=3, save_total_limit=1)
+    assert checkpoint_to_resume(True, tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_first_checkpoint_that_no_step_proved_is_neither_praised_nor_replaced(tmp_path):
+    with pytest.raises(RunError, match="No step after checkpoint-1 was finite.* none before it. Start afresh"):
+        train(tmp_path, **blows_up_at(1, save_steps=1))
+    assert checkpoint_to_resume(True, tmp_path) == tmp_path / "checkpoint-1"
+
+
+def test_what_is_due_at_a_skipped_update_waits_for_the_next_one(tmp_path):
+    trainer = train(
+        tmp_path,
+        data=rows({9: float("nan")}),
+        save_strategy="steps",
+        save_steps=3,
+        eval_strategy="steps",
+        eval_steps=3,
+    )
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [4, 6]
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_the_logged_loss_is_the_mean_of_the_updates_that_count(tmp_path, filters):
+    data, options = rows({9: float("nan")}), dict(logging_nan_inf_filter=filters, gradient_accumulation_steps=1)
+    single = train(tmp_path, data=data, **options)
+    lines = {line["step"]: line.get("loss") for line in single.state.log_history if "learning_rate" in line}
+    assert set(lines) == set(range(1, 7)) and lines[3] is None and all(lines[step] > 0 for step in (1, 2, 4, 5, 6))
+    wide = train(tmp_path, data=data, logging_steps=3, **options)
+    found = [line["loss"] for line in wide.state.log_history if "loss" in line]
+    expected = [(lines[1] + lines[2]) / 2, (lines[4] + lines[5] + lines[6]) / 3]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert wide.output.training_loss == pytest.approx((2 * expected[0] + 3 * expected[1]) / 5, rel=1e-6)
+    assert wide.output.metrics["train_loss"] == wide.output.training_loss
 
 
 def test_one_bad_micro_batch_skips_the_whole_update(tmp_path):
