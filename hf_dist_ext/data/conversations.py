@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from hf_dist_ext.data.collator import as_list
 from hf_dist_ext.data.columns import AnyDataset, arrow_batches, columns_of, require_column, type_name
 from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.image_files import find_image
+from hf_dist_ext.data.kept_files import kept_file
 from hf_dist_ext.data.load import facts_of, load_datasets, open_splits, refuse_empty
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.data.storage import with_retries
@@ -83,17 +83,11 @@ def _kept(path: Path, kept: set[str], names: Mapping[str, Any]) -> Dataset:
     """The rows of a file, kept in `datasets`' cache: one process parses it, the others and later runs read Arrow."""
     facts = [str(path.resolve()), facts_of(path), sorted(kept), sorted(map(repr, names.items()))]
     key = hashlib.blake2b(repr([*facts, datasets.__version__]).encode(), digest_size=16).hexdigest()
-    folder = Path(datasets.config.HF_DATASETS_CACHE, "hf_dist_ext", key)
-    if not folder.is_dir():
-        rows = Dataset.from_list([_uniform(row, kept, names) for row in _json_rows(path)])
-        made = Path(f"{folder}.{os.getpid()}")
-        made.parent.mkdir(parents=True, exist_ok=True)
-        rows.save_to_disk(str(made))
-        try:
-            made.rename(folder)
-        except OSError:  # another machine was faster
-            shutil.rmtree(made)
-    return datasets.load_from_disk(str(folder))
+
+    def make(folder: Path) -> None:
+        Dataset.from_list([_uniform(row, kept, names) for row in _json_rows(path)]).save_to_disk(str(folder))
+
+    return kept_file(key, lambda folder: datasets.load_from_disk(str(folder)), make)
 
 
 def _json_rows(path: Path) -> list[dict[str, Any]]:

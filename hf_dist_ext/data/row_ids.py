@@ -2,8 +2,8 @@
 
 (1) The texts of a column are hashed as Arrow holds them, block by block, to 64 bits
 (2) Hashes that stand in several rows are numbered 1, 2, ... All others become 0, and int32 is enough
-(3) For a large dataset this is done once per machine: the first process to come writes a file, the others wait for its
-    lock and map the file into memory, and so does every later run on the same dataset
+(3) For a large dataset this is done once per machine: the first process to come writes a file, the others wait for it
+    (kept_files.py) and map it into memory, and so does every later run on the same dataset
 
 Two texts with one hash (for 1e7 rows about once in 100,000 datasets) are kept apart without need; that is all.
 """
@@ -11,7 +11,6 @@ Two texts with one hash (for 1e7 rows about once in 100,000 datasets) are kept a
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,9 +19,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
-from filelock import FileLock
 from pandas.util import hash_array
 from transformers.utils import logging
+
+from hf_dist_ext.data.kept_files import kept_file
+from hf_dist_ext.data.storage import reserve
 
 logger = logging.get_logger(__name__)
 
@@ -39,31 +40,27 @@ def shared_ids(dataset: Dataset, columns: Sequence[str]) -> np.ndarray:
     """
     if len(dataset) < STORED_ROWS:
         return numbered(content_hashes(dataset, columns))
-    path = _file(dataset, columns)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):  # dropped by the system when its holder dies
-            if not path.is_file():
-                unfinished = path.with_suffix(".unfinished")
-                ids = np.lib.format.open_memmap(unfinished, "w+", np.int32, (len(dataset), len(columns)))
-                with open(unfinished, "rb+") as file:  # a full disk is an error here, and a signal (SIGBUS) in a map
-                    os.posix_fallocate(file.fileno(), 0, unfinished.stat().st_size)
-                numbered(content_hashes(dataset, columns), ids).flush()
-                os.replace(unfinished, path)
-    except OSError as error:
-        logger.warning(
-            f"the ids of the rows can not be kept in {path.parent} ({error}): every process hashes the texts itself, "
-            "at every start. Set HF_DATASETS_CACHE to a folder with room."
-        )
-        return numbered(content_hashes(dataset, columns))
-    return np.load(path, mmap_mode="r")
-
-
-def _file(dataset: Dataset, columns: Sequence[str]) -> Path:
-    """The file of (3), named after the dataset's fingerprint, which `datasets` changes with every change of a row."""
+    # `datasets` changes a dataset's fingerprint with every change of a row
     facts = f"{VERSION} {dataset._fingerprint} {len(dataset)} {list(columns)}"
     name = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-    return Path(datasets.config.HF_DATASETS_CACHE) / "hf_dist_ext" / f"row_ids_{name}.npy"
+    shape = len(dataset), len(columns)
+
+    def read(path: Path) -> np.ndarray:
+        return np.lib.format.open_memmap(path, "r").reshape(shape)
+
+    def make(path: Path) -> None:
+        ids = np.lib.format.open_memmap(path, "w+", np.int32, shape)
+        reserve(path, path.stat().st_size)
+        numbered(content_hashes(dataset, columns), ids).flush()
+
+    try:
+        return kept_file(f"row_ids_{name}.npy", read, make)
+    except OSError as error:
+        logger.warning(
+            f"the ids of the rows can not be kept in {datasets.config.HF_DATASETS_CACHE} ({error}): every process "
+            "hashes the texts itself, at every start. Set HF_DATASETS_CACHE to a folder with room."
+        )
+        return numbered(content_hashes(dataset, columns))
 
 
 # ---- (1) ----

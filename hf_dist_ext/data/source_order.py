@@ -46,15 +46,23 @@ class OneSourceSampler(Sampler[int]):
     """An epoch's rows by their numbers in `mixture`, batches of one source after another.
 
     `rows_per_batch`: of all processes. `ids`: of each source as NoDuplicatesSampler takes them, None: any rows meet.
+    `drop_last`: a last batch with fewer rows is not trained on, so that its rows come first in the next epoch.
     """
 
-    def __init__(self, mixture: Mixture, rows_per_batch: int, seed: int, ids: Sequence[np.ndarray | None]):
+    def __init__(
+        self,
+        mixture: Mixture,
+        rows_per_batch: int,
+        seed: int,
+        ids: Sequence[np.ndarray | None],
+        drop_last: bool = False,
+    ):
         self.sizes, self.shares = [len(source) for source in mixture.datasets], mixture.shares
         self.firsts = [end - size for end, size in zip(mixture.cumulative_sizes, self.sizes, strict=True)]
-        self.rows_per_batch, self.seed, self.ids = rows_per_batch, seed, ids
+        self.rows_per_batch, self.seed, self.ids, self.drop_last = rows_per_batch, seed, ids, drop_last
         self.epoch = 0
         names, count = tuple(mixture.sources), len(self.sizes)
-        self.begun = Begun(names, 0, (0,) * count, ((),) * count, ((0, rows_per_batch),))
+        self.begun = self._known = Begun(names, 0, (0,) * count, ((),) * count, ((0, rows_per_batch),))
         for name, size in zip(names, self.sizes, strict=True):
             if size < rows_per_batch:
                 raise UsageError(
@@ -79,26 +87,29 @@ class OneSourceSampler(Sampler[int]):
 
     def at(self, epoch: int) -> Begun:
         """How an epoch begins, from the one that this sampler knows on."""
-        begun = self.begun
+        begun = self._known if self._known.epoch <= epoch else self.begun
         if epoch < begun.epoch:
             raise ValueError(f"epoch {epoch} lies before epoch {begun.epoch}, which a checkpoint has begun.")
         while begun.epoch < epoch:
-            if len(begun.cuts) > 1:
+            if len(begun.cuts) > 1 or (self.drop_last and any(ids is not None for ids in self.ids)):
                 _, used, left = self._dealt(begun)
             else:  # all of `left` is used, or its beginning, so that the order need not be known
-                ((*_, sources),) = self._drawn(begun)
-                counts = np.bincount(sources, minlength=len(self.sizes)).tolist()
+                ((_, last, _, sources),) = self._drawn(begun)
+                counts = np.bincount(sources[:last], minlength=len(self.sizes)).tolist()
                 states = list(zip(begun.used, begun.left, counts, strict=True))
                 used = [before + max(0, count - len(rows)) for before, rows, count in states]
                 left = [rows[count:] for _, rows, count in states]
             cuts = ((0, self.rows_per_batch),)
             begun = Begun(begun.sources, begun.epoch + 1, tuple(used), tuple(map(tuple, left)), cuts)
+        self._known = begun
         return begun
 
     def _drawn(self, begun: Begun) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """For each cut of an epoch: its first row, the first row of the next, rows of a batch, and (rows,) the sources
-        that it draws from its first row to the end of the epoch."""
-        lasts = [first for first, _ in begun.cuts[1:]] + [len(self)]
+        """For each cut of an epoch: its first row, the first row behind those that it uses, rows of a batch, and (rows,)
+        the sources that it draws from its first row to the end of the epoch."""
+        first, window = begun.cuts[-1]
+        dropped = (len(self) - first) % window if self.drop_last else 0
+        lasts = [first for first, _ in begun.cuts[1:]] + [len(self) - dropped]
         for (first, window), last in zip(begun.cuts, lasts, strict=True):
             rows = len(self) - first
             of_batches = drawn(self.shares, -(-rows // window), (self.seed, begun.epoch, first))
@@ -128,7 +139,7 @@ class OneSourceSampler(Sampler[int]):
         if epoch == begun.epoch and begun.cuts[-1][1] != self.rows_per_batch:
             kept = tuple(cut for cut in begun.cuts if cut[0] < rows)
             begun = replace(begun, cuts=(*kept, (rows, self.rows_per_batch)))
-        self.begun = begun
+        self.begun = self._known = begun
 
     def facts(self) -> dict[str, Any]:
         """For the manifest of a checkpoint."""
@@ -175,4 +186,4 @@ def sampler_of_sources(
         for name, dataset in mixture.sources.items()
     ]
     ids = [None if sampler is None else sampler.ids for sampler in samplers]
-    return OneSourceSampler(mixture, rows_per_batch, seed_of_order(args), ids)
+    return OneSourceSampler(mixture, rows_per_batch, seed_of_order(args), ids, args.dataloader_drop_last)

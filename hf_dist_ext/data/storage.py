@@ -7,8 +7,10 @@ own, 74, and a batch system may start the same command later (scripts/slurm/trai
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from transformers.utils import logging
@@ -20,10 +22,19 @@ Found = TypeVar("Found")
 
 WAITS = (1, 2, 4, 8, 16, 32)  # seconds before each further try
 PASSING = {
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.EREMOTEIO, errno.ENOLINK,
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOLINK,
     errno.ENOTCONN, errno.ESHUTDOWN, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN,
     errno.EHOSTUNREACH, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED,
+    getattr(errno, "EREMOTEIO", errno.EIO),  # not on macOS
 }  # fmt: skip
+
+
+def reserve(path: Path, num_bytes: int) -> None:
+    """Room on the disk for the first bytes of a file. Where it is full this is an OSError, and in a map of the file a
+    signal (SIGBUS). macOS has no such call."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("rb+") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
 
 
 def is_passing(error: BaseException | None) -> bool:

@@ -2,7 +2,7 @@
 
 (1) The file of the tokens is named after all that they depend on: the rows, and for each column the tokenizer, the
     prompt and the length. A later run on the same rows finds it
-(2) The first process to come makes it, with the tokenizer's own threads; the others wait for its lock
+(2) The first process to come makes it, with the tokenizer's own threads; the others wait for it (kept_files.py)
 (3) A row's texts then carry their tokens to the collator (tokens.py), mapped from the file
 
 Texts are tokenized as they are read, by the collator and so in the loader's workers, where that is no more work (one
@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,10 @@ import tokenizers
 import torch
 import transformers
 from datasets import Dataset, Features, List, Value
-from filelock import FileLock, Timeout
 from transformers.utils import logging
 
 from hf_dist_ext.data.collator import ContrastiveCollator, is_empty
+from hf_dist_ext.data.kept_files import kept_file
 from hf_dist_ext.data.mixture import Mixture, MixtureCollator
 from hf_dist_ext.data.routed_collator import RoutedCollator
 from hf_dist_ext.data.row_check import column_kind
@@ -41,7 +40,6 @@ from hf_dist_ext.failures import activity
 logger = logging.get_logger(__name__)
 
 VERSION = 2  # of the file
-SECONDS_BETWEEN_SIGNS = 5.0  # of life, for who watches how long nothing happens
 
 
 def tokenized_once(dataset: Any, collator: Any, args: Any, rows_per_micro_batch: int) -> Any:
@@ -81,13 +79,12 @@ def _tokenized(dataset: Any, collator: Any) -> Any:
     for name, kind in kinds.items():
         facts += [name, kind, collator.prompts.get(name, ""), collator.limit_of(name)]
         facts += [how[id(collator.tokenizer_of(name))]]
-    path = _file(facts)
     try:
-        tokens = _kept(path, dataset, collator, kinds)
+        tokens = _kept(facts, dataset, collator, kinds)
     except OSError as error:
         logger.warning(
-            f"tokens can not be kept in {path.parent} ({error}): texts are tokenized again in every epoch. Set "
-            "HF_DATASETS_CACHE to a folder with room."
+            f"tokens can not be kept in {datasets.config.HF_DATASETS_CACHE} ({error}): texts are tokenized again in "
+            "every epoch. Set HF_DATASETS_CACHE to a folder with room."
         )
         return dataset
     return TokenizedRows(dataset, tokens, kinds)
@@ -122,38 +119,31 @@ def _how(tokenizer: Any) -> list | None:
     return [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.truncation_side, split, backend]
 
 
-def _file(facts: list) -> Path:
-    name = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-    return Path(datasets.config.HF_DATASETS_CACHE) / "hf_dist_ext" / f"tokens_{name}.arrow"
-
-
 # ---- (2) ----
 
 
-def _kept(path: Path, dataset: Dataset, collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Dataset:
-    """The tokens in the file, which is made where there is none."""
-    if path.is_file():  # perhaps of others, in a folder that can only be read
-        return Dataset.from_file(str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _waited_for(FileLock(f"{path}.lock")):  # dropped by the system when its holder dies
-        return dataset.map(
+def _kept(facts: list, dataset: Dataset, collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Dataset:
+    """The tokens in the file that is named after `facts`."""
+    key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+    def read(path: Path) -> Dataset:
+        tokens = Dataset.from_file(str(path))
+        if len(tokens) != len(dataset):
+            raise ValueError(f"it holds {len(tokens)} of {len(dataset)} rows")
+        return tokens
+
+    def make(path: Path) -> None:
+        dataset.map(
             partial(_tokens_of, collator=collator, kinds=kinds),
             batched=True,
             remove_columns=dataset.column_names,
             features=_features(collator, kinds),
             cache_file_name=str(path),
-            new_fingerprint=path.stem,
+            new_fingerprint=key,
             desc="tokens",
         )
 
-
-def _waited_for(lock: FileLock) -> AbstractContextManager:
-    """Another process may tokenize for longer than a process may stand still."""
-    while True:
-        try:
-            return lock.acquire(timeout=SECONDS_BETWEEN_SIGNS)
-        except Timeout:
-            activity.touch()
+    return kept_file(f"tokens_{key}.arrow", read, make)
 
 
 def _features(collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Features:

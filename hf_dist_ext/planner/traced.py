@@ -34,9 +34,9 @@ SETS_THE_TRACE = (  # fields of the run file that change it, beside the model's 
 def traced(run: Any, work: Workload) -> Workload:
     """The workload with what its forwards take. Raises UsageError where the model does not run without values."""
     path = _folder() / f"{_key(run, work)}.json"
-    if path.is_file():
+    try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    else:
+    except (FileNotFoundError, ValueError):  # torn, it is made again
         if sys.stderr.isatty():
             print("counting the model, which takes some seconds and is kept", file=sys.stderr)
         found = _trace(run, work)

@@ -13,7 +13,6 @@ of their embeddings.
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.load import FILE_FORMATS, as_named, loading_errors, open_here
 from hf_dist_ext.data.row_check import first_of_node
+from hf_dist_ext.data.storage import reserve
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import served_length
 from hf_dist_ext.models.model_folder import default_prompt_name
@@ -210,9 +210,7 @@ def _reserve(unfinished: Path, count: int, width: int) -> None:
     """Room on the disk for all embeddings: without it a full disk would end the process by a signal in the middle."""
     try:
         made = np.lib.format.open_memmap(unfinished, "w+", np.float32, (count, width))
-        if hasattr(os, "posix_fallocate"):  # not on macOS
-            with unfinished.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, made.offset + made.nbytes)
+        reserve(unfinished, made.offset + made.nbytes)
     except OSError as error:
         raise _not_written(unfinished, error) from error
 

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints.merge import folders_behind
 from hf_dist_ext.data.columns import columns_of
 from hf_dist_ext.data.encoding import refuse_other_encoding
 from hf_dist_ext.data.image_files import require_pillow
-from hf_dist_ext.data.load import FILE_FORMATS, loading_errors, open_here
+from hf_dist_ext.data.load import FILE_FORMATS, facts_of, loading_errors, open_here
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks import search
@@ -148,14 +149,14 @@ def open_picture(path: Path) -> Any:
 
 def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[list], torch.Tensor]) -> torch.Tensor:
     """(documents, D). The index of a model folder has one file for each place that was searched."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
     if not model.is_dir():  # a hub id
         return torch.cat(list(_in_batches(documents, embed)))
-    facts = _digest([*map(_facts_of_model, folders_behind(model)), documents.facts])
+    facts = _digest([transformers.__version__, *map(_facts_of_model, folders_behind(model)), documents.facts])
     index = model / INDEX / f"{_digest([str(Path(data).resolve())])}.safetensors"
-    if index.is_file():
+    with contextlib.suppress(FileNotFoundError, SafetensorError):  # torn, it is made again
         with safe_open(index, "pt") as file:
             if (file.metadata() or {}).get("facts") == facts:
                 return file.get_tensor("vectors")
@@ -187,8 +188,8 @@ def _facts_of_model(folder: Path) -> str:
 
 
 def _facts(paths: Sequence[Path], root: Path) -> str:
-    found = [(path.relative_to(root), path.stat()) for path in paths]
-    return _digest([f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found])
+    found = [(path.relative_to(root), facts_of(path)) for path in paths]
+    return _digest([f"{path} {' '.join(facts)}" for path, facts in found])
 
 
 def _digest(texts: Sequence[str]) -> str:

@@ -73,6 +73,17 @@ def test_a_large_dataset_is_numbered_once_and_mapped_afterwards(stores, monkeypa
     assert len({*stores.glob("*.npy")}) == 4 and not [*stores.glob("*.unfinished")]
 
 
+@pytest.mark.parametrize("bytes_left", [0, 50, 1000])
+def test_a_torn_file_is_made_again(stores, bytes_left):
+    data = pairs()
+    first = np.array(shared_ids(data, ["query"]))
+    (file,) = stores.glob("*.npy")
+    whole = file.read_bytes()
+    file.unlink()
+    file.write_bytes(whole[:bytes_left])
+    assert np.array_equal(shared_ids(data, ["query"]), first) and file.read_bytes() == whole
+
+
 def test_two_processes_hash_once(stores, tmp_path, monkeypatch):
     hashed, data = row_ids.content_hashes, pairs()
 

@@ -31,8 +31,8 @@ def mixture(sizes: dict[str, int] = SIZES, of_each=SHARES) -> Mixture:
     return Mixture({name: datasets.Dataset.from_list(rows) for name, rows in tables.items()}, of_each)
 
 
-def sampler(ids=(None, None, None), window: int = WINDOW, seed: int = 3) -> OneSourceSampler:
-    return OneSourceSampler(mixture(), window, seed, ids)
+def sampler(ids=(None, None, None), window: int = WINDOW, seed: int = 3, drop_last=False) -> OneSourceSampler:
+    return OneSourceSampler(mixture(), window, seed, ids, drop_last)
 
 
 def epochs(of: OneSourceSampler, count: int, first: int = 0) -> list[np.ndarray]:
@@ -103,6 +103,27 @@ def test_a_batch_is_of_one_source_and_a_sources_rows_are_used_evenly(has_ids):
             counts = [used[row] for row in range(sum(SIZES.values())) if source(row) == name]
             assert max(counts) - min(counts) <= 1
     assert min(used.values()) >= 2 and max(used.values()) > 6
+
+
+@pytest.mark.parametrize("has_ids", [False, True])
+def test_rows_of_a_batch_that_is_dropped_are_not_used(has_ids):
+    """Also in a run that goes on with another batch in the second epoch, and again in the fourth."""
+    ids = [numbered(np.arange(size, dtype=np.int32)[:, None] // 2) for size in SIZES.values()]
+    of, used = sampler(ids if has_ids else (None,) * 3, drop_last=True), Counter()
+    windows = {0: [(0, 8)], 1: [(0, 8), (32, 12)], 2: [(0, 12)], 3: [(0, 12), (24, 8)], 4: [(0, 8)]}
+    for epoch, cuts in windows.items():
+        for first, window in cuts:
+            if first:
+                (order,), facts = epochs(of, 1, epoch), of.facts()
+                used.update(order[:first].tolist())
+                of = sampler(of.ids, window, drop_last=True)
+                of.go_on(json.loads(json.dumps(facts)), epoch, first)
+        (order,) = epochs(of, 1, epoch)
+        assert len(order) == sum(SIZES.values()) and (len(order) - first) % window
+        used.update(order[first : len(order) - (len(order) - first) % window].tolist())
+        for name in SIZES:
+            counts = [used[row] for row in range(sum(SIZES.values())) if source(row) == name]
+            assert max(counts) - min(counts) <= 1, (epoch, name)
 
 
 def test_no_batch_holds_an_id_twice():

@@ -6,10 +6,11 @@ from collections import Counter
 from types import SimpleNamespace
 
 import datasets
+import pyarrow as pa
 import pytest
 import torch
 
-from hf_dist_ext.data import tokenized
+from hf_dist_ext.data import kept_files, tokenized
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.mixture import SOURCE, Mixture, MixtureCollator
 from hf_dist_ext.data.routed_collator import RoutedCollator
@@ -228,6 +229,31 @@ def test_a_training_over_two_epochs_tokenizes_once_and_learns_the_same(tmp_path,
     assert trained["as read"][1] == 2 * trained["once"][1] > 0
 
 
+@pytest.mark.parametrize("share", [0, 0.5, 0.99, "rows"])
+def test_a_torn_file_is_made_again(folder, share):
+    data, collator = rows(), collator_of()
+    expected = collator(tokenized_once(data, collator, TWICE, 8).__getitems__([1, ROWS - 1]))
+    (path,) = folder.glob("tokens_*.arrow")
+    whole = path.read_bytes()
+    path.unlink()  # not in place: it is mapped
+    if share == "rows":
+        table = pa.ipc.open_stream(whole).read_all().slice(0, ROWS - 1)
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        path.write_bytes(whole[: int(len(whole) * share)])
+    assert_same(collator(tokenized_once(data, collator, TWICE, 8).__getitems__([1, ROWS - 1])), expected)
+    assert len(path.read_bytes()) == len(whole) and not [*folder.glob("*.unfinished*")]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(folder, monkeypatch):
+    done, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: done.append("sync") or sync(handle))
+    monkeypatch.setattr(os, "replace", lambda *names: done.append("name") or replace(*names))
+    tokenized_once(rows(), collator_of(), TWICE, 8)
+    assert done == ["sync", "name"]
+
+
 def test_two_processes_tokenize_once(tmp_path, monkeypatch):
     made, data = tokenized._tokens_of, rows()
 
@@ -238,7 +264,7 @@ def test_two_processes_tokenize_once(tmp_path, monkeypatch):
         return made(*arguments, **options)
 
     monkeypatch.setattr(tokenized, "_tokens_of", counted)
-    monkeypatch.setattr(tokenized, "SECONDS_BETWEEN_SIGNS", 0.1)
+    monkeypatch.setattr(kept_files, "SECONDS_BETWEEN_SIGNS", 0.1)
 
     def target(say) -> str:
         collator, before = collator_of(), activity.since
@@ -261,7 +287,7 @@ def test_a_folder_that_can_not_be_written_is_said_and_one_that_can_only_be_read_
     assert "can not be kept in" in said[0] and "HF_DATASETS_CACHE" in said[0]
     folder.unlink()
     tokenized_once(data, collator, TWICE, 8)
-    monkeypatch.setattr(tokenized, "FileLock", lambda path: pytest.fail("asked to write"))
+    monkeypatch.setattr(kept_files, "FileLock", lambda path: pytest.fail("asked to write"))
     assert isinstance(tokenized_once(data, collator, TWICE, 8), TokenizedRows) and len(said) == 1
 
 

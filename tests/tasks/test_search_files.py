@@ -124,6 +124,18 @@ def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, mon
         model.towers["image"].visual_projection.weight.neg_()
     model.save_pretrained(pairs)
     assert scores() != first and embedded == [3, 1], "the model has changed"
+    before = scores()
+    assert embedded == [1]
+    (index,) = (pairs / "index").iterdir()
+    index.write_bytes(index.read_bytes()[:100])
+    assert scores() == before and embedded == [3, 1], "the index was torn"
+    with torch.no_grad():
+        model.towers["image"].visual_projection.weight.neg_()
+    weights = next((pairs / "image").glob("*.safetensors"))
+    stat = weights.stat()
+    model.save_pretrained(pairs)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert scores() != before and embedded == [3, 1], "the model has changed, and its time was set back"
     assert scores() and embedded == [1] and len(list((pairs / "index").iterdir())) == 1
 
 
