@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_dist_ext.engine.rows import moved
+
 
 def places_of(mask: Tensor, count: int) -> Tensor:
     """(count,): where the flat mask is true, which is so many times. `nonzero` would count, and the host wait."""
@@ -42,8 +44,8 @@ class RealTokens:
         widths = lengths if per_tile is None else np.maximum(lengths[order][rows // per_tile * per_tile], 1)
         self.lengths, self.ends, self._device = lengths, np.cumsum(widths), mask.device
         self.num_places = int(widths.sum())
-        self.order, self.back = self._moved(order), self._moved(np.argsort(order))  # (R,)
-        begins, width = self._moved(self.ends - widths)[:, None], mask.shape[1]
+        self.order, self.back = moved(order, self._device), moved(np.argsort(order), self._device)  # (R,)
+        begins, width = moved(self.ends - widths, self._device)[:, None], mask.shape[1]
         ordered = mask.index_select(0, self.order)
         real = places_of(ordered, int(lengths.sum()))
         entries = self.order[:, None] * width + torch.arange(width, device=self._device)
@@ -54,15 +56,12 @@ class RealTokens:
             counts = ordered.sum(dim=1)
             self.tiles = [self._tile(low, low + per_tile, widths, counts) for low in range(0, len(rows), per_tile)]
         else:
-            self._owner = self._moved(np.repeat(rows, lengths))  # (n,): the row of every token
+            self._owner = moved(np.repeat(rows, lengths), self._device)  # (n,): the row of every token
 
     def _tile(self, low: int, high: int, widths: np.ndarray, counts: Tensor) -> Tile:
         rows = slice(low, min(high, len(widths)))
         mask = torch.arange(int(widths[low]), device=self._device) < counts[rows, None]
         return Tile(rows, self.places(rows.start, rows.stop), mask)
-
-    def _moved(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device, non_blocking=True)
 
     def places(self, start: int, stop: int) -> slice:
         """Of some rows, in the tiles' order."""

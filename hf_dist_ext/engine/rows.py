@@ -97,9 +97,11 @@ def order_of_chunks(
     return ChunkOrder(order, own, begins.tolist(), is_as_laid, device)
 
 
-def moved(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting: a copy that waits costs as much as the one to the host."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
+def moved(numbers: np.ndarray | list[float], device: torch.device) -> torch.Tensor:
+    """On the device, without waiting: a copy that waits costs as much as the one to the host. CUDA waits where the
+    memory is not pinned, whatever is asked."""
+    is_pinned = device.type == "cuda" and torch.cuda.is_available()
+    return torch.tensor(numbers, pin_memory=is_pinned).to(device, non_blocking=True)
 
 
 @dataclass

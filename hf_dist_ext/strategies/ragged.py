@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_dist_ext.engine.real_tokens import places_of
+from hf_dist_ext.engine.rows import moved
 
 MASK = "mask"
 
@@ -67,7 +68,7 @@ class GatheredOutputs(Mapping):
             longest = torch.cat([lengths, lengths.new_zeros(1)]).amax()
             numbers = torch.stack([lengths.sum(), longest]).tolist()
         else:
-            known = torch.tensor(self._lengths).to(lengths.device, non_blocking=True)
+            known = moved(self._lengths, lengths.device)
             torch._assert_async((known == lengths).all(), "a row's outputs are not one per real token of it")
             numbers = [int(self._lengths.sum()), int(self._lengths.max(initial=0))]
         of_rank, widths = map(list, zip(*self._exchange(numbers), strict=True))

@@ -1,9 +1,9 @@
 """A model whose layers are units of FSDP2, and which of their collectives run around a forward or backward.
 
 "speed": weights are gathered once per step and gradients reduce-scattered once; "memory": every chunk gathers and
-reduces, nothing is kept unsharded. HSDP: every chunk reduce-scatters inside its replica, so gradients stay sharded,
-and replicas all-reduce once; with a tower per column they all-reduce every chunk, since torch 2.13 can add up partly
-reduced gradients only when every backward reaches the same parameters of a unit.
+reduces, nothing is kept unsharded. HSDP under "memory": every chunk reduce-scatters inside its replica, and replicas
+all-reduce once; with a tower per column they all-reduce every chunk, since torch 2.13 can add up partly reduced
+gradients only when every backward reaches the same parameters of a unit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sharded(Strategy):
             yield
             return
         is_sharded_between = self.mode == "memory"
-        root.set_requires_gradient_sync(completes or is_sharded_between or self.is_hsdp)
+        root.set_requires_gradient_sync(completes or is_sharded_between)
         if self.is_hsdp:
             root.set_requires_all_reduce(completes or self.has_towers)
         if not is_sharded_between:

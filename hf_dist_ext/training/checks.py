@@ -177,14 +177,27 @@ def check_what_is_read(args: Any, loader: Any, strategy: Strategy, has_optimizer
         )
 
 
-def warn_of_rounded_updates(model: nn.Module) -> None:
-    """Weights that train in half precision, and of which the optimizer keeps no copy in float32."""
+def warn_of_precision(args: Any, model: nn.Module, keeps_float32: bool) -> None:
+    """Weights that train in half precision, and of which the optimizer keeps no copy in float32. Matrices in float32,
+    or in an emulated bfloat16, on a GPU with cores for another precision."""
     rounded = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4]
-    if rounded:
+    if rounded and not keeps_float32:
         dtype = str(model.get_parameter(rounded[0]).dtype).removeprefix("torch.")
         logger.warning(
             f"{len(rounded)} parameters that train ({rounded[0]!r}, ...) are stored in {dtype}, which rounds small "
             'updates away. Load the model with "dtype": "float32"; "bf16": true computes in bfloat16 all the same.'
+        )
+    if args.device.type != "cuda" or args.process_index or torch.version.hip:
+        return
+    name, (major, _) = torch.cuda.get_device_name(args.device), torch.cuda.get_device_capability(args.device)
+    is_half = args.bf16 or args.fp16 or any(p.dtype.itemsize < 4 for p in model.parameters())
+    if args.bf16 and major == 7:
+        logger.warning(f'bf16=true, and {name} has no cores for bfloat16, only for float16. Set "fp16": true instead.')
+    elif major >= 7 and not is_half and args.tf32 is None and torch.backends.cuda.matmul.fp32_precision != "tf32":
+        remedies = '"bf16": true or "tf32": true' if major >= 8 else '"fp16": true'
+        logger.warning(
+            f"no precision is set: matrices are multiplied in float32, at which {name} has a small part of its speed. "
+            f'Set {remedies}; "tf32": false keeps float32 without this line.'
         )
 
 

@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.data.bad_rows import in_short
+from hf_dist_ext.engine.rows import moved
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_collective_timeout
 from hf_dist_ext.run import lease
@@ -165,8 +166,7 @@ class Health(TrainerCallback):
         self.inputs.append(inputs)
         if is_last:
             has_signal = self.stop is not None and self.stop.received is not None
-            rest = torch.tensor([float(has_signal), float(self.bad_rows.new_ones())])
-            rest = rest.to(own.device, non_blocking=True)  # one that waits would drain the queue of a GPU
+            rest = moved([float(has_signal), float(self.bad_rows.new_ones())], own.device)
             message = torch.cat([self._loss_of_update.reshape(1), rest])
             self._answers, self._loss_of_update = collectives.exchange_later(message), None
         return loss

@@ -234,8 +234,8 @@ class DistTrainer(Trainer):
     def _check_parts(self) -> None:
         loader, has_loss = self.accelerator.dataloader_config, self.loss is not None
         checks.check_what_is_read(self.args, loader, self.strategy, self.optimizer is not None, has_loss)
-        if (has_loss or self.freeze_plan is not None) and not self.strategy.keeps_float32:
-            checks.warn_of_rounded_updates(self.model)
+        if self._is_ours:
+            checks.warn_of_precision(self.args, self.model, self.strategy.keeps_float32)
         if has_loss:
             loss_state.check_optimizer(self.loss, self.optimizer, self.lr_scheduler)
             self.strategy.check(bool(self._loss_parameters()), self.chunk_budget is not None)

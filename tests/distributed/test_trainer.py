@@ -11,14 +11,16 @@ from tests.distributed import trainer_worker
 from tests.distributed.forked import launch
 
 RUNS = {"single": ("python", 1), "DDP": ("multi_gpu_ddp", 2), "FSDP2": ("multi_gpu_fsdp", 2)}
+COUNTED = {"HSDP": ("multi_gpu_hsdp", 4)}
 
 
 @functools.cache
 def found(run: str) -> dict:
-    preset, num_processes = RUNS[run]
+    preset, num_processes = (RUNS | COUNTED)[run]
     with TemporaryDirectory() as folder:
         output = Path(folder) / "found.json"
-        launch(preset, num_processes, trainer_worker.main, "--folder", Path(folder) / "runs", "--output", output)
+        words = ["--folder", Path(folder) / "runs", "--output", output, *["--counts_alone"] * (run in COUNTED)]
+        launch(preset, num_processes, trainer_worker.main, *words)
         return json.loads(output.read_text())
 
 
@@ -79,3 +81,14 @@ def test_fsdp_memory_mode_reduces_every_chunk():
     memory = found("FSDP2")["counts"]["memory"]
     assert memory["gloo:all_reduce"] == memory["num_chunks"] * memory["units"] + LOSS_REDUCES + 1
     assert memory["gloo:all_gather"] > 2 * found("FSDP2")["counts"]["speed"]["gloo:all_gather"]
+
+
+def test_copies_of_groups_reduce_once_per_unit_and_step_too():
+    """In a group, and then over the groups: two all-reduces for gloo."""
+    counts = found("HSDP")["counts"]
+    speed, memory, units, norm = counts["speed"], counts["memory"], counts["speed"]["units"], 1
+    assert units == 4 and speed["num_chunks"] > 3
+    assert speed["gloo:all_reduce"] == 2 * units + LOSS_REDUCES + norm
+    assert speed["gloo:all_gather"] == units + GATHERS_OF_LOSS + GATHERS_OF_GUARD
+    assert counts["accumulation"]["gloo:all_reduce"] == 2 * units + 2 * LOSS_REDUCES + norm
+    assert memory["gloo:all_reduce"] == (memory["num_chunks"] + 1) * units + LOSS_REDUCES + norm

@@ -216,11 +216,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True)
     parser.add_argument("--folder", required=True)
+    parser.add_argument("--counts_alone", action="store_true")
     options = parser.parse_args()
     folder = Path(options.folder)
-    found = {"world_size": launched.processes(), "resume": check_resume(folder)}
-    found["evaluation"] = check_evaluation(folder)
-    if not is_fsdp():
+    found: dict = {"world_size": launched.processes()}
+    if not options.counts_alone:
+        found |= {"resume": check_resume(folder), "evaluation": check_evaluation(folder)}
+    if not (options.counts_alone or is_fsdp()):
         found["stock"] = check_stock(folder)
     if launched.processes() > 1:
         found["counts"] = check_counts(folder)

@@ -1,6 +1,8 @@
 """What DistTrainer refuses, logs and writes, in this process."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import row_weight
+from hf_dist_ext.training import checks
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 
@@ -339,3 +342,29 @@ def test_what_a_loss_over_embeddings_would_never_call_is_refused(tmp_path, given
     args = DistTrainingArguments(str(tmp_path), report_to=[], use_cpu=True, **more)
     with pytest.raises(UsageError, match=words):
         DistTrainer(Tiny(), args, data_collator=collate, loss=InfoNCELoss(), **options)
+
+
+@pytest.mark.parametrize("major, given, words", [
+    (9, {}, 'no precision is set.* CARD .*Set "bf16": true or "tf32": true'),
+    (9, {"tf32": True}, None),
+    (9, {"tf32": False}, None),
+    (9, {"bf16": True}, None),
+    (9, {"dtype": torch.bfloat16}, "stored in bfloat16"),
+    (7, {}, 'Set "fp16": true; "tf32": false'),
+    (7, {"fp16": True}, None),
+    (7, {"bf16": True}, 'CARD has no cores for bfloat16, .*Set "fp16": true'),
+    (6, {}, None),
+    (6, {"bf16": True}, None),
+])  # fmt: skip
+def test_a_precision_that_wastes_the_gpu_is_said_once_with_the_field(monkeypatch, major, given, words):
+    said = []
+    monkeypatch.setattr(checks.logger, "warning", said.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "CARD")
+    for process in (0, 1):
+        args = dict(device=torch.device("cuda"), process_index=process, bf16=False, fp16=False, tf32=None)
+        model = nn.Linear(2, 2, dtype=given.get("dtype"))
+        checks.warn_of_precision(SimpleNamespace(**args | given), model, keeps_float32=bool(process))
+    assert len(said) == bool(words) and (not words or re.search(words, said[0]))
+    checks.warn_of_precision(SimpleNamespace(device=torch.device("cpu")), nn.Linear(2, 2), keeps_float32=True)
+    assert len(said) == bool(words)
