@@ -52,6 +52,7 @@ from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.text_with_image import join_parts
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.losses import LABEL_COLUMNS, embedded_columns
+from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import CODE_SEARCH
 
@@ -227,9 +228,10 @@ def loading_errors(name: str) -> Iterator[None]:
             raise UsageError(
                 f'Dataset "{name}" is empty: there is no row in it. Check the file or the split.'
             ) from error
+        missing = "" if path.exists() else "it is no file or folder here, and "
         raise UsageError(
-            f'Dataset "{name}" could not be loaded: {reason.rstrip(".")}. Give "code-search", a hub id that this '
-            "machine can reach or has cached (id@revision pins it), or a json/csv/parquet/arrow file or folder."
+            f'Dataset "{name}" could not be loaded: {missing}{reason.rstrip(".")}. Give "code-search", a hub id that '
+            "this machine can reach or has cached (id@revision pins it), or a json/csv/parquet/arrow file or folder."
         ) from error
     finally:
         theirs.setLevel(level)
@@ -310,11 +312,6 @@ def say_what_is_not_read(name: str) -> None:
             f"{lost[0]}. `datasets` takes files of one kind, and where names of files have the name of a split in "
             "them, only those. Give files of one kind, and a split's name to all or none of them."
         )
-
-
-def looks_like_a_path(name: str) -> bool:
-    is_relative_or_absolute = name.startswith((".", "~", "/")) or name.count("/") > 1
-    return is_relative_or_absolute or any(suffix in FILE_FORMATS for suffix in Path(name).suffixes)
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------

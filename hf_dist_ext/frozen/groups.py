@@ -185,20 +185,21 @@ def _by_regex(pattern: str, modules: Sequence[str], parameters: Mapping[str, Any
 def _no_match(model, pattern: str, group: Group, modules, parameters, field_name: str, patterns: Patterns) -> str:
     groups = module_groups(model)
     shown = f"{field_name}={patterns!r}" if isinstance(patterns, str) else f"{field_name}={list(patterns)!r}"
-    if isinstance(patterns, str):
-        return (
-            f"{shown} matches no module. A string is one regular expression over full names, such as "
-            f'".*{modules[0].rpartition(".")[2] if modules else "layer"}"; give plain names as a list.'
-        )
-    if pattern in groups:
+    if pattern in groups and not isinstance(patterns, str):
         return f"{shown}: {pattern!r} of {type(model).__name__} has no parameters. Groups: {_sizes(model, groups)}."
     if group.roots:
         return f"{shown}: {pattern!r} matches {group.roots[0]!r}, which has no parameters."
     tails = {name.rpartition(".")[2]: name for name in [*parameters, *modules]}
-    near = difflib.get_close_matches(pattern, [*groups, *modules], 3, 0.5)
-    near += [tails[tail] for tail in difflib.get_close_matches(pattern, tails, 3, 0.5)]
-    near += [name for name in modules if pattern.lower() in name.rpartition(".")[2].lower()][:3]
+    word = re.sub(r"\W+", ".", pattern).strip(".")  # of a regular expression its plain letters
+    near = difflib.get_close_matches(word, [*groups, *modules], 3, 0.5)
+    near += [tails[tail] for tail in difflib.get_close_matches(word, tails, 3, 0.5)]
+    near += [name for name in modules if word.lower() in name.rpartition(".")[2].lower()][:3]
     closest = ", ".join(f'"{name}"' for name in dict.fromkeys(near)) or "nothing is near"
+    if isinstance(patterns, str):
+        return (
+            f"{shown} matches no module. A string is one regular expression over full names; give plain names as a "
+            f"list. Closest: {closest}."
+        )
     has_groups = f" Groups: {', '.join(groups)}." if groups else ""
     return f"{shown}: {pattern!r} matches no module. Closest: {closest}.{has_groups} Use a dotted suffix or a regex."
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.fields import accepts, describe, kind_of, out_of_bounds, parse_type, show
+from hf_dist_ext.run.files import looks_like_a_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +216,7 @@ def _check_mteb(given: dict[str, Any], where: str) -> None:
 
 def _check_path(path: str, where: str) -> None:
     """What is clearly a path here must be here; a hub id may be cached or reached."""
-    is_path = re.match(r"[.~/]|.*\.(jsonl?|csv|tsv|parquet|arrow)(\.gz)?$", path) or path.count("/") > 1
-    if is_path and not Path(path).expanduser().exists():
+    if looks_like_a_path(path) and not Path(path).expanduser().exists():
         raise UsageError(
             f"{where}: path={json.dumps(path)}: there is no such file or folder. Paths start at {Path.cwd()}."
         )

@@ -1,4 +1,4 @@
-"""A run file as text -> its fields: JSON, or YAML where its name ends in .yaml or .yml.
+"""A run file as text -> its fields: JSON, or YAML where its name ends in .yaml or .yml. Which of its values are paths.
 
 YAML's words mean what JSON's would: `3e-3` is a number and `no` is a text. YAML 1.1 reads both the other way round.
 """
@@ -15,6 +15,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.fields import kind_of
 
 YAML = (".yaml", ".yml")
+_FILE_OF_DATA = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow|zip|gz)$")
 _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
     "null": (r"null|Null|NULL|~|", ["~", "n", "N", ""]),
@@ -23,6 +24,11 @@ _SCALARS = {
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+0123456789."
     ),
 }  # fmt: skip
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether what is not here is a mistake, and no name that the hub is to be asked for."""
+    return name.startswith((".", "~", "/")) or name.count("/") > 1 or bool(_FILE_OF_DATA.search(name))
 
 
 def read_fields(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
+from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.losses import INFONCE_FIELDS
 from hf_dist_ext.run.parts import check_parts, outputs_of
 from hf_dist_ext.run.sources import NUM_PAIR_COLUMNS, check_sources
@@ -162,8 +163,7 @@ def _check_folders(config: RunConfig) -> None:
     """What is clearly a path is no name on the hub, where it would be looked for."""
     for field in ("model_name_or_path", "tokenizer_name"):
         name = getattr(config, field)
-        is_path = name is not None and (name.startswith((".", "~", "/")) or name.count("/") > 1)
-        if is_path and not Path(name).exists():
+        if name is not None and looks_like_a_path(name) and not Path(name).exists():
             near = closest_folder(name)
             raise UsageError(f'{field}="{name}": there is no such folder. {near}Paths start at {Path.cwd()}.')
 

@@ -136,9 +136,14 @@ _CHUNK = "Use gradient_cache_chunk_size: the rows of a batch that are in memory 
 _GLOBAL = (
     "Every row's negatives are those of the whole batch, of all devices; remove it (cross_device_negatives: false)."
 )
+_PROCESSES = (
+    'Use num_processes, one for each GPU, with accelerate_config ("ddp", "fsdp"). hf-dist plan takes --num_devices 8 '
+    "--device h100 for machines that are not here."
+)
 _ATTENTION = 'Use "attn_implementation": "flash_attention_2".'
 _NEGATIVES = 'Map columns of negatives: "columns": {"query": "...", "positive": "...", "negative": ["...", "..."]}.'
 MEANINGS = {
+    **dict.fromkeys(("devices", "gpus", "num_gpus", "n_gpus", "n_gpu", "ngpus", "nproc_per_node"), _PROCESSES),
     "evaluation_strategy": "Use eval_strategy.",
     "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
     "logging_dir": "Logs go to output_dir/runs; the environment variable TENSORBOARD_LOGGING_DIR moves them.",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, decides_here, resume_or_start
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.sources import sources_of
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def _check_paths(stage: Run) -> None:
     for options in [stage.options, *(source.config for source in sources_of(stage.options))]:
         for field in ("dataset_name", "eval_dataset_name", "image_folder"):
             value = getattr(options, field)
-            is_path = field == "image_folder" or re.match(r"[.~/]|.*\.(jsonl?|csv|parquet)$", value or "")
-            if value is not None and is_path and not Path(value).expanduser().exists():
+            is_path = value is not None and (field == "image_folder" or looks_like_a_path(value))
+            if is_path and not Path(value).expanduser().exists():
                 raise UsageError(f'{field}="{value}": there is no such file or folder. Paths start at {Path.cwd()}.')
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from hf_dist_ext.data.load import looks_like_a_path
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.evaluations import parse_evaluations
+from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.sources import BUILT_IN
 
 OURS = "hf_dist_ext"

@@ -334,7 +334,9 @@ def test_what_is_not_there_is_named(tmp_path):
     assert "can not read this kind" in refusal(
         write(tmp_path / "a.parquet") and (tmp_path / "a.parquet").rename(tmp_path / "a.xyz")
     )
-    assert "could not be loaded" in refusal("nobody-at-all/nothing-here")
+    for path in ("held_out.txt", "data/held_out.tsv", "held_out.jsonl.gz", "data/held_out.zip", "~/held-out", "a/b/c"):
+        assert "no such file or folder" in refusal(path), "nothing that looks like a file is asked of the hub"
+    assert "could not be loaded: it is no file or folder here" in refusal("nobody-at-all/nothing-here")
     assert "dataset_name is missing" in str(pytest.raises(UsageError, load_datasets, RunConfig()).value)
     assert "Splits: train. eval_holdout=N keeps" in refusal(name, eval_split="test", columns=COLUMNS)
     assert "Splits: train." in refusal(name, train_split="training", columns=COLUMNS)

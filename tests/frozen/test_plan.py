@@ -81,7 +81,8 @@ def test_a_suffix_never_matches_half_a_name():
     [
         ({"trainable_modules": ["projektor"]}, ["projektor", "projector", "matches no module"]),
         ({"trainable_modules": ["multi_modal_projektor"]}, ["model.multi_modal_projector"]),
-        ({"trainable_modules": "projector"}, ["regular expression", "list"]),
+        ({"trainable_modules": "projector"}, ["regular expression", "list", 'Closest: "projector"']),
+        ({"trainable_modules": r".*\.multi_modal_projektor\..*"}, ['"model.multi_modal_projector"']),
         ({"trainable_modules": "("}, ["no regular expression"]),
         ({"frozen_modules": ["vision", "projector", "language"]}, ["nothing is left to train"]),
         ({"trainable_modules": ["vision"], "frozen_modules": ["model.vision_tower"]}, ["both match"]),

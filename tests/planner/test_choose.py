@@ -325,6 +325,8 @@ def test_the_command_prints_a_table_json_and_a_picture(make_run, capsys):
         (["--png", "nowhere/plan.png"], "cannot be written"),
         (["--optimm", "sgd"], "Unknown field"),
         (["--num_device", "2"], "Closest: --num_devices"),
+        (["--devices", "8"], "--num_devices 8"),
+        (["--gpus", "8xH100"], "--num_devices 8"),
         (["--device", "h1000"], "--device h1000 is not known. Choose one of b200"),
         (["--host_memory_gib", "0"], "positive number of GiB"),
         (["--network_gbps", "-5"], "positive number of Gbit/s"),
