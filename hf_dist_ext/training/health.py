@@ -173,10 +173,10 @@ class Health(TrainerCallback):
         self._replays += [] if again is None else [again]
         if is_last:
             has_signal = self.stop is not None and self.stop.received is not None
-            rest = torch.tensor([float(has_signal), float(self.bad_rows.new_ones()), rounding, NOT_REPLAYED])
-            rest = rest.to(own.device, non_blocking=True)  # one that waits would drain the queue of a GPU
-            errors = torch.stack([*(one.largest.to(rest) for one in self._replays), rest[-1]])
-            message = torch.cat([self._loss_of_update.reshape(1), rest[:-1], errors.amax().reshape(1)])
+            error = [torch.stack([one.largest.float() for one in self._replays]).amax()] if self._replays else []
+            rest = [float(has_signal), float(self.bad_rows.new_ones()), rounding, *[NOT_REPLAYED] * (not error)]
+            rest = torch.tensor(rest).to(own.device, non_blocking=True)  # one that waits would drain a GPU's queue
+            message = torch.cat([self._loss_of_update.reshape(1), rest, *(one.reshape(1) for one in error)])
             self._answers, self._loss_of_update = collectives.exchange_later(message), None
         return loss
 
