@@ -2,7 +2,7 @@
 
 (1) encode every chunk without a graph, remembering the random state it began with
 (2) score the embeddings, and backward from the loss to the embeddings only: the cache
-(3) encode every chunk again under its random state, and backward <embedding, cached gradient>
+(3) encode every chunk again under its random state, compare with (1), and backward <embedding, cached gradient>
 
 (3) is the chain rule: sum_i <e_i(theta), dL/de_i> has dL/dtheta as its gradient, so chunks may be replayed one at a
 time and their gradients add up to the full batch's. Chunks whose graph is kept in (1) skip their second forward; with
@@ -29,15 +29,16 @@ do around a part of a step (reduce gradients, measure time or memory) does it in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from hf_dist_ext.engine.assembly import Assembly, OnColumn
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
 from hf_dist_ext.engine.outputs import Output, detached, gradients_of, inner_product, leaves_of, to_chunks
+from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.errors import UsageError
 
 Embeddings = Mapping[str, Output]
@@ -75,13 +76,15 @@ Door = Callable[[Phase], AbstractContextManager]
 
 @dataclass
 class CachedStep:
-    """What a step did. `loss` is detached; `metrics` are the score function's own."""
+    """What a step did. `loss` is detached; `metrics` are the score function's own. `replay_error`: None where no chunk
+    was encoded twice here."""
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
     num_chunks: int
     num_forwards: int
     drew_randomness: bool
+    replay_error: ReplayError | None = None
 
 
 def cached_step(
@@ -133,12 +136,13 @@ def cached_step(
     order = _order(chunks, kinds, is_frozen, keep_graph, backward_together, last_reaches_all, by_table)
     passes = (make_passes or Passes)(batch, chunks, order, encode, backward, phase)
 
-    embeddings = passes.embed(wide, on_column)  # (1)
+    passes.embed(wide, on_column)  # (1)
     with phase(Phase(SCORE)):  # (2)
-        scored = passes.score(embeddings, score, [p for p in loss_parameters if p.requires_grad])
-    passes.replay(scored)  # (3)
+        scored = passes.score(passes.embeddings, score, [p for p in loss_parameters if p.requires_grad])
+    replay_error = passes.replay(scored)  # (3)
 
-    return CachedStep(scored.loss, scored.metrics, len(chunks), passes.num_forwards, passes.drew_randomness)
+    counts = len(chunks), passes.num_forwards
+    return CachedStep(scored.loss, scored.metrics, *counts, bool(passes.drawn), replay_error)
 
 
 def encode_without_graph(
@@ -201,14 +205,16 @@ class Passes:
         self.batch, self.chunks, self.order = batch, chunks, order
         self.encode, self.backward, self.phase = encode, backward, phase
         self.num_forwards = 0
-        self.drew_randomness = False
+        self.embeddings: Embeddings = {}  # of (1)
+        self.drawn: list[str] = []  # generators that (1) drew from
         self._outputs: dict[int, Output] = {}
         self._states: dict[int, RandomState] = {}
         self._cache: Sequence[Output] = ()
+        self._comparison: Comparison | None = None
         self._has_trained = False
 
-    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> Embeddings:
-        chunks, kept, start = self.chunks, self.order.kept, RandomState(self.chunks[0].device)
+    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> None:
+        chunks, kept, start = self.chunks, self.order.kept, RandomState()
         told: dict[str, torch.Tensor] = {}
         if wide is not None and not kept:
 
@@ -217,16 +223,16 @@ class Passes:
                     told[name] = rows
                     on_column(name, rows)
 
-            embeddings = encode_without_graph(wide, self.encode, self.phase, tell)
+            self.embeddings = encode_without_graph(wide, self.encode, self.phase, tell)
             self.num_forwards = len(wide.chunks())
             if start.is_now():
-                return embeddings
+                return
             start.restore()
         columns = Assembly(self.batch, chunks, on_column, known=told)
         for i in self.order.encoded:
             is_kept = i in kept
             if not is_kept:
-                self._states[i] = RandomState(start.device)
+                self._states[i] = RandomState()
             phase = Phase(KEEP if is_kept else ENCODE, chunks[i], is_last=is_kept and i == self.order.last)
             with self.phase(phase), torch.set_grad_enabled(is_kept):
                 output = self.encode(chunks[i])
@@ -234,18 +240,22 @@ class Passes:
                 self._outputs[i] = output
             columns.add(i, detached(output))
         self.num_forwards += len(chunks)
-        self.drew_randomness = not start.is_now()
-        return columns.whole()
+        self.drawn = start.drawn_since()
+        self.embeddings = columns.whole()
 
-    def replay(self, scored: Scored) -> None:
+    def replay(self, scored: Scored) -> ReplayError | None:
         """Backward of <embedding, its cached gradient> for every chunk; the loss's terms are added to the last one."""
         self._cache = to_chunks(self.batch, scored.gradients, self.chunks)
+        if self.order.has_replays:
+            self._comparison = Comparison(self.chunks, to_chunks(self.batch, self.embeddings, self.chunks))
+        self.embeddings = {}  # from here on there is one copy, by chunks
         *groups, final = self.order.groups
         for group in groups:
             self._train(group)
         self._train(final, scored.terms, is_last=True)
         if not self._has_trained:
             refuse_nothing_trains()
+        return self._comparison and self._comparison.result()
 
     def _train(self, group: list[int], loss_terms: Sequence[torch.Tensor] = (), is_last: bool = False) -> None:
         """One backward for the chunks of a group: graphs that were kept, or made again."""
@@ -265,8 +275,11 @@ class Passes:
 
     def _encode_again(self, i: int) -> Output:
         self.num_forwards += 1
-        with replayed(self._states[i]) if self.drew_randomness else nullcontext():
-            return self.encode(self.chunks[i])
+        with replayed(self._states[i], self.drawn) if self.drawn else nullcontext():
+            output = self.encode(self.chunks[i])
+        if self._comparison is not None:
+            self._comparison.add(i, output)
+        return output
 
     def _term(self, i: int, output: Output) -> torch.Tensor | None:
         return inner_product(output, self._cache[i])
@@ -290,6 +303,11 @@ class _Order:
     def last(self) -> int:
         """The chunk after which gradients are complete."""
         return self.groups[-1][-1]
+
+    @property
+    def has_replays(self) -> bool:
+        """Whether a chunk is encoded twice: whether a backward remains whose graph (1) did not keep."""
+        return any(group[-1] not in self.kept for group in self.groups)
 
 
 def _order(
@@ -337,38 +355,6 @@ def _final_chunks(chunks: Sequence[Chunk], kinds: Sequence[int], trained: Sequen
         own = [i for i in own if chunks[i].has_vision] or own
         final.append(own[1] if len(own) > 2 else own[0])
     return final
-
-
-class RandomState:
-    """The generators a forward may draw from, as they are now: the CPU's and the current accelerator's."""
-
-    def __init__(self, device: torch.device):
-        self.cpu = torch.get_rng_state()
-        self.device_module = None if device.type == "cpu" else torch.get_device_module(device)
-        self.device = device
-        self.on_device: Any = None if self.device_module is None else self.device_module.get_rng_state(device)
-
-    def is_now(self) -> bool:
-        """Whether nothing was drawn since; from host copies, no synchronisation."""
-        now = RandomState(self.device)
-        same_on_device = self.on_device is None or torch.equal(self.on_device, now.on_device)
-        return same_on_device and torch.equal(self.cpu, now.cpu)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.device_module is not None:
-            self.device_module.set_rng_state(self.on_device, self.device)
-
-
-@contextmanager
-def replayed(state: RandomState):
-    """While inside, random numbers are those that were drawn from `state` on."""
-    after = RandomState(state.device)
-    state.restore()
-    try:
-        yield
-    finally:
-        after.restore()
 
 
 def refuse_nothing_trains() -> NoReturn:

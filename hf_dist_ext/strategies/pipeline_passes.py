@@ -38,13 +38,12 @@ from hf_dist_ext.engine.gradient_cache import (
     Door,
     Embeddings,
     Phase,
-    RandomState,
     Score,
     Scored,
     refuse_nothing_trains,
-    replayed,
     score_embeddings,
 )
+from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.stages import Cut
 
@@ -96,7 +95,7 @@ class Line:
     def look(self, chunk: Chunk) -> None:
         """Before the first chunk: which stages train, and what each gives to the next, from a forward of one row."""
         self.trains, self.widths = [], []
-        features, state = first_row(chunk).features, RandomState(self.device)
+        features, state = first_row(chunk).features, RandomState()
         for stage, rank in enumerate(self.places):
             said = None
             if rank == self.rank:
@@ -143,10 +142,15 @@ class Line:
         chunks: Sequence[Chunk],
         phase: Door,
         states: dict[tuple[int, int], RandomState],
+        drawn: Sequence[str],
         gradients: Sequence[torch.Tensor],
-    ) -> None:
-        """(3): adds to `.grad` of this rank's parameters. `gradients`: the cache, per chunk, on the last stage."""
-        Flow(self, chunks, phase, states, gradients).run()
+    ) -> dict[int, torch.Tensor]:
+        """(3): adds to `.grad` of this rank's parameters, and gives the embeddings of (1), per chunk, once more.
+
+        drawn: the generators that (1) drew from. gradients: the cache, per chunk, on the last stage."""
+        flow = Flow(self, chunks, phase, states, gradients, drawn)
+        flow.run()
+        return flow.embeddings
 
     def shared(self, embeddings: Embeddings) -> Embeddings:
         """The last stage's, on every rank."""
@@ -176,6 +180,7 @@ class Flow:
         states: random states of the forwards, which a run without gradients fills and one with them replays; None:
             neither.
         gradients: of what the last stage gives, per chunk, on its rank; None: the run has no backwards.
+        drawn: generators that are replayed.
     """
 
     def __init__(
@@ -185,8 +190,10 @@ class Flow:
         phase: Door,
         states: dict[tuple[int, int], RandomState] | None,
         gradients: Sequence[torch.Tensor] | None,
+        drawn: Sequence[str] = (),
     ):
         self.line, self.chunks, self.phase, self.states = line, line.filled_up(chunks), phase, states
+        self.drawn = drawn
         self.trains = gradients is not None
         self.embeddings: dict[int, torch.Tensor] = {}
         self.cache = gradients or ()
@@ -239,10 +246,10 @@ class Flow:
             if hidden is not None and line.sends_back(stage):
                 # A view: frozen layers keep no graph for a leaf, behind which there is nobody (frozen/run_mode.py).
                 given = hidden.requires_grad_().view_as(hidden)
-            random = nullcontext() if self.states is None else replayed(self.states[at])
+            random = nullcontext() if self.states is None else replayed(self.states[at], self.drawn)
         else:
             if self.states is not None:
-                self.states[at] = RandomState(line.device)
+                self.states[at] = RandomState()
             random = torch.no_grad()
         with self.phase(Phase(KEEP if self.trains else ENCODE, chunk)), random:
             output = self.output_of(stage, number, given)
@@ -363,21 +370,22 @@ class PipelinePasses:
     ):
         self.line, self.batch, self.chunks, self.backward, self.phase = line, batch, chunks, backward, phase
         self.num_forwards = 0
-        self.drew_randomness = False
+        self.embeddings: Embeddings = {}  # on the last stage
+        self.drawn: list[str] = []
+        self._outputs: list[torch.Tensor] = []  # the same, per chunk
         self._states: dict[tuple[int, int], RandomState] = {}
 
-    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> Embeddings:
-        """On the last stage, {} on the others."""
-        start = RandomState(self.line.device)
-        outputs = self.line.forward(self.chunks, self.phase, self._states)
+    def embed(self, wide: ChunkedBatch | None, on_column: OnColumn | None) -> None:
+        start = RandomState()
+        self._outputs = self.line.forward(self.chunks, self.phase, self._states)
         self.num_forwards += len(self.chunks)
-        self.drew_randomness = not start.is_now()
+        self.drawn = start.drawn_since()
         if not any(self.line.trains):
             refuse_nothing_trains()
-        columns = self.batch.to_columns(outputs, self.chunks) if self.line.has_last else {}
+        columns = self.batch.to_columns(self._outputs, self.chunks) if self.line.has_last else {}
         for name in columns if on_column is not None else ():
             on_column(name, columns[name])
-        return columns
+        self.embeddings = columns
 
     def score(self, embeddings: Embeddings, score: Score, parameters: list[torch.nn.Parameter]) -> Scored:
         """(2)"""
@@ -396,15 +404,19 @@ class PipelinePasses:
         of_parameters = [None if one is None else one.to(line.device) for one in of_parameters]
         return Scored(loss.to(line.device), metrics, gradients, parameters, of_parameters)
 
-    def replay(self, scored: Scored) -> None:
-        """(3). The division by gradient accumulation enters in `backward`, which is asked what it makes of the
-        cache."""
+    def replay(self, scored: Scored) -> ReplayError | None:
+        """(3); compared on the last stage. The division by gradient accumulation enters in `backward`, which is asked
+        what it makes of the cache."""
         cache: list[torch.Tensor] = []
         if self.line.has_last:
             leaves = {name: torch.zeros_like(rows, requires_grad=True) for name, rows in scored.gradients.items()}
             self.backward(torch.stack([(leaves[name] * rows).sum() for name, rows in scored.gradients.items()]).sum())
             cache = self.batch.to_chunks({name: leaf.grad for name, leaf in leaves.items()}, self.chunks)
-        self.line.train(self.chunks, self.phase, self._states, cache)
+        again = self.line.train(self.chunks, self.phase, self._states, self.drawn, cache)
         self.num_forwards += len(self.chunks)
         if scored.terms:
             self.backward(torch.stack(scored.terms).sum())
+        comparison = Comparison(self.chunks, self._outputs)
+        for number in range(len(self._outputs)):
+            comparison.add(number, again[number])
+        return comparison.result()

@@ -47,7 +47,7 @@ def prepare(args: Any, plugin: TorchDynamoPlugin) -> None:
     # Else a first chunk with as many tokens as rows, or as the model is wide, makes a graph for such chunks alone.
     symbols.use_duck_shape = False
     dynamo.recompile_limit = max(RECOMPILE_LIMIT, dynamo.recompile_limit)
-    if _multiplies_in_tf32():
+    if multiplies_in_tf32():
         # Trainer has said so to torch's newer switch alone. inductor asks the older one where it compares kernels
         # ("max-autotune"), and torch 2.13 then raises an error.
         torch.set_float32_matmul_precision("high")
@@ -66,7 +66,7 @@ def check(plugin: TorchDynamoPlugin, strategy: Strategy) -> None:
         )
 
 
-def _multiplies_in_tf32() -> bool:
+def multiplies_in_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -75,7 +75,7 @@ def scores_in_float32(args: Any) -> Iterator[None]:
     """Around a loss. Where Trainer compiles it turns TF32 on for an NVIDIA GPU (transformers 5.23, TrainingArguments),
     which is meant for the model: scores would have ten bits, and a small temperature multiplies what they lack.
     Not where the run file sets `tf32` itself."""
-    if not args.torch_compile or args.tf32 is not None or not _multiplies_in_tf32():
+    if not args.torch_compile or args.tf32 is not None or not multiplies_in_tf32():
         yield
         return
     torch.set_float32_matmul_precision("highest")

@@ -1,10 +1,12 @@
-"""`Health` leaves out updates that are not finite, ends a run on a signal, and watches over its time and its rows.
+"""`Health` leaves out updates that are not finite, ends a run on a signal or a wrong gradient, and watches over its
+time and its rows.
 
 Every micro-batch's loss is added up on the device. After the last backward of an update the ranks start to tell each
-other their sums, whether a signal came and how many rows were bad: one small all-gather, which runs while the gradient
-is clipped. Before the update the answers are read together with the gradient norm, in one copy to the host. The update
-is then left out, or it is the last one: a stop is one checkpoint after the step, and then the end of `train()`. A
-running evaluation is left for it. No checkpoint is written from weights that are not finite.
+other their sums, whether a signal came, how many rows were bad and how far embeddings lay apart that a gradient cache
+encoded twice: one small all-gather, which runs while the gradient is clipped. Before the update the answers are read
+together with the gradient norm, in one copy to the host. The update is then left out, or it is the last one: a stop is
+one checkpoint after the step, and then the end of `train()`. A running evaluation is left for it. No checkpoint is
+written from weights that are not finite.
 
 One process has no collective. Without our fields (a plain TrainingArguments) nothing here acts.
 """
@@ -22,6 +24,8 @@ from transformers.utils import logging
 
 from hf_dist_ext.data.bad_rows import in_short
 from hf_dist_ext.engine.rows import moved
+from hf_dist_ext.engine import replay
+from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_collective_timeout
 from hf_dist_ext.run import lease
@@ -34,6 +38,7 @@ from hf_dist_ext.training.out_of_memory import FittingSizes
 
 logger = logging.get_logger(__name__)
 
+NOT_REPLAYED = -1.0  # in the place of a replay error
 EVALUATION_BATCHES = 8  # between two questions whether to leave an evaluation
 
 
@@ -78,7 +83,9 @@ class Health(TrainerCallback):
         self.bad_rows = BadRowCount(getattr(args, "max_bad_rows", None), rows)
         self.was_preempted = False
         self.inputs: list[Any] = []  # micro-batches of the update that runs
+        self.replay_error: float | None = None  # the largest since it was logged
         self._loss_of_update: torch.Tensor | None = None
+        self._replays: list[ReplayError] = []  # those of the update that runs
         self._answers: Callable[[], torch.Tensor] | None = None  # of all ranks, while they are gathered
         self._stop_at_step: int | None = None
         self._put_off: set[str] = set()
@@ -105,7 +112,7 @@ class Health(TrainerCallback):
         """Around `train()`. A search of hyperparameters has its trials in folders of their own."""
         end_with_launcher()
         self.was_preempted, self._stop_at_step, self._put_off = False, None, set()
-        self._answers, self._loss_of_update, self.inputs = None, None, []
+        self._answers, self._loss_of_update, self.inputs, self._replays = None, None, [], []
         is_first = self.args.process_index == 0
         with contextlib.ExitStack() as entered:
             if hasattr(self.args, "preemptible") and not is_search and is_first:
@@ -157,17 +164,23 @@ class Health(TrainerCallback):
             raise in_short(error) from error
         activity.enter("forward and backward")
 
-    def after_backward(self, loss: torch.Tensor, inputs: Any, is_last: bool) -> torch.Tensor:
-        """Call with every micro-batch's loss, which it gives back. `is_last`: of an update."""
+    def after_backward(
+        self, loss: torch.Tensor, inputs: Any, is_last: bool, again: ReplayError | None = None, rounding: float = 0.0
+    ) -> torch.Tensor:
+        """Call with every micro-batch's loss, which it gives back. `is_last`: of an update. `again`: how embeddings
+        differ that were encoded again, `rounding`: by how much they may."""
         if self.guard is None and self.stop is None and self.sizes is None and not self.bad_rows.limit:
             return loss
         own = loss.detach().float()
         self._loss_of_update = own if self._loss_of_update is None else self._loss_of_update + own
         self.inputs.append(inputs)
+        self._replays += [] if again is None else [again]
         if is_last:
             has_signal = self.stop is not None and self.stop.received is not None
-            rest = moved([float(has_signal), float(self.bad_rows.new_ones())], own.device)
-            message = torch.cat([self._loss_of_update.reshape(1), rest])
+            error = [torch.stack([one.largest.float() for one in self._replays]).amax()] if self._replays else []
+            rest = [float(has_signal), float(self.bad_rows.new_ones()), rounding, *[NOT_REPLAYED] * (not error)]
+            rest = moved(rest, own.device)
+            message = torch.cat([self._loss_of_update.reshape(1), rest, *(one.reshape(1) for one in error)])
             self._answers, self._loss_of_update = collectives.exchange_later(message), None
         return loss
 
@@ -175,15 +188,17 @@ class Health(TrainerCallback):
         """Act on what all ranks have to say about the update.
 
         Raises:
-            RunError: too many updates that are not finite, or too many bad rows.
+            RunError: too many updates that are not finite, too many bad rows, or embeddings that differ when they are
+                encoded again.
         """
         if self._answers is None:
             return
-        answers, self._answers = self._answers(), None  # (W, 3)
+        answers, self._answers = self._answers(), None  # (W, 5)
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm).detach().to(answers)
         *numbers, norm = torch.cat([answers.flatten(), norm.reshape(1)]).tolist()  # the one copy to the host
-        losses, signals, bad_rows = (numbers[i::3] for i in range(3))
+        losses, signals, bad_rows, most, errors = (numbers[i::5] for i in range(5))
         step = self.progress()[0] + 1
+        self._check_replays(step, errors, most)
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < max_steps:
             self._stop_at_step = step
@@ -200,9 +215,21 @@ class Health(TrainerCallback):
             self.guard.report(step, losses, norm, rows, self.has_scaler, self.go_back() if self.guard.is_over else "")
         self.inputs = []
 
-    def for_log(self) -> dict[str, int]:
+    def _check_replays(self, step: int, errors: list[float], most: list[float]) -> None:
+        """Of every rank: the largest replay error, and what rounding explains."""
+        if (largest := max(errors)) > NOT_REPLAYED:
+            self.replay_error = max(largest, self.replay_error or 0.0)
+        replays, self._replays = self._replays, []
+        wrong = [rank for rank, (error, bound) in enumerate(zip(errors, most, strict=True)) if error > bound]
+        if wrong:
+            rank = max(wrong, key=errors.__getitem__)
+            _, columns = max((one.worst() for one in replays), default=(0.0, ()), key=lambda worst: worst[0])
+            replay.refuse(step, errors[rank], most[rank], collectives.texts_of(" and ".join(columns), [rank])[0])
+
+    def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}
-        return {name: count for name, count in found.items() if count}
+        error, self.replay_error = self.replay_error, None
+        return {name: n for name, n in found.items() if n} | ({} if error is None else {"replay_error": error})
 
     # ---- evaluation, checkpoints, the end ----
 

@@ -23,9 +23,9 @@ from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of
-from hf_dist_ext.engine.gradient_cache import RandomState
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.outputs import Output, RowSize
+from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
@@ -174,7 +174,7 @@ class StepSizes:
             self.fitting.shrink(PLACES[everyone[failed[0]][0]], step + 1, failed, **left)
 
     def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., Output], layout: Layout) -> str | None:
-        state, encodes_once = RandomState(self.args.device), self.encodes_once(bare)
+        state, encodes_once = RandomState(), self.encodes_once(bare)
         more = {"stops_at_pooled": True} if encodes_once else {}
         place = place_out_of_memory(
             lambda chunk: encode(bare, chunk, **more),

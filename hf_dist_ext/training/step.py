@@ -31,12 +31,12 @@ from hf_dist_ext.engine.gradient_cache import (
     WHOLE_PASS,
     CachedStep,
     Phase,
-    RandomState,
     cached_step,
     encode_without_graph,
 )
 from hf_dist_ext.engine.losses import as_output
 from hf_dist_ext.engine.outputs import Output, each, row_size
+from hf_dist_ext.engine.replay import RandomState, rounding
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
@@ -94,6 +94,7 @@ class EmbeddingStep:
         self.layout: Layout | None = None  # of the batch that runs
         self._accumulated = 1  # batches of the update that runs
         self._gradients_are_used = True  # those of the loss's own parameters
+        self.rounding = 0.0  # by how much embeddings of the last batch may differ when they are encoded again
         self._before_update: RandomState | None = None
         self._buffers_before: list[torch.Tensor] = []
         self._own_loss: torch.Tensor | None = None
@@ -140,7 +141,7 @@ class EmbeddingStep:
         """Where memory runs out and the step can be run again, the update so far is dropped, and its batches are run
         again in smaller chunks from the random state before it."""
         if not earlier:
-            self._before_update = RandomState(self.args.device)
+            self._before_update = RandomState()
             self._buffers_before = [] if self.sizes.fitting is None else [b.clone() for b in self._buffers()]
         again: list[Any] = []
         fitting = self.sizes.fitting
@@ -206,7 +207,19 @@ class EmbeddingStep:
                 by_table=sizes.gathers_early,
             )
         sizes.may_widen = not step.drew_randomness
+        self.rounding = self._rounding(bare, wide is not None and not step.drew_randomness)
         return replace(step, num_chunks=len(chunked.chunks()))
+
+    def _rounding(self, bare: nn.Module, was_wider: bool) -> float:
+        """By how much the embeddings of pass 3 may differ. `was_wider`: pass 1 had larger chunks. A compiled model has
+        kernels of its own for a pass without gradients."""
+        kind, dtypes = self.args.device.type, {p.dtype for p in bare.parameters() if p.dtype.is_floating_point}
+        with self.precision():
+            if torch.is_autocast_enabled(kind):
+                dtypes.add(torch.get_autocast_dtype(kind))
+        if kind == "cuda" and compiling.multiplies_in_tf32():
+            dtypes.add(torch.float16)  # of the same epsilon
+        return rounding(dtypes, was_wider or self.args.torch_compile)
 
     @contextmanager
     def _phase(self, measures_chunks: bool, measures_score: bool, phase: Phase) -> Iterator[None]:

@@ -592,14 +592,14 @@ class DistTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.loss is None:
-            loss = self._own_loss_step(model, inputs, num_items_in_batch)
+            loss, replay = self._own_loss_step(model, inputs, num_items_in_batch), ()
         else:
             self._prepare_embedding_step(model)
             accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
             step, layout = self.step.run(model, inputs, self.health.inputs, accumulated, is_last)
             self.meter.add(step, layout.chunked, layout.counts, layout.num_kept, source_of(inputs))
-            loss = step.loss / accumulated
-        return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients)
+            loss, replay = step.loss / accumulated, (step.replay_error, self.step.rounding)
+        return self.health.after_backward(loss, inputs, self.accelerator.sync_gradients, *replay)
 
     def _own_loss_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Trainer's, with the model's own loss."""

@@ -1,4 +1,5 @@
-"""Rank 1 alone has a loss that is not finite in the third of five steps: what every rank's weights do.
+"""Rank 1 alone has a loss that is not finite in the third of five steps, or embeddings that differ when they are
+encoded again: what every rank's weights do.
 
 accelerate launch --config_file configs/accelerate/multi_gpu_fsdp.yaml tests/distributed/nonfinite_worker.py --output f
 """
@@ -85,8 +86,15 @@ def moves(trainer: DistTrainer, ends: bool) -> dict:
 def look(output: Path) -> None:
     contrastive = contrastive_trainer(output.parent / "a", max_steps=5, save_strategy="no", logging_steps=1)
     contrastive.loss = InfiniteOnRankOne()
+    drifting = contrastive_trainer(output.parent / "c", max_steps=5, save_strategy="no")
+    if rank() == 1:
+        calls: list[int] = []
+        drifting.model.projection.register_forward_hook(
+            lambda module, given, output: calls.append(1) or output * (1 + 0.1 * len(calls)) + 0.1 * len(calls)
+        )
     found = {
         "contrastive": moves(contrastive, ends=False),
+        "drifting": moves(drifting, ends=True),
         "own loss": moves(classifier(output.parent / "b", max_nonfinite_steps=2, save_steps=1), ends=True),
     }
     everyone: list = [None, None]

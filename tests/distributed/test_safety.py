@@ -309,6 +309,8 @@ def test_a_loss_that_is_infinite_on_one_rank_skips_the_update_on_all(tmp_path, p
     assert first == second
     counted = [True, True, False, True, True]
     assert first["contrastive"] == {"moved": [True, False, True, True], "total": 1, "counted": counted, "message": ""}
+    assert first["drifting"]["moved"] == [] and "(rank 1: " in first["drifting"]["message"]
+    assert first["drifting"]["message"].startswith("step 1: the gradient cache encodes every chunk twice")
     assert first["own loss"]["total"] == 2 and first["own loss"]["moved"] == [True, False]
     assert "step 4: the loss of rank 1 is inf; 2 steps in a row were not finite" in first["own loss"]["message"]
     assert "checkpoint-1 is good: resume from it. No step after checkpoint-2" in first["own loss"]["message"]

@@ -1,7 +1,9 @@
 """The cached step's gradient is the plain full-batch step's, whatever the chunks. Core only: no Trainer."""
 
+import random
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -155,6 +157,122 @@ def test_dropout_is_replayed_in_the_third_pass():
         ]
         assert matches
         unmatched.pop(matches[0])
+
+
+class FakeAccelerator:
+    """One of two devices whose generators are their own."""
+
+    def __init__(self):
+        self.generators = [torch.Generator().manual_seed(number) for number in range(2)]
+
+    def is_initialized(self):
+        return True
+
+    def device_count(self):
+        return len(self.generators)
+
+    def get_rng_state(self, device):
+        return self.generators[torch.device(device).index].get_state()
+
+    def set_rng_state(self, state, device):
+        self.generators[torch.device(device).index].set_state(state)
+
+
+DRAWN_FROM = {
+    "torch": lambda shape: torch.rand(shape),
+    "numpy": lambda shape: torch.from_numpy(np.random.random(shape)),
+    "random": lambda shape: torch.tensor([random.random() for _ in range(shape[1])]),
+    "another device": lambda shape: torch.rand(shape, generator=torch.accelerator.fake.generators[1]),
+}
+
+
+@pytest.mark.parametrize("num_kept", [0, 3])
+@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("source", DRAWN_FROM)
+def test_what_a_forward_draws_is_replayed_wherever_it_is_drawn(source, is_wide, num_kept, monkeypatch):
+    """Features are on the CPU, the model draws on it or on a device. The step moves all generators on by as much as
+    its first forwards did."""
+    fake = FakeAccelerator()
+    monkeypatch.setattr(torch.accelerator, "fake", fake, raising=False)
+    if source == "another device":
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    np.random.seed(0)
+    random.seed(0)
+    model, batch, seen = Encoder(), three_columns(), []
+
+    def encode(chunk):
+        output = model(**chunk.features)
+        noise = DRAWN_FROM[source](output.shape)
+        seen.append((torch.is_grad_enabled(), chunk.table, chunk.start, noise))
+        return output * (1 + noise)
+
+    chunked = lay_out(batch, ChunkLimits(max_rows=5))
+    wide = widened(chunked, 2) if is_wide else None
+    step = cached_step(chunked, encode, naive_score(torch.tensor(0.1)), keep_graph=num_kept, wide=wide)
+    first = {tuple(where): noise for has_graph, *where, noise in seen if not has_graph}
+    again = {tuple(where): noise for has_graph, *where, noise in seen if has_graph and tuple(where) in first}
+    assert step.drew_randomness and len(again) == step.num_chunks - num_kept > 5
+    assert all(torch.equal(first[where], noise) for where, noise in again.items())
+    assert step.replay_error.largest == 0
+    assert not torch.equal(DRAWN_FROM[source]((2, WIDTH)), seen[-1][-1][:2])
+
+
+class WritesState(nn.Module):
+    """A moving average that the forward reads and writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, **features):
+        output = self.encoder(**features)
+        self.average.lerp_(output.detach().mean(0), 0.1)
+        return output - self.average
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_an_embedding_that_differs_when_it_is_encoded_again_is_measured(is_wide):
+    """By its chunk's column, relative to the largest magnitude; a kept graph is encoded once and has no error."""
+    batch = three_columns()
+
+    def run(model, **options):
+        chunked = lay_out(batch, ChunkLimits(max_rows=5), shares_tower=False)
+        wide = widened(chunked, 2) if is_wide else None
+        return cached_step(
+            chunked, lambda c: model(**c.features), naive_score(torch.tensor(0.1)), wide=wide, **options
+        ).replay_error
+
+    assert run(Encoder()).largest < 1e-14
+    assert run(WritesState(), keep_graph=99) is None
+    assert 1e-2 < run(WritesState()).largest < 10
+    for column in batch:
+        noise, of_column = {"query": 1e-3, "positive": 2e-3, "negative": 3e-3} | {column: 0.5}, Encoder()
+
+        def encode(chunk, model=of_column, noise=noise):
+            output = model(**chunk.features)
+            if not torch.is_grad_enabled():
+                return output
+            return output + noise[chunk.column] * output.detach().abs().max() * torch.eye(*output.shape)
+
+        chunked = lay_out(batch, ChunkLimits(max_rows=5), shares_tower=False)
+        found = cached_step(chunked, encode, naive_score(torch.tensor(0.1))).replay_error
+        ratio, columns = found.worst()
+        assert columns == [column] and ratio == pytest.approx(0.5) and found.largest.item() == pytest.approx(0.5)
+
+
+def test_what_is_not_a_number_in_both_passes_is_no_replay_error():
+    """Of a batch whose update is left out; others of its chunks are compared all the same."""
+    model = Encoder()
+
+    def encode(chunk):
+        output = model(**chunk.features)
+        return output * torch.nan if chunk.start else output + torch.is_grad_enabled() * output.detach().max()
+
+    chunked = lay_out(three_columns(), ChunkLimits(max_rows=5))
+    error = cached_step(chunked, encode, naive_score(torch.tensor(0.1))).replay_error
+    assert 0.1 < error.largest < 10
 
 
 def test_dropout_moves_on_from_step_to_step():

@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.engine import gradient_cache
+from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.packing import PackedRows
+from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import moved, order_of_chunks
 from hf_dist_ext.engine.tables import Table
 from hf_dist_ext.engine.travelling import cuts_of, without_tensors
@@ -104,8 +105,7 @@ def batch_of(kind: str) -> dict:
     "kind, model", [("flat", Tiny), ("packed", Packed), ("own collator", Tiny), ("pictures", Pictured)]
 )
 def test_a_step_runs_on_tensors_without_values(monkeypatch, kind, model):
-    monkeypatch.setattr(gradient_cache.RandomState, "__init__", lambda self, device: setattr(self, "device", device))
-    monkeypatch.setattr(gradient_cache.RandomState, "is_now", lambda self: True)
+    monkeypatch.setattr(replay, "_generators", dict)
     made = batch_of(kind)
     ids, limits = made.pop("ids"), ChunkLimits(max_tokens=60, packs=kind == "packed")
     cuts = pickle.loads(pickle.dumps(without_tensors(lay_out(made, limits))))
@@ -310,11 +310,11 @@ def test_cuts_go_to_a_device_without_waiting_in_a_few_copies_for_all_chunks(kind
 
 def test_what_is_said_of_an_update_goes_to_a_device_without_waiting():
     """Of a CUDA device's tensors without values, which may be where there is none."""
-    health = Mock(guard=None, stop=None, _loss_of_update=None, inputs=[])
+    health = Mock(guard=None, stop=None, _loss_of_update=None, inputs=[], _replays=[])
     health.bad_rows.new_ones = lambda: 2
     with FakeTensorMode(), Copies() as copies:
-        loss = torch.empty((), device="cuda:0")
-        assert Health.after_backward(health, loss, {}, is_last=True) is loss
+        loss, again = torch.empty((), device="cuda:0"), ReplayError(torch.empty(5, device="cuda:0"), [["query"]] * 5)
+        assert Health.after_backward(health, loss, {}, True, again, 1e-6) is loss
     assert copies.are_free == [True] and health._answers().device == loss.device
 
 

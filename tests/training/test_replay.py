@@ -1,0 +1,98 @@
+"""A run whose gradient cache can not be exact ends before the update; one that is says so in the log."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hf_dist_ext.engine.replay import rounding
+from hf_dist_ext.errors import RunError
+from tests.training.test_trainer import Tiny, trainer
+
+
+class Observer(nn.Module):
+    """A range of values that a forward widens before it reads it, as observers of quantization do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, hidden):
+        self.largest.mul_(0.5).add_(hidden.detach().abs().max())
+        return self.linear(hidden / self.largest.clone())
+
+
+class Noisy(nn.Module):
+    """Drops features in four ways that are replayed, and by a generator of its own that is not."""
+
+    def __init__(self, own: np.random.Generator | None = None):
+        super().__init__()
+        self.linear, self.dropout, self.own = nn.Linear(8, 8), nn.Dropout(0.2), own
+
+    def forward(self, hidden):
+        if not self.training:
+            return self.linear(hidden)
+        noise = np.random.random(hidden.shape) + random.random()
+        noise += 0 if self.own is None else self.own.random(hidden.shape)
+        return self.linear(self.dropout(hidden) * torch.from_numpy(noise).float())
+
+
+FAULTS = {
+    "an observer": Observer,
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(8, 8)),
+    "a generator of its own": lambda: Noisy(np.random.default_rng(0)),
+}
+
+
+def logged(folder) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_numbers_that_a_forward_draws_anywhere_leave_no_replay_error(tmp_path):
+    trainer(tmp_path, Tiny(Noisy())).train()
+    assert [line["replay_error"] for line in logged(tmp_path)] == [0.0] * 3
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_forward_that_can_not_be_repeated_ends_the_run_before_its_first_update(tmp_path, fault, accumulated):
+    """Also where it shows in the first micro-batch of an update alone."""
+    model = Tiny(FAULTS[fault]())
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    made = trainer(tmp_path, model, gradient_accumulation_steps=accumulated)
+    with pytest.raises(RunError, match=r"step 1: .* by [0-9.]+ of .*\((query|positive).*moving averages"):
+        made.train()
+    assert made.state.global_step == 0
+    assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
+
+
+def test_graphs_that_are_all_kept_are_not_compared(tmp_path):
+    trainer(tmp_path, Tiny(Observer()), gradient_cache_keep_graph=99).train()
+    assert "replay_error" not in logged(tmp_path)[0] and len(logged(tmp_path)) == 3
+    trainer(tmp_path / "off", Tiny(Observer()), gradient_cache_chunk_size=None).train()
+
+
+def test_the_largest_error_since_the_last_line_is_logged(tmp_path, monkeypatch):
+    """Below what rounding explains, once in three steps."""
+    made = trainer(tmp_path, logging_steps=3)
+    forward, calls = made.model.middle.forward, []
+
+    def rounds_once(hidden):
+        calls.append(torch.is_grad_enabled())
+        return forward(hidden) * (1 + 5e-7 * (calls.count(True) == 2 and calls[-1]))
+
+    monkeypatch.setattr(made.model.middle, "forward", rounds_once)
+    made.train()
+    (line,) = logged(tmp_path)
+    assert 1e-7 < line["replay_error"] < 1e-6
+
+
+def test_the_coarsest_numbers_say_what_rounding_explains():
+    assert rounding([torch.float32, torch.float64], False) < 1e-5 < rounding([torch.float32], True)
+    assert rounding([torch.float32, torch.bfloat16], False) == rounding([torch.bfloat16], False) < 0.05
+    assert rounding([torch.float8_e4m3fn], True) < 0.3, "a wrong embedding is off by more"
