@@ -51,8 +51,8 @@ from hf_dist_ext.data.row_check import (
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.text_with_image import join_parts
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.losses import LABEL_COLUMNS, embedded_columns
 from hf_dist_ext.run.files import looks_like_a_path
+from hf_dist_ext.run.losses import LABEL_COLUMNS, embedded_columns
 from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import CODE_SEARCH
 

@@ -23,9 +23,9 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.data.bad_rows import in_short
-from hf_dist_ext.engine.rows import moved
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.replay import ReplayError
+from hf_dist_ext.engine.rows import moved
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_collective_timeout
 from hf_dist_ext.run import lease
