@@ -40,6 +40,7 @@ class Keeper:
         committed_step: of this run's last checkpoint.
         is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
         finite_step: the last update of this start that was not skipped; -1 before.
+        evaluation_is_due: when the resumed checkpoint was written, and a signal interrupted it.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.
@@ -51,6 +52,7 @@ class Keeper:
         self.is_guarded, self.finite_step = False, -1
         self._to_rotate: Path | None = None  # (5)
         self.best_checkpoint: str | None = None
+        self.evaluation_is_due = False
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
         self._run: Mapping[str, Any] = manifest.new_run()
@@ -72,7 +74,7 @@ class Keeper:
         the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded the model in.
         `optimizer`: the class of this run's.
         """
-        self.committed_step = self.best_checkpoint = None
+        self.committed_step, self.best_checkpoint, self.evaluation_is_due = None, None, False
         self.finite_step, self._to_rotate = -1, None
         folder, asked = resume.choose(self.args, asked)
         path = None
@@ -80,12 +82,14 @@ class Keeper:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             load_loss(self.loss, str(folder))
         elif folder is not None:
+            content = manifest.read(folder) or {}
             resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
             resume.check_optimizer(self.args, folder, optimizer)
-            strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
+            strategy.check_resumable(folder, content, self.args.world_size)
             resume.check_frozen(folder, frozen_digests)
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
             self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
+            self.evaluation_is_due = content.get("evaluation_due", False)
             path = str(folder)
         # nothing is written down before everything was looked at
         self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)
