@@ -77,8 +77,8 @@ class Keeper:
         self.committed_step, self.best_checkpoint, self.evaluation_is_due = None, None, False
         self.finite_step, self._to_rotate = -1, None
         folder, asked = resume.choose(self.args, asked)
-        path = None
-        if folder is not None and self.args.resume_weights_only:
+        path, takes_weights_only = None, folder is not None and resume.takes_weights_only(self.args, folder, asked)
+        if folder is not None and takes_weights_only:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             load_loss(self.loss, str(folder))
         elif folder is not None:
@@ -92,7 +92,7 @@ class Keeper:
             self.evaluation_is_due = content.get("evaluation_due", False)
             path = str(folder)
         # nothing is written down before everything was looked at
-        self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)
+        self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search, takes_weights_only)
         return path
 
     def tell_best(self, state: Any) -> None:
@@ -146,7 +146,7 @@ class Keeper:
             self.writer = writer = async_save.Writer(is_async)
             entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
-        run = {name: self._run[name] for name in ("run_id", "parent")}
+        run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
         best, limit = state.best_model_checkpoint, args.save_total_limit
 

@@ -62,8 +62,15 @@ def choose(args: Any, asked: bool | str | None) -> tuple[Path | None, bool | str
     if folder is not None:
         safe_reading.check(folder, args.trust_checkpoint)
         if collectives.rank() == 0:
-            _say(folder, passed_over, args)
+            _say(folder, passed_over, takes_weights_only(args, folder, asked))
     return folder, asked
+
+
+def takes_weights_only(args: Any, folder: Path, asked: bool | str | None) -> bool:
+    """`resume_weights_only` holds for the checkpoint that a run begins from, and for one that is named. The run's own
+    checkpoints are resumed whole, or each start with the same arguments would begin anew."""
+    begins_here = asked is not True or not (manifest.read(folder) or {}).get("began_from_weights")
+    return args.resume_weights_only and begins_here
 
 
 def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
@@ -159,7 +166,7 @@ def _check_shared(args: Any) -> None:
         )
 
 
-def _say(folder: Path, passed_over: Mapping[Path, str], args: Any) -> None:
+def _say(folder: Path, passed_over: Mapping[Path, str], takes_weights_only: bool) -> None:
     for path, reason in passed_over.items():
         logger.warning(f"{path} is passed over: {reason}.")
     if manifest.read(folder) is None:
@@ -167,7 +174,7 @@ def _say(folder: Path, passed_over: Mapping[Path, str], args: Any) -> None:
             f"{folder} has no {manifest.MANIFEST} (the stock Trainer wrote it, or its save did not end): what is "
             "inside its files can not be checked."
         )
-    what = ": weights only, everything else starts anew" if args.resume_weights_only else ""
+    what = ": weights only, everything else starts anew" if takes_weights_only else ""
     logger.info(f"resuming from {folder}{what}")
 
 
@@ -372,7 +379,9 @@ def load_whole(model: nn.Module, folder: Path, trust: bool) -> None:
 # ---- which run goes on ----
 
 
-def begin_or_continue_run(args: Any, folder: Path | None, asked: bool | str | None, is_search: bool) -> dict[str, Any]:
+def begin_or_continue_run(
+    args: Any, folder: Path | None, asked: bool | str | None, is_search: bool, has_weights_only: bool
+) -> dict[str, Any]:
     """Which run the checkpoints of this start are of; `folder` is what it resumes, None when it starts afresh.
 
     Without this, a run that is stopped before its first save would be continued from the run that it replaced.
@@ -386,9 +395,9 @@ def begin_or_continue_run(args: Any, folder: Path | None, asked: bool | str | No
         is_here = folder is not None and folder.resolve().parent == output_dir.resolve()
         whole = [path for path in history.paths if not history.why_passed_over(path)]
         is_newest = asked is True or (is_here and whole[-1:] == [output_dir / folder.name])
-        if is_here and is_newest and history.run["run_id"] and not args.resume_weights_only:
+        if is_here and is_newest and history.run["run_id"] and not has_weights_only:
             return history.run, False
-        return manifest.begin_run(output_dir, folder), True
+        return manifest.begin_run(output_dir, folder, has_weights_only), True
 
     run, is_new = agreed.together(decide)[0]
     if is_new:

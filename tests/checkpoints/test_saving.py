@@ -215,6 +215,21 @@ def test_weights_only_are_taken_again_by_the_next_attempt(copied):
     assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
 
 
+def test_a_run_that_began_with_weights_only_goes_on_whole_under_the_same_arguments(copied, caplog):
+    again = dict(resume_weights_only=True, learning_rate=2e-2)
+    whole = make(copied, **again)
+    whole.train(resume_from_checkpoint=True)
+    assert whole.state.log_history[0]["step"] == 1
+    shutil.rmtree(copied / "checkpoint-6")
+    resumed = make(copied, **again)
+    resumed.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in resumed.state.log_history if "loss" in line][-2:] == [5, 6]
+    assert torch.equal(weights(resumed), weights(whole))
+    named = make(copied, max_steps=1, **again)
+    named.train(resume_from_checkpoint=str(copied / "checkpoint-4"))
+    assert named.state.global_step == 1
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "loss.safetensors"])
 def test_a_damaged_checkpoint_that_is_named_is_an_error_that_names_the_file(copied, name):
     named, file = str(copied / "checkpoint-6"), copied / "checkpoint-6" / name
