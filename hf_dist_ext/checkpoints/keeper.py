@@ -147,8 +147,9 @@ class Keeper:
             entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
-        content = {**facts(), **run, "generation": generation} if args.should_save else {}
         best, limit = state.best_model_checkpoint, args.save_total_limit
+        content = {**facts(), **run, "generation": generation} if args.should_save else {}
+        content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:
             together = partial(agreed.together, group=group)

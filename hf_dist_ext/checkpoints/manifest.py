@@ -216,6 +216,11 @@ def place(folder: Path, content: Mapping[str, Any]) -> Place:
     return content.get("generation", 0), content["step"] if "step" in content else step_of(folder)
 
 
+def identity(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a checkpoint from every other one, of its manifest."""
+    return {name: content.get(name) for name in ("run_id", "generation", "step")}
+
+
 class History:
     """What the manifests of an output folder and its `current_run.json` say, read once.
 

@@ -266,16 +266,18 @@ def check_optimizer(args: Any, folder: Path, optimizer: str) -> None:
 
 def best_checkpoint_of(args: Any, folder: Path) -> str | None:
     """Where the best checkpoint lies of the run that `folder` is of. trainer_state.json has the path that it had when
-    it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first.
-    UsageError where the run is to end with it and it is gone."""
+    it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first, if it
+    is what the manifest of `folder` says. UsageError where the run is to end with it and it is gone."""
+    identity = (manifest.read(folder) or {}).get("best")  # none in those of earlier versions
 
     def look() -> Path | None:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         if not (named := state.get("best_model_checkpoint")):
             return None
-        beside = folder.parent / Path(named).name
-        best = beside if beside.is_dir() or not Path(named).is_dir() else Path(named)
-        broken = _broken(best)
+        places = [folder.parent / Path(named).name, Path(named)]
+        found = [place for place in places if place.is_dir()] or places[:1]
+        best = next((place for place in found if not _is_another(place, identity)), found[0])
+        broken = _broken(best) or _is_another(best, identity)
         if broken and args.load_best_model_at_end:
             raise UsageError(
                 f"{best} had the best {args.metric_for_best_model} of this run ({state['best_metric']:.4g}) and can "
@@ -286,6 +288,25 @@ def best_checkpoint_of(args: Any, folder: Path) -> str | None:
 
     best = _decided(args, look)
     return None if best is None else str(best)
+
+
+def identity_of_best(best: str | None, folder: Path, content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """For the manifest of `folder`, of which `content` is known: which checkpoint is the best by now."""
+    if best is None:
+        return None
+    if Path(best).name == folder.name:
+        return manifest.identity(content)
+    other = manifest.read(best) if Path(best).is_dir() else None
+    return None if other is None else manifest.identity(other) | {"checksum": other["checksum"]}
+
+
+def _is_another(checkpoint: Path, identity: Mapping[str, Any] | None) -> str:
+    """Why a checkpoint is not the one of that name that is looked for; empty when it is."""
+    if identity is None or _broken(checkpoint):
+        return ""
+    content = manifest.read(checkpoint) or {}
+    is_it = all(content.get(name) == value for name, value in identity.items())
+    return "" if is_it else "another run has written a checkpoint of that name"
 
 
 def _broken(checkpoint: Path) -> str:

@@ -365,6 +365,28 @@ def test_a_best_checkpoint_that_is_gone_is_said_before_training(tmp_path, lost, 
     assert torch.equal(ends_with(trainer), model_of(tmp_path / "checkpoint-6"))
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_checkpoint_of_another_run_is_not_taken_for_the_best_of_the_same_number(tmp_path, loads):
+    """An earlier run is gone on with whose best one a later run has written over."""
+    evaluated(tmp_path / "run").train()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    evaluated(tmp_path / "run", max_steps=4, learning_rate=3e-2).train()
+    resumed = evaluated(tmp_path / "run", max_steps=8, load_best_model_at_end=loads)
+    asked = str(tmp_path / "run" / "checkpoint-6")
+    if loads:
+        with pytest.raises(UsageError, match="checkpoint-4 had the best eval_loss .*another run has written a checkp"):
+            resumed.train(resume_from_checkpoint=asked)
+    else:
+        resumed.train(resume_from_checkpoint=asked)
+        assert resumed.state.best_model_checkpoint is None
+    moved = shutil.move(tmp_path / "run" / "checkpoint-6", tmp_path / "moved" / "checkpoint-6")
+    shutil.rmtree(tmp_path / "run")
+    shutil.move(tmp_path / "copy", tmp_path / "run")  # where trainer_state.json says that the best one is
+    again = evaluated(tmp_path / "moved", max_steps=8)
+    again.train(resume_from_checkpoint=str(moved))
+    assert torch.equal(ends_with(again), model_of(tmp_path / "run" / "checkpoint-4"))
+
+
 def test_a_best_checkpoint_that_is_deleted_during_training_is_an_error(tmp_path):
     class Deletes(TrainerCallback):
         def on_save(self, args, state, control, **others):
