@@ -40,6 +40,7 @@ class Keeper:
         committed_step: of this run's last checkpoint.
         is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
         finite_step: the last update of this start that was not skipped; -1 before.
+        evaluation_is_due: when the resumed checkpoint was written, and a signal interrupted it.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
         writer: of what is large in the save that runs.
@@ -51,23 +52,28 @@ class Keeper:
         self.is_guarded, self.finite_step = False, -1
         self._to_rotate: Path | None = None  # (5)
         self.best_checkpoint: str | None = None
+        self.evaluation_is_due = False
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
         self._run: Mapping[str, Any] = manifest.new_run()
         self._chosen: Path | None = None
         self._asked: bool | str | None = None
+        self._takes_weights_only = False
 
     def choose(self, asked: bool | str | None, strategy: Strategy, has_scaler: bool) -> str | None:
         """The path of the checkpoint that this start continues, complete and fit for this way to run, or None: also
         with `resume_weights_only`, which continues nothing."""
-        self.committed_step = self.best_checkpoint = None
+        self.committed_step, self.best_checkpoint, self.evaluation_is_due = None, None, False
         self.finite_step, self._to_rotate = -1, None
-        self._chosen, self._asked = resume.choose(self.args, asked)
-        if (folder := self._chosen) is None or self.args.resume_weights_only:
+        self._chosen, self._asked = folder, asked = resume.choose(self.args, asked)
+        self._takes_weights_only = folder is not None and resume.takes_weights_only(self.args, folder, asked)
+        if folder is None or self._takes_weights_only:
             return None
+        content = manifest.read(folder) or {}
         resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
-        strategy.check_resumable(folder, manifest.read(folder) or {}, self.args.world_size)
+        strategy.check_resumable(folder, content, self.args.world_size)
         self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
+        self.evaluation_is_due = content.get("evaluation_due", False)
         return str(folder)
 
     def begin_or_continue(
@@ -84,7 +90,7 @@ class Keeper:
         `frozen_digests`: of the weights that this run's checkpoints leave out. `dtype_of_base`: what this run loaded
         the model in. `optimizer`: the class of this run's."""
         folder = self._chosen
-        if folder is not None and self.args.resume_weights_only:
+        if folder is not None and self._takes_weights_only:
             resume.load_weights_only(model, folder, self.args.trust_checkpoint, strategy, load_adapters)
             if (folder / LOSS_WEIGHTS).is_file():
                 load_loss(self.loss, str(folder))
@@ -95,7 +101,7 @@ class Keeper:
             resume.check_frozen(folder, frozen_digests)
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
         # nothing is written down before everything was looked at
-        self._run = resume.begin_or_continue_run(self.args, folder, self._asked, is_search)
+        self._run = resume.begin_or_continue_run(self.args, folder, self._asked, is_search, self._takes_weights_only)
 
     def tell_best(self, state: Any) -> None:
         """`state`: of a checkpoint, as Trainer has read it. Trainer looks for the best one where it lay once, and says
@@ -148,9 +154,10 @@ class Keeper:
             self.writer = writer = async_save.Writer(is_async)
             entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
-        run = {name: self._run[name] for name in ("run_id", "parent")}
-        content = {**facts(), **run, "generation": generation} if args.should_save else {}
+        run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
         best, limit = state.best_model_checkpoint, args.save_total_limit
+        content = {**facts(), **run, "generation": generation} if args.should_save else {}
+        content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:
             together = partial(agreed.together, group=group)

@@ -216,6 +216,11 @@ def place(folder: Path, content: Mapping[str, Any]) -> Place:
     return content.get("generation", 0), content["step"] if "step" in content else step_of(folder)
 
 
+def identity(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a checkpoint from every other one, of its manifest."""
+    return {name: content.get(name) for name in ("run_id", "generation", "step")}
+
+
 class History:
     """What the manifests of an output folder and its `current_run.json` say, read once.
 
@@ -265,7 +270,8 @@ class History:
             return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:  # its checkpoints were copied here, or an earlier version wrote them
             newest = self._contents()[-1:] or [{}]
-            return {"run_id": _run_of(newest[0]), "parent": newest[0].get("parent"), "replaces": []}
+            known = {name: newest[0].get(name) for name in ("parent", "began_from_weights")}
+            return {"run_id": _run_of(newest[0]), "replaces": [], **known}
         except ValueError:
             raise UsageError(f"{path} is damaged. Delete it and give the path of the checkpoint to resume.") from None
 
@@ -295,21 +301,25 @@ def _run_of(content: Mapping[str, Any]) -> str:
 # ---- a run begins ----
 
 
-def new_run(parent: Path | None = None, replaces: Iterable[str] = ()) -> dict[str, Any]:
-    """What `current_run.json` says of a run that starts afresh, or from the checkpoint `parent`."""
+def new_run(
+    parent: Path | None = None, replaces: Iterable[str] = (), has_weights_only: bool = False
+) -> dict[str, Any]:
+    """What `current_run.json` says of a run that starts afresh, or from the checkpoint `parent`, or from its weights
+    alone."""
     content = None if parent is None else read(parent)
     origin = None
     if content is not None:
         generation, step = place(parent, content)
         origin = {"run_id": _run_of(content), "generation": generation, "step": step}
-    return {"run_id": uuid.uuid4().hex, "parent": origin, "replaces": list(replaces)}
+    run = {"run_id": uuid.uuid4().hex, "parent": origin, "replaces": list(replaces)}
+    return run | {"began_from_weights": has_weights_only}
 
 
-def begin_run(output_dir: str | Path, parent: Path | None = None) -> dict[str, Any]:
+def begin_run(output_dir: str | Path, parent: Path | None = None, has_weights_only: bool = False) -> dict[str, Any]:
     """A new run writes in `output_dir` from now on; returns what its manifests say of it."""
     history = History(output_dir)
     unmarked = [path for path in history.paths if history.manifests[path] is None and path != parent]
-    run = new_run(parent, [path.name for path in unmarked])
+    run = new_run(parent, [path.name for path in unmarked], has_weights_only)
     if history.paths or Path(output_dir, RUN).exists():  # else its own checkpoints will say all of it
         write_run(output_dir, run)
     return run

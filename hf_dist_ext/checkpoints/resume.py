@@ -62,8 +62,15 @@ def choose(args: Any, asked: bool | str | None) -> tuple[Path | None, bool | str
     if folder is not None:
         safe_reading.check(folder, args.trust_checkpoint)
         if collectives.rank() == 0:
-            _say(folder, passed_over, args)
+            _say(folder, passed_over, takes_weights_only(args, folder, asked))
     return folder, asked
+
+
+def takes_weights_only(args: Any, folder: Path, asked: bool | str | None) -> bool:
+    """`resume_weights_only` holds for the checkpoint that a run begins from, and for one that is named. The run's own
+    checkpoints are resumed whole, or each start with the same arguments would begin anew."""
+    begins_here = asked is not True or not (manifest.read(folder) or {}).get("began_from_weights")
+    return args.resume_weights_only and begins_here
 
 
 def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
@@ -159,7 +166,7 @@ def _check_shared(args: Any) -> None:
         )
 
 
-def _say(folder: Path, passed_over: Mapping[Path, str], args: Any) -> None:
+def _say(folder: Path, passed_over: Mapping[Path, str], takes_weights_only: bool) -> None:
     for path, reason in passed_over.items():
         logger.warning(f"{path} is passed over: {reason}.")
     if manifest.read(folder) is None:
@@ -167,7 +174,7 @@ def _say(folder: Path, passed_over: Mapping[Path, str], args: Any) -> None:
             f"{folder} has no {manifest.MANIFEST} (the stock Trainer wrote it, or its save did not end): what is "
             "inside its files can not be checked."
         )
-    what = ": weights only, everything else starts anew" if args.resume_weights_only else ""
+    what = ": weights only, everything else starts anew" if takes_weights_only else ""
     logger.info(f"resuming from {folder}{what}")
 
 
@@ -259,16 +266,18 @@ def check_optimizer(args: Any, folder: Path, optimizer: str) -> None:
 
 def best_checkpoint_of(args: Any, folder: Path) -> str | None:
     """Where the best checkpoint lies of the run that `folder` is of. trainer_state.json has the path that it had when
-    it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first.
-    UsageError where the run is to end with it and it is gone."""
+    it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first, if it
+    is what the manifest of `folder` says. UsageError where the run is to end with it and it is gone."""
+    identity = (manifest.read(folder) or {}).get("best")  # none in those of earlier versions
 
     def look() -> Path | None:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         if not (named := state.get("best_model_checkpoint")):
             return None
-        beside = folder.parent / Path(named).name
-        best = beside if beside.is_dir() or not Path(named).is_dir() else Path(named)
-        broken = _broken(best)
+        places = [folder.parent / Path(named).name, Path(named)]
+        found = [place for place in places if place.is_dir()] or places[:1]
+        best = next((place for place in found if not _is_another(place, identity)), found[0])
+        broken = _broken(best) or _is_another(best, identity)
         if broken and args.load_best_model_at_end:
             raise UsageError(
                 f"{best} had the best {args.metric_for_best_model} of this run ({state['best_metric']:.4g}) and can "
@@ -279,6 +288,25 @@ def best_checkpoint_of(args: Any, folder: Path) -> str | None:
 
     best = _decided(args, look)
     return None if best is None else str(best)
+
+
+def identity_of_best(best: str | None, folder: Path, content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """For the manifest of `folder`, of which `content` is known: which checkpoint is the best by now."""
+    if best is None:
+        return None
+    if Path(best).name == folder.name:
+        return manifest.identity(content)
+    other = manifest.read(best) if Path(best).is_dir() else None
+    return None if other is None else manifest.identity(other) | {"checksum": other["checksum"]}
+
+
+def _is_another(checkpoint: Path, identity: Mapping[str, Any] | None) -> str:
+    """Why a checkpoint is not the one of that name that is looked for; empty when it is."""
+    if identity is None or _broken(checkpoint):
+        return ""
+    content = manifest.read(checkpoint) or {}
+    is_it = all(content.get(name) == value for name, value in identity.items())
+    return "" if is_it else "another run has written a checkpoint of that name"
 
 
 def _broken(checkpoint: Path) -> str:
@@ -372,7 +400,9 @@ def load_whole(model: nn.Module, folder: Path, trust: bool) -> None:
 # ---- which run goes on ----
 
 
-def begin_or_continue_run(args: Any, folder: Path | None, asked: bool | str | None, is_search: bool) -> dict[str, Any]:
+def begin_or_continue_run(
+    args: Any, folder: Path | None, asked: bool | str | None, is_search: bool, has_weights_only: bool
+) -> dict[str, Any]:
     """Which run the checkpoints of this start are of; `folder` is what it resumes, None when it starts afresh.
 
     Without this, a run that is stopped before its first save would be continued from the run that it replaced.
@@ -386,9 +416,9 @@ def begin_or_continue_run(args: Any, folder: Path | None, asked: bool | str | No
         is_here = folder is not None and folder.resolve().parent == output_dir.resolve()
         whole = [path for path in history.paths if not history.why_passed_over(path)]
         is_newest = asked is True or (is_here and whole[-1:] == [output_dir / folder.name])
-        if is_here and is_newest and history.run["run_id"] and not args.resume_weights_only:
+        if is_here and is_newest and history.run["run_id"] and not has_weights_only:
             return history.run, False
-        return manifest.begin_run(output_dir, folder), True
+        return manifest.begin_run(output_dir, folder, has_weights_only), True
 
     run, is_new = agreed.together(decide)[0]
     if is_new:

@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+from hf_dist_ext.checkpoints.folder import resume_or_start
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import is_secret
@@ -49,6 +50,9 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
             )
         os.chdir(started_in)
     words = ["--config", str(path)]
-    for name, value in {"output_dir": str(path.parent), "resume_from_checkpoint": "auto"}.items():
+    checkpoint = "auto"
+    if not fields.get("stages") and not resume_or_start({"output_dir": str(path.parent)}):
+        checkpoint = fields.get("resume_from_checkpoint") or "auto"  # it ended before its first own one
+    for name, value in {"output_dir": str(path.parent), "resume_from_checkpoint": checkpoint}.items():
         words += [] if name in given else [f"--{name}", value]
     return [*words, *overrides]

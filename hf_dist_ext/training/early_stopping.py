@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import EarlyStoppingCallback
@@ -26,9 +27,14 @@ def check(args: Any) -> None:
 
 class EarlyStop(EarlyStoppingCallback):
     """Trainer's, whose count goes on at a resume. An evaluation without the figure (one of several datasets) does not
-    count, nor does one before the first update: at a resume it is of weights that were evaluated before."""
+    count, nor does one before the first update: at a resume it is of weights that were evaluated before, unless it
+    `is_made_up`."""
 
     started_at = 0  # update
+
+    def __init__(self, patience: int, is_made_up: Callable[[], bool]):
+        super().__init__(patience)
+        self.is_made_up = is_made_up
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         super().on_train_begin(args, state, control, **others)
@@ -42,5 +48,5 @@ class EarlyStop(EarlyStoppingCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict, **others: Any) -> None:
         has_figure = f"eval_{args.metric_for_best_model.removeprefix('eval_')}" in metrics
-        if has_figure and state.global_step > self.started_at:
+        if has_figure and (state.global_step > self.started_at or self.is_made_up()):
             super().on_evaluate(args, state, control, metrics, **others)

@@ -10,12 +10,15 @@ Figures have the names that sentence-transformers' evaluators give them; those o
 from __future__ import annotations
 
 import difflib
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import set_seed
 
 from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
 from hf_dist_ext.data.evaluations import RetrievalData
@@ -34,6 +37,22 @@ KINDS = {
     RerankingData: (row_evaluations.reranking, row_evaluations.names_of_reranking),
     MtebData: (mteb_tasks.run, mteb_tasks.names),
 }
+
+
+@contextmanager
+def drawing_apart(seed: int) -> Iterator[None]:
+    """Around an evaluation: its random numbers are the same in each of them, and training's go on after it as if there
+    had been none."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    accelerator = torch.accelerator.current_accelerator()
+    devices = [] if accelerator is None else range(torch.accelerator.device_count())
+    try:
+        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
+            set_seed(seed)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 class Evaluations:

@@ -89,6 +89,7 @@ class Health(TrainerCallback):
         self._answers: Callable[[], torch.Tensor] | None = None  # of all ranks, while they are gathered
         self._stop_at_step: int | None = None
         self._put_off: set[str] = set()
+        self.evaluation_is_due = self.makes_up = False  # a signal has interrupted it; it runs after all
         self._num_evaluation_batches = 0
         if hasattr(args, "step_timeout"):
             set_collective_timeout(args.ddp_timeout)
@@ -111,7 +112,7 @@ class Health(TrainerCallback):
     def running(self, is_search: bool) -> Iterator[None]:
         """Around `train()`. A search of hyperparameters has its trials in folders of their own."""
         end_with_launcher()
-        self.was_preempted, self._stop_at_step, self._put_off = False, None, set()
+        self.was_preempted, self._stop_at_step, self._put_off, self.evaluation_is_due = False, None, set(), False
         self._answers, self._loss_of_update, self.inputs, self._replays = None, None, [], []
         is_first = self.args.process_index == 0
         with contextlib.ExitStack() as entered:
@@ -241,12 +242,23 @@ class Health(TrainerCallback):
             return
         if any(row[0] for row in collectives.exchange([int(self.stop.received is not None)])):
             logger.warning("asked to stop: the evaluation is left.")
-            self._stop_at_step, self.was_preempted = state.global_step, True
+            self._stop_at_step, self.was_preempted, self.evaluation_is_due = state.global_step, True, True
             raise LeaveEvaluation
 
-    def after_update(self, control: Any) -> None:
+    @contextlib.contextmanager
+    def making_up(self) -> Iterator[None]:
+        """Around the evaluation that a signal has interrupted, after the resume."""
+        self.makes_up = True
+        try:
+            yield
+            self.evaluation_is_due = False
+        finally:
+            self.makes_up = False
+
+    def after_update(self, control: Any, epoch: float) -> None:
         """After a step whose update was skipped evaluation, checkpoint and stop wait for the next one that is not. A
-        run that is asked to stop saves and ends, in place of an evaluation."""
+        run that is asked to stop saves and ends, in place of an evaluation, which its resume makes up for. `epoch`:
+        how many have passed."""
         if self.is_update_skipped:
             if not control.should_training_stop:
                 self._put_off |= {name for name in ("should_evaluate", "should_save") if getattr(control, name)}
@@ -257,6 +269,8 @@ class Health(TrainerCallback):
             setattr(control, name, True)
         self._put_off = set()
         if self._stop_at_step is not None:
+            ends_epoch = self.args.eval_strategy == "epoch" and float(epoch).is_integer()
+            self.evaluation_is_due |= not self.was_preempted and (control.should_evaluate or ends_epoch)
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = not self.was_preempted  # it is called once more at the end of the epoch
             self.was_preempted = True

@@ -50,7 +50,7 @@ from hf_dist_ext.training import ahead, checks, compiling, learning_rate, loss_s
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import Embedder
-from hf_dist_ext.training.evaluations import Evaluations
+from hf_dist_ext.training.evaluations import Evaluations, drawing_apart
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.measured import Measured
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
@@ -271,7 +271,7 @@ class DistTrainer(Trainer):
         if is_ours:
             self.add_callback(Measured(self.scaling))
         if patience := getattr(self.args, "early_stopping_patience", None):
-            self.add_callback(EarlyStop(patience))
+            self.add_callback(EarlyStop(patience, lambda: self.health.makes_up))
         if steps := getattr(self.args, "profile_steps", None):
             self.add_callback(Profiler(steps))
         if has_loss or self.own_loss is not None:
@@ -506,6 +506,7 @@ class DistTrainer(Trainer):
         learning_rate.keep_effective_batch(
             self.args, checkpoint, self.strategy.rows.size, self.strategy.fixed_accumulation
         )
+        self.health.evaluation_is_due = self.args.eval_strategy != "no" and self.keeper.evaluation_is_due
         return checkpoint
 
     def _begin_or_continue(self) -> None:
@@ -566,11 +567,22 @@ class DistTrainer(Trainer):
         return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
+        if self.health.evaluation_is_due:
+            self._make_up_evaluation(
+                options["trial"], options["ignore_keys_for_eval"], options["resume_from_checkpoint"]
+            )
         if self.control.should_training_stop:  # before the first step: the checkpoint is of a run that had ended
             return
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
         changed = self.data_position.begin_epoch(epoch, loader, num_batches, self.state)
         super()._run_epoch(**options | changed)
+
+    def _make_up_evaluation(self, trial: Any, ignored: Any, checkpoint: str) -> None:
+        with self.health.making_up():
+            figures = self._evaluate(trial, ignored)
+        self._determine_best_metric(metrics=figures, trial=trial)
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = checkpoint
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any):
         position = self.data_position
@@ -661,7 +673,7 @@ class DistTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *more: Any, **options: Any
     ):
-        self.health.after_update(self.control)
+        self.health.after_update(self.control, self.state.epoch)
         self.keeper.background.collect()
         if not self.health.is_update_skipped:
             self.keeper.prove(self.state.global_step, self.state.best_model_checkpoint)
@@ -712,6 +724,7 @@ class DistTrainer(Trainer):
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size, self._optimizer_name),
             **of_model,
             **self.data_position.facts(self.health.bad_rows.of_epoch()),
+            "evaluation_due": self.health.evaluation_is_due,
             "frozen_fingerprint": self.files.frozen_fingerprint,
             "stage": getattr(self, "stage", None),
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),
@@ -830,7 +843,8 @@ class DistTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         activity.leave_step("evaluating")
-        with self.meter.paused(), self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
+        apart = drawing_apart(self.args.seed) if self._has_own_arguments else nullcontext()
+        with apart, self.meter.paused(), self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:

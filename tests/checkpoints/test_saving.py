@@ -215,6 +215,21 @@ def test_weights_only_are_taken_again_by_the_next_attempt(copied):
     assert checkpoint_to_resume(True, copied) == copied / "checkpoint-6"
 
 
+def test_a_run_that_began_with_weights_only_goes_on_whole_under_the_same_arguments(copied, caplog):
+    again = dict(resume_weights_only=True, learning_rate=2e-2)
+    whole = make(copied, **again)
+    whole.train(resume_from_checkpoint=True)
+    assert whole.state.log_history[0]["step"] == 1
+    shutil.rmtree(copied / "checkpoint-6")
+    resumed = make(copied, **again)
+    resumed.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in resumed.state.log_history if "loss" in line][-2:] == [5, 6]
+    assert torch.equal(weights(resumed), weights(whole))
+    named = make(copied, max_steps=1, **again)
+    named.train(resume_from_checkpoint=str(copied / "checkpoint-4"))
+    assert named.state.global_step == 1
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "loss.safetensors"])
 def test_a_damaged_checkpoint_that_is_named_is_an_error_that_names_the_file(copied, name):
     named, file = str(copied / "checkpoint-6"), copied / "checkpoint-6" / name
@@ -348,6 +363,28 @@ def test_a_best_checkpoint_that_is_gone_is_said_before_training(tmp_path, lost, 
     trainer = evaluated(tmp_path, load_best_model_at_end=False)
     trainer.train(resume_from_checkpoint=True)
     assert torch.equal(ends_with(trainer), model_of(tmp_path / "checkpoint-6"))
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_checkpoint_of_another_run_is_not_taken_for_the_best_of_the_same_number(tmp_path, loads):
+    """An earlier run is gone on with whose best one a later run has written over."""
+    evaluated(tmp_path / "run").train()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    evaluated(tmp_path / "run", max_steps=4, learning_rate=3e-2).train()
+    resumed = evaluated(tmp_path / "run", max_steps=8, load_best_model_at_end=loads)
+    asked = str(tmp_path / "run" / "checkpoint-6")
+    if loads:
+        with pytest.raises(UsageError, match="checkpoint-4 had the best eval_loss .*another run has written a checkp"):
+            resumed.train(resume_from_checkpoint=asked)
+    else:
+        resumed.train(resume_from_checkpoint=asked)
+        assert resumed.state.best_model_checkpoint is None
+    moved = shutil.move(tmp_path / "run" / "checkpoint-6", tmp_path / "moved" / "checkpoint-6")
+    shutil.rmtree(tmp_path / "run")
+    shutil.move(tmp_path / "copy", tmp_path / "run")  # where trainer_state.json says that the best one is
+    again = evaluated(tmp_path / "moved", max_steps=8)
+    again.train(resume_from_checkpoint=str(moved))
+    assert torch.equal(ends_with(again), model_of(tmp_path / "run" / "checkpoint-4"))
 
 
 def test_a_best_checkpoint_that_is_deleted_during_training_is_an_error(tmp_path):

@@ -1,11 +1,13 @@
 """Signals on one process: the step is finished, one checkpoint written, and a resumed run is the uninterrupted one."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -37,16 +39,14 @@ class SignalAt(TrainerCallback):
             os.kill(os.getpid(), self.number)
 
 
-def trainer(folder: Path, *callbacks, **more) -> DistTrainer:
+def trainer(folder: Path, *callbacks, model=Regression, **more) -> DistTrainer:
     torch.manual_seed(0)
     options = dict(max_steps=8, save_strategy="no", per_device_train_batch_size=2, per_device_eval_batch_size=1)
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=0.1, preemptible=True,
         **(options | more),
     )  # fmt: skip
-    return DistTrainer(
-        Regression(), args, train_dataset=rows({}), eval_dataset=rows({}, 200), callbacks=list(callbacks)
-    )
+    return DistTrainer(model(), args, train_dataset=rows({}), eval_dataset=rows({}, 200), callbacks=list(callbacks))
 
 
 def weights(of: DistTrainer) -> torch.Tensor:
@@ -82,6 +82,83 @@ def test_a_long_evaluation_is_left(tmp_path):
     stopped = trainer(tmp_path / "start", stopping, eval_on_start=True)
     stopped.train()
     assert stopped.was_preempted and stopped.state.global_step == 0 and 0 < stopping.predicted <= 8
+
+
+class Drawing(Regression):
+    """With dropout; a row of an evaluation is moved by random numbers of all kinds."""
+
+    def forward(self, x, labels=None):
+        if not self.training:
+            x = x + 0.01 * (torch.rand(1) + np.random.rand() + random.random())
+        return super().forward(torch.nn.functional.dropout(x, 0.5, self.training), labels)
+
+
+def drawing(folder: Path, *callbacks, figures=None, **more) -> DistTrainer:
+    options = dict(max_steps=9, save_strategy="steps", save_steps=2, logging_steps=1, model=Drawing)
+    made = trainer(folder, *callbacks, **options | more)
+    if figures is not None:
+        loop = made.evaluation_loop
+
+        def replaced(*arguments, **given):
+            output = loop(*arguments, **given)
+            output.metrics["eval_loss"] = figures[made.state.global_step]
+            return output
+
+        made.evaluation_loop = replaced
+    return made
+
+
+def test_an_evaluation_between_steps_changes_no_number_of_the_training(tmp_path):
+    plain = drawing(tmp_path / "plain")
+    plain.train()
+    evaluated = drawing(tmp_path / "evaluated", eval_strategy="steps", eval_steps=2)
+    evaluated.train()
+    assert torch.equal(weights(plain), weights(evaluated))
+    first, again = (evaluated.evaluate()["eval_loss"] for _ in range(2))
+    assert first == again
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+@pytest.mark.parametrize("strategy", ["steps", "epoch", "best"])
+def test_an_evaluation_that_a_signal_interrupts_is_made_up_at_the_resume(tmp_path, strategy, in_evaluation):
+    options = dict(
+        eval_strategy="epoch" if strategy == "epoch" else "steps", eval_steps=2, save_strategy=strategy,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", lr_scheduler_type="reduce_lr_on_plateau",
+        per_device_train_batch_size=12,
+    )  # fmt: skip
+    whole = drawing(tmp_path / "whole", **options)
+    whole.train()
+    stopping = SignalAt(4, in_evaluation)
+    stopped = drawing(tmp_path / "run", stopping, **options)
+    stopped.train()
+    assert stopped.was_preempted and stopped.state.global_step == 4
+    assert manifest.read(tmp_path / "run" / "checkpoint-4")["evaluation_due"]
+    resumed = drawing(tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    figures = [
+        {line["step"]: line["eval_loss"] for line in one.state.log_history if "eval_loss" in line}
+        for one in (whole, resumed)
+    ]
+    assert figures[0] == figures[1] and len(figures[0]) >= 4
+    for name in ("best_metric", "best_global_step"):
+        assert getattr(whole.state, name) == getattr(resumed.state, name)
+    assert Path(whole.state.best_model_checkpoint).name == Path(resumed.state.best_model_checkpoint).name
+    assert torch.equal(weights(whole), weights(resumed))
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_early_stopping_counts_an_evaluation_that_is_made_up(tmp_path, step):
+    """The best is that of step 4; the second that is no better, that of step 8, is the last."""
+    figures = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.0}
+    options = dict(
+        eval_strategy="steps", eval_steps=2, metric_for_best_model="eval_loss", load_best_model_at_end=True,
+        early_stopping_patience=2, max_steps=20, figures=figures,
+    )  # fmt: skip
+    drawing(tmp_path, SignalAt(step), **options).train()
+    resumed = drawing(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8 and resumed.state.best_global_step == 4
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
 
 
 def test_the_last_step_needs_no_early_leave(tmp_path):

@@ -111,6 +111,17 @@ def test_what_cannot_be_resumed_is_refused_with_the_remedy(tmp_path, monkeypatch
         record.resume(folder, ["--hub_token", "secret"])
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_begins_from_the_one_it_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first" / "checkpoint-2").mkdir(parents=True)
+    for name in ("model.safetensors", "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (tmp_path / "first" / "checkpoint-2" / name).write_text("x")
+    folder = recorded(tmp_path / "out", resume_from_checkpoint="first/checkpoint-2", resume_weights_only=True)
+    assert record.resume(folder, [])[-1] == "first/checkpoint-2"
+    shutil.copytree(tmp_path / "first" / "checkpoint-2", folder / "checkpoint-2")
+    assert record.resume(folder, [])[-1] == "auto"
+
+
 def test_env_shows_versions_and_no_secret(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hidden")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
