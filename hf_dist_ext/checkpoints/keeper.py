@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
@@ -31,11 +32,12 @@ from hf_dist_ext.strategies.base import Strategy
 logger = logging.get_logger(__name__)
 
 
-class Keeper:
+class Keeper(TrainerCallback):
     """Made once per run, with its arguments, its loss, and a function that raises when the run's folder is no longer
-    its own.
+    its own. As a callback it writes down that the run begins, when nothing can be refused any more.
 
     Attributes:
+        at_begin: what else is done then on this process.
         committed_step: of this run's last checkpoint.
         best_checkpoint: of the run that this start continues, where it lies now.
         background: the saves that are made while training goes on.
@@ -48,6 +50,8 @@ class Keeper:
         self.best_checkpoint: str | None = None
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
+        self.at_begin: list[Callable[[], None]] = []
+        self._begin_run: Callable[[], Mapping[str, Any]] = manifest.new_run
         self._run: Mapping[str, Any] = manifest.new_run()
 
     def resume(
@@ -81,9 +85,13 @@ class Keeper:
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
             self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
             path = str(folder)
-        # nothing is written down before everything was looked at
-        self._run = resume.begin_or_continue_run(self.args, folder, asked, is_search)
+        self._begin_run = partial(resume.begin_or_continue_run, self.args, folder, asked, is_search)
         return path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._run = self._begin_run()
+        for action in self.at_begin:
+            action()
 
     def tell_best(self, state: Any) -> None:
         """`state`: of a checkpoint, as Trainer has read it. Trainer looks for the best one where it lay once, and says
