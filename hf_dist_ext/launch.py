@@ -18,16 +18,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner import auto
+from hf_dist_ext.planner import auto, data_seen
 from hf_dist_ext.planner.devices import count_devices
-from hf_dist_ext.run import deepspeed_install, lease, optimizers, trackers
+from hf_dist_ext.run import deepspeed_install, lease, optimizers, record, trackers
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import INTERRUPTED, REQUEUE, SIGNALS, forward_to_children, is_free
 from hf_dist_ext.run.presets import find_preset, is_shipped, kind_of, load_preset, mesh_size
@@ -46,16 +46,16 @@ def hand_over_if_needed(run: Run, program: Sequence[str] = (), argv: Sequence[st
     program, argv = program or sys.argv[:1], sys.argv[1:] if argv is None else argv
     output_dir = run.training["output_dir"]
     if is_launched():
-        if os.environ.get(HANDED_OVER) != "1":
-            check_running(run)  # (4)
         if launched.rank() == 0:
             lease.take(output_dir)
+        if os.environ.get(HANDED_OVER) != "1":
+            check_running(run)  # (4)
         return
     _refuse_lonely_tasks()
-    _check_before_ranks(run)
+    os.environ[lease.TOKEN] = lease.take(output_dir).token
     devices = 0 if run.training.get("use_cpu") else count_devices()
     plan = plan_launch(run, devices, program)
-    os.environ[lease.TOKEN] = lease.take(output_dir).token
+    _check_before_ranks(run)
     _say_choice(plan, run, devices)
     if plan.kind == "NO":
         _keep_one_device(devices)  # (1)
@@ -66,10 +66,12 @@ def hand_over_if_needed(run: Run, program: Sequence[str] = (), argv: Sequence[st
 
 
 def _check_before_ranks(run: Run) -> None:
-    check_output_dir(run.training)
+    """What needs no library. The folder comes last, as to overwrite it is no remedy for any other mistake."""
     for one in run.stages or [run]:
         trackers.check(one.training.get("report_to"))
         optimizers.check(one.training)
+        data_seen.check(one)
+    check_output_dir(run.training)
 
 
 def is_launched() -> bool:
@@ -103,7 +105,7 @@ class LaunchPlan:
 def _say_choice(plan: LaunchPlan, run: Run, devices: int) -> None:
     if plan.choice is None:
         return
-    auto.store(plan.choice, run.training["output_dir"])
+    record.hand_on(asdict(plan.choice))
     if devices or run.options.accelerate_config == "auto":
         _say(f"auto: {plan.choice.preset}. {' '.join(plan.choice.reasons)}")
     for warning in plan.choice.warnings:

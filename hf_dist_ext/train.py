@@ -20,7 +20,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dist_ext import launched
 from hf_dist_ext.failures import exit_on_usage_error, first_error_only
 from hf_dist_ext.launch import hand_over_if_needed
-from hf_dist_ext.run import record
+from hf_dist_ext.run import lease, record
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.preemption import StopSignals, exit_code
 from hf_dist_ext.run.read import load_run
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     bars_on_a_terminal_only()
-    with exit_on_usage_error():
+    with exit_on_usage_error(), lease.all_released():
         run = load_run(argv)
         hand_over_if_needed(run, program, argv)  # (1)
         with StopSignals(), first_error_only():
@@ -78,19 +78,17 @@ def train(run: Run) -> None:
     for name in ("httpx", "mteb"):
         logging.getLogger(name).setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # of files that are read and written: the run has a bar of its own
-    if is_main:
-        record.write(run)
-        for line in run.echo:
-            print(line)
+    for line in run.echo if is_main else ():
+        print(line)
     check_available(run)
     to_load = hints(run)
     lives: list[model_card.Life] = []
     pushed = None
     if run.stages:
-        report = summary(run_stages(run, partial(train_once, lives=lives)))
+        report = summary(run_stages(run, partial(train_once, run, lives)))
     else:
         args = make_arguments(run)
-        trainer, report = train_once(run, args, build_parts(run, args), lives)
+        trainer, report = train_once(run, lives, run, args, build_parts(run, args))
         pushed, args.push_to_hub = trainer if args.push_to_hub else None, False  # with its card, at the very end
         final_model.save(trainer.save_model, trainer.model, args)  # (4)
         if not trainer.saves_complete_model:
@@ -105,14 +103,27 @@ def train(run: Run) -> None:
         push.of_run(pushed, output_dir)
 
 
-def train_once(run: Run, args: DistTrainingArguments, parts: Parts, lives: list[Life]) -> tuple[DistTrainer, dict]:
-    """One life of a trainer, and its report. What the model's card says of it goes to `lives`."""
+def train_once(
+    whole: Run,
+    lives: list[Life],
+    run: Run,
+    args: DistTrainingArguments,
+    parts: Parts,
+    at_begin: Callable[[], None] = lambda: None,
+) -> tuple[DistTrainer, dict]:
+    """One life of a trainer, and its report. What the model's card says of it goes to `lives`.
+
+    `run`: the stage of the `whole` run, or all of it. `at_begin`: what is written once the start is accepted.
+    """
     from hf_dist_ext.strategies.tensors import num_elements
     from hf_dist_ext.training.final_model import best_of
     from hf_dist_ext.training.model_card import data_of, life_of
 
     trainer = parts.make_trainer(args)  # (2)
     trainer.stage = run.name or None
+    trainer.keeper.at_begin += [at_begin] * args.should_save + [partial(record.write, whole)] * (
+        args.process_index == 0
+    )
     trains = [(num_elements(p), p.requires_grad) for p in trainer.model.parameters()]
 
     data = data_of(trainer) if args.process_index == 0 else []

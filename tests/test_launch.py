@@ -264,6 +264,19 @@ def test_only_the_first_process_looks_at_the_output_dir(make_run, devices, monke
     launch.hand_over_if_needed(run)  # rank 0 of our own hand-over, whose starter has looked
 
 
+@pytest.mark.parametrize(
+    "keys, words",
+    [({"dataset_name": "gone.jsonl"}, "gone.jsonl"), ({"report_to": "wandbb"}, "wandbb"), ({"fsdp": True}, "shard")],
+)
+def test_an_occupied_output_dir_hides_no_other_mistake(make_run, devices, keys, words):
+    devices(0)
+    run = make_run(**keys)
+    Path("outputs/my_run").mkdir(parents=True)
+    Path("outputs/my_run/metrics.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match=words):
+        launch.hand_over_if_needed(run)
+
+
 def test_train_starts_the_installed_module_in_every_process(make_run, monkeypatch):
     """No script lies beside an installed wheel."""
     make_run(accelerate_config="multi_gpu_ddp", num_processes=2)

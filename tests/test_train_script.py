@@ -1,6 +1,8 @@
 """scripts/train_hf.py as a user runs it, in this process: a small run on local files, and its one-line errors."""
 
 import ctypes
+import fcntl
+import hashlib
 import json
 import os
 import runpy
@@ -15,11 +17,12 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 
-from hf_dist_ext import train
+from hf_dist_ext import cli, train
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run import lease
 from hf_dist_ext.tasks.search import embed, load
 from tests.distributed.forked import Run, run_python
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
@@ -37,6 +40,10 @@ def main(monkeypatch):
 @pytest.fixture
 def run_file(tmp_path):
     """A function that writes a run file for a tiny model and 40 local rows; keyword arguments go over the defaults."""
+    return writes_runs_in(tmp_path)
+
+
+def writes_runs_in(tmp_path: Path):
     draw = torch.Generator().manual_seed(0)
     text = lambda n: " ".join(WORDS[i] for i in torch.randint(len(WORDS), (n,), generator=draw))  # noqa: E731
     rows = [{"question": f"{text(3)} {i}", "answer": f"{text(6)} {i}", "wrong": [text(4), text(5)]} for i in range(40)]
@@ -186,9 +193,11 @@ def test_a_kill_in_the_first_save_is_followed_by_a_start_that_trains(main, run_f
     for step in (2, 3):
         assert not manifest.why_incomplete(tmp_path / "out" / f"checkpoint-{step}", hashes=True)
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["num_chunks"] == 13
+    with (tmp_path / "out" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 4, "loss": 1.0}\n{"step": 5, "lo')  # a kill after the newest checkpoint
     main([*command, "auto", "--max_steps", "4"])
     lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
-    assert [line["step"] for line in lines if "loss" in line][-4:] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
 
 
 def test_a_stream_is_trained_on_in_the_order_of_the_seed(main, run_file, tmp_path, monkeypatch):
@@ -319,3 +328,103 @@ def test_an_empty_dataset_and_a_second_run_are_refused(main, run_file, tmp_path,
         with pytest.raises(SystemExit) as exit_:
             main(["--config", run_file(**change)])
         assert exit_.value.code == 2 and words in capsys.readouterr().err
+
+
+# A refused start -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(a folder with a finished run of three steps in out/, the function that writes its run file)"""
+    folder = tmp_path_factory.mktemp("trained")
+    write = writes_runs_in(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "WORLD_SIZE", "RANK"))]:
+            patch.delenv(name)
+        train.main(["--config", write()])
+    return folder, write
+
+
+def state_of(folder: Path) -> dict[str, tuple]:
+    """Every file with its content and the time of its last change, and every folder."""
+    return {
+        str(path.relative_to(folder)): (
+            (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) if path.is_file() else ()
+        )
+        for path in folder.rglob("*")
+    }
+
+
+OLDER = ["--resume_from_checkpoint", "{out}/checkpoint-2"]
+NEWEST, OVER = ["--resume_from_checkpoint", "true"], ["--overwrite_output_dir"]
+
+
+@pytest.mark.parametrize("words, change, said", [
+    (["--sed", "7"], {}, "Unknown field"),
+    (["--seed", "seven"], {}, "seed"),
+    ([], {}, "another run"),
+    ([*NEWEST, "--seed", "7"], {}, "seed of the order"),
+    ([*OLDER, "--seed", "7"], {}, "seed of the order"),
+    ([*OLDER, "--optim", "sgd"], {}, "optim"),
+    ([*OLDER, "--trainable_modules", ".*dense.*"], {}, "holds no trainable.safetensors"),
+    ([*OVER, "--trainable_modules", "nothing"], {}, "matches no module"),
+    (["--resume_from_checkpoint", "{out}/checkpoint-9"], {}, "no such folder"),
+    (OVER, {"dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
+    (OVER, {"columns": {"query": "question", "positive": "anwser"}}, "answer"),
+    ([*OVER, "--batch_size", "1000"], {}, "fewer than one global batch"),
+    ([*OVER, "--tokenizer_name", "no/such/folder"], {}, "tokenizer"),
+    (OVER, {"model_config": {"model_type": "bort"}}, "bort"),
+    ([*OVER, "--report_to", "wandbb"], {}, "wandbb"),
+    ([*OVER, "--fsdp", "true"], {}, "does not shard"),
+    ([*OVER, "--push_to_hub"], {}, "HF_HUB_OFFLINE"),
+    ([*OVER, "--resume_weights_only"], {}, "says how to resume"),
+    (OVER, {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}, "round multiple"),
+])  # fmt: skip
+def test_a_refused_start_leaves_every_file_of_the_folder_as_it_was(
+    main, trained, monkeypatch, capsys, words, change, said
+):
+    folder, write = trained
+    monkeypatch.chdir(folder)
+    config = write(**change)
+    before = state_of(folder)
+    with pytest.raises(SystemExit) as exit_:
+        main(["--config", config, *[word.format(out=folder / "out") for word in words]])
+    assert exit_.value.code == 2 and said in capsys.readouterr().err
+    assert state_of(folder) == before
+
+
+def test_a_folder_that_another_run_holds_is_left_as_it_was_and_said_to_be_in_use(main, trained, capsys):
+    folder, write = trained
+    held, config = folder / "out" / lease.NAME, write()
+    held.write_text(json.dumps({"host": "elsewhere", "pid": 7, "token": "theirs"}))
+    with held.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        before = state_of(folder)
+        for words in ([], NEWEST, OVER):
+            with pytest.raises(SystemExit) as exit_:
+                main(["--config", config, *words])
+            error = capsys.readouterr().err
+            assert exit_.value.code == 2 and "in use by process 7 on elsewhere" in error and "another run" not in error
+        assert state_of(folder) == before
+    held.unlink()
+
+
+def test_a_refused_start_leaves_no_folder_of_its_own(main, trained, capsys):
+    folder, write = trained
+    before = state_of(folder)
+    for change in ({"dataset_name": "nowhere.jsonl"}, {"batch_size": 1000}):
+        with pytest.raises(SystemExit):
+            main(["--config", write(output_dir=str(folder / "new" / "one"), **change)])
+        write()
+        assert state_of(folder).keys() == before.keys()
+
+
+def test_after_a_refused_start_the_run_goes_on_from_its_newest_checkpoint(main, trained, tmp_path, capsys):
+    folder, write = trained
+    shutil.copytree(folder / "out", tmp_path / "out")
+    config = write(output_dir=str(tmp_path / "out"))
+    older = ["--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2"), "--seed", "7"]
+    with pytest.raises(SystemExit):
+        main(["--config", config, *older])
+    cli.main(["resume", str(tmp_path / "out"), "--max_steps", "4"])
+    assert manifest.read(tmp_path / "out" / "checkpoint-4")["parent"] is None, "no branch was declared"

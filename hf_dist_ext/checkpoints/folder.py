@@ -165,8 +165,6 @@ def require_new(option: str, folder: Path) -> None:
 def check_output_dir(training: dict[str, Any]) -> None:
     """Raises UsageError when output_dir holds another run. launch.py calls it before any rank can write there."""
     folder = Path(training["output_dir"])
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"output_dir={folder} is a file. Give a folder.")
     resumed = training.get("resume_from_checkpoint")
     # true means a checkpoint of this folder, and load_run has found one
     continues = resumed is True or (resumed is not None and folder.resolve() in Path(resumed).resolve().parents)
@@ -176,7 +174,8 @@ def check_output_dir(training: dict[str, Any]) -> None:
     elsewhere = ", and the checkpoint to resume is not in it" if resumed else ""
     has_checkpoints = any(folder.glob("checkpoint-*")) or any(folder.glob("stage_*"))
     resume = "" if resumed or not has_checkpoints else "--resume_from_checkpoint to continue it, "
+    newest = [path.name for path in manifest.checkpoints_in(folder)[-1:]] or marks
     raise UsageError(
-        f"output_dir={folder} holds another run ({marks[0]}){elsewhere}. Give {resume}--overwrite_output_dir to "
+        f"output_dir={folder} holds another run ({newest[0]}){elsewhere}. Give {resume}--overwrite_output_dir to "
         "train into it anyway, or another --output_dir."
     )

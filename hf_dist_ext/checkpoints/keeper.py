@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
@@ -32,11 +33,12 @@ from hf_dist_ext.strategies.base import Strategy
 logger = logging.get_logger(__name__)
 
 
-class Keeper:
+class Keeper(TrainerCallback):
     """Made once per run, with its arguments, its loss, and a function that raises when the run's folder is no longer
-    its own.
+    its own. As a callback it writes down that the run begins, when nothing can be refused any more.
 
     Attributes:
+        at_begin: what else is done then on this process.
         committed_step: of this run's last checkpoint.
         is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
         finite_step: the last update of this start that was not skipped; -1 before.
@@ -55,6 +57,8 @@ class Keeper:
         self.evaluation_is_due = False
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
+        self.at_begin: list[Callable[[], None]] = []
+        self._begin_run: Callable[[], Mapping[str, Any]] = manifest.new_run
         self._run: Mapping[str, Any] = manifest.new_run()
         self._chosen: Path | None = None
         self._asked: bool | str | None = None
@@ -100,8 +104,13 @@ class Keeper:
             resume.check_optimizer(self.args, folder, optimizer)
             resume.check_frozen(folder, frozen_digests)
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
-        # nothing is written down before everything was looked at
-        self._run = resume.begin_or_continue_run(self.args, folder, self._asked, is_search, self._takes_weights_only)
+        begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
+        self._begin_run = partial(begin, *given, self._takes_weights_only)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._run = self._begin_run()
+        for action in self.at_begin:
+            action()
 
     def tell_best(self, state: Any) -> None:
         """`state`: of a checkpoint, as Trainer has read it. Trainer looks for the best one where it lay once, and says

@@ -7,9 +7,7 @@ started all the same, with a warning: its figures are bounds of long rows, and o
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
@@ -63,11 +61,3 @@ def _of_plan(plan: Plan) -> Choice:
         settings.pop("accelerate_config", None)
         warnings = [] if plan.best.fits else [f"as it stands the run may not fit. Set {in_json(settings)}."]
     return Choice(preset, plan.reasons, plan.as_dict(), warnings)
-
-
-def store(choice: Choice, output_dir: str) -> None:
-    """In plan.json of output_dir; with the whole plan where the planner ran."""
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"preset": choice.preset, "reasons": choice.reasons, "warnings": choice.warnings, "plan": choice.plan}
-    (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

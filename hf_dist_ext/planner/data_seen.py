@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.lengths import ENDINGS, UNREADABLE, files_of, rows_of
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, query_column, sources_of
@@ -23,12 +24,22 @@ WRONG = "WRONG: "  # begins what training would refuse
 MOST_FILES = 8  # of a folder, that are looked at
 
 
-def words(run: Run) -> str:
-    """A clause per dataset, and how to have all rows looked at. Empty where a stage has data of its own."""
+def check(run: Run) -> None:
+    """UsageError for data that training would refuse, before a process is started or waits for others."""
+    for clause in _clauses(run):
+        if clause.startswith(WRONG):
+            raise UsageError(f"The data can not be trained on: {clause.removeprefix(WRONG)}.")
+
+
+def _clauses(run: Run) -> list[str]:
     configs = [source.config for source in sources_of(run.options)] or [run.options]
     names = [(config, name) for config in configs for name in (config.dataset_name, config.eval_dataset_name)]
-    seen = dict.fromkeys(_of_one(config, name) for config, name in names if name)
-    if not seen:
+    return list(dict.fromkeys(_of_one(config, name) for config, name in names if name))
+
+
+def words(run: Run) -> str:
+    """A clause per dataset, and how to have all rows looked at. Empty where a stage has data of its own."""
+    if not (seen := _clauses(run)):
         return ""
     command = f"hf-dist train {run.path} --max_steps 1 --output_dir NEW"
     return f"{'; '.join(seen)}. Rows were not looked at; {command} checks them all."

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,10 +40,10 @@ _held: dict[Path, Lease] = {}
 
 class Lease:
     """Of one folder, held by this process until `release` or its end. `lock` is the descriptor of the locked file;
-    None: the heartbeat of (3)."""
+    None: the heartbeat of (3). `made`: folders that did not exist before; those still empty at the end go with it."""
 
-    def __init__(self, path: Path, token: str, lock: int | None):
-        self.path, self.token, self._lock = path, token, lock
+    def __init__(self, path: Path, token: str, lock: int | None, made: Sequence[Path] = ()):
+        self.path, self.token, self._lock, self._made = path, token, lock, made
         self._ended = threading.Event()
         if lock is None:
             threading.Thread(target=self._beat, daemon=True).start()
@@ -90,6 +90,8 @@ class Lease:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self._is_ours():
                 self.path.unlink()
+                for folder in self._made:
+                    folder.rmdir()
         if lock is not None:
             os.close(lock)
 
@@ -105,6 +107,7 @@ def take(output_dir: str | os.PathLike) -> Lease:
     if folder in _held:
         return _held[folder]
     path, lock = folder / NAME, None
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         token = os.environ.get(TOKEN)
@@ -117,7 +120,7 @@ def take(output_dir: str | os.PathLike) -> Lease:
     except OSError as error:
         words = error.strerror or error
         raise UsageError(f"output_dir={folder} can not be written: {words}. Give another --output_dir.") from error
-    _held[folder] = Lease(path, token, lock)
+    _held[folder] = Lease(path, token, lock, made)
     return _held[folder]
 
 
@@ -130,6 +133,16 @@ def held(output_dir: str | os.PathLike) -> Iterator[None]:
         yield
     finally:
         if not had_it:
+            lease.release()
+
+
+@contextlib.contextmanager
+def all_released() -> Iterator[None]:
+    """At the end no folder is held by this process: a run that was refused, or has ended, leaves no file of it."""
+    try:
+        yield
+    finally:
+        for lease in list(_held.values()):
             lease.release()
 
 

@@ -1,7 +1,7 @@
 """`run.json` in output_dir: what a run was started with, and how `hf-dist resume` starts it again.
 
-It is written before training, so that a run which ended early has it too. Relative paths in it count from the folder
-that the run was started in, which is noted beside them; secrets are masked.
+It is written when training begins, so that a run which ended early has it too. Relative paths in it count from the
+folder that the run was started in, which is noted beside them; secrets are masked.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from hf_dist_ext.checkpoints.folder import resume_or_start
 from hf_dist_ext.errors import UsageError
@@ -17,14 +18,23 @@ from hf_dist_ext.run.fields import is_secret
 from hf_dist_ext.run.files import read_fields
 
 NAME, STARTED_IN = "run.json", "_started_in"
+PLAN = "HF_DIST_PLAN"  # environment: from a launcher to its processes
+
+
+def hand_on(choice: dict[str, Any]) -> None:
+    """The preset that was chosen, and why, to the process that writes: none does before the start is accepted."""
+    os.environ[PLAN] = json.dumps(choice, indent=2)
 
 
 def write(run: Run) -> None:
+    """`run.json`, and `plan.json` where a preset was chosen."""
     folder = Path(run.training["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps({STARTED_IN: os.getcwd()} | run.flat(), indent=2, ensure_ascii=False)
     (folder / f"_{NAME}").write_text(content + "\n", encoding="utf-8")
     os.replace(folder / f"_{NAME}", folder / NAME)  # whole whenever it is there
+    if choice := os.environ.pop(PLAN, None):
+        (folder / "plan.json").write_text(choice + "\n", encoding="utf-8")
 
 
 def resume(folder: Path, overrides: list[str]) -> list[str]:

@@ -21,6 +21,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from hf_dist_ext.training.trainer import DistTrainer
 OTHER_PRECISION = "other_precision.safetensors"
 RESUME = "resume_from_checkpoint"
 
-TrainOnce = Callable[[Run, Any, Parts], tuple[DistTrainer, dict[str, Any]]]
+TrainOnce = Callable[[Run, Any, Parts, Callable[[], None]], tuple[DistTrainer, dict[str, Any]]]
 
 
 def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
@@ -68,16 +69,20 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
                         plan_freezing(parts.model, *fields)
             if index:
                 _carry(parts.model, Path(run.stages[index - 1].training["output_dir"]))
-            if args.should_save:
-                for other in run.stages[index:]:
-                    Path(other.training["output_dir"], manifest.MANIFEST).unlink(missing_ok=True)
-                for other in run.stages[index + 1 :]:
-                    if manifest.checkpoints_in(other.training["output_dir"]):
-                        manifest.begin_run(other.training["output_dir"])
             _train(run, stage, args, parts, train_once)
             del parts
             gc.collect()
     return agreed.together(lambda: args.process_index == 0 and _reports(run))[0]
+
+
+def _withdraw_marks(stages: list[Run]) -> None:
+    """When the first of them starts."""
+    folders = [stage.training["output_dir"] for stage in stages]
+    for folder in folders:
+        Path(folder, manifest.MANIFEST).unlink(missing_ok=True)
+    for folder in folders[1:]:
+        if manifest.checkpoints_in(folder):
+            manifest.begin_run(folder)
 
 
 def _reports(run: Run) -> list[dict[str, Any]]:
@@ -85,7 +90,7 @@ def _reports(run: Run) -> list[dict[str, Any]]:
 
 
 def _train(run: Run, stage: Run, args: Any, parts: Parts, train_once: TrainOnce) -> None:
-    trainer, report = train_once(stage, args, parts)
+    trainer, report = train_once(stage, args, parts, partial(_withdraw_marks, run.stages[run.stages.index(stage) :]))
     is_last = stage is run.stages[-1]
     folder = Path(run.training["output_dir"] if is_last else args.output_dir)
     facts = {"stage": {"name": stage.name} | _in_short(report) | report} | write_model(trainer, folder)  # (3)

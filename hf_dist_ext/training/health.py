@@ -29,7 +29,7 @@ from hf_dist_ext.engine.rows import moved
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import Watchdog, activity, end_with_launcher, set_collective_timeout
 from hf_dist_ext.run import lease
-from hf_dist_ext.run.preemption import StopSignals, remove_mark, write_mark
+from hf_dist_ext.run.preemption import StopSignals, write_mark
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.training.bad_row_count import BadRowCount
@@ -118,7 +118,6 @@ class Health(TrainerCallback):
         with contextlib.ExitStack() as entered:
             if hasattr(self.args, "preemptible") and not is_search and is_first:
                 entered.enter_context(lease.held(self.args.output_dir))
-                remove_mark(self.args.output_dir)
             if self.stop is not None:
                 entered.enter_context(self.stop)
                 self.stop.finishes_steps = True

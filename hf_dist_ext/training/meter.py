@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import CachedStep
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
+
+NAME = "metrics.jsonl"
 
 
 class StepMeter:
@@ -145,10 +148,29 @@ def memory_used(device: torch.device) -> dict[str, float]:
 
 
 class MetricsFile(TrainerCallback):
-    """Appends every logged line to `metrics.jsonl` in the output folder, on the first process."""
+    """Appends every logged line to `metrics.jsonl` in the output folder, on the first process. A run that goes on from
+    a checkpoint, or starts afresh, first takes out the lines of steps that it makes again."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        path = Path(args.output_dir, NAME)
+        if not state.is_world_process_zero or state.is_hyper_param_search or not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if state.global_step and _step_of(line) <= state.global_step]
+        if kept != lines:
+            path.with_name(f"_{NAME}").write_text("".join(kept), encoding="utf-8")
+            os.replace(path.with_name(f"_{NAME}"), path)  # a kill leaves the old lines or the new ones
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict | None = None, **others: Any) -> None:
         if state.is_world_process_zero and logs:
             os.makedirs(args.output_dir, exist_ok=True)
-            with open(os.path.join(args.output_dir, "metrics.jsonl"), "a", encoding="utf-8") as file:
+            with open(Path(args.output_dir, NAME), "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """Infinity for a line that a kill has cut short."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return float("inf")

@@ -43,6 +43,7 @@ from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.run_mode import fully_frozen_roots
 from hf_dist_ext.run import lease
+from hf_dist_ext.run.preemption import remove_mark
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer
@@ -264,12 +265,13 @@ class DistTrainer(Trainer):
                 holds_gradients=self.strategy.holds_gradients,
             )
             self.add_callback(self.freeze_watch)
-        if is_ours:
-            self.add_callback(MetricsFile())
-        if is_ours or getattr(self.args, "scaling_baseline", None):
+        if self._has_own_arguments:
+            self.keeper.at_begin.append(partial(remove_mark, self.args.output_dir))
+            self.add_callback(self.keeper)
+        for watcher in [MetricsFile(), self.scaling, Measured(self.scaling)] if is_ours else []:
+            self.add_callback(watcher)
+        if not is_ours and getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
-        if is_ours:
-            self.add_callback(Measured(self.scaling))
         if patience := getattr(self.args, "early_stopping_patience", None):
             self.add_callback(EarlyStop(patience, lambda: self.health.makes_up))
         if steps := getattr(self.args, "profile_steps", None):

@@ -25,6 +25,7 @@ from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import speed, traffic
 from hf_dist_ext.planner.workload import with_batch
+from hf_dist_ext.run import record
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from tests.tasks.test_folders import write_run
@@ -505,6 +506,8 @@ def test_auto_shards_what_does_not_fit_and_stores_why(make_run, monkeypatch, cap
     monkeypatch.setattr(launch, "_run_launcher", lambda *arguments: 0)
     with pytest.raises(SystemExit):
         launch.hand_over_if_needed(run)
+    assert not Path(run.training["output_dir"], "plan.json").exists(), "the run is not accepted yet"
+    record.write(run)
     stored = json.loads(Path(run.training["output_dir"], "plan.json").read_text(encoding="utf-8"))
     assert stored["preset"] == "multi_gpu_fsdp" and stored["plan"]["hardware"]["num_devices"] == 4
     said = capsys.readouterr().err

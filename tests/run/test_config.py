@@ -393,6 +393,12 @@ def test_an_output_dir_with_another_run_is_refused(load, mark):
     check_output_dir(load("--output_dir", "elsewhere").training)
 
 
+def test_an_occupied_output_dir_is_told_with_its_newest_checkpoint(load):
+    for step in (9, 10, 100):
+        make_checkpoint(Path(f"outputs/my_run/checkpoint-{step}"))
+    assert "another run (checkpoint-100)" in error_of(check_output_dir, load().training)
+
+
 def test_an_output_dir_may_be_continued_but_not_from_elsewhere(load):
     inside, outside = make_checkpoint(Path("outputs/my_run/checkpoint-3")), make_checkpoint(Path("old/checkpoint-3"))
     check_output_dir(load(resume_from_checkpoint=str(inside)).training)
