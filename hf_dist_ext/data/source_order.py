@@ -105,8 +105,8 @@ class OneSourceSampler(Sampler[int]):
         return begun
 
     def _drawn(self, begun: Begun) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """For each cut of an epoch: its first row, the first row behind those that it uses, rows of a batch, and (rows,)
-        the sources that it draws from its first row to the end of the epoch."""
+        """For each cut of an epoch: its first row, the first row behind those that it uses, rows of a batch, and
+        (rows,) the sources that it draws from its first row to the end of the epoch."""
         first, window = begun.cuts[-1]
         dropped = (len(self) - first) % window if self.drop_last else 0
         lasts = [first for first, _ in begun.cuts[1:]] + [len(self) - dropped]
