@@ -107,8 +107,11 @@ def load_datasets(
             evaluation = pick_split(splits, eval_split, eval_name, "eval_split")
         # (3)
         train = preparer(train, run, train_check)
+        train_check.refuse_too_many()
         if evaluation is not None:
-            evaluation = preparer(evaluation, run, RowCheck(f"{eval_name} ({eval_split})", is_on=train_check.is_on))
+            check = RowCheck(f"{eval_name} ({eval_split})", is_on=train_check.is_on)
+            evaluation = preparer(evaluation, run, check)
+            check.refuse_too_many()
     bad = train_check.finish()
     if evaluation is None and run.eval_holdout:
         together, label = kept_together(run, train), label_column_of(run, columns_of(train))

@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 
@@ -492,6 +493,17 @@ def test_a_row_without_text_is_named(tmp_path):
     assert 'column "other"' in message and "holds int64" in message and "row 0" in message
     negatives = [{**row, "negative": []} for row in ROWS]
     assert 'column "negative": no row has a negative' in refusal(write(tmp_path / "d.parquet", negatives))
+    for row in (2, 5, 9):
+        rows[row]["query"] = " "
+    name, text = write(tmp_path / "e.jsonl", rows), 'row 2 (counted from 0), column "query": every row needs a query'
+    counted = "Rows that cannot be used: 4 (2, 5, 7, 9)"
+    message = refusal(name)
+    assert text in message and f"{counted}. max_bad_rows=4 would replace" in message
+    with pytest.raises(UsageError, match=re.escape(f"{counted}, more than max_bad_rows=3.")):
+        load_datasets(RunConfig(dataset_name=name), max_bad_rows=3)
+    assert len(load_datasets(RunConfig(dataset_name=name), max_bad_rows=4)[0]) == len(rows)
+    message = refusal(write(tmp_path / "a.jsonl"), eval_dataset_name=name)
+    assert text in message and message.endswith(f"{counted}.")
     groups = [{**row, "group": i if i != 2 else None} for i, row in enumerate(ROWS)]
     assert 'row 2 (counted from 0): id_column "group"' in refusal(
         write(tmp_path / "f.jsonl", groups), id_column="group"

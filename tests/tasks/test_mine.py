@@ -138,11 +138,11 @@ def test_what_can_not_be_mined_is_refused(tmp_path, model, data, capsys, monkeyp
 def test_two_runs_at_a_time_write_a_whole_file_each(tmp_path, model, data, monkeypatch):
     plain, written = WRITERS[".jsonl"], []
 
-    def write(rows, path) -> None:
-        written.append(path)
+    def write(rows, file) -> None:
+        written.append(file.name)
         if len(written) == 1:
             mine(data, tmp_path / "mined.jsonl", model)
-        plain(rows, path)
+        plain(rows, file)
 
     monkeypatch.setitem(WRITERS, ".jsonl", write)
     check(mine(data, tmp_path / "mined.jsonl", model), 5)
@@ -152,8 +152,8 @@ def test_two_runs_at_a_time_write_a_whole_file_each(tmp_path, model, data, monke
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, model, data, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
-    def fill(rows, path) -> None:
-        Path(path).write_text("half")
+    def fill(rows, file) -> None:
+        file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setitem(WRITERS, ".jsonl", fill)
