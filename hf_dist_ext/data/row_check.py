@@ -166,6 +166,8 @@ def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) 
         for row in np.flatnonzero(~content_mask(values) if is_id else values.is_null().to_numpy()):
             how = "empty" if values[row].is_valid else "null"
             check.add(row_offset + int(row), f'{option} "{column}" is {how}. Give every row {what}.')
+        for row in _not_utf8(values):
+            check.add(row_offset + row, f'{option} "{column}" is not UTF-8. Save the file as UTF-8.')
         row_offset += len(table)
 
 

@@ -124,6 +124,20 @@ def test_evaluation_rows_come_from_another_file_or_are_held_out_the_same_way_eac
     assert len(list(stream)) == 8 and [row["query"] for row in stream_evaluation] == [r["query"] for r in ROWS[:4]]
 
 
+@pytest.mark.parametrize("names", [("question", "answer"), ("query", "positive")])
+def test_an_evaluation_file_has_the_names_of_the_training_file_or_of_the_run_and_perhaps_no_negatives(tmp_path, names):
+    rows = [{"question": f"q{i}", "answer": f"a{i}", "wrong": f"w{i}"} for i in range(4)]
+    other = [dict(zip(names, (f"held {i}", f"out {i}"), strict=True)) for i in range(3)]
+    run = {"columns": {"query": "question", "positive": "answer", "negative": "wrong"}}
+    name = write(tmp_path / "b.jsonl", other)
+    train, evaluation = load(write(tmp_path / "a.jsonl", rows), eval_dataset_name=name, **run)
+    assert train.column_names == ["query", "positive", "negative"] and evaluation.column_names == ["query", "positive"]
+    assert evaluation["positive"][:] == ["out 0", "out 1", "out 2"]
+    write(tmp_path / "b.jsonl", [*other, dict.fromkeys(names, "")])
+    message = refusal(tmp_path / "a.jsonl", eval_dataset_name=name, **run)
+    assert message.startswith(f"{name}, row 3 (counted"), "no split, which a file has not"
+
+
 def pairs_of(rows):
     return {(row["query"], row["positive"]) for row in rows}
 
