@@ -44,7 +44,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    # fcntl's locks, fork and POSIX signals are used throughout: Linux, macOS, and Windows through WSL.
+    # fcntl's locks, fork and POSIX signals are used throughout: Linux, and Windows through WSL; macOS was not tried.
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",

@@ -182,7 +182,8 @@ class GuardedCollator:
                 continue
             number, row = batch[position]
             if not self.can_replace:
-                raise UsageError(self._in_words(number, row, reason)) from reason
+                words, count = self._in_words(number, row, reason), len(batch) - len(good)
+                raise UsageError(words + f" Like it are {count} rows of this batch." * (count > 1)) from reason
             self.tally.add(number)
             batch[position] = self._replacement(batch[position], {number for number, _ in good}, good, standard)
             good.append(batch[position])
@@ -196,12 +197,16 @@ class GuardedCollator:
                 raise UsageError(f"{self.name}: no row of the first batch can be used. Look at the dataset.")
             return last or good[0]
         first, count = self._others(number)
-        for step in range(1, min(TRIES, count)):
-            other = first + (number - first + step) % count
-            found = self.rows[other] if other not in taken else None
-            if found is not None and self._why_bad(found) is None and self._odd(standard, found[1]) is None:
+        tried = [first + (number - first + step) % count for step in range(1, min(TRIES, count))]
+        free = [other for other in tried if other not in taken]
+        for other in free:
+            found = self.rows[other]
+            if self._why_bad(found) is None and self._odd(standard, found[1]) is None:
                 return found
-        raise UsageError(f"{self.name}: row {number} cannot be used, and none of the {TRIES} rows after it can.")
+        raise UsageError(
+            f"{self.name}: row {number} cannot be used. Of the {len(tried)} rows after it {len(tried) - len(free)} "
+            f"are in the batch already and {len(free)} cannot be used either. Mend the rows, or lower the batch size."
+        )
 
     def _source(self, row: Any) -> str | None:
         return row[SOURCE] if isinstance(self.collate, MixtureCollator) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import zlib
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,18 +19,20 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 def refuse_other_encoding(what: str, path: Path) -> None:
     """Raises UsageError where the file `path` (it may be .gz) is not UTF-8. `what`: the file in words."""
-    start = 0  # of the line, in bytes
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
+    start, number = 0, 1  # of the line: its place in bytes, and which it is
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for line in file:
                 line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                encoding = "utf-16" if number == 1 and line.startswith(UTF_16) else "latin1"
-                raise UsageError(
-                    f"{what} is not UTF-8 text: line {number}, byte {start + error.start} of the file is "
-                    f"0x{line[error.start]:02x}. Save it as UTF-8, as iconv -f {encoding} -t utf-8 FILE does."
-                ) from None
-            start += len(line)
+                start, number = start + len(line), number + 1
+    except UnicodeDecodeError as error:
+        encoding = "utf-16" if number == 1 and line.startswith(UTF_16) else "latin1"
+        raise UsageError(
+            f"{what} is not UTF-8 text: line {number}, byte {start + error.start} of the file is "
+            f"0x{line[error.start]:02x}. Save it as UTF-8, as iconv -f {encoding} -t utf-8 FILE does."
+        ) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UsageError(f"{what} cannot be unpacked: {error}. Give a whole .gz file.") from None
 
 
 def refuse_text(what: str, error: UnicodeDecodeError) -> NoReturn:

@@ -114,13 +114,14 @@ def _read(options: Rows) -> dict[str, list]:
     splits = opened(open_splits, options.path, config)
     split = choose_split(splits, options.split, options.path)
     dataset, rows = splits[split], {}
+    where = options.path if len(splits) == 1 else f"{options.path} ({split})"  # a file's only one is called "train"
     for name in COLUMNS[type(options)]:
         source = (options.columns or {}).get(name, name)
-        require_column(source, columns_of(dataset), f"{options.path} ({split})", f'columns["{name}"]')
+        require_column(source, columns_of(dataset), where, f'columns["{name}"]')
         with loading_errors(options.path):
             rows[name] = dataset[source][:]
     if not len(dataset):
-        raise UsageError(f"{options.path} ({split}) has no rows.")
+        raise UsageError(f"{where} has no rows.")
     return rows
 
 

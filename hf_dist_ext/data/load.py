@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.columns import (
     AnyDataset,
     columns_of,
+    columns_of_evaluation,
     refuse_late_columns,
     refuse_late_type,
     rename,
@@ -108,8 +110,15 @@ def load_datasets(
             evaluation = pick_split(splits, eval_split, eval_name, "eval_split")
         # (3)
         train = preparer(train, run, train_check)
+        train_check.refuse_too_many()
         if evaluation is not None:
-            evaluation = preparer(evaluation, run, RowCheck(f"{eval_name} ({eval_split})", is_on=train_check.is_on))
+            has_one = run.eval_dataset_name and not run.eval_split  # a file's only one is called "train"
+            check = RowCheck(eval_name if has_one else f"{eval_name} ({eval_split})", is_on=train_check.is_on)
+            columns = (
+                columns_of_evaluation(run.columns, columns_of(evaluation)) if run.eval_dataset_name else run.columns
+            )
+            evaluation = preparer(evaluation, dataclasses.replace(run, columns=columns), check)
+            check.refuse_too_many()
     bad = train_check.finish()
     if evaluation is None and run.eval_holdout:
         together, label = kept_together(run, train), label_column_of(run, columns_of(train))
@@ -209,6 +218,7 @@ def loading_errors(name: str) -> Iterator[None]:
         ValueError,
         RuntimeError,
         StopIteration,
+        EOFError,
     ) as error:
         cause = error.__cause__ or error
         if isinstance(cause, CastError):
@@ -235,6 +245,13 @@ def loading_errors(name: str) -> Iterator[None]:
         ) from error
     finally:
         theirs.setLevel(level)
+
+
+def refuse_bytes(rows: Dataset, columns: Iterable[str], name: str) -> None:
+    """Raises UsageError where a text is none: Arrow reads the JSON of any bytes."""
+    with loading_errors(name):
+        for column in columns:
+            rows.data.column(column).validate(full=True)
 
 
 def first_features(path: Path) -> datasets.Features | None:

@@ -23,6 +23,7 @@ from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+SHOWN = 20  # numbers of rows in a message
 LISTS = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
 
 
@@ -41,12 +42,14 @@ def first_of_node() -> Iterator[bool]:
 
 @dataclass
 class RowCheck:
-    """Notes rows that cannot be used: more than `may_be_bad` of them are an error, fewer a warning."""
+    """Notes rows that cannot be used: more than `may_be_bad` of them are an error, fewer a warning. None: of rows that
+    none may stand for."""
 
     name: str
-    may_be_bad: int = 0
+    may_be_bad: int | None = None
     is_on: bool = True  # in the first process of a node
-    bad: dict[int, str] = field(default_factory=dict)  # row -> what is wrong with it
+    bad: set[int] = field(default_factory=set)
+    first: str = ""  # what is wrong with the first of them
 
     def rows(self, values: Iterable, look: Callable[[Any], Any], column: str | None = None) -> None:
         """`look(value)` of every row raises UsageError for one that cannot be used."""
@@ -58,20 +61,31 @@ class RowCheck:
 
     def add(self, row: int, what: str, column: str | None = None) -> None:
         where = "" if column is None else f', column "{column}"'
-        self.bad.setdefault(row, f"{self.name}, row {row} (counted from 0){where}: {what}")
-        if len(self.bad) > self.may_be_bad:
-            more = f" Rows like it: {len(self.bad)}, more than max_bad_rows={self.may_be_bad}."
-            raise UsageError(self.bad[row] + (more if self.may_be_bad else ""))
+        self.first = self.first or f"{self.name}, row {row} (counted from 0){where}: {what}"
+        self.bad.add(row)
+
+    def refuse_too_many(self) -> None:
+        """Once all rows were looked at."""
+        count = len(self.bad)
+        if count <= (self.may_be_bad or 0):
+            return
+        rows = ", ".join(map(str, sorted(self.bad)[:SHOWN])) + (", ..." if count > SHOWN else "")
+        more = f", more than max_bad_rows={self.may_be_bad}." if self.may_be_bad else "."
+        if self.may_be_bad == 0:
+            more += f" max_bad_rows={count} would replace such rows."
+        raise UsageError(f"{self.first} Rows that cannot be used: {count} ({rows}){more}")
 
     def finish(self) -> set[int]:
         """The rows that cannot be used, in every process."""
+        self.refuse_too_many()
         if self.bad:
-            first = next(iter(self.bad.values()))
-            logger.warning(f"{first} max_bad_rows={self.may_be_bad} lets {len(self.bad)} such row(s) be replaced.")
-        everyone = [set(self.bad)]
+            logger.warning(
+                f"{self.first} max_bad_rows={self.may_be_bad} lets {len(self.bad)} such row(s) be replaced."
+            )
+        everyone = [self.bad]
         if self.may_be_bad and dist.is_available() and dist.is_initialized():
             everyone = [set()] * dist.get_world_size()
-            dist.all_gather_object(everyone, set(self.bad))
+            dist.all_gather_object(everyone, self.bad)
         return set().union(*everyone)
 
 
@@ -109,6 +123,7 @@ def check_texts(dataset: Dataset, column: str, source: Source, is_pair: bool, ch
         num_rows += int(has_content.sum())
         row_offset += len(table)
     if not num_rows:
+        check.refuse_too_many()
         raise UsageError(f'{check.name}, column "{shown}": no row has a {column}. Leave it out of columns.')
 
 
@@ -151,6 +166,8 @@ def check_no_nulls(dataset: Dataset, option: str, column: str, check: RowCheck) 
         for row in np.flatnonzero(~content_mask(values) if is_id else values.is_null().to_numpy()):
             how = "empty" if values[row].is_valid else "null"
             check.add(row_offset + int(row), f'{option} "{column}" is {how}. Give every row {what}.')
+        for row in _not_utf8(values):
+            check.add(row_offset + row, f'{option} "{column}" is not UTF-8. Save the file as UTF-8.')
         row_offset += len(table)
 
 

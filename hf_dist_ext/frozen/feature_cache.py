@@ -46,8 +46,8 @@ class FeatureCache:
     def __init__(self, model: nn.Module, args: Any):
         self.part = frozen_leading_part(model)
         config = getattr(model, "config", None)
-        facts = (type(model).__name__, args.bf16, args.fp16, None if config is None else config.to_dict())
-        self.store = FeatureStore(Path(args.frozen_feature_cache) / part_digest(self.part.modules, *facts))
+        facts = (args.bf16, args.fp16, None if config is None else config.to_dict())
+        self.store = FeatureStore(Path(args.frozen_feature_cache) / part_digest(self.part.modules, model, *facts))
         self.keeps_left_padding = getattr(config, "rope_parameters", None) is None
         self.must_have_all = False  # set where a forward of the part is a collective
 

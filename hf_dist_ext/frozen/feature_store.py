@@ -16,7 +16,10 @@ The folder is for one frozen part with one set of weights: `part_digest` names i
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import inspect
+import json
 import os
 import struct
 import uuid
@@ -26,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -35,6 +39,7 @@ from hf_dist_ext.errors import UsageError
 
 SHARD_BYTES = 64 * 2**20
 NEW_ROWS = 1 << 16  # that wait at least until they are sorted in
+NO_SETTINGS = {*vars(nn.Module()), "gradient_checkpointing"}
 Key = tuple[int, int]
 
 
@@ -67,14 +72,42 @@ def row_keys(features: Mapping[str, torch.Tensor], salt: str = "", keeps_left_pa
     return [struct.unpack("<2q", row_hash.digest()) for row_hash in hashes]
 
 
-def part_digest(modules: Iterable[nn.Module], *facts: Any) -> str:
-    """What the features depend on beside the input: weights, buffers, configuration, precision."""
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+def part_digest(modules: Iterable[nn.Module], model: nn.Module, *facts: Any) -> str:
+    """What the features depend on beside the input: weights, buffers, the settings of each module, code, precision."""
+    versions = torch.__version__, transformers.__version__
+    digest = hashlib.blake2b(repr([versions, _code(type(model)), *facts]).encode(), digest_size=16)
     for module in modules:
+        for name, one in module.named_modules():
+            digest.update(repr([name, _code(type(one)), one.extra_repr(), _settings(one)]).encode())
         for name, tensor in sorted({**dict(module.named_parameters()), **dict(module.named_buffers())}.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(_bytes(tensor.detach().cpu()))
     return digest.hexdigest()
+
+
+@functools.cache
+def _code(kind: type) -> list[str]:
+    """The names of a class and of those that it inherits from, with their text; of torch and transformers the versions
+    tell it."""
+    found = []
+    for one in kind.__mro__[:-1]:
+        found.append(f"{one.__module__}.{one.__qualname__}")
+        if one.__module__.partition(".")[0] not in ("torch", "transformers"):
+            with contextlib.suppress(OSError, TypeError):  # typed into an interpreter
+                found.append(inspect.getsource(one))
+    return found
+
+
+def _settings(module: nn.Module) -> str:
+    """The attributes of a module, of which its forward may read any (pooling, normalize, an activation)."""
+    own = {name: value for name, value in vars(module).items() if name not in NO_SETTINGS}
+
+    def in_words(value: Any) -> Any:
+        if hasattr(value, "to_dict"):
+            return value.to_dict()
+        return getattr(value, "__qualname__", type(value).__qualname__)
+
+    return json.dumps(own, sort_keys=True, skipkeys=True, default=in_words)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

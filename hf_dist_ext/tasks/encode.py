@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from hf_dist_ext import launched
 from hf_dist_ext.data.columns import columns_of, require_column
-from hf_dist_ext.data.load import FILE_FORMATS, as_named, loading_errors, open_here
+from hf_dist_ext.data.load import FILE_FORMATS, as_named, loading_errors, open_here, refuse_bytes
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.data.storage import reserve
 from hf_dist_ext.errors import UsageError
@@ -191,8 +191,7 @@ def read(asked: Encode) -> Rows:
     id_column = asked.id_column or next((name for name in ID_COLUMNS if name in ids_named), None)
     column = column_of_texts(rows.remove_columns(ids_named), asked.column, str(path))
     texts = rows.select_columns([column])
-    with loading_errors(str(path)):
-        texts.data.column(column).validate(full=True)  # Arrow reads the JSON of any bytes
+    refuse_bytes(rows, filter(None, (column, id_column)), str(path))
     if len(nulls := np.flatnonzero(texts.data.column(column).is_null())):
         raise UsageError(
             f'{path}, row {nulls[0]} (counted from 0): column "{column}" is null. Give every row a text, or remove it.'

@@ -4,7 +4,8 @@
 (2) The model embeds every distinct query and document once. Scores are cosines
 (3) data/hard_negatives.py chooses each query's negatives. A cross-encoder, where one is given, scores the candidates
     and the positives anew, and the file then holds its scores
-(4) The rows are written with a column `negative`, a list per row. A run file takes such a file as its dataset_name
+(4) The rows are written under the names that they have, with a column `negative`, a list per row. A run file takes
+    such a file as its dataset_name
 
 Both sets of embeddings are held in memory: 4 bytes x dimensions for each distinct text.
 """
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from hf_dist_ext.data.columns import require_column
 from hf_dist_ext.data.hard_negatives import Mined, Pairs, Wanted, mine, nearest, nearest_by_faiss
-from hf_dist_ext.data.load import open_splits, opened, pick_split, prepare
+from hf_dist_ext.data.load import open_splits, opened, pick_split, prepare, refuse_bytes
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
@@ -142,6 +143,7 @@ def _corpus(asked: Mine) -> Iterable[str]:
     documents = _open(asked.corpus, "train")
     require_column(asked.positive_column, documents.column_names, asked.corpus, "--corpus")
     _require_texts(documents, asked.positive_column, asked.positive_column, asked.corpus)
+    refuse_bytes(documents, [asked.positive_column], asked.corpus)
     return (text for text in documents[asked.positive_column] if text)
 
 
@@ -220,7 +222,8 @@ def _write(asked: Mine, rows: Dataset, pairs: Pairs, mined: list[Mined]) -> None
                 row["scores"] = [of_query.positives[document], *of_query.scores]
             yield row
 
-    columns = {name: list(rows[name]) for name in rows.column_names}
+    names = {"query": asked.query_column, "positive": asked.positive_column}  # a run file's `columns` still fit
+    columns = {names.get(name, name): list(rows[name]) for name in rows.column_names}
     added = list(more_columns())
     columns |= {name: [row[name] for row in added] for name in added[0]}
     output = Path(asked.output)
@@ -234,4 +237,7 @@ def _write(asked: Mine, rows: Dataset, pairs: Pairs, mined: list[Mined]) -> None
         raise UsageError(f"{output} cannot be written: {words}. Give an --output where there is room.") from error
     finally:
         unfinished.unlink(missing_ok=True)
-    print(f'{asked.output}: {len(rows)} rows. Train on it: "dataset_name": {json.dumps(asked.output)}')
+    fields = {"dataset_name": asked.output}
+    if any(name != column for name, column in names.items()):
+        fields["columns"] = {**names, "negative": "negative"}
+    print(f"{asked.output}: {len(rows)} rows. Train on it: {json.dumps(fields, ensure_ascii=False)[1:-1]}")

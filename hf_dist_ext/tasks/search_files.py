@@ -115,7 +115,7 @@ def texts_of(file: Path, column: str | None = None) -> Documents:
         try:
             with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig") as lines:
                 texts = [line.rstrip("\n") for line in lines]
-        except UnicodeDecodeError:
+        except (UnicodeDecodeError, EOFError, OSError):
             refuse_other_encoding(f"--data {file}", file)
             raise
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,5 +64,6 @@ def most_memory(device: torch.device) -> dict[str, int]:
     """Bytes, by what holds them."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(module, "max_memory_allocated"):
-        return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     return {"allocated": module.max_memory_allocated(device), "reserved": module.max_memory_reserved(device)}

@@ -62,6 +62,20 @@ def test_bad_rows_are_replaced_counted_and_listed_without_a_shorter_batch(tmp_pa
     assert "4 rows replaced, 5, 11" in line, "two epochs"
 
 
+def test_rows_of_the_batch_can_not_stand_for_another_and_that_is_said(tmp_path):
+    """Rows 0 to 7 are the batch; 8 is bad too."""
+    guarded = GuardedRows(pairs({3: None, 8: ""}, 9))
+    collate = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"])
+    collator = GuardedCollator(collate, guarded, "the rows", Tally(0), can_replace=True)
+    with pytest.raises(
+        UsageError, match="row 3 cannot be used. Of the 8 rows after it 7 are in the batch already and 1 "
+    ):
+        collator(guarded.__getitems__(list(range(8))))
+    collator.can_replace = False
+    with pytest.raises(UsageError, match=r"row 3 .* Like it are 2 rows of this batch.$"):
+        collator(guarded.__getitems__(list(range(9))))
+
+
 def test_one_more_than_the_limit_ends_the_run(tmp_path):
     with pytest.raises(RunError, match="2 rows of this epoch could not be used, more than max_bad_rows=1"):
         trainer(tmp_path, pairs({5: None, 11: None}), max_bad_rows=1).train()

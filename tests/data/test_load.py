@@ -5,6 +5,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 
@@ -121,6 +122,20 @@ def test_evaluation_rows_come_from_another_file_or_are_held_out_the_same_way_eac
     assert train[:] == again[:] and evaluation[:] == evaluation_again[:]
     stream, stream_evaluation = load(name, eval_holdout=4, streaming=True)
     assert len(list(stream)) == 8 and [row["query"] for row in stream_evaluation] == [r["query"] for r in ROWS[:4]]
+
+
+@pytest.mark.parametrize("names", [("question", "answer"), ("query", "positive")])
+def test_an_evaluation_file_has_the_names_of_the_training_file_or_of_the_run_and_perhaps_no_negatives(tmp_path, names):
+    rows = [{"question": f"q{i}", "answer": f"a{i}", "wrong": f"w{i}"} for i in range(4)]
+    other = [dict(zip(names, (f"held {i}", f"out {i}"), strict=True)) for i in range(3)]
+    run = {"columns": {"query": "question", "positive": "answer", "negative": "wrong"}}
+    name = write(tmp_path / "b.jsonl", other)
+    train, evaluation = load(write(tmp_path / "a.jsonl", rows), eval_dataset_name=name, **run)
+    assert train.column_names == ["query", "positive", "negative"] and evaluation.column_names == ["query", "positive"]
+    assert evaluation["positive"][:] == ["out 0", "out 1", "out 2"]
+    write(tmp_path / "b.jsonl", [*other, dict.fromkeys(names, "")])
+    message = refusal(tmp_path / "a.jsonl", eval_dataset_name=name, **run)
+    assert message.startswith(f"{name}, row 3 (counted"), "no split, which a file has not"
 
 
 def pairs_of(rows):
@@ -494,6 +509,17 @@ def test_a_row_without_text_is_named(tmp_path):
     assert 'column "other"' in message and "holds int64" in message and "row 0" in message
     negatives = [{**row, "negative": []} for row in ROWS]
     assert 'column "negative": no row has a negative' in refusal(write(tmp_path / "d.parquet", negatives))
+    for row in (2, 5, 9):
+        rows[row]["query"] = " "
+    name, text = write(tmp_path / "e.jsonl", rows), 'row 2 (counted from 0), column "query": every row needs a query'
+    counted = "Rows that cannot be used: 4 (2, 5, 7, 9)"
+    message = refusal(name)
+    assert text in message and f"{counted}. max_bad_rows=4 would replace" in message
+    with pytest.raises(UsageError, match=re.escape(f"{counted}, more than max_bad_rows=3.")):
+        load_datasets(RunConfig(dataset_name=name), max_bad_rows=3)
+    assert len(load_datasets(RunConfig(dataset_name=name), max_bad_rows=4)[0]) == len(rows)
+    message = refusal(write(tmp_path / "a.jsonl"), eval_dataset_name=name)
+    assert text in message and message.endswith(f"{counted}.")
     groups = [{**row, "group": i if i != 2 else None} for i, row in enumerate(ROWS)]
     assert 'row 2 (counted from 0): id_column "group"' in refusal(
         write(tmp_path / "f.jsonl", groups), id_column="group"

@@ -1,6 +1,7 @@
 """A file system that does not answer for a while is waited for; what the data may name is confined to its folder."""
 
 import errno
+import importlib.util
 import json
 import os
 import subprocess
@@ -75,6 +76,16 @@ def test_a_streams_block_is_read_again_from_its_state(tmp_path):
     assert sorted(run(tmp_path, stream(), max_steps=10).seen) == list(range(40)) and failures == [0]
 
 
+def test_it_is_imported_and_reserves_where_linux_alone_has_a_call(tmp_path, monkeypatch):
+    monkeypatch.delattr(errno, "EREMOTEIO")
+    monkeypatch.delattr(os, "posix_fallocate")
+    spec = importlib.util.spec_from_file_location("storage_of_macos", storage.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.reserve(tmp_path / "a", 8)
+    assert module.is_passing(OSError(errno.EIO, "")) and not module.is_passing(OSError(errno.ENOENT, ""))
+
+
 @pytest.mark.parametrize("code, is_queued", [(74, True), (75, True), (0, False), (1, False), (2, False)])
 def test_the_slurm_script_requeues_a_job_whose_storage_hung(tmp_path, code, is_queued):
     for name, text in {"python": f"exit {code}", "scontrol": f'echo "$@" >> {tmp_path}/queued'}.items():
@@ -136,7 +147,7 @@ def test_a_missing_picture_is_one_of_max_bad_rows(tmp_path):
         load_pictures(tmp_path, ["a.png", "gone.png"])
     train, _ = load_pictures(tmp_path, ["a.png", "gone.png", "b.png"], max_bad_rows=1)
     assert len(train) == 3
-    with pytest.raises(UsageError, match="Rows like it: 2, more than max_bad_rows=1"):
+    with pytest.raises(UsageError, match=r"cannot be used: 2 \(0, 1\), more than max_bad_rows=1"):
         load_pictures(tmp_path, ["gone.png", "gone too.png", "b.png"], max_bad_rows=1)
 
 

@@ -15,7 +15,7 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen import feature_cache, feature_store
-from hf_dist_ext.frozen.feature_store import FeatureStore, row_keys
+from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -85,6 +85,52 @@ def test_other_weights_or_pictures_are_never_answered_with_old_features(tmp_path
     changed[0]["pixel_values"] = changed[0]["pixel_values"] + 1e-3
     llava_run(tmp_path, True, rows=changed)
     assert len(FeatureStore(folder)) == stored + 1
+
+
+class Scaled(torch.nn.Module):
+    """A tower of the user's own, with neither weights nor a configuration that tell one from another."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self._scale, self.linear = scale, torch.nn.Linear(3, 3)
+
+
+def small(change) -> TowerModel:
+    torch.manual_seed(0)
+    towers = {
+        "text": EmbeddingModel.from_config(model_config("bert"), projection_dim=8),
+        "other": EmbeddingModel.from_config(model_config("bert"), dense=DENSE),
+        "own": Scaled(1.0),
+    }
+    model = TowerModel(towers, {"query": "text", "positive": "other"})
+    change(model)
+    return model
+
+
+def layer_of(model: TowerModel) -> torch.nn.Module:
+    return model.towers["other"].backbone.encoder.layer[1]
+
+
+DENSE = [{"in_features": 32, "out_features": 8, "activation": "torch.nn.modules.activation.Tanh"}]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.towers["other"], "pooling", "cls"),
+        lambda model: setattr(model.towers["other"], "normalize", False),
+        lambda model: setattr(model.towers["other"].projection, "activation_function", torch.nn.ReLU()),
+        lambda model: setattr(layer_of(model).intermediate, "intermediate_act_fn", torch.nn.ReLU()),
+        lambda model: setattr(model.towers["other"].backbone.config, "layer_norm_eps", 1e-3),
+        lambda model: setattr(layer_of(model).output.LayerNorm, "eps", 1e-3),
+        lambda model: setattr(model.towers["own"], "_scale", 2.0),
+        lambda model: setattr(model.towers["own"], "__class__", type("Scaled", (Scaled,), {})),
+    ],
+)  # fmt: skip
+def test_another_setting_of_a_frozen_part_has_features_of_its_own(change):
+    """The weights are the same."""
+    one, again, other = (part_digest(small(how).towers.values(), small(how)) for how in (bool, bool, change))
+    assert one == again != other
 
 
 def wait_for(path: Path) -> None:

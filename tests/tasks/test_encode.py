@@ -3,6 +3,7 @@
 import errno
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.tasks import encode, search
 from hf_dist_ext.tasks.encode import Encode
+from hf_dist_ext.tasks.search_files import texts_of as texts_of_file
 from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.distributed.forked import Run
 from tests.tasks.test_folders import write_run
@@ -193,6 +195,27 @@ def test_a_path_of_data_is_no_pattern(tmp_path, kind, lines):
     (tmp_path / f"a1.{kind}").write_text("\n".join([*lines, "another file's"]))
     rows = encode.read(Encode("model", str(tmp_path / f"a[1].{kind}"), "out.npy"))
     assert rows.take(0, 9) == ["NA", "007"]
+
+
+LATIN = {
+    "a.txt": "plain\ncaf\u00e9", "a.csv": "id,text\n1,caf\u00e9", "a.jsonl": '{"text": "a"}\n{"text": "caf\u00e9"}',
+    "id.jsonl": '{"text": "a", "id": "b"}\n{"text": "a", "id": "\u00e9"}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LATIN, "torn.txt.gz", "plain.csv.gz"])
+def test_a_file_that_is_no_text_is_told_with_its_place(tmp_path, name):
+    content = LATIN.get(name, "").encode("latin-1")
+    words = rf"{re.escape(name)}.* is not UTF-8 text: line 2, byte {content.find(0xE9)} of the file is 0xe9"
+    if name.endswith(".gz"):
+        content = gzip.compress(bytes(range(32, 127)) * 9)[:60] if name.startswith("torn") else b"id,text"
+        words = rf"{re.escape(name)}.* cannot be unpacked: .* Give a whole .gz file"
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        encode.read(Encode("model", str(tmp_path / name), "out.npy"))
+    if name != "id.jsonl":
+        with pytest.raises(UsageError, match=words):
+            texts_of_file(tmp_path / name)
 
 
 def test_a_pair_of_towers_encodes_pictures_and_texts(pairs, pictures, tmp_path, capsys):  # noqa: F811

@@ -50,8 +50,8 @@ def mine(data: str, output: Path, model: str, *more: str) -> list[dict]:
 def check(rows: list[dict], negatives: int) -> None:
     assert len(rows) == 24 and 0 < max(len(row["negative"]) for row in rows) <= negatives
     for row in rows:
-        groups = {other["group"] for other in rows if other["query"] == row["query"]}
-        right = {other["positive"] for other in rows if other["query"] == row["query"] or other["group"] in groups}
+        groups = {other["group"] for other in rows if other["question"] == row["question"]}
+        right = {other["answer"] for other in rows if other["question"] == row["question"] or other["group"] in groups}
         assert not right.intersection(row["negative"]) and len(set(row["negative"])) == len(row["negative"])
 
 
@@ -62,9 +62,10 @@ def test_the_file_holds_no_positive_as_a_negative_and_a_run_trains_on_it(main, t
     printed = capsys.readouterr()
     assert f'"dataset_name": "{output}"' in printed.out and "negatives per query" in printed.out
     assert "mining" not in printed.err, "a progress bar where there is no terminal"
-    fields = {
-        "model_name_or_path": model, "dataset_name": str(output), "id_column": "group", "batch_size": 8,
-        "max_steps": 2,
+    printed_fields = json.loads("{" + printed.out.splitlines()[-1].partition("Train on it: ")[2] + "}")
+    fields = printed_fields | {  # the held-out file is as the first one was, without negatives
+        "model_name_or_path": model, "id_column": "group", "batch_size": 8, "eval_dataset_name": data,
+        "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1,
         "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
         "logging_steps": 1, "save_strategy": "no",
     }  # fmt: skip
@@ -138,11 +139,11 @@ def test_what_can_not_be_mined_is_refused(tmp_path, model, data, capsys, monkeyp
 def test_two_runs_at_a_time_write_a_whole_file_each(tmp_path, model, data, monkeypatch):
     plain, written = WRITERS[".jsonl"], []
 
-    def write(rows, path) -> None:
-        written.append(path)
+    def write(rows, file) -> None:
+        written.append(file.name)
         if len(written) == 1:
             mine(data, tmp_path / "mined.jsonl", model)
-        plain(rows, path)
+        plain(rows, file)
 
     monkeypatch.setitem(WRITERS, ".jsonl", write)
     check(mine(data, tmp_path / "mined.jsonl", model), 5)
@@ -152,8 +153,8 @@ def test_two_runs_at_a_time_write_a_whole_file_each(tmp_path, model, data, monke
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, model, data, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
 
-    def fill(rows, path) -> None:
-        Path(path).write_text("half")
+    def fill(rows, file) -> None:
+        file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setitem(WRITERS, ".jsonl", fill)
