@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 MOST_WIDENING = 8
 KEPT_WHOLE_SHARE = 0.25  # of a device's memory, that weights or gradients may take whole where they could be sharded
@@ -124,6 +125,30 @@ PACKED_FAMILIES = frozenset(
     "albert bert camembert distilbert electra ernie eurobert gemma gemma3_text granite llama ministral mistral "
     "modernbert nomic_bert olmo2 phi3 qwen2 qwen3 roberta smollm3 starcoder2 xlm-roberta".split()
 )
+VARLEN_CAPABILITY = 8  # of a CUDA device, the least first number that torch's kernel for rows of many lengths needs
+VARLEN_HEAD_WIDTH = 256  # the widest head that it takes; widths are multiples of 8
+
+
+def why_many_calls(attention: str, capability: int, is_half: bool, read: Callable[[str], Any]) -> str | None:
+    """Why attention on an accelerator takes a call for each length of packed rows; None: one call takes all rows.
+
+    Args:
+        capability: of a CUDA device, the first number; 0 for others.
+        is_half: what attention is given is in half precision.
+        read: a value of the model's config by its usual name; None where it has none.
+    """
+    if attention in FLASH:
+        return None
+    dropout = max(read(name) or 0.0 for name in ("attention_dropout", "attention_probs_dropout_prob"))
+    width = read("head_dim") or read("hidden_size") // read("num_attention_heads")
+    kernel = "torch's kernel for rows of many lengths"
+    if capability < VARLEN_CAPABILITY:
+        return f"{kernel} is for NVIDIA's Ampere and later"
+    if not is_half:
+        return f'{kernel} computes in half precision ("bf16": true)'
+    if dropout:
+        return f"{kernel} has no attention dropout, and the model's is {dropout}"
+    return f"{kernel} takes no heads of {width} dimensions" if width % 8 or width > VARLEN_HEAD_WIDTH else None
 
 
 def bytes_in_4_bits(elements: int) -> int:

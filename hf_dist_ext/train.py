@@ -50,12 +50,20 @@ def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    join_freed_memory()
     bars_on_a_terminal_only()
     with exit_on_usage_error(), lease.all_released():
         run = load_run(argv)
         hand_over_if_needed(run, program, argv)  # (1)
         with StopSignals(), first_error_only():
             train(run)
+
+
+def join_freed_memory() -> None:
+    """Chunks differ in size, and memory that one has freed in pieces is of no use to a larger one unless torch's
+    allocator joins the pieces. It reads this variable when a GPU is first used; older names have "CUDA" or "HIP"."""
+    if not any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("", "CUDA_", "HIP_")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def bars_on_a_terminal_only() -> None:

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from hf_dist_ext import cli
+from hf_dist_ext import cli, train
 
 
 def test_the_schema_is_printed_as_json(capsys):
@@ -123,6 +123,18 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(words):
     assert ended.returncode in (
         (0, 141) if words == "plan --help" else (141,)
     )  # argparse ignores what it cannot print
+
+
+@pytest.mark.parametrize("given", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_freed_memory_is_joined_unless_the_user_configures_the_allocator(monkeypatch, given):
+    for name in ("", "CUDA_", "HIP_"):
+        monkeypatch.delenv(f"PYTORCH_{name}ALLOC_CONF", raising=False)
+    if given is not None:
+        monkeypatch.setenv(given, "max_split_size_mb:64")
+    with pytest.raises(SystemExit):
+        train.main(["--config", "there is no such file"])
+    found = {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
+    assert found == {given or "PYTORCH_ALLOC_CONF": "max_split_size_mb:64" if given else "expandable_segments:True"}
 
 
 def test_datasets_draws_its_bars_on_a_terminal_only(monkeypatch, capsys):

@@ -5,8 +5,9 @@
 (2) a straight line through the two sizes: its intercept is what a step holds whatever the chunk (gradients, weights
     that were gathered or cast, the embeddings of the batch), its slope the bytes per token
 (3) the chunk at which the line meets the memory that is free (from the second update on, when the optimizer's state
-    exists), less a margin of 5 %, is approached by doubling, and every step on the way is measured: the line is never
-    extended to more than twice what was seen. Of the ranks' sizes the smallest counts
+    exists), less a margin of 5 % and what the allocator wastes between tensors, is approached by doubling, and every
+    step on the way is measured: the line is never extended to more than twice what was seen. Of the ranks' sizes the
+    smallest counts
 (4) with graphs to keep, a chunk gets a quarter of what the intercept and the loss leave, and kept graphs the rest.
     Where the loss takes most of it, none is kept: a chunk alone is gone before the loss, and may have all
 (5) longer rows than any measured get fewer tokens, as if bytes per token grew with the width (as attention's do), and
@@ -111,6 +112,7 @@ class ChunkBudget:
         self._peak: Peak  # of the step that is measured
         self._alive: _AliveGraphs | None = None
         self._new_points: list[_Point] = []
+        self._wasted = 0  # bytes of the last step: Peak.wasted
         self._largest = self._largest_now = 0  # tokens of a chunk: of the last step, of the one that is measured
         self._agreed = self._limit = self._longest = 0  # tokens per chunk, as its limit, of a batch's longest row
         self._has_line = self._has_warned = False
@@ -132,6 +134,7 @@ class ChunkBudget:
     def _settle(self) -> None:
         known = self.measured
         known.available = self.budget_bytes or int(free_bytes(self.device) * (1 - MARGIN))
+        known.available -= GROWTH * self._wasted
         known.device = _name(self.device)
         of_chunk = known.available - known.intercept
         beside_loss = of_chunk - known.loss_bytes
@@ -196,6 +199,7 @@ class ChunkBudget:
         self._new_points, self._alive, self._largest_now = [], None, 0
         with peak_bytes(self.device, self.weights()) as self._peak:
             yield
+            self._wasted = self._peak.wasted()
         self._points, self._largest = [*self._points[-1:], self._new_points], self._largest_now
         self.num_measured_steps += 1
         self.measured.width = max(self.measured.width, self._longest)

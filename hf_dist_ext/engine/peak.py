@@ -20,10 +20,16 @@ def free_bytes(device: torch.device) -> int:
 class Peak:
     """Bytes held since a beginning: `peak()` the most since the last `restart()`, `now()` at this moment."""
 
-    def __init__(self, allocated: Callable[[], int], most: Callable[[], int], restart: Callable[[], None]):
-        self._allocated, self._most, self._restart = allocated, most, restart
+    def __init__(
+        self,
+        allocated: Callable[[], int],
+        most: Callable[[], int],
+        restart: Callable[[], None],
+        reserved: Callable[[], int] = int,
+    ):
+        self._allocated, self._most, self._restart, self._reserved = allocated, most, restart, reserved
         self._restart()
-        self._start = allocated()
+        self._start = self._highest = allocated()
 
     def __call__(self) -> int:
         return self._most() - self._start
@@ -33,8 +39,14 @@ class Peak:
 
     def restart(self) -> int:
         """Gives `now()`."""
+        self._highest = max(self._highest, self._most())
         self._restart()
         return self.now()
+
+    def wasted(self) -> int:
+        """Bytes that an allocator has reserved since the beginning beyond the most that was held at once: pieces
+        between tensors, into which no other one fitted."""
+        return max(0, self._reserved() - max(self._highest, self._most()))
 
 
 @contextmanager
@@ -43,10 +55,12 @@ def peak_bytes(device: torch.device, known: Iterable[torch.Tensor] = ()) -> Iter
     recomputed activations of checkpointing included, `known` not."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
+        module.empty_cache()  # of other parts of a run, whose pieces are none of this one's
         yield Peak(
             lambda: module.memory_allocated(device),
             lambda: module.max_memory_allocated(device),
             lambda: module.reset_peak_memory_stats(device),
+            lambda: module.memory_reserved(device),
         )
         return
     of_known = {_storage(tensor) for tensor in known}

@@ -6,6 +6,7 @@ Letters: R rows of a table, L its token width.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -131,7 +132,14 @@ class Table:
         """Cut greedily: a chunk closes when the next row would pass a limit. A row beyond a limit is alone."""
         given = (limits.max_rows, limits.max_tokens, limits.max_patches)
         most_rows, most_tokens, most_patches = (math.inf if size is None else size for size in given)
-        bounds, start, packed = [], begin, self.packed_for(limits)
+        bounds, start = [], begin
+        if packed := self.packed_for(limits):  # no images, and many rows
+            before = packed.rows.starts.tolist()
+            while start < end:
+                stop = min(bisect_right(before, before[start] + most_tokens) - 1, start + most_rows, end)
+                bounds.append((start, max(start + 1, stop)))
+                start = bounds[-1][1]
+            return bounds
         first, last, entries, longest = self.width, 0, 0, 0  # of the open chunk
         patches = repeat((0, 1)) if self.patches is None else self.patches[begin:end].tolist()
         rows_begin_to_end = zip(range(begin, end), self.extents[begin:end].tolist(), patches, strict=False)
@@ -140,7 +148,7 @@ class Table:
             entries, longest = entries + row_entries, max(longest, row_longest)
             left, right = self._widened(first, last, limits)
             rows = row + 1 - start
-            tokens = packed.num_tokens(start, row + 1) if packed else rows * (right - left)
+            tokens = rows * (right - left)
             fits = rows <= most_rows and tokens <= most_tokens and entries * longest <= most_patches
             if row > start and not fits:
                 bounds.append((start, row))

@@ -44,7 +44,7 @@ from hf_dist_ext.models.model_folder import (
 )
 from hf_dist_ext.models.multi_vector import TokenOutput, real_in_front
 from hf_dist_ext.models.weights import accept_names_of_backbone, load_weights, names_without_adapters, shortened
-from hf_dist_ext.policy import FLASH, TOKENS
+from hf_dist_ext.policy import TOKENS, why_many_calls
 from hf_dist_ext.strategies.layers import repeated_layer_classes
 from hf_dist_ext.strategies.stages import put_back
 from hf_dist_ext.strategies.tensors import is_split
@@ -283,10 +283,12 @@ class EmbeddingModel(PreTrainedModel):
             return f"{type(self).__name__} has a forward of its own"
         return packing.why_not(self.backbone)
 
-    @property
-    def packs_in_one_kernel(self) -> bool:
-        """Whether rows that go end to end take one call in each layer, whatever their lengths."""
-        return self.backbone.config._attn_implementation in FLASH
+    def why_many_calls(self, capability: int, is_half: bool) -> str | None:
+        """Of rows that go end to end: `policy.why_many_calls`, of this backbone."""
+        config, is_half = self.backbone.config, is_half or self.dtype.itemsize == 2
+        return why_many_calls(
+            config._attn_implementation, capability, is_half, lambda name: getattr(config, name, None)
+        )
 
     def describe(self) -> str:
         """What follows the backbone, in words."""

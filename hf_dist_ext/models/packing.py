@@ -28,10 +28,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_dist_ext.policy import FLASH, PACKED_FAMILIES
+from hf_dist_ext.policy import FLASH, PACKED_FAMILIES, VARLEN_CAPABILITY, VARLEN_HEAD_WIDTH
 
-VARLEN_HEAD_WIDTH = 256  # the widest head that torch's kernel takes; widths are multiples of 8
-VARLEN_CAPABILITY = (8, 0)  # of CUDA devices, the least that has the kernel
 # torch 2.11's function takes fewer heads of keys than of queries without being told. Remove when the minimum is 2.12.
 VARLEN_IS_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -173,7 +171,7 @@ def _takes_all_lengths(query: torch.Tensor) -> bool:
     """Whether torch's kernel for rows of many lengths, which has no dropout, takes heads as these, (h, t, d)."""
     width = query.shape[-1]
     fits = query.dtype.itemsize == 2 and width % 8 == 0 and width <= VARLEN_HEAD_WIDTH
-    return query.is_cuda and fits and torch.cuda.get_device_capability(query.device) >= VARLEN_CAPABILITY
+    return query.is_cuda and fits and torch.cuda.get_device_capability(query.device)[0] >= VARLEN_CAPABILITY
 
 
 def _window(length: int, size: int, is_causal: bool, device: torch.device) -> torch.Tensor:

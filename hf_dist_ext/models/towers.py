@@ -90,9 +90,9 @@ class TowerModel(PreTrainedModel):
         }
         return next((f'in the tower "{name}", {why}' for name, why in found.items() if why), None)
 
-    @property
-    def packs_in_one_kernel(self) -> bool:
-        return all(getattr(tower, "packs_in_one_kernel", False) for tower in self._of_text.values())
+    def why_many_calls(self, *options: Any) -> str | None:
+        """As in `EmbeddingModel`; `why_padded` is None."""
+        return next(filter(None, (tower.why_many_calls(*options) for tower in self._of_text.values())), None)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """None: every tower has its own. accelerate asks before it shards, and transformers would raise."""

@@ -47,7 +47,9 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     token_dim = (fields.token_dim or width) if is_embedding and outputs_of(fields) else None
     parts = [part.config for part in all_parts(fields)] if is_embedding else []
     is_cached = size is not None or tokens is not None or patches is not None
-    packs = is_embedding and is_cached and token_dim is None and _packs(given, config, fields.attn_implementation)
+    is_half = bool(half) or dtype in ("bfloat16", "float16")
+    packs = is_embedding and is_cached and token_dim is None
+    packs = packs and _packs(given, config, fields.attn_implementation, is_half)
     if packs:
         notes.append("chunks are packed: counted without padding (gradient_cache_packing).")
     return Workload(
@@ -87,12 +89,14 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     )
 
 
-def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str | None) -> bool:
-    """As training/packing.py decides on an accelerator."""
-    asked = given.get("gradient_cache_packing", "auto")
-    kernels = {"auto": policy.FLASH, True: (*policy.FLASH, "sdpa")}.get(asked, ())
-    can = config["model_type"] in policy.PACKED_FAMILIES and config.get("is_causal", True)
-    return bool(can and (attention or "sdpa") in kernels and not given.get("torch_compile"))
+def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str | None, is_half: bool) -> bool:
+    """As training/packing.py decides on an accelerator, of NVIDIA's Ampere or later."""
+    asked, attention = given.get("gradient_cache_packing", "auto"), attention or "sdpa"
+    if config["model_type"] not in policy.PACKED_FAMILIES or not config.get("is_causal", True):
+        return False
+    if given.get("torch_compile") or attention not in ("sdpa", *policy.FLASH) or not asked:
+        return False
+    return asked is True or not policy.why_many_calls(attention, policy.VARLEN_CAPABILITY, is_half, config.get)
 
 
 def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ TASKS = {  # each has build(run, args) -> Parts, and hints(run)
     "embedding": "embedding",
     "image-text-to-text": "image_text",
 }
+WORKERS = 2  # that load batches for an accelerator, where the run file says nothing
 # A word of transformers' error: what is said in its place.
 OUR_WORDS = {
     "support bf16": "bf16=true, but no GPU that computes in bfloat16 is visible. Remove bf16, or add use_cpu=true: a "
@@ -103,6 +105,15 @@ class Parts:
         return facts
 
 
+def loading_beside_a_device(may_have_workers: bool) -> dict[str, Any]:
+    """How batches are loaded where the run file does not say: while an accelerator trains, two processes collate, sort
+    and cut the next ones. Not for a stream, whose order depends on their number, nor where processes are not forked:
+    then the dataset would have to be pickled."""
+    has_device, forks = torch.accelerator.is_available(), multiprocessing.get_all_start_methods()[0] == "fork"
+    workers = WORKERS if has_device and forks and may_have_workers else 0
+    return {"dataloader_pin_memory": has_device, "dataloader_num_workers": workers}
+
+
 def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
     training = dict(run.training)
     yaml_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -112,7 +123,8 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
         )
     if importlib.util.find_spec("tensorboard"):
         training.setdefault("report_to", ["tensorboard"])
-    training.setdefault("dataloader_pin_memory", torch.accelerator.is_available())
+    may_have_workers = not (run.options.streaming or training.get("use_cpu"))
+    training = loading_beside_a_device(may_have_workers) | training
     if training.get("max_nonfinite_steps", "auto") == "auto":
         training["max_nonfinite_steps"] = LIMIT
     training.setdefault("preemptible", not (training.get("save_only_model") or training.get("enable_jit_checkpoint")))

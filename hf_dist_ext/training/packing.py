@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 
 logger = logging.get_logger(__name__)
@@ -30,6 +32,11 @@ def may_pack(args: Any, model: nn.Module, strategy: Strategy) -> bool:
         return False
     why = _why_padded(args, model, strategy)
     if why is None:
+        if asked is True and (slow := _why_many_calls(args, model)) and args.process_index == 0:
+            logger.warning(
+                f"gradient_cache_packing=true: {slow}, so that attention takes a call for each length of a chunk's "
+                'rows. Set it to "auto", which pads such chunks, or attn_implementation="flash_attention_2".'
+            )
         return True
     if asked is True:
         raise UsageError(
@@ -47,13 +54,17 @@ def _why_padded(args: Any, model: nn.Module, strategy: Strategy) -> str | None:
     if has_prompt_tokens(model):
         return "the adapters put tokens of their own before a batch's rows"
     why = getattr(model, "why_padded", f"{type(model).__name__} is no EmbeddingModel")
-    is_quick = args.device.type == "cpu" or getattr(model, "packs_in_one_kernel", False)
-    if why is None and args.gradient_cache_packing == "auto" and not is_quick:
-        return (
-            "on an accelerator it was not measured but for FlashAttention, to which rows of all lengths are one call; "
-            'set attn_implementation="flash_attention_2", or gradient_cache_packing to true'
-        )
+    if why is None and args.gradient_cache_packing == "auto":
+        return _why_many_calls(args, model)
     return why
+
+
+def _why_many_calls(args: Any, model: Any) -> str | None:
+    """On this device; on a CPU a call for each length is as quick. All ranks cut as the oldest of their devices."""
+    if args.device.type == "cpu":
+        return None
+    major = torch.cuda.get_device_capability(args.device)[0] if args.device.type == "cuda" else 0
+    return model.why_many_calls(collectives.smallest(major), args.bf16 or args.fp16)
 
 
 def has_prompt_tokens(model: nn.Module) -> bool:

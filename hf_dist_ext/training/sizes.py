@@ -37,6 +37,7 @@ logger = logging.get_logger(__name__)
 
 # Bytes that a step may take on a CPU where nobody says how many: nobody knows what else will need its memory.
 MOST_ON_CPU, SHARE_ON_CPU = 2**30, 0.25
+ALIKE = 1.05  # a step that needs so many times what was tried out, or less, is not tried out again
 
 
 class Layout(NamedTuple):
@@ -46,7 +47,7 @@ class Layout(NamedTuple):
     wide: ChunkedBatch | None  # larger chunks for the pass without a graph
     counts: dict[str, list[int]]  # rows per column and rank
     num_kept: int  # graphs
-    is_larger: bool = False  # than every step that was tried out, on some rank
+    is_larger: bool = False  # clearly, than every step that was tried out, on some rank
     batch: Batch = {}  # what was cut: with the columns of all ranks
     is_completed: bool = False  # some rank's batch lacked a column
 
@@ -211,7 +212,7 @@ class StepSizes:
         by_vision = not self.has_stand_in  # with a stand-in every forward runs the vision layers
         needed = [(plan or chunked).num_chunks(by_vision) for plan in plans]
         layout = Layout(chunked, wide, {name: [rows[name]] for name in rows}, self._num_kept_graphs(chunked))
-        needs_more = any(now > before for now, before in zip(layout.demand, self._proven, strict=True))
+        needs_more = any(now > ALIKE * before for now, before in zip(layout.demand, self._proven, strict=True))
         numbers = [all_columns.digest(rows), self.may_widen, layout.num_kept, needs_more]
         everyone = collectives.exchange([*numbers, *rows.values(), *chain(*needed)])
         if len({columns for columns, *_ in everyone}) > 1:

@@ -157,6 +157,9 @@ class Formula:
 
     memory_reserved = memory_allocated
 
+    def empty_cache(self) -> None:
+        pass
+
     def mem_get_info(self, device=None) -> tuple[int, int]:
         return self.total - self.memory_allocated(), self.total
 
@@ -241,6 +244,35 @@ def test_the_chunk_takes_what_the_device_has_left(on_formula, per_token, fixed, 
     assert all(later <= 2.1 * size for size, later in zip(sizes, sizes[1:], strict=False)), "measured on the way"
     assert chunked.costliest() <= budget.measured.tokens
     assert abs(budget.measured.bytes_per_token - per_token) < 0.02 * per_token
+
+
+class Ragged(Formula):
+    """Of whose memory a share of what was held at most lies in pieces that nothing fits into."""
+
+    wasted, highest = 0.15, 0
+
+    def hold(self, held: int) -> None:
+        super().hold(held)
+        self.highest = max(self.highest, self.most)
+
+    def memory_reserved(self, device=None) -> int:
+        return max(self.memory_allocated(), int((1 + self.wasted) * self.highest))
+
+    def empty_cache(self) -> None:
+        self.highest = 0
+
+    def mem_get_info(self, device=None) -> tuple[int, int]:
+        return self.total - self.memory_reserved(), self.total
+
+
+def test_memory_in_pieces_that_nothing_fits_into_is_left_out_of_the_budget(on_formula, monkeypatch):
+    model, budget = OnFormula(), ChunkBudget(torch.device("cuda"), None)
+    monkeypatch.setattr("tests.engine.test_budget.Formula", Ragged)
+    device = on_formula(model)
+    chunked = settled_on(device, budget, batch())
+    device.empty_cache()
+    run(model, chunked)
+    assert 0.7 * device.total < device.memory_reserved() <= device.total
 
 
 def test_new_gradients_are_no_bytes_per_token(on_formula):

@@ -2,11 +2,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from hf_dist_ext.engine import tables
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.engine.tables import Table
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training.out_of_memory import costliest_chunks
 
@@ -281,3 +284,50 @@ def test_rows_without_a_token_axis_share_chunks():
         {name: {"pixel_values": torch.rand(5, 3, 4, 4)} for name in ("query", "positive")}, ChunkLimits(4)
     )
     assert [chunk.num_rows for chunk in chunked.chunks()] == [4, 4, 2]
+
+
+def row_by_row(table: Table, limits: ChunkLimits) -> list[tuple[int, int]]:
+    """A chunk closes when the next row would pass a limit."""
+    bounds, start = [], 0
+    for stop in range(1, table.num_rows + 1):
+        left, right = table.window(start, stop, limits)
+        tokens = (stop - start) * (right - left)
+        if limits.packs:
+            tokens = table.packed.num_tokens(start, stop)
+        entries, longest = table.patches[start:stop].T
+        demands = [stop - start, tokens, entries.sum() * longest.max()]
+        sizes = [limits.max_rows, limits.max_tokens, PATCHES]
+        if stop - start > 1 and any(
+            most is not None and demand > most for demand, most in zip(demands, sizes, strict=True)
+        ):
+            bounds.append((start, stop - 1))
+            start = stop - 1
+    return [*bounds, (start, table.num_rows)]
+
+
+PATCHES = 300
+
+
+@pytest.mark.parametrize("sort", [True, False])
+@pytest.mark.parametrize("sizes", [
+    dict(max_rows=7), dict(max_tokens=300), dict(max_tokens=5), dict(max_rows=50, max_tokens=900),
+    dict(max_tokens=300, packs=True), dict(max_rows=40, max_tokens=700, packs=True),
+    dict(max_tokens=500, has_buckets=True), dict(),
+], ids=str)  # fmt: skip
+def test_a_chunk_ends_where_the_next_row_would_pass_a_limit(sizes, sort):
+    limits, draw = ChunkLimits(max_patches=PATCHES, **sizes), np.random.default_rng(3)
+    for on_left in (False, True):
+        features = text(draw.integers(1, 61, 211).tolist(), 60, on_left)
+        (table,) = lay_out({"query": features}, limits, sort=sort, can_shift=on_left).tables
+        table.patches = draw.integers([0, 1], [1 if limits.packs else 5, 12], (211, 2))  # packed rows have none
+        found = table.pack(limits)
+        assert found == row_by_row(table, limits) and len(found) > 5
+
+
+def test_packed_rows_are_not_looked_at_one_by_one(monkeypatch):
+    looked, bisect = [], tables.bisect_right
+    monkeypatch.setattr(tables, "bisect_right", lambda *given: looked.append(given[1]) or bisect(*given))
+    monkeypatch.setattr(Table, "_widened", None)
+    (table,) = lay_out({"query": text([8] * 8192, 8)}, ChunkLimits(packs=True)).tables
+    looked.clear()
+    assert len(table.pack(ChunkLimits(max_tokens=4096, packs=True))) == len(looked) == 16

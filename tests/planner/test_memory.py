@@ -109,6 +109,8 @@ PACKED_RUN = {"attn_implementation": "flash_attention_2", "gradient_cache_chunk_
 @pytest.mark.parametrize("is_packed, model, fields", [
     (True, BERT, PACKED_RUN),
     (False, BERT, PACKED_RUN | {"attn_implementation": "sdpa"}),
+    (True, BERT, PACKED_RUN | {"attn_implementation": None, "bf16": True}),
+    (False, BERT | {"attention_probs_dropout_prob": 0.1}, PACKED_RUN | {"attn_implementation": None, "bf16": True}),
     (True, BERT, PACKED_RUN | {"attn_implementation": "sdpa", "gradient_cache_packing": True}),
     (False, BERT, PACKED_RUN | {"gradient_cache_packing": False}),
     (False, BERT, PACKED_RUN | {"gradient_cache_chunk_tokens": None}),

@@ -5,6 +5,7 @@ import re
 
 import datasets
 import pytest
+import torch
 
 from hf_dist_ext.data.collator import CUTS
 from hf_dist_ext.data.mixture import source_of
@@ -14,7 +15,7 @@ from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.run.sources import sources_of
-from hf_dist_ext.tasks import embedding
+from hf_dist_ext.tasks import embedding, parts
 from hf_dist_ext.tasks.parts import make_arguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main  # noqa: F401, a fixture
@@ -112,6 +113,29 @@ def test_a_source_is_the_file_with_its_fields_over_it(run_file):
     assert [one.config.prompts["query"] for one in (pairs, triplets, code)] == ["parse ", "search : ", "parse "]
     assert pairs.config.max_train_samples == 30 and pairs.config.datasets is None
     assert (pairs.config.eval_holdout, code.config.eval_holdout, code.config.id_column) == (8, None, "id")
+
+
+@pytest.mark.parametrize("has_device, method, fields, workers", [
+    (True, "fork", {}, 2),
+    (True, "fork", {"dataloader_num_workers": 0}, 0),
+    (True, "fork", {"streaming": True, "max_steps": 1, "datasets": ..., "dataset_name": "pairs.jsonl"}, 0),
+    (True, "fork", {"use_cpu": True}, 0),
+    (True, "spawn", {}, 0),
+    (False, "fork", {}, 0),
+])  # fmt: skip
+def test_an_accelerator_gets_its_batches_from_workers(run_file, monkeypatch, has_device, method, fields, workers):
+    class Given(Exception):
+        pass
+
+    def note(**training):
+        raise Given(training)
+
+    monkeypatch.setattr(parts, "DistTrainingArguments", note)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_device)
+    monkeypatch.setattr(parts.multiprocessing, "get_all_start_methods", lambda: [method, "fork"])
+    with pytest.raises(Given) as given:
+        make_arguments(load_run(["--config", run_file(**{"use_cpu": False} | fields)]))
+    assert given.value.args[0]["dataloader_num_workers"] == workers
 
 
 def test_a_plan_counts_the_largest_row_of_any_dataset(run_file):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.errors import RunError
+from hf_dist_ext.training import sizes
 from hf_dist_ext.training.out_of_memory import (
     ALL_GRAPHS,
     ENCODE,
@@ -264,3 +266,27 @@ def test_what_costs_least_shrinks_first():
     assert Sizes().smaller(LOSS, **nothing) is None and Sizes().smaller(REPLAY, **nothing) is None
     both = Sizes(1, 4, False, 0).smallest(Sizes(0, ALL_GRAPHS, True, 2))
     assert both == Sizes(1, 4, False, 2) and json.loads(json.dumps(both.share)) == 0.5
+
+
+def test_only_steps_that_need_clearly_more_than_any_before_are_tried_out(tmp_path, monkeypatch):
+    """Where ranks can try one: their batches grow by a token at a time."""
+    widths, tried = iter(range(100, 200)), []
+
+    def growing(rows: list[int]) -> dict:
+        features = {
+            name: torch.ones(len(rows), width, dtype=torch.long)
+            for width in [next(widths)]
+            for name in ("input_ids", "attention_mask")
+        }
+        return {"query": features, "positive": features}
+
+    def note(encode, chunked, *more, **options) -> None:
+        tried.append(chunked.costliest())
+
+    monkeypatch.setattr(sizes, "place_out_of_memory", note)
+    made = trainer(tmp_path, collator=growing, max_steps=24, num_rows=192, gradient_cache_chunk_size=2)
+    monkeypatch.setattr(made.strategy, "bare_to_try", lambda model: model)
+    made.train()
+    first, second, *others = tried  # the first update makes the optimizer's state
+    assert first < second < 1.02 * first and 2 <= len(others) <= 4
+    assert all(later > 1.05 * before for before, later in pairwise(tried[1:]))

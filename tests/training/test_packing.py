@@ -2,22 +2,26 @@
 
 import json
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import PromptTuningConfig, get_peft_model
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.pipeline import Pipeline
 from hf_dist_ext.strategies.zero import ZeRO
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.packing import may_pack
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.forked import Run
 from tests.tiny_models import model_config, tiny_towers
 from tests.training.test_trainer import Tiny
 
@@ -95,10 +99,9 @@ def test_a_run_that_can_not_pack_is_refused_and_pads_by_default(tmp_path, caplog
     assert words in line.getMessage() and line.levelno == logging.DEBUG, "by default nobody asked for it"
 
 
-def arguments(packing, device: str = "cpu") -> SimpleNamespace:
-    return SimpleNamespace(
-        gradient_cache_packing=packing, uses_gradient_cache=True, torch_compile=False, device=torch.device(device)
-    )
+def arguments(packing, device: str = "cpu", **more) -> SimpleNamespace:
+    options = dict(uses_gradient_cache=True, torch_compile=False, process_index=0, bf16=False, fp16=False) | more
+    return SimpleNamespace(gradient_cache_packing=packing, device=torch.device(device), **options)
 
 
 @pytest.mark.parametrize("kind", [Pipeline, ZeRO])
@@ -109,11 +112,45 @@ def test_ways_of_running_that_need_padding_are_named(kind):
         may_pack(arguments(True), model, strategy)
 
 
-def test_on_an_accelerator_flash_attention_is_packed_of_itself_and_others_when_asked():
-    model = bert()
-    assert [may_pack(arguments(packing, "cuda"), model, Strategy()) for packing in ("auto", True)] == [False, True]
-    model.backbone.config._attn_implementation = "flash_attention_2"
+def qwen(**changes) -> EmbeddingModel:
+    return EmbeddingModel.from_config(model_config("qwen3", **changes))
+
+
+@pytest.mark.parametrize("build, more, major, words", [
+    (qwen, {"bf16": True}, 8, None),
+    (qwen, {"fp16": True}, 9, None),
+    (lambda: qwen().bfloat16(), {}, 8, None),
+    (lambda: TowerModel({"a": qwen(), "b": qwen()}, {"query": "a", "positive": "b"}), {"bf16": True}, 8, None),
+    (qwen, {}, 8, 'half precision ."bf16": true'),
+    (qwen, {"fp16": True}, 7, "Ampere and later"),
+    (bert, {"bf16": True}, 8, "no attention dropout, and the model's is 0.1"),
+    (lambda: TowerModel({"a": qwen(), "b": bert()}, {"query": "a", "positive": "b"}), {"bf16": True}, 8, "is 0.1"),
+    (lambda: qwen(head_dim=20), {"bf16": True}, 8, "no heads of 20 dimensions"),
+])  # fmt: skip
+def test_on_a_gpu_rows_are_packed_where_one_call_takes_all_lengths(monkeypatch, build, more, major, words):
+    """Others when asked, with a warning."""
+    said: list[str] = []
+    monkeypatch.setattr("hf_dist_ext.training.packing.logger.warning", said.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    model = build()
+    assert may_pack(arguments("auto", "cuda", **more), model, Strategy()) == (words is None) and not said
+    for process in (0, 1):
+        assert may_pack(arguments(True, "cuda", process_index=process, **more), model, Strategy())
+    assert len(said) == bool(words) and (not words or re.search(f"{words}.*flash_attention_2", said[0]))
+    assert may_pack(arguments(True, **more), model, Strategy()) and len(said) == bool(words), "on a CPU it is as quick"
+    for tower in getattr(model, "towers", {"": model}).values():
+        tower.backbone.config._attn_implementation = "flash_attention_2"
     assert may_pack(arguments("auto", "cuda"), model, Strategy())
+
+
+def test_ranks_with_other_devices_pack_alike(tmp_path):
+    def decide(say) -> str:
+        rank = PartialState(cpu=True).process_index
+        torch.cuda.get_device_capability = lambda device: (9 - 2 * rank, 0)
+        packs = may_pack(arguments("auto", "cuda", bf16=True), qwen(), Strategy())
+        return str(collectives.exchange([packs]))
+
+    assert Run("ddp", tmp_path / "log", decide).result() == "[[0], [0]]"
 
 
 def test_a_batch_that_can_not_be_packed_is_refused_when_packing_is_asked_for_and_else_padded(tmp_path):
