@@ -137,6 +137,8 @@ class ModelFiles:
         """As `save`, Trainer's, does, which takes the folder and the whole weights; None: the model's own."""
         if not self.args.should_save and self.strategy().is_cut:
             save = _nothing  # peft would look for modules of its own in the weights, which are on the first rank
+        elif self.args.should_save:
+            save = partial(_keeping_card, save)
         if writer.is_later and self._can_be_written_later():
             if self.args.should_save:
                 self._save_later(folder, whole, writer)
@@ -234,6 +236,15 @@ class ModelFiles:
             elsewhere = self.strategy().elsewhere
             trainable.load_optimizer(self.model(), optimizer, folder, self.args.trust_checkpoint, elsewhere)
         return True
+
+
+def _keeping_card(save: Save, folder: str, whole: dict | None) -> None:
+    """peft writes lines of its own into a README.md that lies there."""
+    card = Path(folder, "README.md")
+    before = card.read_bytes() if card.is_file() else None
+    save(folder, whole)
+    if before is not None:
+        card.write_bytes(before)
 
 
 def _nothing(folder: str, whole: dict | None) -> None:

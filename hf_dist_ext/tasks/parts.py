@@ -102,6 +102,9 @@ class Parts:
         if trainer.loss is not None and args.gradient_cache_chunk_size is not None:
             size = args.gradient_cache_chunk_size
             facts["chunks"] = f"{'as many rows as fit' if size == 'auto' else f'{size} rows'} in memory at a time"
+        size, of_eval = args.train_batch_size, args.eval_batch_size
+        if trainer.loss is not None and self.eval_dataset is not None and size != of_eval:
+            facts["losses"] = f"{size} rows per device while training, {of_eval} in evaluations: do not compare them"
         return facts
 
 

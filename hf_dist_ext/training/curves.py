@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 LOSS, METRICS = "loss.png", "metrics.png"
+MARK = b"Written by hf_dist_ext"  # stands in every picture that a run draws
 PANELS_IN_A_ROW = 3
 
 Points = Sequence[tuple[int, float]]  # (step, value)
@@ -58,7 +62,7 @@ def draw_losses(folder: Path, curves: Mapping[str, Points]) -> bool:
     axes.grid(alpha=0.3)
     if any(curves):
         axes.legend()
-    figure.savefig(folder / LOSS, dpi=120)
+    figure.savefig(folder / LOSS, dpi=120, metadata={"Comment": MARK.decode()})
     return True
 
 
@@ -89,7 +93,7 @@ def draw_metrics(folder: Path, panels: Mapping[str, Mapping[str, Points]], best:
             axes.axvline(step, color="0.4", linestyle=":", label=f"kept: step {step:,}")
         axes.grid(alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), frameon=False, fontsize=8)
-    figure.savefig(folder / METRICS, dpi=120)
+    figure.savefig(folder / METRICS, dpi=120, metadata={"Comment": MARK.decode()})
     return True
 
 
@@ -105,7 +109,12 @@ def _colours(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _can_draw(picture: Path, curves: Mapping) -> bool:
-    """False removes an older picture: it would be of another run."""
+    """False removes an older picture: it would be of another run. One that no run has drawn stays."""
+    if picture.is_file() and MARK not in picture.read_bytes():
+        logger.warning(
+            f"{picture} is no picture of a run, so it stays, and none is drawn. Remove it to get this run's."
+        )
+        return False
     if curves and importlib.util.find_spec("matplotlib") is not None:
         return True
     picture.unlink(missing_ok=True)

@@ -140,14 +140,14 @@ def _draw(folder: Path, lives: Sequence[Life]) -> list[str]:
 
 def is_generated(path: Path) -> bool:
     """Whether a card is one of ours or a draft that nobody has edited."""
-    content = path.read_text(encoding="utf-8")
+    content = path.read_text(encoding="utf-8", errors="replace")
     return any(mark in content for mark in _TEMPLATES)
 
 
 def named(folder: Path, name: str) -> None:
     """Write `name` (of a repository) in the place of the folder in its card, if that is one of ours."""
     path = folder / NAME
-    if path.is_file() and MARK in (content := path.read_text(encoding="utf-8")):
+    if path.is_file() and MARK in (content := path.read_text(encoding="utf-8", errors="replace")):
         content = _LOADS.sub(rf'\1"{name}"', content)
         path.write_text(_SEARCHES.sub(rf"\g<1>{name}", content), encoding="utf-8")
 

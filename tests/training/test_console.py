@@ -20,6 +20,7 @@ def test_each_logged_step_is_a_line_and_no_bar_is_drawn_where_there_is_no_termin
     assert "evaluation: loss " in steps[0] and "mrr@10" in steps[0]
     assert max(map(len, steps)) < 120 and not any(line.startswith("{") for line in lines)
     assert {"data    32 rows, 8 to evaluate on", "chunks  5 rows in memory at a time"} <= set(lines)
+    assert "losses  16 rows per device while training, 8 in evaluations: do not compare them" in lines
     assert "it/s" not in said.err and "model shards" not in said.err
 
 

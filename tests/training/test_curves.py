@@ -64,8 +64,19 @@ def test_an_older_picture_goes_where_none_is_drawn(tmp_path, monkeypatch, is_mis
     if is_missing:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in (curves.LOSS, curves.METRICS):
-        (tmp_path / name).write_text("of another run")
+        (tmp_path / name).write_bytes(curves.MARK)
     points = [(0, 1.0), (1, 2.0)] if is_missing else [(0, 1.0)]
     assert not curves.draw_losses(tmp_path, {"": points})
     assert not curves.draw_metrics(tmp_path, {"evaluation": {"a": points}} if is_missing else {}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("draw, name", [(curves.draw_losses, curves.LOSS), (curves.draw_metrics, curves.METRICS)])
+def test_a_picture_that_somebody_put_there_is_neither_overwritten_nor_removed(tmp_path, caplog, draw, name):
+    points = {"": [(0, 2.0), (4, 1.0)]}
+    curve, more = (points, ()) if name == curves.LOSS else ({"evaluation": points}, ({},))
+    assert draw(tmp_path, curve, *more) and draw(tmp_path, curve, *more), "the picture of an earlier run is replaced"
+    assert not draw(tmp_path, {}, *more) and not (tmp_path / name).exists()
+    (tmp_path / name).write_bytes(b"mine")
+    assert not draw(tmp_path, curve, *more) and not draw(tmp_path, {}, *more)
+    assert (tmp_path / name).read_bytes() == b"mine" and f"{name} is no picture of a run" in caplog.text

@@ -98,11 +98,23 @@ def test_the_card_of_a_pair_of_towers_embeds_words_and_pictures(pairs_file, tmp_
     assert "tensor([[" in run_examples(card, capsys)
 
 
-def test_a_card_that_somebody_wrote_stays_and_the_run_says_so(main, run_file, tmp_path, caplog):  # noqa: F811
-    Path(tmp_path, "out").mkdir()
-    Path(tmp_path, "out", "README.md").write_text("My own words.")
-    main(["--config", run_file()])
-    assert Path(tmp_path, "out", "README.md").read_text() == "My own words."
+@pytest.mark.parametrize("encoding, adapts", [("utf-8", False), ("latin-1", False), ("utf-8", True)])
+def test_a_card_that_somebody_wrote_stays_and_the_run_says_so(
+    main,  # noqa: F811
+    request,
+    tmp_path,
+    caplog,
+    encoding,
+    adapts,
+):
+    """peft would add its own lines to it, and not every file is UTF-8."""
+    card = tmp_path / "out" / "README.md"
+    card.parent.mkdir()
+    card.write_text("Mine, naïve.", encoding=encoding)
+    write_run = request.getfixturevalue("adapters_file" if adapts else "run_file")
+    main(["--config", str(write_run())])
+    assert (card.parent / "adapter_config.json").exists() is adapts
+    assert card.read_text(encoding=encoding) == "Mine, naïve."
     assert not Path(tmp_path, "out", "loss.png").exists()
     assert "README.md was written by hand, so it stays" in caplog.text
 
