@@ -201,12 +201,13 @@ def collective_timeout() -> timedelta:
 
 
 class Watchdog:
-    """While entered, a thread that ends the process when `activity` lasts longer than `limit()` seconds."""
+    """While entered, a thread that ends the process when `activity` lasts longer than `limit()` seconds. `store`: a
+    connection of its own to the group's, as the default one may be busy setting up a collective; None: one process."""
 
-    def __init__(self, limit: Callable[[], float], poll_seconds: float = 0.5):
+    def __init__(self, limit: Callable[[], float], store: Any, poll_seconds: float = 0.5):
         self.limit, self.poll_seconds = limit, poll_seconds
         self._ended = threading.Event()
-        self._store = _notes_store()
+        self._store = store
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -237,9 +238,9 @@ class Watchdog:
 
 def exchange_notes(store: Any, note: str) -> dict[int, str]:
     """rank -> note, of the ranks that left one within a moment."""
-    store.set(f"hf_dist_stuck/{launched.rank()}", note)
+    store.set(f"stuck/{launched.rank()}", note)
     time.sleep(NOTE_SECONDS)
-    names = {rank: f"hf_dist_stuck/{rank}" for rank in range(launched.processes())}
+    names = {rank: f"stuck/{rank}" for rank in range(launched.processes())}
     return {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
 
 
@@ -257,10 +258,3 @@ def _where() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident)
     lines = [line for line in traceback.extract_stack(frame) if f"{os.sep}torch{os.sep}" not in line.filename]
     return " < ".join(f"{os.path.basename(at.filename)}:{at.lineno} {at.name}" for at in lines[: -FRAMES - 1 : -1])
-
-
-def _notes_store() -> Any:
-    """A connection of the watchdog's own to the group's store: the default one may be busy setting up a collective."""
-    import torch.distributed as dist
-
-    return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None
