@@ -24,9 +24,10 @@ OF_A_MACHINE = frozenset(
     "output_dir logging_dir run_name resume_from_checkpoint overwrite_output_dir local_rank log_level "
     "log_level_replica log_on_each_node disable_tqdm report_to accelerate_config num_processes "
     "dataset_name eval_dataset_name model_name_or_path tokenizer_name image_folder path _name_or_path "
-    "architectures dtype transformers_version dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory "
+    "transformers_version dataloader_num_workers dataloader_prefetch_factor dataloader_pin_memory "
     "dataloader_persistent_workers frozen_feature_cache".split()
 )
+WRITTEN_BY_SAVING = ("config.architectures", "config.dtype")
 SAMPLED_NUMBERS = 1024  # of a tensor
 
 
@@ -50,6 +51,7 @@ def check(
     facts["the tokenizer"] = _digest(_of_tokenizer(processor or getattr(collator, "tokenizer", None)))
     if hasattr(config := getattr(model, "config", None), "to_dict"):
         facts |= {f"config.{name}": value for name, value in _comparable(config.to_dict()).items()}
+        facts = {name: value for name, value in facts.items() if name not in WRITTEN_BY_SAVING}
     if loads_alone:
         facts |= {
             f"the weight {name}": _of_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
