@@ -5,7 +5,8 @@
     launcher and raised; one that only lost its peers waits in silence, as the launcher is about to end it
 (2) every such error says where it happened: rank, step, phase
 (3) processes whose launcher is gone end: what they meet through went with it, so a save would wait for ever
-(4) a watchdog per process knows step and phase. When a step takes longer than allowed, the processes leave notes in
+(4) processes of several machines meet before they make a group, and who fails earlier tells the others why
+(5) a watchdog per process knows step and phase. When a step takes longer than allowed, the processes leave notes in
     the group's store; one tells who was where and who left no note, and all end
 
 Up to the end of the first step `ddp_timeout` counts (models load, kernels compile), and so it does in evaluations and
@@ -20,6 +21,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -39,7 +41,11 @@ PEER_SECONDS = 6  # a launcher ends the others 0.1 to 2 s after one failed
 SAME_ERROR_SECONDS = 2  # for rank 0 to say what all have
 NOTE_SECONDS = 2  # for the others to leave their notes
 FRAMES = 2  # of a note
+MEETING, MEET_SECONDS, SAY_SECONDS = "hf_dist_meeting", 600, 30  # of the processes of several machines
 ORPHAN_SECONDS = 30  # for a step and its checkpoint, where a signal ended the launcher and came here too
+
+
+_may_fail_early = True  # the processes have not met
 
 
 class Activity:
@@ -82,6 +88,7 @@ def exit_on_usage_error() -> Iterator[None]:
         if os.environ.get("HF_DIST_DEBUG") == "1":
             raise
         happened = time.time()
+        _tell_who_waits(error)
         if rank := launched.rank():
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(4)
@@ -126,6 +133,7 @@ def first_error_only() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's; there is no step to finish any more
         if isinstance(error, (UsageError, RunError)):
             raise  # exit_on_usage_error says it
+        _tell_who_waits(error)
         place = f"[rank {launched.rank()}: {activity}]"
         if hasattr(error, "add_note"):
             error.add_note(place)
@@ -182,6 +190,67 @@ def _watch_launcher(launcher: int, seconds: float, poll_seconds: float) -> None:
     os._exit(1)
 
 
+# ---- before there is a group ----
+
+
+def meet() -> None:
+    """Returns when the processes of all machines are there. Raises what one of them ended with before, or RunError
+    after MEET_SECONDS: in the group itself they would wait for each other in silence."""
+    global _may_fail_early
+    store = _shared_store()
+    if store is None:
+        return
+    machines = launched.processes() // launched.processes_here(1)
+    began = said = time.monotonic()
+    try:
+        store.set(f"{MEETING}/{launched.rank()}", "here")
+        store.add(f"{MEETING}/count", 1)
+        while store.add(f"{MEETING}/count", 0) < launched.processes():
+            if store.check([f"{MEETING}/failed"]):
+                rank, host, words, is_usage = json.loads(store.get(f"{MEETING}/failed"))
+                _may_fail_early = False
+                kind = UsageError if is_usage else RunError
+                raise kind(f"rank {rank} on {host} ended before the run began: {words}")
+            if time.monotonic() - began > MEET_SECONDS:
+                raise RunError(
+                    f"{_missing(store, machines)} did not come within {MEET_SECONDS:.0f} s. Start them all."
+                )
+            if launched.rank() == 0 and time.monotonic() - said > SAY_SECONDS:
+                said = time.monotonic()
+                text = f"hf-dist: waiting for {_missing(store, machines)}, {said - began:.0f} s"
+                print(text, file=sys.stderr, flush=True)
+            time.sleep(0.5)
+    except RuntimeError as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError("the launcher of machine 0 ended before the run began. Its output says why.") from error
+    _may_fail_early = False
+
+
+def _missing(store: Any, machines: int) -> str:
+    here = launched.processes_here(1)
+    came = [store.check([f"{MEETING}/{rank}" for rank in range(i * here, (i + 1) * here)]) for i in range(machines)]
+    return f"{came.count(False)} of {machines} machines"
+
+
+def _tell_who_waits(error: BaseException) -> None:
+    """A process that fails before all have met."""
+    if _may_fail_early and (store := _shared_store()) is not None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and who waited with it
+            words = [launched.rank(), socket.gethostname(), str(error) or repr(error), isinstance(error, UsageError)]
+            store.set(f"{MEETING}/failed", json.dumps(words))
+
+
+def _shared_store() -> Any:
+    if (place := launched.shared_store()) is None:
+        return None
+    from torch.distributed import TCPStore
+
+    return TCPStore(*place, is_master=False, timeout=timedelta(seconds=60))
+
+
+# ---- a step that takes too long ----
+
 _collective_timeout = timedelta(minutes=30)
 
 
@@ -201,12 +270,13 @@ def collective_timeout() -> timedelta:
 
 
 class Watchdog:
-    """While entered, a thread that ends the process when `activity` lasts longer than `limit()` seconds."""
+    """While entered, a thread that ends the process when `activity` lasts longer than `limit()` seconds. `store`: a
+    connection of its own to the group's, as the default one may be busy setting up a collective; None: one process."""
 
-    def __init__(self, limit: Callable[[], float], poll_seconds: float = 0.5):
+    def __init__(self, limit: Callable[[], float], store: Any, poll_seconds: float = 0.5):
         self.limit, self.poll_seconds = limit, poll_seconds
         self._ended = threading.Event()
-        self._store = _notes_store()
+        self._store = store
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -237,9 +307,9 @@ class Watchdog:
 
 def exchange_notes(store: Any, note: str) -> dict[int, str]:
     """rank -> note, of the ranks that left one within a moment."""
-    store.set(f"hf_dist_stuck/{launched.rank()}", note)
+    store.set(f"stuck/{launched.rank()}", note)
     time.sleep(NOTE_SECONDS)
-    names = {rank: f"hf_dist_stuck/{rank}" for rank in range(launched.processes())}
+    names = {rank: f"stuck/{rank}" for rank in range(launched.processes())}
     return {rank: store.get(name).decode() for rank, name in names.items() if store.check([name])}
 
 
@@ -257,10 +327,3 @@ def _where() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident)
     lines = [line for line in traceback.extract_stack(frame) if f"{os.sep}torch{os.sep}" not in line.filename]
     return " < ".join(f"{os.path.basename(at.filename)}:{at.lineno} {at.name}" for at in lines[: -FRAMES - 1 : -1])
-
-
-def _notes_store() -> Any:
-    """A connection of the watchdog's own to the group's store: the default one may be busy setting up a collective."""
-    import torch.distributed as dist
-
-    return dist.distributed_c10d._get_default_store().clone() if dist.is_initialized() else None

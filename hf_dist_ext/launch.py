@@ -70,8 +70,13 @@ def _check_before_ranks(run: Run) -> None:
     for one in run.stages or [run]:
         trackers.check(one.training.get("report_to"))
         optimizers.check(one.training)
-        data_seen.check(one)
+    _check_data(run)
     check_output_dir(run.training)
+
+
+def _check_data(run: Run) -> None:
+    for one in run.stages or [run]:
+        data_seen.check(one)
 
 
 def is_launched() -> bool:
@@ -279,6 +284,8 @@ def check_running(run: Run) -> None:
     The others cannot overtake rank 0: the first thing they do is to wait for it in the process group.
     """
     if launched.rank() != 0:
+        if launched.rank() % launched.processes_here(1) == 0:  # another machine, with files of its own
+            _check_data(run)
         return
     _check_before_ranks(run)
     processes = launched.processes()

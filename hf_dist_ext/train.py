@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dist_ext import launched
-from hf_dist_ext.failures import exit_on_usage_error, first_error_only
+from hf_dist_ext.failures import exit_on_usage_error, first_error_only, meet
 from hf_dist_ext.launch import hand_over_if_needed
 from hf_dist_ext.run import lease, record
 from hf_dist_ext.run.config import Run
@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
         run = load_run(argv)
         hand_over_if_needed(run, program, argv)  # (1)
         with StopSignals(), first_error_only():
+            meet()
             train(run)
 
 

@@ -29,6 +29,7 @@ from hf_dist_ext.data.mixture import MixedStream
 from hf_dist_ext.data.storage import with_retries
 
 MAX_READERS = 32  # open files of one process that trains alone; a machine's 8 GPUs read through 4 each
+FIRST_ROWS = 16  # of a source, that ranks compare
 ROUND_ROWS = 1024  # that all readers together read ahead, and read again after a resume, without a shuffle buffer
 
 
@@ -61,6 +62,15 @@ def fingerprint(stream: Any) -> str:
     seeds = [one.bit_generator.state for one in generators if isinstance(one, np.random.Generator)]
     facts = [sorted(stream.column_names or ()), stream.num_shards, seeds]
     return hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
+
+
+def first_rows(stream: Any) -> list[str]:
+    """Digests of the rows that its sources begin with, before any buffer shuffles them."""
+    sources = [
+        part for part in _parts(stream._ex_iterable) if next(itertools.islice(_parts(part), 1, None), None) is None
+    ]
+    rows = itertools.chain.from_iterable(itertools.islice(copy.copy(source), FIRST_ROWS) for source in sources)
+    return [digest([value for value in row.values() if not isinstance(value, dict)]) for _, row in rows]
 
 
 def number_of_readers(stream: Any) -> int:

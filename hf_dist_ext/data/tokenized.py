@@ -71,7 +71,7 @@ def _tokenized(dataset: Any, collator: Any) -> Any:
     shown = dataset.format["columns"]  # not those that `with_format` leaves out
     kinds = {name: column_kind(dataset.features[name]) for name in collator.columns if name in shown}
     kinds = {name: kind for name, kind in kinds.items() if kind in ("text", "texts") and collator.gives_tokens(name)}
-    how = {id(one): _how(one) for one in map(collator.tokenizer_of, kinds)}
+    how = {id(one): tokens_depend_on(one) for one in map(collator.tokenizer_of, kinds)}
     kinds = {name: kind for name, kind in kinds.items() if how[id(collator.tokenizer_of(name))] is not None}
     if not kinds:
         return dataset
@@ -106,7 +106,7 @@ def with_flat_texts(collator: Any) -> Any:
 # ---- (1) ----
 
 
-def _how(tokenizer: Any) -> list | None:
+def tokens_depend_on(tokenizer: Any) -> list | None:
     """All that a text's tokens depend on; None where that is not known, or they may be others each time."""
     if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
         return None

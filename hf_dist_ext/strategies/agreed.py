@@ -1,6 +1,7 @@
 """What every rank does for itself, and what ends all of them, each with the cause, when one fails.
 
-(1) `together`: an action on every rank, then one gather; an error of one is raised on all
+(1) `together`: an action on every rank, then one gather; an error of one is raised on all. `check_same`: an error on
+    all where they would not train the same run
 (2) `unseen`: what one machine wrote is waited for on the others, since a network file system may show it later
 (3) `ends_together`: around code of others (Trainer's saving) in which ranks both write alone and wait for each other.
     An error is told through the group's store, as ranks may be inside of collectives. Who has finished waits there for
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -17,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from hf_dist_ext.strategies import collectives
 
 SEEN_SECONDS = 90.0  # NFS asks again after 60 at the latest what a folder holds
 LEAVE_SECONDS = 10.0  # for a rank to come out of a collective that a failed rank has left
+SHOWN = 4  # differences between ranks
 TOLD_SECONDS = 5.0  # for the others to hear of an error: the store may end with the rank that failed
 
 # ---- (1) ----
@@ -64,6 +67,34 @@ def _of_rank(rank: int, words: list) -> Exception:
     return (UsageError if is_usage else RunError)(f"rank {rank}: {text}")
 
 
+def check_same(facts: Mapping[str, Any]) -> None:
+    """UsageError on every rank for the names whose values are not the same on all. Every rank must call it."""
+    words = {name: repr(value) for name, value in facts.items()}
+    own = hashlib.blake2b(repr(sorted(words.items())).encode(), digest_size=7).digest()
+    if len({digest for (digest,) in collectives.exchange([int.from_bytes(own, "big")])}) == 1:
+        return
+    first, *others = together(lambda: words)
+    found = {}
+    for rank, said in enumerate(others, start=1):
+        for name in sorted(first.keys() | said.keys()):
+            before, now = (_in_short(one.get(name, "not given")) for one in (first, said))
+            if first.get(name) != said.get(name):
+                found.setdefault(name, f"{name} is {before} on rank 0 and {now} on rank {rank}")
+    more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+    raise UsageError(
+        f"the processes would not train the same run: {'; '.join(list(found.values())[:SHOWN])}{more}. Start all of "
+        "them with the same run file, fields, code and data."
+    )
+
+
+def _in_short(words: str) -> str:
+    return (
+        words
+        if len(words) < 60
+        else f"{words[:40]} ... ({hashlib.blake2b(words.encode(), digest_size=4).hexdigest()})"
+    )
+
+
 # ---- (2) ----
 
 
@@ -87,7 +118,7 @@ def unseen(look: Callable[[], str]) -> str:
 
 # ---- (3) ----
 
-_uses = itertools.count()  # ranks enter in the same order, so they count alike
+_uses = itertools.count()  # ranks of a group enter in the same order
 
 
 @contextlib.contextmanager
@@ -96,9 +127,7 @@ def ends_together(what: str, seconds: float) -> Iterator[None]:
     if collectives.world_size() == 1:
         yield
         return
-    # A launcher that restarts its processes keeps the store, and with it what the processes before have counted there.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    news = _News(f"hf_dist_ended/{start}/{next(_uses)}", what)
+    news = _News(f"ended/{next(_uses)}", what)
     try:
         yield
     except BaseException as error:
@@ -118,7 +147,7 @@ class _News:
 
     def __init__(self, key: str, what: str):
         self.key, self.what, self.words = key, what, None
-        self.store = dist.distributed_c10d._get_default_store().clone()  # a thread's own connection, and this one's
+        self.store = collectives.store_of_group()
         self.has_left, self._lock = threading.Event(), threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -44,6 +44,7 @@ class Strategy:
     casts_to: str | None = None  # the precision that an engine puts all weights into, whatever they were loaded in
     is_cut = False  # a rank has some layers of the model and no others
     syncs_replicated = False  # keeps what no mesh holds alike on all ranks, in place of Trainer
+    loads_alone = False  # every rank trains the weights that it loaded, and nothing makes them those of one rank
     pads_rows = ""  # why rows can not go through the model end to end, without padding
     fixed_accumulation = ""  # why accumulation can not change after the start
     # What a checkpoint is made of.

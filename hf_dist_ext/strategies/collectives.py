@@ -8,6 +8,7 @@ ranks.
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -77,6 +78,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 AT_ONCE = 31  # numbers that ranks exchange whatever the lengths of their lists
 _OF_CPUS: dict[Any, Any] = {}  # the default group -> one of the same ranks over gloo
+_TOKENS: dict[Any, int] = {}  # the default group -> what rank 0 has drawn for it
 
 
 def exchange(numbers: list[int]) -> list[list[int]]:
@@ -112,6 +114,17 @@ def _group_of_cpus() -> Any:
         _OF_CPUS.clear()  # of a group that was destroyed
         _OF_CPUS[world] = dist.new_group(backend="gloo", timeout=collective_timeout())
     return _OF_CPUS[world]
+
+
+def store_of_group() -> Any:
+    """A connection of the caller's own to the group's store, with keys that no other group has: the store outlives a
+    group where a launcher restarts processes or takes in a machine. None: one process. Every rank must call it."""
+    if world_size() == 1:
+        return None
+    if (world := dist.group.WORLD) not in _TOKENS:
+        _TOKENS.clear()
+        _TOKENS[world] = exchange([random.SystemRandom().getrandbits(60)])[0][0]
+    return dist.PrefixStore(f"hf_dist/{_TOKENS[world]}", dist.distributed_c10d._get_default_store().clone())
 
 
 def exchange_later(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -193,6 +206,7 @@ def leave_together() -> None:
     """At the end of a script, on every rank: gloo aborts a process whose peers have left while its threads still talk
     to them, and the groups of a mesh live until they are collected."""
     _OF_CPUS.clear()
+    _TOKENS.clear()
     gc.collect()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()

@@ -62,6 +62,10 @@ class FSDP(Sharded):
         return "SHARDED" in str(self.plugin.state_dict_type)
 
     @property
+    def loads_alone(self) -> bool:
+        return self.plugin.fsdp_version == 2 and not self.plugin.cpu_ram_efficient_loading
+
+    @property
     def optimizer_file(self) -> str:  # accelerate's names
         return "optimizer.bin" if "FULL" in str(self.plugin.state_dict_type) else "optimizer_0"
 

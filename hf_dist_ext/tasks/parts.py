@@ -28,7 +28,7 @@ from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.rules import closest_folder
 from hf_dist_ext.tasks import options
-from hf_dist_ext.training import console
+from hf_dist_ext.training import console, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.measured import Measured
 from hf_dist_ext.training.meter import MetricsFile
@@ -142,6 +142,7 @@ def make_arguments(run: Run) -> DistTrainingArguments:  # (1)
         theirs = " ".join(str(error).split())
         raise UsageError(next((ours for word, ours in OUR_WORDS.items() if word in theirs), theirs)) from error
     options.check(args)
+    same_run.check_fields(run.flat())
     if "trackio" in args.report_to:
         _settle_trackio(args)
     return args

@@ -123,7 +123,7 @@ class Health(TrainerCallback):
                 self.stop.finishes_steps = True
                 entered.callback(setattr, self.stop, "finishes_steps", False)
             if getattr(self.args, "step_timeout", None) is not None:
-                entered.enter_context(Watchdog(self._time_limit))
+                entered.enter_context(Watchdog(self._time_limit, collectives.store_of_group()))
             activity.leave_step("preparing to train")
             with self._error_of_peer():
                 yield

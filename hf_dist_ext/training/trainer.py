@@ -47,7 +47,7 @@ from hf_dist_ext.run.preemption import remove_mark
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer
-from hf_dist_ext.training import ahead, checks, compiling, learning_rate, loss_scale, metrics, packing
+from hf_dist_ext.training import ahead, checks, compiling, learning_rate, loss_scale, metrics, packing, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import Embedder
@@ -490,6 +490,10 @@ class DistTrainer(Trainer):
         return None if self.health.stop is None else self.health.stop.received
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> TrainOutput:
+        if self._has_own_arguments:
+            data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+            parts = self.data_collator, self.processing_class, self.loss, self.bare_model
+            same_run.check(self.args, data, *parts, self.strategy.loads_alone)
         with self.health.running(is_search=self.hp_search_backend is not None):
             if self._has_own_arguments:
                 resume_from_checkpoint = self._choose_checkpoint(resume_from_checkpoint)

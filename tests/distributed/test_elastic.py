@@ -1,6 +1,7 @@
 """A group that is restarted after a death resumes by itself, on fewer processes too, and every row is seen."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +10,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from hf_dist_ext import failures
+from hf_dist_ext.strategies import agreed, collectives
 from tests.distributed import elastic_worker
 from tests.distributed.forked import Run
 from tests.launching import PRESETS, ROOT, environment
@@ -58,6 +62,32 @@ def test_a_second_life_goes_on_from_the_newest_checkpoint(tmp_path, processes):
     assert [life["world_size"] for life in first] == [2, 2]
     assert [life["world_size"] for life in second] == [processes] * processes
     check_rows(tmp_path)
+
+
+def save_over(port: int, name: str, say) -> str:
+    """What ranks do around a save, in a group whose processes share a store with those before them."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    options = {"store": dist.PrefixStore(name, store), "rank": int(os.environ["RANK"]), "world_size": 2}
+    dist.init_process_group("gloo", **options)
+    dist.distributed_c10d._get_default_store = lambda: store  # a launcher gives it to every group that it starts
+    with agreed.ends_together("a save", seconds=5):
+        pass
+    notes = failures.exchange_notes(collectives.store_of_group(), f"of {name}") if name == "first" else {}
+    late = collectives.store_of_group()
+    collectives.exchange([0])
+    return json.dumps([len(notes), late.check(["stuck/1"]) if name == "second" else None])
+
+
+def test_a_group_that_a_launcher_starts_over_does_not_read_what_the_one_before_wrote(tmp_path, monkeypatch):
+    """A machine that joins restarts all processes, and the count of restarts stays what it was."""
+    monkeypatch.setattr(failures, "NOTE_SECONDS", 0.5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = [
+        json.loads(Run("ddp", tmp_path / name, partial(save_over, store.port, name)).result())
+        for name in ("first", "second")
+    ]
+    assert found == [[2, None], [0, False]]
 
 
 @pytest.mark.slow  # the next one restarts too, and more

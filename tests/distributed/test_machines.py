@@ -4,17 +4,21 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from tests.distributed import forked
 from tests.launching import PRESETS, ROOT, environment
+from tests.tiny_models import model_config, tiny_pairs
 
 WORKER = ROOT / "tests" / "parity" / "exactness_worker.py"
 CASES = ["chunk 4, does not divide", "accumulation, temperature"]
 
 
-def run_on_two(preset: str, processes: int, *options: str) -> list[str]:
+def run_on_two(
+    preset: str, processes: int, *options: str, on_second: Sequence[str] = (), codes: Sequence[int] = (0, 0)
+) -> list[str]:
     """Processes in all -> what the launchers printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -24,7 +28,7 @@ def run_on_two(preset: str, processes: int, *options: str) -> list[str]:
     command += ["--main_process_port", port]
     machines = [
         subprocess.Popen(
-            [*command, "--machine_rank", str(machine), *options],
+            [*command, "--machine_rank", str(machine), *options, *(on_second if machine else ())],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -38,7 +42,7 @@ def run_on_two(preset: str, processes: int, *options: str) -> list[str]:
     finally:
         for machine in machines:
             machine.kill()
-    assert [machine.returncode for machine in machines] == [0, 0], "".join(text[-4000:] for text in printed)
+    assert [machine.returncode for machine in machines] == list(codes), "".join(text[-4000:] for text in printed)
     return printed
 
 
@@ -66,6 +70,22 @@ def test_processes_of_two_machines_meet(tmp_path):
     ranks, of_preset = json.loads(output.read_text())
     assert ranks == [["0", "0", "0"], ["1", "0", "1"]]
     assert of_preset and of_preset == {name: forked.of_preset("multi_gpu_ddp", 2).get(name) for name in of_preset}
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--lerning_rate", "1"], 'Unknown field "lerning_rate"'),
+    (["--dataset_name", "gone.jsonl"], "gone.jsonl is no file or folder here"),
+])  # fmt: skip
+def test_a_machine_that_fails_early_ends_the_others_with_its_words(tmp_path, words, said):
+    fields = tiny_pairs(tmp_path) | {"model_config": model_config("bert"), "output_dir": str(tmp_path / "out")}
+    (tmp_path / "run.json").write_text(json.dumps(fields))
+    script = str(ROOT / "scripts" / "train_hf.py")
+    options = [script, "--config", str(tmp_path / "run.json"), "--max_steps", "1"]
+    first, second = run_on_two("multi_node_ddp", 2, *options, on_second=words, codes=(1, 1))
+    (line,) = [line for line in first.splitlines() if line.startswith("error")]
+    assert line.startswith("error: rank 1 on ") and "ended before the run began: " in line and said in line, first
+    assert said in second and "[E" not in first and "gloo" not in first.replace("over gloo", ""), first
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
