@@ -329,8 +329,8 @@ def saved_ranks_per_rows(folder: Path) -> int:
 
 
 def draws_anew(args: Any, step: int, folder: str, strategy: Strategy) -> bool:
-    """Under another number of processes no random state fits; each rank then seeds with the run's seed, step and
-    rank (that of its group, where groups hold the same rows and draw the same numbers)."""
+    """Under another number of processes no random state fits; what is drawn then follows from the run's seed and the
+    step, as it follows from the seed at a start."""
     share, per_layer = strategy.rows.shared_by, strategy.ranks_per_layer
     before, share_before = saved_world_size(Path(folder)), saved_ranks_per_rows(Path(folder))
     per_layer_before = (manifest.read(Path(folder)) or {}).get("tensor_parallel_size", 1)
@@ -341,8 +341,8 @@ def draws_anew(args: Any, step: int, folder: str, strategy: Strategy) -> bool:
         logger.warning(
             f"{folder} is of {before} processes, this run of {args.world_size}{groups}: random states start anew."
         )
-    drawn_by = collectives.rank() // per_layer
-    set_seed(hash((args.seed, step, drawn_by)) % 2**32)
+    set_seed(seed := hash((args.seed, step)) % 2**32)
+    strategy.seed(seed, args.device)
     return True
 
 

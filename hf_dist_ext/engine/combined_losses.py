@@ -37,6 +37,10 @@ class _Losses(nn.Module):
         return bool(getattr(self._all[0], "normalize", False))
 
     @property
+    def reads_lengths(self) -> bool:
+        return any(getattr(loss, "reads_lengths", False) for loss in self._all)
+
+    @property
     def similarity(self) -> str | None:
         return getattr(self._all[0], "similarity", None)
 

@@ -55,10 +55,10 @@ class InfoNCELoss(nn.Module):
             Every call first holds it within [0, log 100], CLIP's bounds: a temperature from 0.01 to 1.
         symmetric: also scores own positives against everyone's anchors; the loss is the mean of both directions. Hard
             negatives do not join the reverse direction: they are nobody's positive, so they have no anchor to find.
-        matryoshka_dims: the loss is the weighted mean of the whole loss, margin included, on the first d dimensions,
-            normalised again, for each d listed. The full width counts only if it is listed. Metrics are those of the
-            widest listed.
-        matryoshka_weights: of each of `matryoshka_dims`, divided by their sum; None: equal.
+        matryoshka_dims: the loss is the weighted sum of the whole loss, margin included, on the first d dimensions,
+            normalised again, for each d listed, as in sentence-transformers' MatryoshkaLoss. The full width counts
+            only if it is listed. Metrics are those of the widest listed.
+        matryoshka_weights: of each of `matryoshka_dims`; None: 1 each.
         mask_false_negatives: with `ids`, leaves out of anchor i's sum every candidate, other than its own positive,
             that has the text of i's positive, or is the positive of a row with i's anchor text or i's group. The
             reverse direction leaves out the same pairs.
@@ -342,7 +342,7 @@ def checked_columns(
 def _matryoshka(
     dims: Sequence[int] | None, weights: Sequence[float] | None, normalize: bool
 ) -> list[tuple[int, float]] | None:
-    """(dimensions, weight) widest first, with weights that sum to one."""
+    """(dimensions, weight) widest first."""
     if dims is None:
         if weights is not None:
             raise UsageError(f"matryoshka_weights={list(weights)} needs matryoshka_dims. Give both or neither.")
@@ -359,4 +359,4 @@ def _matryoshka(
             f"matryoshka_weights={weights} must be one number >= 0 per entry of matryoshka_dims={list(dims)}, "
             "and not all zero."
         )
-    return sorted(((dim, weight / sum(weights)) for dim, weight in zip(dims, weights, strict=True)), reverse=True)
+    return sorted(zip(dims, weights, strict=True), reverse=True)

@@ -173,7 +173,7 @@ class RunConfig:
     temperature: float = option(0.05, "Scores are divided by it; lower looks harder at the nearest negatives.")
     learnable_temperature: bool = option(False, "Train the temperature too.")
     symmetric: bool = option(False, "Also find the query from the document, and average the two.")
-    matryoshka_dims: list[int] | None = option(None, "Train leading dimensions to work alone: [256, 128, 64].")
+    matryoshka_dims: list[int] | None = option(None, "Train leading dimensions to work alone, and add up: [256, 128].")
     matryoshka_weights: list[float] | None = option(None, "Weight of each of matryoshka_dims. Null: 1 each.")
     mask_false_negatives: bool = option(True, "A document equal to the row's own, or with its id, is no negative.")
     false_negative_margin: float | None = option(

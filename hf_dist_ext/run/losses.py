@@ -41,6 +41,7 @@ LABELS = {
     "EmbedDistillLoss": "the teacher's embedding, one for all columns or one per column",
     "MSELoss": "the teacher's embedding, one for all columns or one per column",
 }
+NO_COSINES = {"SoftmaxLoss", "MSELoss"}  # nor has one a distance that would say so
 CLASSES = {"SoftmaxLoss"}  # whose label is a number of a class, not a measure
 MAY_LACK_LABEL = {"AnglELoss"}  # with negatives the positive is the nearer one
 RATED_PAIRS = {"CoSENTLoss", "AnglELoss", "CosineSimilarityLoss", "ContrastiveLoss", "OnlineContrastiveLoss"}
@@ -148,6 +149,20 @@ def _check_name(name: str, field: str) -> None:
             f"{field}={show(name)} is no loss. There are {', '.join(OWN)} and none, and the losses of "
             f"sentence-transformers by their class, such as CoSENTLoss.{hint}"
         )
+
+
+def cuts_dimensions(config: RunConfig) -> bool:
+    """Whether `matryoshka_dims` of the file holds for this loss too, as one among several: MatryoshkaLoss around it.
+    UsageError where it can not."""
+    name, options = config.loss, config.loss_options or {}
+    if not config.matryoshka_dims or name in (None, "", "infonce", LATE, SPARSE, MATRYOSHKA):
+        return False
+    if name == "siglip" or name in NOT_IN_MATRYOSHKA or options.get("projection_dim"):
+        raise UsageError(
+            f"matryoshka_dims={show(config.matryoshka_dims)} holds for every loss over one vector, and {name} reads "
+            'whole ones. Set "matryoshka_dims": null beside it.'
+        )
+    return True
 
 
 def innermost(name: str, options: Mapping[str, Any] | None) -> str:

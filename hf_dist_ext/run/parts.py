@@ -21,6 +21,7 @@ from hf_dist_ext.run.losses import (
     OWN,
     SPARSE,
     check_loss,
+    cuts_dimensions,
     label_column,
     reads_label,
     reads_pairs,
@@ -111,6 +112,7 @@ def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
     parts = parts_of(config)
     for part, fields in zip(parts, config.losses, strict=True):
         check_loss(dataclasses.replace(part.config, label_column=None), fields, INFONCE_FIELDS)
+        cuts_dimensions(part.config)
     if config.label_column and not any(reads_label(part.config.loss, part.config.loss_options) for part in parts):
         raise UsageError(f"label_column={show(config.label_column)}: none of losses reads a label. Remove it.")
     _check_outputs(config, parts)

@@ -16,7 +16,7 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.fields import show
-from hf_dist_ext.run.losses import INFONCE_FIELDS
+from hf_dist_ext.run.losses import INFONCE_FIELDS, cuts_dimensions
 from hf_dist_ext.run.parts import (
     ABOVE_ZERO,
     OF_A_LOSS,
@@ -145,6 +145,7 @@ def check_sources(run: Run) -> None:
         if source.has_own_loss or source.config.losses is None:
             own = {name: value for name, value in fields.items() if name in OF_A_LOSS}
             check_parts(source.config, own)
+            cuts_dimensions(source.config)
         if source.config.eval_holdout and (source.config.eval_split or source.config.eval_dataset_name):
             raise UsageError(
                 f'datasets: "{source.name}" has eval_holdout, which takes rows from its train split, and eval_split '

@@ -18,6 +18,7 @@ from torch import nn
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.gradient_cache import Door, Embeddings, Encode, Passes, Phase, encode_without_graph
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import gathered
 
@@ -104,6 +105,16 @@ class Strategy:
     def wrapped(self, model: nn.Module, args: Any, has_loss: bool) -> None:
         """Once the model is in its wrappers: corrects what these do by themselves."""
 
+    def seed(self, seed: int, device: torch.device) -> None:
+        """Trainer seeds all ranks alike. From here on dropout draws other numbers on ranks with other rows or other
+        layers. It draws on the device: with an accelerator the host's numbers stay alike on all ranks, as other ranks
+        would wait for a layer that one skips at random."""
+        if collectives.world_size() == 1:
+            return
+        own = hash((seed, collectives.rank() // self.ranks_per_layer)) % 2**32
+        generators = torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+        generators.manual_seed(own)
+
     def check(self, has_loss_parameters: bool, has_budget: bool) -> None:
         """UsageError for what can not be exact with a loss over embeddings. `has_loss_parameters`: the loss trains
         some of its own; `has_budget`: memory is measured to find the size of chunks."""
@@ -184,9 +195,15 @@ class Strategy:
         wanted), on every rank that holds its rows."""
         raise NotImplementedError
 
-    def training(self) -> AbstractContextManager:
-        """Around `train()`."""
-        return nullcontext()
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around `train()`. The seed is that of all ranks again afterwards: samplers of a next training ask for it."""
+        seed = torch.initial_seed()
+        try:
+            yield
+        finally:
+            if collectives.world_size() > 1 and torch.initial_seed() != seed:
+                torch.manual_seed(seed)
 
     # ---- an update ----
 

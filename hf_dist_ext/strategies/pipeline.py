@@ -155,19 +155,6 @@ class Pipeline(Strategy):
             f"{each}: {self.per_rank}; schedule {self.schedule}; {copies}."
         )
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """The seed is that of all ranks again behind it: samplers of a next training ask for it."""
-        seed = torch.initial_seed()
-        try:
-            yield
-        finally:
-            torch.manual_seed(seed)
-
-    def wrapped(self, model: nn.Module, *more: Any) -> None:
-        # Trainer has seeded all ranks alike; layers of two stages must not drop the same elements.
-        torch.manual_seed(torch.initial_seed() + self.line.rank)
-
     def place(self, model: nn.Module | None, *more: Any) -> None:
         device = self.accelerator.device
         group = self.mesh.group(STAGES)

@@ -22,7 +22,7 @@ from hf_dist_ext.models import static_backbone
 from hf_dist_ext.models.backbones import load_tokenizer, one_line
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
-from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, resolve_folder
+from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, read_model_folder, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import Run, RunConfig
@@ -123,8 +123,8 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
         collator.label_column = label_column_of(config, columns_of(train_dataset))
         collator.label_shape = label_shape_of(train_dataset, collator.label_column)
         collator.same_number_of_negatives = takes_negatives_as_columns(config)
-    if normalize is None and loss.normalize:
-        _normalizes(run, model)
+    if normalize is None:
+        _follow(run, model, loss)
     for part in parts:
         if part.loss == MATRYOSHKA:
             model.matryoshka_dims = list(part.loss_options["matryoshka_dims"])
@@ -261,6 +261,22 @@ def _scores_cosines(run: Run, model: EmbeddingModel | TowerModel) -> bool:
     }
     logger.warning(f"embeddings are not normalised: scores are dot products{scaling.get(run.options.loss, '.')}")
     return False
+
+
+def _follow(run: Run, model: EmbeddingModel | TowerModel, loss: Any) -> None:
+    """Let the model normalise as losses of sentence-transformers want it, where neither run nor folder says it."""
+    if not loss.reads_lengths:
+        if loss.normalize:
+            _normalizes(run, model)
+        return
+    config = run.options
+    says_nothing = isinstance(model, EmbeddingModel) and (
+        config.model_config is not None
+        or read_model_folder(resolve_folder(config.model_name_or_path, config.model_revision)).is_plain
+    )
+    if model.normalize and "normalize" not in run.given and says_nothing:
+        model.normalize = False
+        logger.warning("the loss compares no cosines, so embeddings keep their lengths: normalize=false.")
 
 
 def _normalizes(run: Run, model: EmbeddingModel | TowerModel) -> bool:

@@ -14,7 +14,7 @@ from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.engine.sparse_loss import SparseLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, SPARSE
+from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, MATRYOSHKA, SPARSE, cuts_dimensions
 from hf_dist_ext.run.parts import outputs_of, parts_of
 from hf_dist_ext.run.sources import sources_of
 from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
@@ -75,4 +75,8 @@ def _build(
         return kind(**options) if config.loss == SPARSE else kind(**options, normalize=normalize)
     lengths = max_length.values() if isinstance(max_length, Mapping) else [max_length]
     longest = max(filter(None, lengths), default=getattr(tokenizer, "model_max_length", None))
-    return SentenceTransformersLoss(config.loss, embedding_dim, tokenizer=tokenizer, max_length=longest, **options)
+    name = config.loss
+    if cuts_dimensions(config):
+        name, options = MATRYOSHKA, {"loss": name, "loss_options": options, "matryoshka_dims": config.matryoshka_dims}
+        options["matryoshka_weights"] = config.matryoshka_weights
+    return SentenceTransformersLoss(name, embedding_dim, tokenizer=tokenizer, max_length=longest, **options)

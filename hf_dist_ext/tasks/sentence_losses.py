@@ -32,7 +32,17 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.losses import ALL_PAIRS, CLASSES, LABELS, MATRYOSHKA, MAY_LACK_LABEL, PAIRS, RATED_PAIRS, REFUSED
+from hf_dist_ext.run.losses import (
+    ALL_PAIRS,
+    CLASSES,
+    LABELS,
+    MATRYOSHKA,
+    MAY_LACK_LABEL,
+    NO_COSINES,
+    PAIRS,
+    RATED_PAIRS,
+    REFUSED,
+)
 
 OF_SHAPES = ("must match the size", "cannot be multiplied")  # what torch says of a teacher of another width
 GUIDE_ROWS = 32  # that a guide encodes at once, unless told otherwise
@@ -91,6 +101,11 @@ class SentenceTransformersLoss(nn.Module):
         compares = getattr(self.innermost, "similarity_fct", getattr(self.innermost, "distance_metric", None))
         name = compares if isinstance(compares, str) else _name_of(compares)
         return compares is None or any(word in name.lower() for word in ("cos", "angle"))
+
+    @property
+    def reads_lengths(self) -> bool:
+        """Whether embeddings of length 1 have another loss, as it compares no cosines."""
+        return self.name in NO_COSINES or not self.normalize
 
     @property
     def compares_all_pairs(self) -> bool:
@@ -239,7 +254,10 @@ class _Guide:
     def _embedded(self, chunk: Chunk) -> Tensor:
         part = dict(chunk.features)
         if self.must_retokenize:
-            texts = self.tokenizer.batch_decode(part["input_ids"], skip_special_tokens=True)
+            ids = part["input_ids"]
+            real = part.get("attention_mask", torch.ones_like(ids)).bool()
+            rows = [row[mask] for row, mask in zip(ids, real, strict=True)]  # padding may decode to text, such as "!"
+            texts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
             part = {
                 key: value.to(self.model.device) if isinstance(value, Tensor) else value
                 for key, value in self.model.preprocess(texts).items()

@@ -354,6 +354,8 @@ class DistTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any, **options: Any):
         prepared = super()._prepare_for_training(*arguments, **options)
         self.strategy.wrapped(self.model_wrapped, self.args, self.loss is not None)
+        if self._is_ours or self.strategy.is_cut:
+            self.strategy.seed(self.args.seed, self.args.device)
         if self.loss is not None:
             self.step.begin()
             compiling.announce(self.args, self.strategy, self.bare_model)

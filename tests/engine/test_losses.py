@@ -176,12 +176,9 @@ def test_masks_and_margins_equal_the_naive_ones(tiles, symmetric, margin, with_i
 @pytest.mark.parametrize("symmetric", [False, True], ids=["one_way", "symmetric"])
 @pytest.mark.parametrize("masks", [False, True], ids=["no_masks", "masks"])
 @pytest.mark.parametrize("dims, weights", [([10], None), ([3, 10, 6], [1.0, 2.0, 5.0]), ([2, 7], None)], ids=str)
-def test_matryoshka_is_the_weighted_mean_of_the_loss_on_every_prefix(symmetric, masks, dims, weights):
+def test_matryoshka_is_the_weighted_sum_of_the_loss_on_every_prefix(symmetric, masks, dims, weights):
     columns = make_columns(rows=11, negatives=(4,))
-    weights_or_ones = weights or [1.0] * len(dims)
-    matryoshka = sorted(
-        ((d, w / sum(weights_or_ones)) for d, w in zip(dims, weights_or_ones, strict=True)), reverse=True
-    )
+    matryoshka = sorted(zip(dims, weights or [1.0] * len(dims), strict=True), reverse=True)
     assert_equals_naive(
         columns,
         make_ids(columns) if masks else None,

@@ -1,11 +1,14 @@
 """Rules of the communication and learning-rate fields that need no second process."""
 
+import random
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
+from transformers import set_seed
 
 from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.errors import UsageError
@@ -133,15 +136,24 @@ def test_an_update_that_is_left_out_forgets_what_its_gradients_left_out():
 
 
 @pytest.mark.parametrize("per_layer, others", [(2, [0, 0, 1, 1]), (1, [0, 1, 2, 3])])
-def test_ranks_with_the_same_rows_draw_alike_unless_they_have_other_layers(tmp_path, monkeypatch, per_layer, others):
-    """After a resume with another number of processes."""
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_ranks_with_the_same_rows_draw_alike_unless_they_have_other_layers(
+    tmp_path, monkeypatch, per_layer, others, is_resumed
+):
+    """At a start, and at a resume with another number of processes."""
     monkeypatch.setattr(Strategy, "ranks_per_layer", per_layer)
-    drawn = []
+    args, drawn, shared = SimpleNamespace(world_size=4, seed=1, device=torch.device("cpu")), [], set()
     for rank in range(4):
         monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
         monkeypatch.setattr(collectives, "world_size", lambda: 4)
         strategy = Strategy()
         strategy.rows = Rows(shared_by=2)
-        assert resume.draws_anew(SimpleNamespace(world_size=4, seed=1), 7, str(tmp_path), strategy)
+        set_seed(args.seed)
+        if is_resumed:
+            assert resume.draws_anew(args, 7, str(tmp_path), strategy)
+        else:
+            strategy.seed(args.seed, args.device)
         drawn.append(torch.rand(()).item())
+        shared.add((random.random(), np.random.rand()))
     assert [drawn.index(number) for number in drawn] == [others.index(other) for other in others]
+    assert len(shared) == 1, "a collator draws alike on all ranks"

@@ -19,6 +19,7 @@ from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.losses import build_loss
+from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.step import EmbeddingStep
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
@@ -128,6 +129,8 @@ FROM_FOLDER = {"model_config": ..., "projection_dim": ..., "tokenizer_name": ...
     ({"datasets": [SOURCE | {"loss": "siglip"}], "loss": "infonce"}, "every one of datasets has a loss of its own"),
     ({"datasets": [SOURCE | {"loss": "siglip"}], "symmetric": True}, "symmetric=true is an option of infonce, and no"),
     ({"datasets": [SOURCE | {"loss": "none"}]}, 'datasets: "code_search" has no loss'),
+    ({"datasets": [SOURCE, SOURCE | {"loss": "siglip", "name": "b"}], "matryoshka_dims": [8]}, "siglip reads whole"),
+    ({"losses": [{"loss": "infonce"}, {"loss": "SoftmaxLoss"}], "matryoshka_dims": [8]}, "SoftmaxLoss reads whole"),
     ({"datasets": [SOURCE | {"loss": "TripletLoss", "label_column": "a"}]}, "TripletLoss reads no label"),
 ])  # fmt: skip
 def test_what_can_not_be_is_refused_before_anything_is_read(fields, message, run_file):  # noqa: F811
@@ -211,6 +214,31 @@ def test_two_of_the_same_loss_have_different_names(run_file):  # noqa: F811
     options = load_run(["--config", run_file(losses=twice, **PLAIN)]).options
     loss = build_loss(options, 8, None, None, True)
     assert loss.weights == {"infonce": 1.0, "infonce_2": 2} and loss.losses["of_infonce_2"].fixed_temperature == 0.5
+
+
+def test_dimensions_of_the_file_hold_for_every_loss_over_one_vector(run_file):  # noqa: F811
+    def built(**fields):
+        fields = PLAIN | {"dataset_name": ..., "eval_holdout": ...} | fields
+        options = load_run(
+            ["--config", run_file(matryoshka_dims=[8, 4], matryoshka_weights=[1, 0.5], **fields)]
+        ).options
+        return build_loss(options, 8, None, None, True)
+
+    rated = {"loss": "CoSENTLoss", "loss_options": {"scale": 5.0}}
+    whole = {"matryoshka_dims": None, "matryoshka_weights": None}
+    sources = [SOURCE | {"name": name} | own for name, own in {"a": {}, "b": rated, "c": rated | whole}.items()]
+    of_sources, of_sum = built(datasets=sources), built(losses=[SUM[0], rated], dataset_name="code-search")
+    assert of_sources.of("a").matryoshka == [(8, 1), (4, 0.5)] == of_sum.losses["of_infonce"].matryoshka
+    rows, targets = {name: torch.randn(6, 8) for name in ("query", "positive")}, {"label": torch.rand(6)}
+    alone = SentenceTransformersLoss("CoSENTLoss", 8, scale=5.0)
+    short = {name: torch.nn.functional.normalize(one[:, :4]) for name, one in rows.items()}
+    expected = alone(rows, targets=targets).loss + 0.5 * alone(short, targets=targets).loss
+    for loss in (of_sources.of("b"), of_sum.losses["of_CoSENTLoss"]):
+        assert loss.name == "CoSENTLoss"
+        torch.testing.assert_close(loss(rows, targets=targets).loss, expected)
+    torch.testing.assert_close(
+        of_sources.of("c")(rows, targets=targets).loss, alone(rows, targets=targets).loss, msg="null switches it off"
+    )
 
 
 def test_a_plan_counts_a_loss_that_compares_all_pairs(run_file):  # noqa: F811

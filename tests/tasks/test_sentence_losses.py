@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.modules import Normalize
+from transformers import BertConfig, BertModel
 
 from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss
 from hf_dist_ext.data.collator import ContrastiveCollator
@@ -183,6 +185,25 @@ def test_cached_gradients_are_those_of_sentence_transformers(model, guides, name
         assert (found[key] - gradient).norm() <= 1e-10 * scale, key
 
 
+@pytest.mark.parametrize("weights", [None, [2.0, 1.0, 0.5]])
+def test_dimensions_of_infonce_are_those_of_matryoshka_loss(model, weights):
+    """The sum over the widths, each times its weight; 1 where none is given."""
+    draw, dims = torch.Generator().manual_seed(3), [32, 16, 8]
+    rows = {name: torch.randn(7, WIDTH, generator=draw, dtype=torch.float64) for name in ("query", "positive", "hard")}
+    given = {name: one.requires_grad_() for name, one in rows.items()}
+    ours = InfoNCELoss(0.05, matryoshka_dims=dims, matryoshka_weights=weights)(given).loss
+    inner = {"loss": "MultipleNegativesRankingLoss", "loss_options": {"scale": 20.0}}
+    reference = SentenceTransformersLoss(
+        "MatryoshkaLoss", WIDTH, matryoshka_dims=dims, matryoshka_weights=weights, **inner
+    )
+    expected = reference(given).loss
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
+    gradients = (torch.autograd.grad(one, [*given.values()]) for one in (ours, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        assert wanted.abs().max() > 0
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
 def test_every_loss_of_sentence_transformers_is_compared_or_refused():
     known = {name for name in losses.__all__ if "Loss" in name and not name.endswith("Function")}
     assert known == {name for name, *_ in CASES} | set(by_name.REFUSED)
@@ -206,6 +227,21 @@ def test_a_guide_reads_every_row_once_and_is_no_part_of_the_loss(guides, monkeyp
     assert sum(rows * tokens for rows, tokens in seen) < 0.9 * padded  # rows of about one length go together
     assert {name: rows.shape for name, rows in of_guide.items()} == dict.fromkeys(batch, (70, WIDTH))
     assert not list(loss.parameters()) and not loss.state_dict() and not of_guide["query"].requires_grad
+
+
+def test_a_guide_with_another_vocabulary_reads_no_padding(guides):
+    """Also where the model pads with a token that is a word to its tokenizer, as CLIP's "!" is."""
+    guide, tokenizer = guides["shorter"], tiny_tokenizer()
+    loss = SentenceTransformersLoss("GISTEmbedLoss", WIDTH, tokenizer=tokenizer, max_length=24, guide=guide)
+    rows = {"query": ["read", "sort by"], "positive": ["read file", "date"]}
+    batch = {
+        name: tokenizer(one, padding="max_length", max_length=9, return_tensors="pt") for name, one in rows.items()
+    }
+    for features in batch.values():
+        features["input_ids"][features["attention_mask"] == 0] = tokenizer.convert_tokens_to_ids("text")
+    found = loss.targets_of({name: dict(features) for name, features in batch.items()})
+    for name, texts in rows.items():
+        torch.testing.assert_close(found[name], guide.encode(texts, convert_to_tensor=True))
 
 
 def test_negatives_in_lists_are_columns_of_their_own():
@@ -436,3 +472,56 @@ def test_parameters_of_a_loss_are_saved_once_and_read_back(tmp_path):
     state = first.state_dict()
     assert len(state) == len(list(first.parameters())) > 0
     assert all(second.state_dict()[name].equal(value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("kind, normalizes", [("plain", False), ("pooled", False), ("normalized", True)])
+@pytest.mark.parametrize("name", ["TripletLoss", "SoftmaxLoss", "CoSENTLoss"])
+def test_lengths_stay_where_the_loss_reads_them_unless_the_folder_normalises(
+    main,  # noqa: F811
+    run_file,  # noqa: F811
+    tmp_path,
+    name,
+    kind,
+    normalizes,
+):
+    """A plain model, and folders of sentence-transformers with and without Normalize: the loss is theirs."""
+    torch.manual_seed(0)
+    backbone, folder = BertModel(BertConfig(**model_config("bert", **NO_DROPOUT))), str(tmp_path / "model")
+    backbone.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    if kind != "plain":
+        chain = SentenceTransformer(folder, device="cpu")
+        modules = [*chain, *([Normalize()] if normalizes else [])]
+        SentenceTransformer(modules=modules, device="cpu").save_pretrained(folder := str(tmp_path / "chain"))
+    rows = [{"query": f"read {w}", "positive": f"a text {w} {w}", "negative": "sort", "label": i % 2}
+            for i, w in enumerate(WORDS[:8])]  # fmt: skip
+    options, fields = {}, {"label_column": "label"}
+    if name == "TripletLoss":
+        fields = {"label_column": ...}
+    else:
+        rows = [{key: value for key, value in row.items() if key != "negative"} for row in rows]
+    if name == "SoftmaxLoss":
+        options = {"num_labels": 2, "embedding_dimension": WIDTH}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    fields |= {"model_name_or_path": folder, "loss": name, "loss_options": options, "batch_size": 8, "max_steps": 1}
+    empty = dict.fromkeys(
+        ("model_config", "tokenizer_name", "eval_holdout", "prompts", "columns", "projection_dim",
+         "learnable_temperature"), ...
+    )  # fmt: skip
+    main(["--config", run_file(**fields, **empty, learning_rate=0.0, seed=1)])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    (found,) = (line["loss"] for line in lines if "loss" in line)
+
+    model = SentenceTransformer(folder, device="cpu")
+    reference = theirs(model, name, options)
+    if name == "SoftmaxLoss":
+        saved = load_file(tmp_path / "out" / "checkpoint-1" / "loss.safetensors")
+        reference.classifier.load_state_dict({key.rpartition(".")[2]: value for key, value in saved.items()})
+    texts_of = [[row[column] for row in rows] for column in COLUMNS if column in rows[0]]
+    labels = torch.tensor([row["label"] for row in rows])
+    expected = reference([model.preprocess(column) for column in texts_of], labels).item()
+    assert found == pytest.approx(expected, rel=1e-4)
+    is_cosine = name == "CoSENTLoss"
+    assert [type(module).__name__ for module in SentenceTransformer(str(tmp_path / "out"), device="cpu")] == [
+        "Transformer", "Pooling", *["Normalize"] * (normalizes or is_cosine)
+    ]  # fmt: skip
