@@ -150,13 +150,16 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
     if has_adapters:
         from peft import PeftConfig, PeftModel, get_peft_model
 
-        shards = None if is_partial else _sharded_adapters(checkpoint, trust)
-        if isinstance(model, EmbeddingModel) and not is_partial:
-            _take_projection(model, checkpoint, folder)
-        if shards is not None or (isinstance(model, EmbeddingModel) and not is_partial):
-            return adapter_folder.with_adapters(model, checkpoint, shards), folder
         if not is_partial:
-            return PeftModel.from_pretrained(model, checkpoint), folder
+            shards, is_embedding = _sharded_adapters(checkpoint, trust), isinstance(model, EmbeddingModel)
+            if is_embedding:
+                _take_projection(model, checkpoint, folder)
+            if is_embedding or shards is not None:
+                model = adapter_folder.with_adapters(model, checkpoint, shards)
+            else:
+                model = PeftModel.from_pretrained(model, checkpoint)
+            trainable.check_base(checkpoint, model)
+            return model, folder
         model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
     trainable.load_on_base(model, checkpoint, trust)
     return model.eval(), folder

@@ -525,6 +525,7 @@ def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_p
             return super()._prepare_for_training(*arguments, **options)
 
     def make_adapted(base: torch.dtype) -> DistTrainer:
+        torch.manual_seed(0)
         model = EmbeddingModel.from_config(BERT).to(base)
         args = DistTrainingArguments(
             output_dir=str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=4, report_to=[],
