@@ -25,7 +25,7 @@ from torch import nn
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
-from hf_dist_ext.checkpoints.loss_state import load_loss
+from hf_dist_ext.checkpoints.loss_state import load_loss, settings, warn_of_settings
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
 
@@ -55,6 +55,7 @@ class Keeper:
         self.evaluation_is_due = False
         self.background = async_save.Background(args.ddp_timeout)
         self.writer = async_save.Writer()
+        self._loss_settings = settings(loss)
         self._run: Mapping[str, Any] = manifest.new_run()
 
     def resume(
@@ -76,6 +77,7 @@ class Keeper:
         """
         self.committed_step, self.best_checkpoint, self.evaluation_is_due = None, None, False
         self.finite_step, self._to_rotate = -1, None
+        self._loss_settings = settings(self.loss)
         folder, asked = resume.choose(self.args, asked)
         path, takes_weights_only = None, folder is not None and resume.takes_weights_only(self.args, folder, asked)
         if folder is not None and takes_weights_only:
@@ -89,6 +91,7 @@ class Keeper:
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
             resume.check_frozen(folder, frozen_digests)
             self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
+            warn_of_settings(self._loss_settings, content.get("loss"))
             self.evaluation_is_due = content.get("evaluation_due", False)
             path = str(folder)
         # nothing is written down before everything was looked at
@@ -149,6 +152,7 @@ class Keeper:
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
         best, limit = state.best_model_checkpoint, args.save_total_limit
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
+        content["loss"] = self._loss_settings
         content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:

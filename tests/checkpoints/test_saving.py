@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_dist_ext.checkpoints import commit, manifest
+from hf_dist_ext.checkpoints import commit, loss_state, manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, resume_or_start
+from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training import final_model
@@ -427,6 +428,24 @@ def test_the_state_of_another_optimizer_or_kind_of_schedule_is_refused(tmp_path,
     again = make(tmp_path, max_steps=4, resume_weights_only=True, **evaluation | now)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
+
+
+def test_another_loss_than_the_checkpoints_is_said(copied, caplog):
+    def resumed(loss) -> list[str]:
+        trainer = make(copied, max_steps=7)
+        trainer.loss = trainer.keeper.loss = loss
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            trainer._resume(str(copied / "checkpoint-4"))
+        return [record.message for record in caplog.records if "another loss" in record.message]
+
+    assert resumed(InfoNCELoss(learnable_temperature=True, rows_per_tile=4)) == [], "tiles change no result"
+    (said,) = resumed(InfoNCELoss(learnable_temperature=True, false_negative_margin=0.1))
+    assert said.endswith("from here the one given holds: false_negative_margin None -> 0.1.")
+    parts = {"one": InfoNCELoss(0.05, learnable_temperature=True), "two": InfoNCELoss(0.05)}
+    assert "fixed_temperature" in loss_state.settings(parts["two"])
+    one, two = (loss_state.settings(SumOfLosses(parts, {"one": weight})) for weight in (1.0, 2.0))
+    assert {name for name in one if one[name] != two[name]} == {"weights"}
 
 
 @pytest.mark.parametrize("now", [{"optim": "adamw_torch"}, {"lr_scheduler_type": "cosine"}])
