@@ -299,6 +299,7 @@ def fingerprint(digests: Mapping[str, str]) -> str:
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / FROZEN).write_text(json.dumps(digests, indent=1), encoding="utf-8")
 
 

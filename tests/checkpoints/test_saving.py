@@ -1,5 +1,6 @@
 """Saving and resuming through DistTrainer in this process: order, damage, disks that are full, what resuming needs."""
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -8,7 +9,9 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -513,6 +516,33 @@ def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(whole, tmp_
         assert torch.equal(weights(resumed), whole[1]) and len(names) >= 2
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_final_model_that_does_not_fit_takes_no_file_of_others_with_it(tmp_path, monkeypatch, is_full):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "model.safetensors").write_text("of the run before")
+
+    def save_model(folder: str) -> None:
+        (tmp_path / "1_Pooling" / "index.bin").write_text("of another process, meanwhile")
+        (tmp_path / "metrics.txt").write_text("also")
+        for name in ("model.safetensors", "1_Pooling/config.json"):
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("of this run")
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    args = SimpleNamespace(output_dir=str(tmp_path), should_save=True, push_to_hub=False)
+    monkeypatch.setattr(final_model, "_folder_with_room", lambda *a: None)
+    with pytest.raises(RunError, match="is full") if is_full else nullcontext():
+        final_model.save(save_model, torch.nn.Linear(1, 1), args)
+    left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    others = {"1_Pooling/index.bin": "of another process, meanwhile", "metrics.txt": "also"}
+    if is_full:
+        assert left == others | {"model.safetensors": "of the run before"}
+    else:
+        assert left == others | {"model.safetensors": "of this run", "1_Pooling/config.json": "of this run"}
 
 
 def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
