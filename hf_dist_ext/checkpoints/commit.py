@@ -152,6 +152,6 @@ def commit_model(folder: Path, names: Iterable[str], content: Mapping[str, Any])
     names = [name for name in names if (folder / name).is_file()]
     manifest.commit(folder, manifest.record(folder, names), content)
     logger.info(
-        f"{folder} holds what was trained. hf-dist merge {folder} --output DIR makes the complete model; "
+        "what was trained is written. hf-dist merge FOLDER --output DIR makes the complete model of its folder; "
         "save_full_model=true does so at the end of a run."
     )

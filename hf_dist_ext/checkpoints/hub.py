@@ -1,9 +1,10 @@
 """What goes to the hub: the model of a folder, and not what goes on with its run.
 
 (1) in the middle of a run Trainer copies the files whose names it knows from the checkpoint to output_dir, and pushes
-    that folder. It knows no pooling, dense and tower folders and no files of a part that was trained, so that the hub
-    would serve another model. Here every file of the checkpoint is copied that belongs to the model
-(2) at the end, and by `hf-dist push`, the files of a folder by which it loads as it lies there, with its card
+    all of that folder. It knows no pooling, dense and tower folders and no files of a part that was trained, of which the
+    hub would serve another model. Here every file of the checkpoint is copied that belongs to the model
+(2) then, at the end, and by `hf-dist push`, the files by which a folder loads as it lies there go to the hub, with its
+    card (checkpoints/model_names.py)
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import logging
 
-from hf_dist_ext.checkpoints import manifest
+from hf_dist_ext.checkpoints import manifest, model_names
 from hf_dist_ext.checkpoints.trainable import FROZEN, WEIGHTS
 from hf_dist_ext.errors import UsageError
 
@@ -33,22 +35,19 @@ TO_GO_ON = (  # files and folders at the top of a checkpoint
     "gradient_cache.json", "stream_position.json", "ddp_comm_hook_*", "global_step*", "latest", "zero_to_fp32.py",
     "pytorch_model_fsdp*", "trainable",
 )  # fmt: skip
-OF_A_RUN = (  # at the top of output_dir: what is no part of its model, and caches
-    "checkpoint-*", "stage_*", "_*", ".*", "runs", "wandb", "index", "features-*.safetensors", "training_args.bin",
-    "*.unfinished", manifest.RUN, manifest.UNFINISHED, "preempted.json", "measured.json",
-)  # fmt: skip
 
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 
-def copy_model(checkpoint: Path, output_dir: Path) -> None:
-    """The model of a complete checkpoint, as `save_model` would write it to output_dir."""
+def copy_model(checkpoint: Path, output_dir: Path) -> bool:
+    """The model of a complete checkpoint, as `save_model` would write it to output_dir. Whether it has weights."""
     names = [
         name
         for name in manifest.files_in(checkpoint)
         if not any(fnmatch(name.partition("/")[0], pattern) for pattern in TO_GO_ON)
     ]
-    if not any(name.endswith((".safetensors", ".bin")) and "training_args" not in name for name in names):
+    has_weights = any(name.endswith((".safetensors", ".bin")) and "training_args" not in name for name in names)
+    if not has_weights:
         logger.warning_once(
             "Checkpoints of this run hold their weights in shards, so only the push at its end holds weights."
         )
@@ -59,6 +58,7 @@ def copy_model(checkpoint: Path, output_dir: Path) -> None:
         known = manifest.read(checkpoint) or {}
         facts = {key: value for key, value in known.items() if key not in ("format", "saved_at", "files", "checksum")}
         manifest.commit(output_dir, manifest.record(output_dir, [WEIGHTS, FROZEN]), facts)
+    return has_weights
 
 
 # (2) ---------------------------------------------------------------------------------------------------------------
@@ -67,12 +67,8 @@ def copy_model(checkpoint: Path, output_dir: Path) -> None:
 def files_of_model(folder: Path, include: Sequence[str] = ()) -> list[str]:
     """The files to push, relative to the folder; `include`: patterns of others. UsageError where no weights are."""
     everything = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    wanted = [
-        name
-        for name in everything
-        if not any(fnmatch(name.partition("/")[0], pattern) for pattern in (*TO_GO_ON, *OF_A_RUN))
-        or any(fnmatch(name, pattern) for pattern in include)
-    ]
+    of_model = set(model_names.of_model(folder))
+    wanted = [name for name in everything if name in of_model or any(fnmatch(name, one) for one in include)]
     if unknown := [one for one in include if not any(fnmatch(name, one) for name in everything)]:
         raise UsageError(f"--include {unknown[0]} fits no file below {folder}. Give a pattern, as 'checkpoint-40/*'.")
     if not any(name.endswith((".safetensors", ".bin")) for name in wanted):
@@ -105,6 +101,20 @@ def upload(
         revision=revision,
         run_as_future=not blocking,
     )
+
+
+def push_checkpoint(folder: Path, output_dir: Path, args: Any, repo_id: str, step: int) -> list[Future]:
+    """What Trainer pushes in the middle of a run, but of the model alone; `hub_strategy` may add the checkpoint."""
+    message, jobs = f"Training in progress, step {step}", []
+    if copy_model(folder, output_dir):
+        options = {"token": args.hub_token, "revision": args.hub_revision, "message": message}
+        jobs.append(upload(output_dir, repo_id, blocking=False, **options))
+    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        path = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
+        options = {"token": args.hub_token, "revision": args.hub_revision, "run_as_future": True}
+        options["commit_message"] = f"{message}, checkpoint"
+        jobs.append(HfApi().upload_folder(repo_id=repo_id, folder_path=folder, path_in_repo=path, **options))
+    return jobs
 
 
 @contextlib.contextmanager

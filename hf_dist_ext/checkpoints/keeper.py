@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
-from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, state_of
+from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, settings, state_of, warn_of_settings
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
 
@@ -59,6 +59,7 @@ class Keeper(TrainerCallback):
         self.writer = async_save.Writer()
         self.at_begin: list[Callable[[], None]] = []
         self._begin_run: Callable[[], Mapping[str, Any]] = manifest.new_run
+        self._loss_settings = settings(loss)
         self._run: Mapping[str, Any] = manifest.new_run()
         self._chosen: Path | None = None
         self._asked: bool | str | None = None
@@ -69,6 +70,7 @@ class Keeper(TrainerCallback):
         with `resume_weights_only`, which continues nothing."""
         self.committed_step, self.best_checkpoint, self.evaluation_is_due = None, None, False
         self.finite_step, self._to_rotate = -1, None
+        self._loss_settings = settings(self.loss)
         self._chosen, self._asked = folder, asked = resume.choose(self.args, asked)
         self._takes_weights_only = folder is not None and resume.takes_weights_only(self.args, folder, asked)
         if folder is None or self._takes_weights_only:
@@ -77,6 +79,7 @@ class Keeper(TrainerCallback):
         resume.check_complete(self.args, folder, self.loss, strategy.rows, has_scaler)
         strategy.check_resumable(folder, content, self.args.world_size)
         self.best_checkpoint = resume.best_checkpoint_of(self.args, folder)
+        warn_of_settings(self._loss_settings, content.get("loss"))
         self.evaluation_is_due = content.get("evaluation_due", False)
         return str(folder)
 
@@ -166,6 +169,7 @@ class Keeper(TrainerCallback):
         run = {name: self._run.get(name) for name in ("run_id", "parent", "began_from_weights")}
         best, limit = state.best_model_checkpoint, args.save_total_limit
         content = {**facts(), **run, "generation": generation} if args.should_save else {}
+        content["loss"] = self._loss_settings
         content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:

@@ -22,7 +22,7 @@ import transformers
 from torch import nn
 
 from hf_dist_ext.checkpoints import facts as run_facts
-from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
+from hf_dist_ext.checkpoints import manifest, model_names, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import require_new
 from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP, load_whole
 from hf_dist_ext.errors import UsageError
@@ -36,14 +36,6 @@ from hf_dist_ext.models.weights import load_weights
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.tensors import gathered
 
-# Files of a checkpoint or model folder that are not the processor's.
-NOT_PROCESSOR = {
-    manifest.MANIFEST, "config.json", "generation_config.json", "trainer_state.json", "gradient_cache.json",
-    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "adapter_config.json",
-    "metrics.json", "run.json", "plan.json", "measured.json", "towers.json", "router_config.json", manifest.RUN,
-    trainable.FROZEN,
-}  # fmt: skip
-PROCESSOR_ENDINGS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe")
 ADAPTER_FILES = [adapter_folder.CONFIG, adapter_folder.WEIGHTS]
 TOLERANCE = 1e-4  # between outputs before and after merging adapters, of their size: float32 sums in another order
 
@@ -150,13 +142,16 @@ def _complete_model(checkpoint: Path, facts: dict, base: str | None, options: di
     if has_adapters:
         from peft import PeftConfig, PeftModel, get_peft_model
 
-        shards = None if is_partial else _sharded_adapters(checkpoint, trust)
-        if isinstance(model, EmbeddingModel) and not is_partial:
-            _take_projection(model, checkpoint, folder)
-        if shards is not None or (isinstance(model, EmbeddingModel) and not is_partial):
-            return adapter_folder.with_adapters(model, checkpoint, shards), folder
         if not is_partial:
-            return PeftModel.from_pretrained(model, checkpoint), folder
+            shards, is_embedding = _sharded_adapters(checkpoint, trust), isinstance(model, EmbeddingModel)
+            if is_embedding:
+                _take_projection(model, checkpoint, folder)
+            if is_embedding or shards is not None:
+                model = adapter_folder.with_adapters(model, checkpoint, shards)
+            else:
+                model = PeftModel.from_pretrained(model, checkpoint)
+            trainable.check_base(checkpoint, model)
+            return model, folder
         model = get_peft_model(model, PeftConfig.from_pretrained(checkpoint))
     trainable.load_on_base(model, checkpoint, trust)
     return model.eval(), folder
@@ -379,16 +374,12 @@ def _copy_processor(checkpoint: Path, source: Path, output: Path) -> dict[str, P
 
 
 def _processor_files(folder: Path) -> dict[str, Path]:
-    return {path.name: path for path in folder.iterdir() if path.is_file() and _is_processors(path.name)}
+    return {path.name: path for path in folder.iterdir() if path.is_file() and model_names.is_processors(path.name)}
 
 
 def _copy_files(files: dict[str, Path], output: Path) -> None:
     for name, path in files.items():
         shutil.copyfile(path, output / name)
-
-
-def _is_processors(name: str) -> bool:
-    return name.endswith(PROCESSOR_ENDINGS) and name not in NOT_PROCESSOR and not name.endswith(".index.json")
 
 
 # (5) ---------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ class ModelFiles:
         return not self.is_part or self.args.save_full_model or base_model(self.bare_model()) is None
 
     @property
+    def has_adapters(self) -> bool:
+        """And saves nothing else, in a peft model."""
+        return not self.is_part and hasattr(self.bare_model(), "peft_config")
+
+    @property
     def are_adapters_merged(self) -> bool:
         is_wanted = self.is_part or (self.is_ours and self.args.save_full_model)
         return is_wanted and merge.has_adapters(self.bare_model())
@@ -95,8 +100,9 @@ class ModelFiles:
         merges = self.ends_complete and self.are_adapters_merged
         if self.args.save_full_model or (strategy.is_cut and merges):
             merge.check_can_save_merged(self.bare_model(), strategy.forwards_are_collective or strategy.is_cut)
-        if self.is_part and self.frozen_digests is None:
-            own = trainable.frozen_digests(self.bare_model(), self._saved_here())
+        if self.frozen_digests is None and (self.is_part or self.has_adapters):
+            bare = self.bare_model()
+            own = trainable.frozen_digests(bare, self._saved_here()) if self.is_part else trainable.base_digests(bare)
             parts = self.strategy().said_by_parts(own)
             self.frozen_digests = {name: digest for part in parts for name, digest in part.items()}
 
@@ -113,6 +119,7 @@ class ModelFiles:
         yield from (p for p in self.model().parameters() if not self.is_part or p.requires_grad)
 
     def save_for_resume(self, folder: Path, save: Save, writer: Writer) -> bool:
+        self._save_digests(folder)
         if self.is_part or self.is_sharded:  # FSDP's shards follow with the optimizer
             self._save_description(folder)
             if self.is_part:
@@ -175,6 +182,10 @@ class ModelFiles:
         strategy, saved = self.strategy(), self._saved_here()
         trainable.save_weights(self.model(), saved, digests, folder, keep, is_sharded, writer, strategy)
 
+    def _save_digests(self, folder: Path) -> None:
+        if self.has_adapters and self.frozen_digests and self.args.should_save:
+            trainable.write_digests(folder, self.frozen_digests)
+
     def _save_whole(self, folder: Path, save: Save) -> None:
         whole = self.whole_weights()
         with self.strategy().saving_whole(self.model()):
@@ -188,6 +199,8 @@ class ModelFiles:
 
     def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""
+        if not self.are_adapters_merged:
+            agreed.together(lambda: self._save_digests(folder))
         if not self.ends_complete:
             agreed.together(lambda: self._save_description(folder))
             agreed.together(lambda: self._save_trainable(folder, False, Writer()))
@@ -197,7 +210,7 @@ class ModelFiles:
                 self._save_whole(folder, save)
             else:
                 as_trainer(str(folder))
-            self._commit(folder, merge.ADAPTER_FILES, facts)
+            self._commit(folder, [*merge.ADAPTER_FILES, trainable.FROZEN], facts)
         elif self.are_adapters_merged:
             if self.args.should_save:
                 merge.save_merged(self.bare_model(), self.processor(), folder)

@@ -266,8 +266,8 @@ def check_optimizer(args: Any, folder: Path, optimizer: str) -> None:
 
 def best_checkpoint_of(args: Any, folder: Path) -> str | None:
     """Where the best checkpoint lies of the run that `folder` is of. trainer_state.json has the path that it had when
-    it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first, if it
-    is what the manifest of `folder` says. UsageError where the run is to end with it and it is gone."""
+    it was written. The run's folder may have been moved or copied since, so what lies beside `folder` comes first, as
+    long as it is what the manifest of `folder` names. UsageError where the run is to end with it and it is gone."""
     identity = (manifest.read(folder) or {}).get("best")  # none in those of earlier versions
 
     def look() -> Path | None:

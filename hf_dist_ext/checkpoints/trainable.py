@@ -9,7 +9,7 @@ format. When a checkpoint is read, every rank takes its part of what the files h
 those of the run.
 
 The frozen weights are not saved: `frozen.json` has a fingerprint of each, taken before anything was wrapped or
-trained, and a checkpoint on top of other ones is refused.
+trained, and a checkpoint on top of other ones is refused. So it is with the base of adapters.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
 SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "trainable", "trainable_optimizer"
 FROZEN = "frozen.json"
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+PROJECTION = "base_model.model.projection."
 SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the sum over all of them
 
 # ---- what is saved ----
@@ -98,7 +99,7 @@ def save_weights(
         if keep:
             writer.tensors(weights, folder / WEIGHTS)
     if keep:
-        (folder / FROZEN).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+        write_digests(folder, digests)
 
 
 def save_optimizer(
@@ -274,6 +275,15 @@ def frozen_digests(model: nn.Module, saved: frozenset[str]) -> dict[str, str]:
     return digests
 
 
+def base_digests(model: nn.Module) -> dict[str, str]:
+    """Of what the adapters of a peft model stand on: its checkpoints hold these, and the projection of an embedding
+    model. Nothing of a quantized base, which is another one in its files."""
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        return {}
+    digests = frozen_digests(model, frozenset(name for name, p in model.named_parameters() if p.requires_grad))
+    return {name: digest for name, digest in digests.items() if not name.startswith(PROJECTION)}
+
+
 def digest_of(tensor: torch.Tensor) -> str:
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.contiguous().view(-1)
@@ -286,6 +296,20 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 def fingerprint(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
+
+
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FROZEN).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+
+
+def check_base(folder: Path, model: nn.Module) -> None:
+    """`check_frozen` for adapters, of which `folder` may name other parts than `model`, in which nothing trains any
+    more."""
+    if (folder / FROZEN).is_file():
+        known = json.loads((folder / FROZEN).read_text(encoding="utf-8"))
+        digests = frozen_digests(model, frozenset(name for name, _ in model.named_parameters() if name not in known))
+        check_frozen(folder, {name: digest for name, digest in digests.items() if name in known})
 
 
 def check_frozen(folder: Path, digests: Mapping[str, str]) -> None:

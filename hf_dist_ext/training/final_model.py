@@ -1,6 +1,6 @@
 """The model that a run ends with, also where the disk of its folder has become full.
 
-(1) it is written to output_dir; what a full disk cuts short is removed again
+(1) it is written into a new folder in output_dir, and moved up once it is whole; one that a full disk cuts short goes
 (2) then it goes to the first other disk with room for it: the working directory's, the home's, that of temporary files
 (3) where there is none, the newest complete checkpoint stays
 
@@ -20,23 +20,25 @@ from typing import Any
 
 from torch import nn
 
-from hf_dist_ext.checkpoints import commit
+from hf_dist_ext.checkpoints import commit, manifest
 from hf_dist_ext.checkpoints.manifest import step_of
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.strategies.agreed import together
 from hf_dist_ext.strategies.tensors import num_elements
 
+UNFINISHED = "_model.unfinished"
+
 
 def save(save_model: Callable[[str], None], model: nn.Module, args: Any) -> None:
     """Call `save_model` on a folder; every rank calls it. RunError when the model is not in output_dir afterwards."""
     output_dir = Path(args.output_dir)
-    if _is_written(save_model, output_dir):  # (1)
+    if _is_written(save_model, output_dir, args.should_save):  # (1)
         return
     args.push_to_hub = False  # a push takes what lies in output_dir
     for base in (os.getcwd, Path.home, tempfile.gettempdir):  # (2)
         find = partial(_folder_with_room, model, output_dir, base)
         folder = together(find if args.should_save else lambda: None)[0]
-        if folder is not None and _is_written(save_model, folder):
+        if folder is not None and _is_written(save_model, folder, args.should_save):
             raise RunError(
                 f"the disk of {output_dir} is full, so the trained model was written to {folder}. Free space and move "
                 "it to where you want it."
@@ -69,31 +71,34 @@ def kept_lines(report: Mapping[str, Any]) -> list[str]:
     return [f"{stage}kept the weights of step {best['step']:,}, the best {best['figure']} ({best['value']:.4g})"]
 
 
-def _is_written(save_model: Callable[[str], None], folder: Path) -> bool:
+def _is_written(save_model: Callable[[str], None], folder: Path, should_save: bool) -> bool:
+    """Into a folder of its own first: what a full disk cuts short goes with it, and no file of anybody else's."""
+    fresh = folder / UNFINISHED
+
     def attempt() -> bool:
-        before = _files(folder)
         try:
-            save_model(str(folder))
+            save_model(str(fresh))
             return True
         except Exception as error:
             if not commit.is_full_disk(error, folder):
                 raise
-            for path, changed in _files(folder).items():
-                if before.get(path) != changed:
-                    path.unlink(missing_ok=True)
             return False
 
-    return all(together(attempt))
+    def end(is_whole: bool) -> None:
+        for name in [*manifest.files_in(fresh), manifest.MANIFEST] if should_save and is_whole else ():
+            if (fresh / name).is_file():  # a manifest is last, and only of a part that was trained
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(fresh / name, folder / name)
+        if should_save:
+            shutil.rmtree(fresh, ignore_errors=True)
 
-
-def _files(folder: Path) -> dict[Path, int]:
-    """Every file below, but those of checkpoints, and when it was written."""
-    changed_at = {}
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # another process may be removing it
-            if path.is_file() and not path.relative_to(folder).match("checkpoint-*/**"):
-                changed_at[path] = path.stat().st_mtime_ns
-    return changed_at
+    is_whole = False
+    try:
+        is_whole = all(together(attempt))
+    finally:
+        end(is_whole)
+    together(lambda: None)
+    return is_whole
 
 
 def _folder_with_room(model: nn.Module, output_dir: Path, find_base: Callable[[], str | Path]) -> Path | None:

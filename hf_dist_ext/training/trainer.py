@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
-from transformers.utils import logging
+from transformers.utils import PushInProgress, logging
 
 from hf_dist_ext.checkpoints import facts as run_facts
 from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
@@ -826,12 +826,17 @@ class DistTrainer(Trainer):
             self.data_position.save(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        before = getattr(self, "push_in_progress", None)
-        is_free = self.args.hub_always_push or before is None or before.is_done()
-        if self._has_own_arguments and self.is_world_process_zero() and self.args.hub_strategy != "end" and is_free:
-            hub.copy_model(Path(checkpoint_folder), self._folder())
-        with loss_state.without_secrets(self.args):
-            super()._push_from_checkpoint(checkpoint_folder)
+        args, before = self.args, getattr(self, "push_in_progress", None)
+        if not self._has_own_arguments:
+            with loss_state.without_secrets(args):
+                return super()._push_from_checkpoint(checkpoint_folder)
+        is_busy = before is not None and not before.is_done()
+        if not self.is_world_process_zero() or args.hub_strategy == "end" or (is_busy and not args.hub_always_push):
+            return None
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        given = Path(checkpoint_folder), self._folder(), args, str(self.hub_model_id), self.state.global_step
+        jobs = hub.push_checkpoint(*given)
+        self.push_in_progress = PushInProgress([*(before.jobs if is_busy else []), *jobs])
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
         ending = self.keeper.ending(self.state) if self._has_own_arguments else nullcontext()

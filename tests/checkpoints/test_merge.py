@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from hf_dist_ext.checkpoints import manifest
-from hf_dist_ext.checkpoints.merge import merge
+from hf_dist_ext.checkpoints.merge import _copy_processor, merge
 from hf_dist_ext.cli import main
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.digits import build_processor
@@ -148,3 +148,16 @@ def test_what_can_not_be_merged_is_refused_with_the_reason(tmp_path):
     manifest.commit(tmp_path / "run" / "checkpoint-2", content["files"], {"base_model": None, **content})
     with pytest.raises(UsageError, match="--base FOLDER"):
         merge(tmp_path / "run" / "checkpoint-2", tmp_path / "merged")
+
+
+def test_a_checkpoint_without_a_processor_gets_that_of_its_base(tmp_path):
+    """Whatever other files in JSON it holds."""
+    base, checkpoint, output = (tmp_path / name for name in ("base", "checkpoint-3", "merged"))
+    for folder in (checkpoint, output):
+        folder.mkdir()
+    tiny_tokenizer().save_pretrained(base)
+    for name in ("stream_position.json", "config.json", "trainer_state.json", "of_a_later_version.json"):
+        (checkpoint / name).write_text("{}")
+    _copy_processor(checkpoint, base, output)
+    assert AutoTokenizer.from_pretrained(output)("parse a date") == tiny_tokenizer()("parse a date")
+    assert {path.name for path in output.iterdir()} == {path.name for path in base.iterdir()}

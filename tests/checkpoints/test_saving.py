@@ -1,5 +1,6 @@
 """Saving and resuming through DistTrainer in this process: order, damage, disks that are full, what resuming needs."""
 
+import errno
 import importlib.util
 import itertools
 import json
@@ -8,15 +9,18 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_dist_ext.checkpoints import commit, manifest
+from hf_dist_ext.checkpoints import commit, loss_state, manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, resume_or_start
+from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.training import final_model
@@ -429,6 +433,24 @@ def test_the_state_of_another_optimizer_or_kind_of_schedule_is_refused(tmp_path,
     assert again.state.global_step == 4
 
 
+def test_another_loss_than_the_checkpoints_is_said(copied, caplog):
+    def resumed(loss) -> list[str]:
+        trainer = make(copied, max_steps=7)
+        trainer.loss = trainer.keeper.loss = loss
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            trainer._resume(str(copied / "checkpoint-4"))
+        return [record.message for record in caplog.records if "another loss" in record.message]
+
+    assert resumed(InfoNCELoss(learnable_temperature=True, rows_per_tile=4)) == [], "tiles change no result"
+    (said,) = resumed(InfoNCELoss(learnable_temperature=True, false_negative_margin=0.1))
+    assert said.endswith("from here the one given holds: false_negative_margin None -> 0.1.")
+    parts = {"one": InfoNCELoss(0.05, learnable_temperature=True), "two": InfoNCELoss(0.05)}
+    assert "fixed_temperature" in loss_state.settings(parts["two"])
+    one, two = (loss_state.settings(SumOfLosses(parts, {"one": weight})) for weight in (1.0, 2.0))
+    assert {name for name in one if one[name] != two[name]} == {"weights"}
+
+
 @pytest.mark.parametrize("now", [{"optim": "adamw_torch"}, {"lr_scheduler_type": "cosine"}])
 def test_the_same_state_under_another_name_goes_on(tmp_path, now):
     make(tmp_path, max_steps=2).train()
@@ -496,6 +518,33 @@ def test_a_disk_that_fills_during_a_save_leaves_the_older_checkpoint(whole, tmp_
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_final_model_that_does_not_fit_takes_no_file_of_others_with_it(tmp_path, monkeypatch, is_full):
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "model.safetensors").write_text("of the run before")
+
+    def save_model(folder: str) -> None:
+        (tmp_path / "1_Pooling" / "index.bin").write_text("of another process, meanwhile")
+        (tmp_path / "metrics.txt").write_text("also")
+        for name in ("model.safetensors", "1_Pooling/config.json"):
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("of this run")
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    args = SimpleNamespace(output_dir=str(tmp_path), should_save=True, push_to_hub=False)
+    monkeypatch.setattr(final_model, "_folder_with_room", lambda *a: None)
+    with pytest.raises(RunError, match="is full") if is_full else nullcontext():
+        final_model.save(save_model, torch.nn.Linear(1, 1), args)
+    left = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    others = {"1_Pooling/index.bin": "of another process, meanwhile", "metrics.txt": "also"}
+    if is_full:
+        assert left == others | {"model.safetensors": "of the run before"}
+    else:
+        assert left == others | {"model.safetensors": "of this run", "1_Pooling/config.json": "of this run"}
+
+
 def test_the_benchmark_of_saves_prints_ratios(tmp_path, monkeypatch, capsys):
     path = ROOT / "scripts" / "benchmark_checkpoints.py"
     spec = importlib.util.spec_from_file_location("benchmark_checkpoints", path)
@@ -525,6 +574,7 @@ def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_p
             return super()._prepare_for_training(*arguments, **options)
 
     def make_adapted(base: torch.dtype) -> DistTrainer:
+        torch.manual_seed(0)
         model = EmbeddingModel.from_config(BERT).to(base)
         args = DistTrainingArguments(
             output_dir=str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=4, report_to=[],

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import cli
 from hf_dist_ext.checkpoints import manifest, resume
+from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.digits import build_processor
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -355,6 +357,27 @@ def test_adapters_on_another_base_are_refused_instead_of_left_out(run_file, tmp_
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(UsageError, match="neither a folder here"):
         EmbeddingModel.from_pretrained(tmp_path / "out")
+
+
+def test_adapters_on_a_base_that_changed_are_neither_resumed_nor_merged(run_file, tmp_path, capsys):
+    path, out, base = run_file(), tmp_path / "out", tmp_path / "base" / "model.safetensors"
+    main(path)
+    assert manifest.read(out / "checkpoint-2")["frozen_fingerprint"]
+    merge(out / "checkpoint-2", tmp_path / "merged")
+    content = load_file(base)
+    name = next(name for name in content if name.endswith("attention.self.query.weight"))
+    save_file(content | {name: content[name] * 1.001}, base, metadata={"format": "pt"})
+    shutil.rmtree(out / "checkpoint-4")
+    words = "frozen weights 1 with other values: .*query.base_layer.weight"
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(path, "--resume_from_checkpoint", "true")
+    assert re.search(words, capsys.readouterr().err)
+    for folder in (out / "checkpoint-2", out):
+        with pytest.raises(UsageError, match=words):
+            merge(folder, tmp_path / f"merged-{folder.name}")
+    save_file(content, base, metadata={"format": "pt"})
+    main(path, "--resume_from_checkpoint", "true")
 
 
 def test_adapters_of_a_model_that_is_in_no_folder_end_merged(run_file, tmp_path):

@@ -33,6 +33,9 @@ LEFT_OUT = [
     "checkpoint-2/optimizer.pt",
     "optimizer.pt",
     "rng_state.pth",
+    "features/features-1.safetensors",  # a cache that was given a folder in here
+    "mine/notes.txt",
+    "smaller_chunks.json",
     "runs/x",
 ]
 LEFT_OUT += ["index/1.safetensors", "_run.lease", "training_args.bin", "stage_0_a/model.safetensors"]
