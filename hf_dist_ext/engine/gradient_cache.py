@@ -286,8 +286,8 @@ class Passes:
         return output
 
     def _cast_apart(self, i: int) -> None:
-        """Before a forward. Graphs that go through one backward have copies of weights of their own under autocast: the
-        gradients of a shared copy would be added up in half precision."""
+        """Before a forward. Graphs that go through one backward share no copies of weights that autocast makes: the
+        gradients of a copy would be added up in half precision."""
         if i in self._joined:
             torch.clear_autocast_cache()
 
