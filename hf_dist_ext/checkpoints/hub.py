@@ -1,8 +1,8 @@
 """What goes to the hub: the model of a folder, and not what goes on with its run.
 
 (1) in the middle of a run Trainer copies the files whose names it knows from the checkpoint to output_dir, and pushes
-    all of that folder. It knows no pooling, dense and tower folders and no files of a part that was trained, of which the
-    hub would serve another model. Here every file of the checkpoint is copied that belongs to the model
+    all of that folder. It knows no pooling, dense and tower folders and no files of a part that was trained, of which
+    the hub would serve another model. Here every file of the checkpoint is copied that belongs to the model
 (2) then, at the end, and by `hf-dist push`, the files by which a folder loads as it lies there go to the hub, with its
     card (checkpoints/model_names.py)
 """

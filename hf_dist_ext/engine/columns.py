@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hf_dist_ext.engine import flat, images
-from hf_dist_ext.engine.families import most_positions, reads_fixed_width
+from hf_dist_ext.engine.families import free_width, most_positions
 from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.errors import UsageError
@@ -53,8 +53,12 @@ class Column:
     has_vision: list[bool]  # per row: whether vision layers run for it
     patches: list[tuple[int, int]]  # per row: entries, patches in the longest
     counts_positions_from_mask: bool
-    has_fixed_width: bool
+    free_width: int | None  # of the model (engine/families.py)
     most_tokens: int | None  # the model's positions
+
+    @property
+    def can_trim(self) -> bool:
+        return self.free_width is None or self.width <= self.free_width
 
     @property
     def has_left_padding(self) -> bool:
@@ -126,7 +130,7 @@ def _read_column(
         has_vision=[False] * num_rows,
         patches=[(0, 1)] * num_rows,
         counts_positions_from_mask=False,
-        has_fixed_width=reads_fixed_width(config),
+        free_width=free_width(config),
         most_tokens=most_positions(config),
     )
     vision = None

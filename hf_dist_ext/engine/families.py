@@ -9,6 +9,10 @@ from typing import Any
 
 # SigLIP text pools the last position of a fixed width, so trimming moves the embedding.
 FIXED_WIDTH_MODEL_TYPES = frozenset({"siglip", "siglip_text_model", "siglip2", "siglip2_text_model"})
+# Convolutions (ConvBERT), a Fourier transform (FNet), landmarks (Nystromformer) and hashes (YOSO) read padding.
+READ_PADDING = frozenset({"convbert", "fnet", "nystromformer", "yoso"})
+# Rotary embeddings whose table is that of the longest row, once it is longer than the model was first trained for.
+ROPE_OF_LONGEST_ROW = frozenset({"dynamic", "longrope"})
 # Positions are counted over real tokens, from mm_token_type_ids, as soon as a grid is passed.
 MROPE_MODEL_TYPES = frozenset(
     "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v".split()
@@ -18,14 +22,36 @@ PADDED_MODEL_TYPES = frozenset({"idefics2", "idefics3", "smolvlm", "modernvbert"
 
 
 def reads_fixed_width(config: Any) -> bool:
-    """Whether the model reads a fixed position of a fixed width, so that tokens may never be trimmed."""
+    """Whether the model reads a fixed position of a fixed width."""
     return getattr(config, "model_type", None) in FIXED_WIDTH_MODEL_TYPES
+
+
+def free_width(config: Any) -> int | None:
+    """How wide rows may be and still be trimmed or packed: beyond, a row's embedding depends on the width of its batch
+    or chunk. None: any width."""
+    if reads_fixed_width(config) or getattr(config, "model_type", None) in READ_PADDING:
+        return 0
+    text = _text_of(config)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
+    most = getattr(text, "max_position_embeddings", 0)
+    first = [kind.get("original_max_position_embeddings") or most for kind in kinds if _follows_longest_row(kind)]
+    if getattr(text, "attention_type", None) == "block_sparse":  # BigBird: shorter rows meet in full attention
+        first.append((5 + 2 * text.num_random_blocks) * text.block_size)
+    return min(first, default=None)
+
+
+def _follows_longest_row(rope: dict[str, Any]) -> bool:
+    return rope.get("rope_type") in ROPE_OF_LONGEST_ROW
+
+
+def _text_of(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def most_positions(config: Any) -> int | None:
     """Tokens of the longest row that the model can read. None: any, or the config does not tell."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text, "max_position_embeddings", None)
+    return getattr(_text_of(config), "max_position_embeddings", None)
 
 
 def patch_size(config: Any) -> tuple[int, int] | None:

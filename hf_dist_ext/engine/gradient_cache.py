@@ -116,8 +116,9 @@ def cached_step(
             is done and which part completes the gradients.
         loss_parameters: parameters used by `score` only (a temperature); they receive their exact gradient.
         keep_graph: number of chunks whose graph is kept from pass 1 (at least as many as there are chunks: all).
-        backward_together: chunks whose graphs are alive at once go through one backward, as the plain step does. False
-            runs one backward per chunk (wrappers whose hooks count forwards, such as FSDP2).
+        backward_together: chunks whose graphs are kept go through one backward (wrappers in which the backward that
+            completes the gradients must be the only one behind its forward, such as DDP). False runs one backward per
+            chunk, which frees its graph.
         last_reaches_all: the backward that completes the gradients reaches every tower, so it is of a chunk of each.
             False: of one chunk, and no two replayed graphs are alive at once (ZeRO-3).
         wide: the same batch in fewer, larger chunks for (1), which holds no graph. Used when no graph is kept; if the
@@ -207,6 +208,7 @@ class Passes:
         self.num_forwards = 0
         self.embeddings: Embeddings = {}  # of (1)
         self.drawn: list[str] = []  # generators that (1) drew from
+        self._joined = {i for group in order.groups if len(group) > 1 for i in group}  # share a backward
         self._outputs: dict[int, Output] = {}
         self._states: dict[int, RandomState] = {}
         self._cache: Sequence[Output] = ()
@@ -233,6 +235,7 @@ class Passes:
             is_kept = i in kept
             if not is_kept:
                 self._states[i] = RandomState()
+            self._cast_apart(i)
             phase = Phase(KEEP if is_kept else ENCODE, chunks[i], is_last=is_kept and i == self.order.last)
             with self.phase(phase), torch.set_grad_enabled(is_kept):
                 output = self.encode(chunks[i])
@@ -275,11 +278,18 @@ class Passes:
 
     def _encode_again(self, i: int) -> Output:
         self.num_forwards += 1
+        self._cast_apart(i)
         with replayed(self._states[i], self.drawn) if self.drawn else nullcontext():
             output = self.encode(self.chunks[i])
         if self._comparison is not None:
             self._comparison.add(i, output)
         return output
+
+    def _cast_apart(self, i: int) -> None:
+        """Before a forward. Graphs that go through one backward share no copies of weights that autocast makes: the
+        gradients of a copy would be added up in half precision."""
+        if i in self._joined:
+            torch.clear_autocast_cache()
 
     def _term(self, i: int, output: Output) -> torch.Tensor | None:
         return inner_product(output, self._cache[i])

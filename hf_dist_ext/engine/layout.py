@@ -1,8 +1,8 @@
 """A batch of features (column -> features) -> tables of sorted rows, and these as chunks: `lay_out`.
 
 (1) engine/columns.py brings to the host what must be known: every row's first and last real token, its images
-(2) rows of all columns that share a tower are laid into one table, unless tokens have no mask: each column then
-    keeps a table and its width
+(2) rows of all columns that share a tower are laid into one table, unless tokens have no mask, or rows depend on the
+    width of their batch: each column then keeps a table and its width
 (3) rows are sorted, those without images first and then by length; engine/chunks.py packs them
 
 Sorting changes which rows share a chunk, never what a row computes: a row's padding is masked, so the embedding is
@@ -50,7 +50,8 @@ def lay_out(
         shares_tower: columns go through the same tower, so their rows may share a chunk; False hands each column's
             name to the model and never mixes columns.
         pad_values: value for new padding per key when columns of different width are laid into one table (0 if unset).
-        can_trim: False keeps every row at the batch's width. Models that need it (SigLIP text) are known by config.
+        can_trim: False keeps every row at the batch's width. Models that need it are known by their config
+            (engine/families.py, free_width).
         can_shift: the model takes `position_ids` and counts from the left edge without them (rotary decoders), so
             padding on the left may be trimmed as well; the positions rows had are then handed along.
         sort: False keeps the batch's order (rows are then trimmed among their neighbours), except that rows without
@@ -87,7 +88,7 @@ def lay_out(
             kind=kind,
             column=None if shares_tower else part[0].name,
             pad_values=pad_values or {},
-            can_trim=can_trim and not part[0].has_fixed_width,
+            can_trim=can_trim and part[0].can_trim,
             can_shift=can_shift,
             sort=sort,
             packs=limits.packs,
@@ -106,8 +107,7 @@ def have_many_chunks(parts: Sequence[Column | Table], num_columns: int, limits: 
 
 def _can_mix(first: Column, other: Column, can_trim: bool) -> bool:
     """Whether rows of both may stand in one tensor per key: same keys, layouts, dtypes and trailing shapes."""
-    is_fixed = first.has_fixed_width or not can_trim
-    if is_fixed != (other.has_fixed_width or not can_trim) or (is_fixed and first.width != other.width):
+    if first.free_width != other.free_width or (not can_trim and first.width != other.width):
         return False
     return _kinds(first) == _kinds(other) and not any(layout.row_axis is None for _, layout in first.rows.values())
 
@@ -129,10 +129,11 @@ def _unmixed(columns: list[Column], can_trim: bool, can_shift: bool) -> list[lis
     # With absolute positions a row padded on the left must stay at its own place in its own width.
     has_left_padding = any(column.has_left_padding for column in columns)
     is_bound_to_place = has_left_padding and not can_shift and not first.counts_positions_from_mask
-    # Without a mask the model would read what a narrower column is padded with. Columns of equal widths are apart too,
-    # since widths differ between processes, which must have the same tables.
-    is_unmasked = first.width > 0 and can_trim and not first.has_fixed_width and "attention_mask" not in first.rows
-    return [[column] for column in columns] if is_bound_to_place or is_unmasked else [columns]
+    # Without a mask the model would read what a narrower column is padded with, and some models read it all the same.
+    # Columns of equal widths are apart too, since widths differ between processes, which must have the same tables.
+    is_masked = first.free_width is None and "attention_mask" in first.rows
+    is_bound_to_width = first.width > 0 and can_trim and not is_masked
+    return [[column] for column in columns] if is_bound_to_place or is_bound_to_width else [columns]
 
 
 def _make_table(

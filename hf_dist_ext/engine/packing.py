@@ -1,10 +1,10 @@
 """The real tokens of rows end to end, without padding, for models that are told where each row begins.
 
-A packed chunk is one sequence of all its rows' tokens. Beside the features the model takes three more:
+A packed chunk is one sequence of all its rows' tokens. Beside the features the model takes two more:
 
-    position_ids      (1, t): the place every token has in its own row, as the collator laid that row
-    packed_lengths    tokens per row, on the host
-    packed_offsets    (b + 1,) int32: the token at which every row begins, and at last t
+    position_ids    (1, t): the place every token has in its own row, as the collator laid that row, unless the batch
+                    has positions of its own
+    packed_rows     where every row begins (`RowBounds`)
 
 Four numbers per row say where its tokens are. From them every chunk makes the numbers of its own tokens, on the
 device: kept for the whole batch, these would take as much memory as the batch.
@@ -29,6 +29,24 @@ from hf_dist_ext.engine.rows import RowFeature, moved
 
 # What a packed row can consist of. A mask of real tokens alone says nothing, and is left out.
 PACKED_KEYS = frozenset("input_ids inputs_embeds attention_mask token_type_ids position_ids".split())
+
+
+class RowBounds:
+    """Where the rows of a packed chunk are. It goes through every layer as it is: FSDP2 and DDP walk through lists,
+    mappings and dataclasses at every forward of a part, and this is none.
+
+    lengths: tokens per row, on the host. longest: the largest of them. offsets: (b + 1,) int32 on the device, the
+    token at which every row begins, and at last t. has_positions: position_ids are the batch's own.
+    """
+
+    __slots__ = ("lengths", "longest", "offsets", "has_positions")
+
+    def __init__(self, lengths: list[int], offsets: torch.Tensor, has_positions: bool = False):
+        self.lengths, self.longest, self.offsets = lengths, max(lengths), offsets
+        self.has_positions = has_positions
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
 
 @dataclass
@@ -85,15 +103,15 @@ class PackedTokens:
         """Tokens of the longest of them."""
         return int(np.diff(self.rows.starts[start : stop + 1]).max())
 
-    def gather(self, start: int, stop: int) -> dict[str, torch.Tensor | list[int]]:
+    def gather(self, start: int, stop: int) -> dict[str, torch.Tensor | RowBounds]:
         """What the model takes for sorted rows start..stop."""
         starts = self.rows.starts[start : stop + 1]
         tokens: dict[str, torch.Tensor] = {}
         for column in range(len(self.rows.columns)):
             self._gather_column(column, int(starts[0]), int(starts[-1]), tokens)
-        gathered: dict[str, torch.Tensor | list[int]] = {key: value.unsqueeze(0) for key, value in tokens.items()}
-        gathered["packed_lengths"] = np.diff(starts).tolist()
-        gathered["packed_offsets"] = self._starts[start : stop + 1] - int(starts[0])
+        gathered: dict[str, torch.Tensor | RowBounds] = {key: value.unsqueeze(0) for key, value in tokens.items()}
+        offsets = self._starts[start : stop + 1] - int(starts[0])
+        gathered["packed_rows"] = RowBounds(np.diff(starts).tolist(), offsets, "position_ids" in self.features)
         return gathered
 
     def _gather_column(self, column: int, left: int, right: int, tokens: dict[str, torch.Tensor]) -> None:

@@ -304,13 +304,11 @@ class EmbeddingModel(PreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         pooled: torch.Tensor | None = None,
         stops_at_pooled: bool = False,
-        packed_lengths: Sequence[int] | None = None,
-        packed_offsets: torch.Tensor | None = None,
+        packed_rows: Any = None,
         **features,
     ) -> EmbeddingOutput | TokenOutput:
         """Features of B rows -> `embeddings` (B, D), or token vectors with their mask. Without an attention mask every
-        token counts. With `packed_lengths` and `packed_offsets` features are (1, t, ...), rows end to end, as
-        engine/packing.py lays them.
+        token counts. With `packed_rows` (engine/packing.py, RowBounds) features are (1, t, ...), rows end to end.
 
         `stops_at_pooled` returns what (2) gives, (B, H), and `pooled` goes on from there: a frozen backbone's vectors
         are computed once and used many times, but for token vectors. A feature the backbone has no parameter for is
@@ -318,12 +316,11 @@ class EmbeddingModel(PreTrainedModel):
         """
         mask = None
         if pooled is None:
-            packed: dict[str, Any] = {"packed_lengths": packed_lengths, "packed_offsets": packed_offsets}
-            tokens = self.tokens(input_ids, attention_mask, **features, **packed)  # (1): (B, T, H) or (1, t, H)
-            if packed_lengths is not None and self.pooling == TOKENS:
-                pooled, mask = packing.padded_again(tokens.squeeze(0), packed_lengths)
-            elif packed_lengths is not None:
-                pooled = packing.pool_packed(tokens.squeeze(0), cast(torch.Tensor, packed_offsets), self.pooling)
+            tokens = self.tokens(input_ids, attention_mask, packed_rows, **features)  # (1): (B, T, H) or (1, t, H)
+            if packed_rows is not None and self.pooling == TOKENS:
+                pooled, mask = packing.padded_again(tokens.squeeze(0), packed_rows)
+            elif packed_rows is not None:
+                pooled = packing.pool_packed(tokens.squeeze(0), packed_rows, self.pooling)
             elif self.pooling == TOKENS:
                 pooled, mask = real_in_front(tokens, attention_mask)  # (2): (B, T, H), (B, T)
             else:
@@ -343,16 +340,15 @@ class EmbeddingModel(PreTrainedModel):
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        packed_lengths: Sequence[int] | None = None,
-        packed_offsets: torch.Tensor | None = None,
+        packed_rows: Any = None,
         **features,
     ) -> torch.Tensor:
         """(1): features of B rows -> (B, T, H). A pipeline calls it for the stages before the last one."""
         features = {"input_ids": input_ids, "attention_mask": attention_mask, **features}
         taken = {name: features[name] for name in features if name in self._feature_names}
         taken = {name: value for name, value in taken.items() if value is not None}
-        if packed_lengths is not None:
-            taken = packing.inputs_of(self.backbone, taken, packed_lengths, cast(torch.Tensor, packed_offsets))
+        if packed_rows is not None:
+            taken = packing.inputs_of(self.backbone, taken, packed_rows)
         if "use_cache" in self._feature_names:
             taken["use_cache"] = False  # a decoder would keep keys and values that nobody reads
         tokens = getattr(self.backbone(**taken), "last_hidden_state", None)

@@ -9,14 +9,15 @@
 (2) a mask that is there and that nobody reads keeps transformers from making one of t x t
 (3) the mean, first or last token of every row is found by the offsets at which rows begin
 
-Shapes: b rows, t tokens of all of them, H the backbone's width, h heads of width d.
+`rows` are those of engine/packing.py (`RowBounds`). Shapes: b rows, t tokens of all of them, H the backbone's width, h
+heads of width d.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -52,18 +53,16 @@ def why_not(backbone: PreTrainedModel) -> str | None:
 # ---- (1), (2) ----
 
 
-def inputs_of(
-    backbone: PreTrainedModel, features: dict[str, Any], lengths: Sequence[int], offsets: torch.Tensor
-) -> dict[str, Any]:
+def inputs_of(backbone: PreTrainedModel, features: dict[str, Any], rows: Any) -> dict[str, Any]:
     """What the backbone takes; `features` without a mask, each (1, t, ...)."""
     _register()
     embeddings = getattr(backbone, "embeddings", None)
-    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+    if hasattr(embeddings, "create_position_ids_from_input_ids") and not rows.has_positions:
         ids, padding = features["input_ids"], embeddings.padding_idx
-        features["position_ids"] = _positions_of_ids(ids[0], padding, offsets).unsqueeze(0)
+        features["position_ids"] = _positions_of_ids(ids[0], padding, rows.offsets).unsqueeze(0)
     some = next(value for value in features.values() if isinstance(value, torch.Tensor))
     unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=some.device)  # (2)
-    return {**features, "attention_mask": unread, "packed_lengths": lengths, "packed_offsets": offsets}
+    return {**features, "attention_mask": unread, "packed_rows": rows}
 
 
 def _positions_of_ids(ids: torch.Tensor, padding: int, offsets: torch.Tensor) -> torch.Tensor:
@@ -91,13 +90,12 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    packed_lengths: Sequence[int] | None = None,
-    packed_offsets: torch.Tensor | None = None,
+    packed_rows: Any = None,
     **options,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if packed_lengths is None:
+    if packed_rows is None:
         return of_padded(module, query, key, value, attention_mask, **options)
-    return of_packed(of_padded, module, query, key, value, packed_lengths, packed_offsets, **options)
+    return of_packed(of_padded, module, query, key, value, packed_rows, **options)
 
 
 def _attend_with_flash(
@@ -106,12 +104,11 @@ def _attend_with_flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: Sequence[int],
-    offsets: torch.Tensor,
+    rows: Any,
     **options,
 ) -> tuple[torch.Tensor, None]:
-    longest = max(lengths)
-    sizes = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": longest, "max_length_k": longest}
+    sizes = {"cu_seq_lens_q": rows.offsets, "cu_seq_lens_k": rows.offsets}
+    sizes |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
     return of_padded(module, query, key, value, None, **sizes, **options)
 
 
@@ -121,8 +118,7 @@ def _attend_with_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: Sequence[int],
-    offsets: torch.Tensor,
+    rows: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -135,11 +131,11 @@ def _attend_with_sdpa(
         reach = -1 if sliding_window is None else sliding_window - 1
         grouped = {"enable_gqa": True} if len(key) != len(query) and VARLEN_IS_TOLD_OF_GROUPS else {}
         attended = varlen_attn(
-            *(one.transpose(0, 1) for one in (query, key, value)), offsets, offsets, max(lengths), max(lengths),
-            scale=scaling, window_size=(reach, 0 if is_causal else reach), **grouped,
+            *(one.transpose(0, 1) for one in (query, key, value)), rows.offsets, rows.offsets, rows.longest,
+            rows.longest, scale=scaling, window_size=(reach, 0 if is_causal else reach), **grouped,
         )  # fmt: skip
         return attended.unsqueeze(0), None
-    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    runs = [(length, len(list(same))) for length, same in groupby(rows.lengths)]
     tokens = [length * count for length, count in runs]
     attended = []
     # By tokens first, as they lie in memory: the gradients of all runs are put together without a strided copy.
@@ -184,8 +180,9 @@ def _window(length: int, size: int, is_causal: bool, device: torch.device) -> to
 # ---- (3) ----
 
 
-def pool_packed(tokens: torch.Tensor, offsets: torch.Tensor, pooling: str) -> torch.Tensor:
+def pool_packed(tokens: torch.Tensor, rows: Any, pooling: str) -> torch.Tensor:
     """(t, H) -> (b, H), at least float32."""
+    offsets = rows.offsets
     wide = torch.promote_types(tokens.dtype, torch.float32)
     if pooling == "mean":
         # Not index_add, whose sums on a GPU have no fixed order: pass 3 repeats pass 1 bit for bit.
@@ -194,8 +191,7 @@ def pool_packed(tokens: torch.Tensor, offsets: torch.Tensor, pooling: str) -> to
     return tokens[places.long()].to(wide)
 
 
-def padded_again(tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_again(tokens: torch.Tensor, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(t, H) -> (b, T, H) with T tokens in the longest row, and which of them are real, (b, T)."""
-    counts = torch.tensor(lengths).to(tokens.device, non_blocking=True)
-    is_real = torch.arange(max(lengths), device=tokens.device) < counts[:, None]
-    return pad_sequence(tokens.split(list(lengths)), batch_first=True), is_real
+    is_real = torch.arange(rows.longest, device=tokens.device) < rows.offsets.diff()[:, None]
+    return pad_sequence(tokens.split(rows.lengths), batch_first=True), is_real

@@ -175,6 +175,18 @@ class Strategy:
         """`loss`, such that all ranks skip the update when `own_loss` is not finite on one."""
         return loss
 
+    def sharing_casts(self, is_checkpointed: bool) -> AbstractContextManager:
+        """Around a step. Autocast keeps its copy of a trained weight until its outermost context ends: with one around
+        all forwards, chunks share it. Forwards turn it on; the loss and backwards run without it.
+
+        Under activation checkpointing no chunk holds copies, and none would be freed behind a layer. Where FSDP2 frees
+        a layer's weights, each chunk needs a copy of its own: autograd runs the newest nodes first, so the cast that
+        an earlier chunk recorded would run behind FSDP2's hook, and its gradient would be left out.
+        """
+        if is_checkpointed or self.forwards_are_collective:
+            return nullcontext()
+        return torch.autocast(self.accelerator.device.type, enabled=False)
+
     def make_passes(self, *arguments: Any) -> Passes:
         """How the chunks of a step go through the model: one after another, or together through its stages."""
         return Passes(*arguments)

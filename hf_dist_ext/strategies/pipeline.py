@@ -158,8 +158,7 @@ class Pipeline(Strategy):
     def place(self, model: nn.Module | None, *more: Any) -> None:
         device = self.accelerator.device
         group = self.mesh.group(STAGES)
-        precision, frees = self.accelerator.autocast, self.sharded is not None and self.sharded.frees
-        self.line = Line(self.cut, self.schedule, self.per_rank, group, device, precision, frees)
+        self.line = Line(self.cut, self.schedule, self.per_rank, group, device, self.accelerator.autocast)
 
     def arrange(self, optimizer: torch.optim.Optimizer) -> None:
         if self.shape.parts > 1:

@@ -65,7 +65,8 @@ class OwnLossPipeline(Pipeline):
     def train_batch(self, batch: Mapping[str, Any], score: Score, phase: Door) -> torch.Tensor:
         leaf = torch.zeros((), device=self.line.device, requires_grad=True)
         self.backward(leaf, leaf.detach())  # which is asked what it makes of a loss
-        flow = self._run(batch, score, phase, seed=leaf.grad)
+        with self.sharing_casts(self.cut.is_checkpointed):
+            flow = self._run(batch, score, phase, seed=leaf.grad)
         return self._told(flow)
 
     def score_batch(

@@ -57,7 +57,6 @@ class Line:
         per_rank: stages.
         group: process group of the pipeline's ranks, in their order.
         precision: context around every forward.
-        reduces_every_backward: FSDP2 reduces a stage's gradients behind the backward of every chunk.
     """
 
     def __init__(
@@ -68,11 +67,9 @@ class Line:
         group: Any,
         device: torch.device,
         precision: Callable[[], AbstractContextManager],
-        reduces_every_backward: bool,
     ):
         self.cut, self.schedule, self.per_rank = cut, schedule, per_rank
         self.group, self.device, self.precision = group, device, precision
-        self.reduces_every_backward = reduces_every_backward
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.places = policy.rank_of_stage(schedule, self.size, per_rank)
         self.last = len(self.places) - 1
@@ -219,22 +216,12 @@ class Flow:
         line = self.line
         line.num_chunks = len(self.chunks)
         order = (line.schedule, line.size, line.per_rank, len(self.chunks), line.rank)
-        with self.phase(Phase(WHOLE_PASS)), self.sharing_casts():
+        with self.phase(Phase(WHOLE_PASS)):
             for kind, stage, number in schedules.actions(*order, forward_only=not self.trains):
                 do[kind](stage, number)
             for messages in self.on_the_way.values():
                 for works, _ in messages:
                     _wait(works)
-
-    def sharing_casts(self) -> AbstractContextManager:
-        """Around a pass with backwards. Autocast keeps its copy of a trained weight until its outermost context ends:
-        with one around all forwards, chunks that are alive share it. Forwards turn it on, backwards run without it.
-        Under activation checkpointing no chunk holds copies, and none would be freed behind a layer. Where FSDP2
-        reduces behind every backward, each chunk needs a copy of its own: autograd runs the newest nodes first, so the
-        cast that an earlier chunk recorded would run behind FSDP2's hook, and its gradient would be left out."""
-        if not self.trains or self.line.cut.is_checkpointed or self.line.reduces_every_backward:
-            return nullcontext()
-        return torch.autocast(self.line.device.type, enabled=False)
 
     # ---- forwards and backwards ----
 

@@ -51,6 +51,8 @@ def _why_padded(args: Any, model: nn.Module, strategy: Strategy) -> str | None:
         return "torch_compile would compile again for every set of row lengths"
     if strategy.pads_rows:
         return strategy.pads_rows
+    if getattr(args, "neftune_noise_alpha", None) is not None:
+        return "neftune_noise_alpha scales its noise by the tokens of a row, and a packed chunk is one row to it"
     if has_prompt_tokens(model):
         return "the adapters put tokens of their own before a batch's rows"
     why = getattr(model, "why_padded", f"{type(model).__name__} is no EmbeddingModel")
@@ -79,12 +81,13 @@ def decided(chunked: ChunkedBatch, asked: bool | str) -> ChunkedBatch:
         UsageError: asked for, and rows of this batch can not be packed.
     """
     if asked is True:
-        unpacked = [t for t in chunked.tables if t.num_rows and t.width and t.can_trim and t.packed is None]
+        unpacked = [t for t in chunked.tables if t.num_rows and t.width and t.packed is None]
         if unpacked := [t for t in unpacked if t.num_text_rows == t.num_rows]:
             raise UsageError(
                 f"gradient_cache_packing=true: rows of the columns {unpacked[0].columns} can not go end to end. Their "
                 "attention_mask leaves out tokens between real ones, or all of a row, or they have features beside "
-                'input_ids, token_type_ids and position_ids. Set it to "auto", which pads such batches.'
+                "input_ids, token_type_ids and position_ids, or they are so long that the model's rotary embeddings "
+                'follow the longest row. Set it to "auto", which pads such batches.'
             )
         return chunked
     padded = ChunkedBatch(chunked.tables, replace(chunked.limits, packs=False))

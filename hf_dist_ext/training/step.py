@@ -44,7 +44,7 @@ from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Cuts
 from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.packing import has_prompt_tokens
-from hf_dist_ext.training.sizes import Batch, Layout, StepSizes
+from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, is_checkpointed
 from hf_dist_ext.training.timing import StepClock
 from hf_dist_ext.training.token_vectors import Compared, compared
 
@@ -147,9 +147,10 @@ class EmbeddingStep:
         fitting = self.sizes.fitting
         while True:
             try:
-                for inputs in again:
-                    self._attempt(model, *self._split(inputs), is_first=not earlier)
-                return self._attempt(model, batch, facts, is_first=not earlier)
+                with self._sharing_casts():
+                    for inputs in again:
+                        self._attempt(model, *self._split(inputs), is_first=not earlier)
+                    return self._attempt(model, batch, facts, is_first=not earlier)
             except Exception as error:
                 if fitting is None or self.layout is None or not is_lack_of_memory(error):
                     raise
@@ -198,7 +199,7 @@ class EmbeddingStep:
                 phase=phase,
                 loss_parameters=loss_parameters(self.loss),
                 keep_graph=layout.num_kept,
-                backward_together=not strategy.forwards_are_collective,
+                backward_together=strategy.waits_for_all,
                 last_reaches_all=not sizes.has_stand_in and strategy.max_live_graphs is None,
                 wide=wide,
                 is_frozen=lambda chunk: chunk.column in frozen,
@@ -220,6 +221,9 @@ class EmbeddingStep:
         if kind == "cuda" and compiling.multiplies_in_tf32():
             dtypes.add(torch.float16)  # of the same epsilon
         return rounding(dtypes, was_wider or self.args.torch_compile)
+
+    def _sharing_casts(self) -> AbstractContextManager:
+        return self.strategy().sharing_casts(is_checkpointed(self.sizes.model()))
 
     @contextmanager
     def _phase(self, measures_chunks: bool, measures_score: bool, phase: Phase) -> Iterator[None]:
@@ -270,7 +274,8 @@ class EmbeddingStep:
     def _encoded(self, model: nn.Module, layout: Layout) -> dict[str, Output]:
         chunked = layout.wide or layout.chunked  # no graph is held
         encode, phase = functools.partial(self._encode, model), lambda phase: nullcontext()
-        found = self.strategy().encoded(chunked, encode, phase)
+        with self._sharing_casts():
+            found = self.strategy().encoded(chunked, encode, phase)
         as_float = lambda rows: rows.float() if rows.is_floating_point() else rows  # noqa: E731
         return {name: each(output, as_float) for name, output in found.items()}
 

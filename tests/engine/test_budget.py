@@ -188,8 +188,8 @@ class OnFormula(nn.Module):
 
 
 class PackedOnFormula(OnFormula):
-    def forward(self, input_ids, packed_lengths, packed_offsets, position_ids):
-        (rows,) = super().forward(input_ids, torch.ones_like(input_ids)).expand(1, len(packed_lengths), -1)
+    def forward(self, input_ids, packed_rows, position_ids):
+        (rows,) = super().forward(input_ids, torch.ones_like(input_ids)).expand(1, len(packed_rows), -1)
         return rows
 
 

@@ -107,7 +107,7 @@ def test_siglip_text_keeps_its_width_and_mixes_with_no_other(model_type):
     batch = {"query": text([3, 2], 16), "positive": text([5, 1], 16), "negative": text([2, 7], 24)}
     config = SimpleNamespace(model_type=model_type)
     chunks = lay_out(batch, ChunkLimits(4), model_config=config).chunks()
-    assert [chunk.features["input_ids"].shape for chunk in chunks] == [(4, 16), (2, 24)]
+    assert [chunk.features["input_ids"].shape for chunk in chunks] == [(2, 16), (2, 16), (2, 24)]
     one_tower = lay_out(batch, ChunkLimits(2), model_config={"query": config}, shares_tower=False).chunks()
     assert [chunk.features["input_ids"].shape[1] for chunk in one_tower] == [16, 8, 8]
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed.utils as distributed_utils
 
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
@@ -43,6 +44,23 @@ def real_tokens(batch) -> list[list[int]]:
     ]
 
 
+def test_what_wrappers_walk_through_does_not_grow_with_the_rows():
+    """FSDP2 (pytree, and torch.distributed.utils) and DDP (the latter) look into the arguments of every forward."""
+    found = []
+    for rows in (2, 50):
+        mask = torch.ones(rows, 3, dtype=torch.long)
+        batch = {"query": {"input_ids": mask, "attention_mask": mask}}
+        (chunk,) = lay_out(batch, ChunkLimits(packs=True)).chunks()
+        assert len(chunk.features["packed_rows"]) == rows and chunk.features["packed_rows"].longest == 3
+        seen = []
+        distributed_utils._apply_to_tensors(seen.append, chunk.features)
+        moved = distributed_utils._recursive_to(chunk.features, torch.device("cpu"), False)
+        leaves = torch.utils._pytree.tree_leaves(chunk.features)
+        found.append((len(seen), len(leaves), len(torch.utils._pytree.tree_leaves(moved))))
+        assert not any(isinstance(leaf, int) for leaf in leaves)
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("travels", ["padded", "flat", "positive flat"])
 @pytest.mark.parametrize("on_left", [False, True])
 @pytest.mark.parametrize("sort", [False, True])
@@ -58,11 +76,11 @@ def test_every_real_token_is_computed_once_at_the_position_it_had(limits, sort, 
     for chunk in chunked.chunks():
         features = chunk.features
         assert "attention_mask" not in features
-        ids, lengths = features["input_ids"][0], features["packed_lengths"]
+        ids, lengths = features["input_ids"][0], features["packed_rows"].lengths
         assert len(ids) == sum(lengths) == chunk.num_tokens and len(lengths) == chunk.num_rows
         assert chunk.width == max(lengths)
         assert limits.max_tokens is None or len(lengths) == 1 or len(ids) <= limits.max_tokens
-        assert torch.equal(features["packed_offsets"].diff(), torch.tensor(lengths, dtype=torch.int32))
+        assert torch.equal(features["packed_rows"].offsets.diff(), torch.tensor(lengths, dtype=torch.int32))
         assert torch.equal(features["position_ids"][0], ids % 100), "places in the column"
         assert torch.equal(features["token_type_ids"][0], ids % 7)
         rows = ids.split(lengths)

@@ -55,7 +55,7 @@ def test_a_frozen_backbone_is_encoded_once_and_the_projection_learns_as_without_
     seen = {"rows": 0, "layers": 0}
 
     def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen["rows"] += len(kwargs.get("packed_lengths") or kwargs["input_ids"])
+        seen["rows"] += len(kwargs.get("packed_rows") or kwargs["input_ids"])
 
     model.backbone.register_forward_pre_hook(count, with_kwargs=True)
     cached = trained(tmp_path / "cached", model, trainable_modules=["projection"], **cut)
@@ -69,7 +69,7 @@ def test_a_frozen_backbone_is_encoded_once_and_the_projection_learns_as_without_
 def test_the_backbone_is_encoded_twice_again_when_it_trains(tmp_path):
     model, rows = frozen_model(), []
     model.backbone.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs.get("packed_lengths") or kwargs["input_ids"])),
+        lambda module, args, kwargs: rows.append(len(kwargs.get("packed_rows") or kwargs["input_ids"])),
         with_kwargs=True,
     )
     trained(tmp_path, model, steps=1, gradient_cache_chunk_size=5)

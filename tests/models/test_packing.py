@@ -9,10 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import is_flash_attn_2_available
 
 from hf_dist_ext import policy
+from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.engine.packing import RowBounds
 from hf_dist_ext.models import packing
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.tiny_models import SMALL, SPECIAL_IDS
@@ -88,6 +90,75 @@ def test_packed_gradients_are_those_of_padded_rows_and_only_real_tokens_are_comp
     assert (found - wanted).norm() <= (1e-8 if "gemma" in name else 1e-10) * wanted.norm()
     real = sum(int(features["attention_mask"].sum()) for features in batch.values())
     assert tokens == 2 * real < padded_tokens, "two forwards of every real token"
+
+
+@pytest.mark.parametrize("name", [
+    "bert", "qwen3", "xlm-roberta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("roberta", "camembert"))
+])  # fmt: skip
+def test_positions_that_a_batch_has_itself_are_kept(name):
+    model = build(name, dtype=torch.float64)
+    batch = batch_of(model)
+    for features in batch.values():
+        features["position_ids"] = features["attention_mask"].flip(1).cumsum(1).flip(1) + 3
+    _, wanted, _ = step(model, batch, packs=False)
+    _, found, _ = step(model, batch, packs=True)
+    assert (found - wanted).norm() <= 1e-10 * wanted.norm()
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 20,
+        "short_factor": [1.0] * 8, "long_factor": [3.0] * 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_tables_that_follow_the_longest_row_are_those_of_the_batch(rope, packs):
+    """Queries are within the model's first positions, documents are beyond: they keep their width, in chunks of either
+    pass."""
+    config = DECODER | {"model_type": "llama", "max_position_embeddings": 20, "rope_parameters": ROPES[rope]}
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config(config, dtype=torch.float64)
+    batch, loss = batch_of(model), InfoNCELoss(0.05)
+    loss({name: model(**features).embeddings for name, features in batch.items()})[0].backward()
+    wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert wanted.abs().max() > 0, "a comparison of zeros proves nothing"
+    model.zero_grad()
+    chunked = lay_out(batch, ChunkLimits(2, packs=packs), can_shift=True, model_config=model.config)
+    done = cached_step(chunked, lambda c: model(**c.features).embeddings, loss, wide=widened(chunked, 3))
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (found - wanted).norm() <= 1e-10 * wanted.norm() and done.replay_error.largest < 1e-12
+    widths = {name: {c.width for c in chunked.chunks() if name in c.columns} for name in batch}
+    assert len(widths["query"]) > 1 and widths["positive"] == {30}
+
+
+READ_PADDING = {
+    "convbert": {"embedding_size": 32, "head_ratio": 1, "conv_kernel_size": 5},
+    "fnet": {},
+    "nystromformer": {"segment_means_seq_len": 8, "num_landmarks": 8, "conv_kernel_size": 3},
+    "yoso": {"num_hash": 4, "hash_code_len": 3},
+}
+
+
+@pytest.mark.parametrize("name", READ_PADDING)
+def test_rows_of_models_that_read_their_padding_keep_it(name):
+    """The gradient is that of the batch as the collator padded it, of sorted chunks too."""
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = {"model_type": name, **SMALL, **SPECIAL_IDS, **no_dropout, **READ_PADDING[name]}
+    torch.manual_seed(0)
+    model = EmbeddingModel.from_config(config, dtype=torch.float64)
+    batch, loss = batch_of(model), InfoNCELoss(0.05)
+    loss({column: model(**features).embeddings for column, features in batch.items()})[0].backward()
+    wanted = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert wanted.abs().max() > 0, "a comparison of zeros proves nothing"
+    model.zero_grad()
+    chunked = lay_out(batch, ChunkLimits(2), model_config=model.config)
+    cached_step(chunked, lambda c: model(**c.features).embeddings, loss, wide=widened(chunked, 3))
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert (found - wanted).norm() <= (1e-6 if name == "fnet" else 1e-10) * wanted.norm()
 
 
 @pytest.mark.parametrize("pooling", ["cls", "last", "tokens"])
@@ -213,7 +284,7 @@ def test_on_cuda_one_kernel_takes_rows_of_all_lengths_where_it_can(change, kerne
         queries, keys = queries.to(given.get("queries", given["dtype"])), values.to(given["dtype"])
         offsets = torch.empty(5, dtype=torch.int32, device="cuda:0")
         found, _ = packing._attend_with_sdpa(
-            None, module, queries, keys, keys, lengths, offsets, dropout=given["dropout"], scaling=0.3
+            None, module, queries, keys, keys, RowBounds(lengths, offsets), dropout=given["dropout"], scaling=0.3
         )
     assert found.shape == (1, 23, 4, given["width"]) and found.device.type == "cuda"
     assert calls == [(kernel, {wanted or given["dtype"]})] * (1 if kernel == "varlen" else 3)
@@ -230,7 +301,8 @@ def test_the_kernel_is_told_of_groups_of_heads_where_it_wants_to_be(key_heads, i
     module.is_causal = True
     monkeypatch.setattr(packing, "varlen_attn", lambda query, *sizes, **given: seen.append(given) or query)
     query, key = torch.empty(1, 4, 7, 8), torch.empty(1, key_heads, 7, 8)
-    packing._attend_with_sdpa(None, module, query, key, key, [4, 3], torch.tensor([0, 4, 7]), sliding_window=3)
+    rows = RowBounds([4, 3], torch.tensor([0, 4, 7]))
+    packing._attend_with_sdpa(None, module, query, key, key, rows, sliding_window=3)
     assert seen == [{"scale": None, "window_size": (2, 0)} | options]
 
 
@@ -242,7 +314,8 @@ def test_the_kernel_is_told_how_far_a_token_sees(is_causal, size, window, monkey
     seen, module, heads = [], torch.nn.Module(), torch.empty(1, 4, 7, 8)
     module.is_causal = is_causal
     monkeypatch.setattr(packing, "varlen_attn", lambda query, *sizes, **given: seen.append(given) or query)
-    packing._attend_with_sdpa(None, module, heads, heads, heads, [4, 3], torch.tensor([0, 4, 7]), sliding_window=size)
+    rows = RowBounds([4, 3], torch.tensor([0, 4, 7]))
+    packing._attend_with_sdpa(None, module, heads, heads, heads, rows, sliding_window=size)
     assert seen == [{"scale": None, "window_size": window}]
 
 

@@ -25,6 +25,8 @@ def assert_same_chunks(found: ChunkedBatch, wanted: ChunkedBatch) -> None:
         assert (chunk.start, chunk.stop, chunk.width) == (other.start, other.stop, other.width)
         features, expected = chunk.features, other.features
         assert list(features) == list(expected)
+        rows, others = features.pop("packed_rows", None), expected.pop("packed_rows", None)
+        assert rows is others is None or rows.lengths == others.lengths and torch.equal(rows.offsets, others.offsets)
         for key, value in expected.items():
             assert torch.equal(features[key], value) if isinstance(value, torch.Tensor) else features[key] == value
 

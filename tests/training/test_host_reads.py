@@ -79,9 +79,9 @@ def without_values(mode: FakeTensorMode, value: object) -> object:
 
 
 class Packed(Tiny):
-    def forward(self, input_ids, position_ids, packed_lengths, packed_offsets):
+    def forward(self, input_ids, position_ids, packed_rows):
         hidden = (self.tokens(input_ids) + position_ids[..., None]).squeeze(0)
-        return self.middle(torch.stack([row.mean(0) for row in hidden.split(packed_lengths)]))
+        return self.middle(torch.stack([row.mean(0) for row in hidden.split(packed_rows.lengths)]))
 
 
 class Pictured(Tiny):

@@ -55,7 +55,7 @@ def test_chunks_are_packed_as_asked_or_where_padding_would_be_computed(tmp_path,
     run = trainer(tmp_path, lengths=lengths, gradient_cache_packing=packing)
     run.train()
     keys = {key for chunk in run.step.layout.chunked.chunks() for key in chunk.features}
-    assert ("packed_lengths" in keys) == is_packed and ("attention_mask" in keys) != is_packed
+    assert ("packed_rows" in keys) == is_packed and ("attention_mask" in keys) != is_packed
     share = next(line["padding_share"] for line in run.state.log_history if "padding_share" in line)
     assert (share > 0.05) == (lengths is RAGGED and not is_packed)
 
@@ -110,6 +110,21 @@ def test_ways_of_running_that_need_padding_are_named(kind):
     assert kind.pads_rows and not may_pack(arguments("auto"), model, strategy)
     with pytest.raises(UsageError, match=kind.pads_rows):
         may_pack(arguments(True), model, strategy)
+
+
+def test_neftune_whose_noise_follows_the_length_of_a_row_is_padded(tmp_path):
+    """Its hook sees a packed chunk as one row, and would make the noise of many rows that much smaller."""
+    seen = []
+
+    def run(**more):
+        made = trainer(tmp_path, model=bert(), lengths=texts(RAGGED), neftune_noise_alpha=5.0, max_steps=1, **more)
+        made.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0].shape))
+        made.train()
+
+    run()
+    assert seen and all(rows > 1 for rows, _ in seen[:4])
+    with pytest.raises(UsageError, match="neftune_noise_alpha"):
+        run(gradient_cache_packing=True)
 
 
 def qwen(**changes) -> EmbeddingModel:
