@@ -136,7 +136,7 @@ class Table:
         if packed := self.packed_for(limits):  # no images, and many rows
             before = packed.rows.starts.tolist()
             while start < end:
-                stop = min(bisect_right(before, before[start] + most_tokens) - 1, start + most_rows, end)
+                stop = int(min(bisect_right(before, before[start] + most_tokens) - 1, start + most_rows, end))
                 bounds.append((start, max(start + 1, stop)))
                 start = bounds[-1][1]
             return bounds
