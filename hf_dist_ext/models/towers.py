@@ -92,7 +92,7 @@ class TowerModel(PreTrainedModel):
 
     def why_many_calls(self, *options: Any) -> str | None:
         """As in `EmbeddingModel`; `why_padded` is None."""
-        towers = cast(Iterable[Any], self._of_text.values())
+        towers: Any = self._of_text.values()
         return next(filter(None, (tower.why_many_calls(*options) for tower in towers)), None)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
