@@ -182,8 +182,7 @@ class GuardedCollator:
                 continue
             number, row = batch[position]
             if not self.can_replace:
-                words, count = self._in_words(number, row, reason), len(batch) - len(good)
-                raise UsageError(words + f" Like it are {count} rows of this batch." * (count > 1)) from reason
+                raise UsageError(self._in_words(number, row, reason, len(batch) - len(good))) from reason
             self.tally.add(number)
             batch[position] = self._replacement(batch[position], {number for number, _ in good}, good, standard)
             good.append(batch[position])
@@ -218,8 +217,9 @@ class GuardedCollator:
         source, row = self.rows.dataset.locate(number)
         return number - row, len(source)
 
-    def _in_words(self, number: int, row: Any, reason: Exception) -> str:
+    def _in_words(self, number: int, row: Any, reason: Exception, count: int) -> str:
         rank, remedy, name = self.rank, "Mend or remove the row, or let max_bad_rows replace some.", self.name
+        remedy += f" Like it are {count} rows of this batch." * (count > 1)
         if isinstance(getattr(self.rows, "dataset", None), Mixture):
             source, _ = self.rows.dataset.locate(number)
             name = f'source "{source.name}" of datasets'
