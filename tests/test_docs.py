@@ -287,6 +287,49 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             assert capsys.readouterr().out
 
 
+SELECTED = """
+import argparse, json, re, sys
+import pytest
+from _pytest.mark import KeywordMatcher, MarkMatcher
+from _pytest.mark.expression import Expression
+
+parser = argparse.ArgumentParser()
+parser.add_argument("paths", nargs="*")
+for flag in ("-k", "-m", "-n"):
+    parser.add_argument(flag)
+parser.set_defaults(k="", m="not slow")
+asked = [parser.parse_args(words) for words in json.loads(sys.argv[1])]
+items = []
+
+class Collector:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        globals()["items"] = list(items)
+
+files = {path.partition("::")[0] for one in asked for path in one.paths}
+pytest.main(["--collect-only", "-q", "-q", "-o", "addopts=", "-n", "0", *sorted(files)], plugins=[Collector()])
+
+def selects(one, item):
+    is_inside = not one.paths or any(re.match(re.escape(path) + "($|::|\\\\[|/)", item.nodeid) for path in one.paths)
+    has_words = not one.k or Expression.compile(one.k).evaluate(KeywordMatcher.from_item(item))
+    marks = MarkMatcher.from_markers(item.iter_markers())
+    return is_inside and has_words and Expression.compile(one.m).evaluate(marks)
+
+print("counts:", json.dumps([sum(selects(one, item) for item in items) for one in asked]))
+"""
+
+
+def test_every_command_of_pytest_selects_a_test():
+    shown = [
+        command for page in PAGES for command in re.findall(r"(?:^ {4}|`|&& )pytest\b([^`\n]*)", text_of(page), re.M)
+    ]
+    words = [shlex.split(command) for command in dict.fromkeys(shown) if "NAME" not in command]
+    said = run_python(SELECTED, json.dumps(words))
+    counts = json.loads(said.partition("counts:")[2])
+    assert len(counts) == len(words) > 20
+    assert not [shlex.join(command) for command, count in zip(words, counts, strict=True) if not count]
+
+
 def test_the_readme_shows_every_way_to_launch():
     programs = [words[0] for words in commands(ROOT / "README.md")]
     assert {"pip", "python", "accelerate", "hf-dist"} <= set(programs)

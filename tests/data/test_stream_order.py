@@ -147,6 +147,17 @@ def test_a_shuffle_buffer_mixes_shards_and_rows_and_resumes_without_reading_agai
     assert order[:ROWS] != whole("plain")[1][:ROWS]
 
 
+def test_a_shuffle_buffer_mixes_every_block_of_every_reader_and_epoch_in_a_way_of_its_own():
+    stream = table(96).to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=16)  # blocks of 8 rows
+    epochs = dealt(stream, window=96)
+    mixed = []
+    for _, rows in (next(epochs), next(epochs)):
+        for first in range(0, 96, 8):
+            mixed.append(tuple(row - first for row in rows if first <= row < first + 8))
+    assert {tuple(sorted(block)) for block in mixed} == {tuple(range(8))}
+    assert len(mixed) == len(set(mixed)) == 24
+
+
 def dealt(stream, window=4, start=None, number=lambda dealt: int(dealt.row["x"][0])):
     """(state after it, rows) of every batch, of one process."""
     dealer = Dealer(stream, window, Ranks(0, 1, 1), start or StreamState())

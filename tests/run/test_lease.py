@@ -130,6 +130,16 @@ def test_rank_0_shares_the_lease_of_its_launcher_and_keeps_it_when_the_launcher_
     assert not (tmp_path / lease.NAME).exists()
 
 
+def test_a_token_that_no_launcher_wrote_there_shares_nothing(tmp_path):
+    """Two runs that a process of a third run has started, for one folder."""
+    with holding(tmp_path, **{lease.TOKEN: "of another folder"}) as first:
+        assert content(tmp_path)["token"] != "of another folder"
+        second = start(HOLD, tmp_path, **{lease.TOKEN: "of another folder"})
+        _, words = second.communicate("", timeout=60)
+        assert second.returncode == 1 and f"in use by process {first.pid}" in words
+        first.communicate("", timeout=60)
+
+
 def test_the_launcher_keeps_the_lease_when_rank_0_has_ended(tmp_path, holder):
     with holding(tmp_path, **{lease.TOKEN: content(tmp_path)["token"]}) as rank_0:
         rank_0.communicate("", timeout=20)
