@@ -245,7 +245,7 @@ class DistTrainer(Trainer):
             checks.check_outputs(self.bare_model, self.loss)
             checks.refuse_uneven_negatives(self.loss, self.data_collator)
             self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
-        if self.evaluations.given:
+        if self.eval_dataset is not None:
             paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
             self.evaluations.check(self.args.metric_for_best_model, paired, self.bare_model)
         if self.own_loss is not None:
