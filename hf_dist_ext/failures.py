@@ -207,14 +207,12 @@ def meet() -> None:
         store.add(f"{MEETING}/count", 1)
         while store.add(f"{MEETING}/count", 0) < launched.processes():
             if store.check([f"{MEETING}/failed"]):
-                rank, host, words, is_usage = json.loads(store.get(f"{MEETING}/failed"))
+                rank, host, words = json.loads(store.get(f"{MEETING}/failed"))
                 _may_fail_early = False
-                kind = UsageError if is_usage else RunError
-                raise kind(f"rank {rank} on {host} ended before the run began: {words}")
+                raise RunError(f"rank {rank} on {host} ended before the run began: {words}")
             if time.monotonic() - began > MEET_SECONDS:
-                raise RunError(
-                    f"{_missing(store, machines)} did not come within {MEET_SECONDS:.0f} s. Start them all."
-                )
+                missing = _missing(store, machines)
+                raise RunError(f"{missing} did not come within {MEET_SECONDS:.0f} s. Start them all.")
             if launched.rank() == 0 and time.monotonic() - said > SAY_SECONDS:
                 said = time.monotonic()
                 text = f"hf-dist: waiting for {_missing(store, machines)}, {said - began:.0f} s"
@@ -237,7 +235,7 @@ def _tell_who_waits(error: BaseException) -> None:
     """A process that fails before all have met."""
     if _may_fail_early and (store := _shared_store()) is not None:
         with contextlib.suppress(RuntimeError):  # the store is gone, and who waited with it
-            words = [launched.rank(), socket.gethostname(), str(error) or repr(error), isinstance(error, UsageError)]
+            words = [launched.rank(), socket.gethostname(), str(error) or repr(error)]
             store.set(f"{MEETING}/failed", json.dumps(words))
 
 

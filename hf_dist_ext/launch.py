@@ -48,7 +48,8 @@ def hand_over_if_needed(run: Run, program: Sequence[str] = (), argv: Sequence[st
     if is_launched():
         if launched.rank() == 0:
             lease.take(output_dir)
-        if os.environ.get(HANDED_OVER) != "1":
+        run.is_launched = os.environ.get(HANDED_OVER) != "1"
+        if run.is_launched:
             check_running(run)  # (4)
         return
     _refuse_lonely_tasks()

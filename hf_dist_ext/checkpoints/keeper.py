@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
@@ -33,12 +32,12 @@ from hf_dist_ext.strategies.base import Strategy
 logger = logging.get_logger(__name__)
 
 
-class Keeper(TrainerCallback):
+class Keeper:
     """Made once per run, with its arguments, its loss, and a function that raises when the run's folder is no longer
-    its own. As a callback it writes down that the run begins, when nothing can be refused any more.
+    its own.
 
     Attributes:
-        at_begin: what else is done then on this process.
+        at_begin: what else `begin` does on this process.
         committed_step: of this run's last checkpoint.
         is_guarded: updates that are not finite are skipped; else every checkpoint counts as proved.
         finite_step: the last update of this start that was not skipped; -1 before.
@@ -110,7 +109,8 @@ class Keeper(TrainerCallback):
         begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
         self._begin_run = partial(begin, *given, self._takes_weights_only)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def begin(self) -> None:
+        """Write down that the run begins, once nothing of it can be refused any more. Every rank calls it."""
         self._run = self._begin_run()
         for action in self.at_begin:
             action()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,13 @@ def _by_regex(pattern: str, modules: Sequence[str], parameters: Mapping[str, Any
 def _no_match(model, pattern: str, group: Group, modules, parameters, field_name: str, patterns: Patterns) -> str:
     groups = module_groups(model)
     shown = f"{field_name}={patterns!r}" if isinstance(patterns, str) else f"{field_name}={list(patterns)!r}"
-    if pattern in groups and not isinstance(patterns, str):
+    if isinstance(patterns, str) and (pattern in groups or (roots := _by_name(pattern, modules, parameters).roots)):
+        meant = "a group of modules" if pattern in groups else f'"{roots[0]}"'
+        return (
+            f"{shown} matches no module. A string is one regular expression over full names; as a name in a list it "
+            f"is {meant}. Give {json.dumps([pattern])}, on the command line --{field_name} '{json.dumps([pattern])}'."
+        )
+    if pattern in groups:
         return f"{shown}: {pattern!r} of {type(model).__name__} has no parameters. Groups: {_sizes(model, groups)}."
     if group.roots:
         return f"{shown}: {pattern!r} matches {group.roots[0]!r}, which has no parameters."

@@ -264,6 +264,7 @@ class Run:
     given: dict[str, Any]
     name: str = ""  # of a stage
     is_done: bool = False  # a stage that an earlier attempt has finished
+    is_launched: bool = False  # by the user's own launcher, which says how many processes there are
     stages: list[Run] = field(default_factory=list)
 
     def flat(self) -> dict[str, Any]:

@@ -11,13 +11,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hf_dist_ext import launched
+from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import resume_or_start
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import is_secret
 from hf_dist_ext.run.files import read_fields
 
-NAME, STARTED_IN = "run.json", "_started_in"
+NAME, STARTED_IN, STARTED_AS = "run.json", "_started_in", "_started_as"
+PRESETS = {"none": "single_gpu", "ddp": "multi_gpu_ddp"}  # of what a manifest calls sharding
 PLAN = "HF_DIST_PLAN"  # environment: from a launcher to its processes
 
 
@@ -30,7 +33,11 @@ def write(run: Run) -> None:
     """`run.json`, and `plan.json` where a preset was chosen."""
     folder = Path(run.training["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({STARTED_IN: os.getcwd()} | run.flat(), indent=2, ensure_ascii=False)
+    started = {STARTED_IN: os.getcwd()}
+    if run.is_launched:
+        processes = launched.processes()
+        started[STARTED_AS] = {"processes": processes, "of_a_machine": launched.processes_here(processes)}
+    content = json.dumps(started | run.flat(), indent=2, ensure_ascii=False)
     (folder / f"_{NAME}").write_text(content + "\n", encoding="utf-8")
     os.replace(folder / f"_{NAME}", folder / NAME)  # whole whenever it is there
     if choice := os.environ.pop(PLAN, None):
@@ -50,7 +57,11 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
     fields = read_fields(path)
     if secret := [name for name, value in fields.items() if is_secret(name) and value and name not in given]:
         raise UsageError(f"{secret[0]} is a secret, so {path} does not hold it. Give it again: --{secret[0]} VALUE")
-    started_in = json.loads(path.read_text(encoding="utf-8")).get(STARTED_IN)
+    started = json.loads(path.read_text(encoding="utf-8"))
+    as_started = {}
+    if STARTED_AS in started and not {"accelerate_config", "num_processes"} & given:
+        as_started = _as_started(path, fields.get("accelerate_config"), **started[STARTED_AS])
+    started_in = started.get(STARTED_IN)
     if started_in is not None:
         if not Path(started_in).is_dir():
             raise UsageError(
@@ -63,6 +74,23 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
     checkpoint = "auto"
     if not fields.get("stages") and not resume_or_start({"output_dir": str(path.parent)}):
         checkpoint = fields.get("resume_from_checkpoint") or "auto"  # it ended before its first own one
-    for name, value in {"output_dir": str(path.parent), "resume_from_checkpoint": checkpoint}.items():
+    more = {"output_dir": str(path.parent), "resume_from_checkpoint": checkpoint} | as_started
+    for name, value in more.items():
         words += [] if name in given else [f"--{name}", value]
     return [*words, *overrides]
+
+
+def _as_started(path: Path, preset: str | None, processes: int, of_a_machine: int) -> dict[str, str]:
+    """The fields with which a run goes on as its own launcher had started it. UsageError where none say it."""
+    history = manifest.History(path.parent)
+    found = [content for one in history.paths if (content := history.manifests[one])]
+    sharding = found[-1].get("sharding") if found else None
+    preset = PRESETS.get("none" if processes == 1 else sharding) if preset in (None, "auto") else preset
+    if preset is None or of_a_machine != processes:
+        raise UsageError(
+            f"the run of {path.parent} was started by a launcher of yours as {processes} processes"
+            f"{f' ({sharding})' if sharding else ''}. Go on the same way: accelerate launch --config_file YAML "
+            f"--num_processes {processes} --module hf_dist_ext.train --config {path} --output_dir {path.parent} "
+            "--resume_from_checkpoint auto. Or give --accelerate_config and --num_processes."
+        )
+    return {"accelerate_config": preset, "num_processes": str(processes)}

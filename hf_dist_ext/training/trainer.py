@@ -245,7 +245,7 @@ class DistTrainer(Trainer):
             checks.check_outputs(self.bare_model, self.loss)
             checks.refuse_uneven_negatives(self.loss, self.data_collator)
             self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
-        if self.evaluations.given:
+        if self.eval_dataset is not None:
             paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
             self.evaluations.check(self.args.metric_for_best_model, paired, self.bare_model)
         if self.own_loss is not None:
@@ -267,7 +267,6 @@ class DistTrainer(Trainer):
             self.add_callback(self.freeze_watch)
         if self._has_own_arguments:
             self.keeper.at_begin.append(partial(remove_mark, self.args.output_dir))
-            self.add_callback(self.keeper)
         for watcher in [MetricsFile(), self.scaling, Measured(self.scaling)] if is_ours else []:
             self.add_callback(watcher)
         if not is_ours and getattr(self.args, "scaling_baseline", None):
@@ -359,6 +358,8 @@ class DistTrainer(Trainer):
         if self.loss is not None:
             self.step.begin()
             compiling.announce(self.args, self.strategy, self.bare_model)
+        if self._has_own_arguments:
+            self.keeper.begin()
         return prepared
 
     def call_model_init(self, trial: Any = None) -> nn.Module:

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+import torch.distributed as dist
 
+from hf_dist_ext import failures
+from hf_dist_ext.errors import RunError
 from tests.distributed import forked
 from tests.launching import PRESETS, ROOT, environment
 from tests.tiny_models import model_config, tiny_pairs
@@ -74,7 +77,7 @@ def test_processes_of_two_machines_meet(tmp_path):
 
 @pytest.mark.parametrize("words, said", [
     (["--lerning_rate", "1"], 'Unknown field "lerning_rate"'),
-    (["--dataset_name", "gone.jsonl"], "gone.jsonl is no file or folder here"),
+    pytest.param(["--dataset_name", "gone.jsonl"], "gone.jsonl is no file or folder here", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_machine_that_fails_early_ends_the_others_with_its_words(tmp_path, words, said):
     fields = tiny_pairs(tmp_path) | {"model_config": model_config("bert"), "output_dir": str(tmp_path / "out")}
@@ -86,6 +89,20 @@ def test_a_machine_that_fails_early_ends_the_others_with_its_words(tmp_path, wor
     assert line.startswith("error: rank 1 on ") and "ended before the run began: " in line and said in line, first
     assert said in second and "[E" not in first and "gloo" not in first.replace("over gloo", ""), first
     assert not (tmp_path / "out").exists()
+
+
+def test_who_waits_says_for_how_many_machines_and_not_for_ever(monkeypatch, capsys):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    said = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    said |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(failures, "SAY_SECONDS", 0)
+    monkeypatch.setattr(failures, "MEET_SECONDS", 1)
+    store.set(f"{failures.MEETING}/1", "here")
+    with pytest.raises(RunError, match="1 of 2 machines did not come"):
+        failures.meet()
+    assert "hf-dist: waiting for 1 of 2 machines" in capsys.readouterr().err
 
 
 @pytest.mark.slow

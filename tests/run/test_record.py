@@ -4,14 +4,17 @@ import json
 import os
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hf_dist_ext import cli
+from hf_dist_ext import cli, train
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run import examples, record
 from hf_dist_ext.run.read import load_run
+from tests.distributed.forked import Run
+from tests.tiny_models import model_config, tiny_pairs
 
 QUIET = ["--disable_tqdm", "true", "--report_to", "none", "--use_cpu"]
 
@@ -120,6 +123,30 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_from_the_one_it_was
     assert record.resume(folder, [])[-1] == "first/checkpoint-2"
     shutil.copytree(tmp_path / "first" / "checkpoint-2", folder / "checkpoint-2")
     assert record.resume(folder, [])[-1] == "auto"
+
+
+def start(say, run_file: Path) -> str:
+    train.main(["--config", str(run_file)])
+    return "ended well"
+
+
+@pytest.mark.parametrize("mode, preset", [("ddp", "multi_gpu_ddp"), ("fsdp-full", None)])
+def test_a_run_that_a_launcher_started_goes_on_with_as_many_processes(tmp_path, monkeypatch, mode, preset):
+    monkeypatch.chdir(tmp_path)
+    fields = tiny_pairs(tmp_path) | {
+        "model_config": model_config("bert"), "batch_size": 4, "max_steps": 2, "report_to": "none", "use_cpu": True,
+        "output_dir": str(tmp_path / "out"), "disable_tqdm": True, "save_strategy": "steps", "save_steps": 1,
+    }  # fmt: skip
+    (tmp_path / "given.json").write_text(json.dumps(fields))
+    assert Run(mode, tmp_path / "log", partial(start, run_file=tmp_path / "given.json")).result() == "ended well"
+    if preset is None:
+        with pytest.raises(UsageError, match="as 2 processes .fsdp.* accelerate launch .* --num_processes 2 .*auto"):
+            record.resume(tmp_path / "out", [])
+    else:
+        words = record.resume(tmp_path / "out", [])
+        assert words[-4:] == ["--accelerate_config", preset, "--num_processes", "2"]
+    given = ["--accelerate_config", "single_gpu", "--num_processes", "1"]
+    assert record.resume(tmp_path / "out", given)[-4:] == given, "who says how is heard"
 
 
 def test_env_shows_versions_and_no_secret(monkeypatch, capsys):

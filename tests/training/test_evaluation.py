@@ -247,6 +247,17 @@ def test_the_best_model_is_the_one_with_the_best_metric_over_distinct_documents(
     assert history[1] == pytest.approx(1.0) and history[2] == pytest.approx(0.5) and len(history) == 4
 
 
+def test_a_misspelt_metric_is_refused_before_training_where_the_figures_are_known(tmp_path):
+    rows, words, vectors = captioned()
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    with pytest.raises(UsageError, match='metric_for_best_model="eval_mmr@10" is none .* Closest: mrr@10'):
+        trainer(tmp_path, Table(vectors), rows, words=words, metric_for_best_model="eval_mmr@10", **best)
+    for metric in ("eval_mrr@10", "loss"):
+        trainer(tmp_path, Table(vectors), rows, words=words, metric_for_best_model=metric, **best)
+    of_the_user = {"metric_for_best_model": "mine", "compute_metrics": lambda prediction: {"mine": 1.0}}
+    trainer(tmp_path, Table(vectors), rows, words=words, **of_the_user, **best)
+
+
 def test_compute_metrics_of_the_user_gets_embeddings_and_ids(tmp_path):
     rows, words, vectors = captioned()
     seen = []
