@@ -370,6 +370,7 @@ class DistTrainer(Trainer):
         super()._hp_search_setup(trial)
         if self.model_init is not None:
             self._take_model()
+            self._check_same_run()
         if self._has_own_arguments:
             self._begin_or_continue()
 
@@ -478,10 +479,8 @@ class DistTrainer(Trainer):
         return None if self.health.stop is None else self.health.stop.received
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> TrainOutput:
-        if self._has_own_arguments:
-            data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-            parts = self.data_collator, self.processing_class, self.loss, self.bare_model
-            same_run.check(self.args, data, *parts, self.strategy.loads_alone)
+        if self.model_init is None:
+            self._check_same_run()
         with self.health.running(is_search=self.hp_search_backend is not None):
             if self._has_own_arguments:
                 resume_from_checkpoint = self._choose_checkpoint(resume_from_checkpoint)
@@ -492,6 +491,12 @@ class DistTrainer(Trainer):
             except LeaveEvaluation:  # the one before the first step: there is nothing to save
                 self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
+
+    def _check_same_run(self) -> None:
+        if self._has_own_arguments:
+            data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+            parts = self.data_collator, self.processing_class, self.loss, self.bare_model
+            same_run.check(self.args, data, *parts, self.strategy.loads_alone)
 
     def _choose_checkpoint(self, asked: str | bool | None) -> str | None:
         """The checkpoint that this start goes on from, and what follows from it for the batch."""
