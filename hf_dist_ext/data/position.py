@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import seed_worker
 from transformers.utils import logging
@@ -208,8 +209,8 @@ class DataPosition:
 
     # ---- the loader ----
 
-    def loader_in_one_order(self, collate: Callable) -> DataLoader:
-        """The loader of this process's rows of a stream, whose batches have only to be moved to the device."""
+    def loader_in_one_order(self, collate: Callable, accelerator: Any) -> Any:
+        """The loader of this process's rows of a stream: accelerate moves its batches to the device, and no more."""
         args, (own, everyone) = self.args, self._batch()
         dataset, mixed = self._dataset(), {}
         if isinstance(dataset, MixedStream):
@@ -225,7 +226,7 @@ class DataPosition:
             args.device,
             **mixed,
         )
-        return DataLoader(
+        loader = DataLoader(
             stream_order.DealtRows(self._dealer.features),
             batch_sampler=self._dealer,
             collate_fn=collate,
@@ -235,6 +236,15 @@ class DataPosition:
             multiprocessing_context=args.dataloader_multiprocessing_context,
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+        )
+        return prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=accelerator.device_placement,
+            rng_types=list(accelerator.rng_types or ()),
+            non_blocking=accelerator.non_blocking,
         )
 
     def rest_of_dataset(self) -> Any:

@@ -97,6 +97,12 @@ class StepMeter:
         if is_of_steps:
             self._since_log, self._before = Counter(), torch.zeros_like(self._before)
 
+    def count_seen(self, kind: str | bool) -> int:
+        """Tokens of all ranks' last batch. kind: "non_padding", or with padding. Every rank calls it."""
+        real, computed = self.last_tokens
+        own = real if kind == "non_padding" else computed
+        return sum(seen for (seen,) in self.rows().one_of_each(collectives.exchange([own])))
+
     @property
     def usual_chunks(self) -> int:
         """Those of most of the run's steps: while "auto" measures there are other numbers."""

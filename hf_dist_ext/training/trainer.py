@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
@@ -96,8 +95,8 @@ class DistTrainer(Trainer):
     files: ModelFiles
     step: EmbeddingStep = None  # type: ignore[assignment]  # None without a loss
     own_loss: OwnLossStep | None = None
-    _optimizer_name: str | None = None
     _new_loss: dict[str, Any] | None = None  # the state of a loss that begins anew with every model
+    _optimizer_name: str | None = None
     _unwrapped: tuple[nn.Module, nn.Module] | None = None  # `model`, and what it is without its wrappers
 
     def __init__(
@@ -169,7 +168,7 @@ class DistTrainer(Trainer):
             go_back=self.keeper.go_back,
         )
         self.keeper.is_guarded = self.health.guard is not None
-        self.meter, self.clock = StepMeter(lambda: self.strategy.rows), StepClock(args.device)
+        self.clock = StepClock(args.device)
         self.scaling = Scaling(
             lambda: (self._train_batch_size, self.data_position.rows_per_micro_batch),
             lambda: getattr(self, "stage", None),
@@ -197,12 +196,20 @@ class DistTrainer(Trainer):
             processor=lambda: self.processing_class or getattr(self.data_collator, "tokenizer", None),
             saved=lambda: None if self.freeze_plan is None else self.freeze_plan.saved,
         )
-        self.feature_cache = None
+        self.feature_cache, self.meter = None, StepMeter(lambda: self.strategy.rows)
         self.image_stand_in = self.make_image_stand_in() if self._is_ours else None
         if self.loss is not None:
             self.step = self._make_step()
         elif self.strategy.is_cut:
-            self.own_loss = self._make_own_loss_step()
+            self.own_loss = OwnLossStep(
+                self.args,
+                strategy=lambda: self.strategy,
+                prepare=self._prepare_inputs,
+                compute_loss=self.compute_loss,
+                count_items=self._get_num_items_in_batch,
+                around=self.compute_loss_context_manager,
+                phase=self.clock.phase,
+            )
         if self._new_loss is not None:
             cast(nn.Module, self.loss).load_state_dict(self._new_loss)
         self.strategy.constructed(self.model)
@@ -220,17 +227,6 @@ class DistTrainer(Trainer):
             has_stand_in=self.image_stand_in is not None,
         )
         return EmbeddingStep(sizes, self._prepare_inputs, self._precision, self.clock)
-
-    def _make_own_loss_step(self) -> OwnLossStep:
-        return OwnLossStep(
-            self.args,
-            strategy=lambda: self.strategy,
-            prepare=self._prepare_inputs,
-            compute_loss=self.compute_loss,
-            count_items=self._get_num_items_in_batch,
-            around=self.compute_loss_context_manager,
-            phase=self.clock.phase,
-        )
 
     def _check_parts(self) -> None:
         loader, has_loss = self.accelerator.dataloader_config, self.loss is not None
@@ -375,6 +371,7 @@ class DistTrainer(Trainer):
         super()._hp_search_setup(trial)
         if self.model_init is not None:
             self._take_model()
+            self._check_same_run()
         if self._has_own_arguments:
             self._begin_or_continue()
 
@@ -457,18 +454,8 @@ class DistTrainer(Trainer):
         return loader
 
     def _loader_in_one_order(self) -> Any:
-        """A loader that knows its own rows of a stream: accelerate moves its batches to the device, and no more."""
         collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-        accelerator = self.accelerator
-        return prepare_data_loader(
-            self.data_position.loader_in_one_order(collate),
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            rng_types=list(accelerator.rng_types or ()),
-            non_blocking=accelerator.non_blocking,
-        )
+        return self.data_position.loader_in_one_order(collate, self.accelerator)
 
     def _get_train_sampler(self, train_dataset: Any = None):
         if self.loss is not None:
@@ -493,10 +480,8 @@ class DistTrainer(Trainer):
         return None if self.health.stop is None else self.health.stop.received
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> TrainOutput:
-        if self._has_own_arguments:
-            data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-            parts = self.data_collator, self.processing_class, self.loss, self.bare_model
-            same_run.check(self.args, data, *parts, self.strategy.loads_alone)
+        if self.model_init is None:
+            self._check_same_run()
         with self.health.running(is_search=self.hp_search_backend is not None):
             if self._has_own_arguments:
                 resume_from_checkpoint = self._choose_checkpoint(resume_from_checkpoint)
@@ -508,13 +493,17 @@ class DistTrainer(Trainer):
                 self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
 
+    def _check_same_run(self) -> None:
+        if self._has_own_arguments:
+            data = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+            parts = self.data_collator, self.processing_class, self.loss, self.bare_model
+            same_run.check(self.args, data, *parts, self.strategy.loads_alone)
+
     def _choose_checkpoint(self, asked: str | bool | None) -> str | None:
         """The checkpoint that this start goes on from, and what follows from it for the batch."""
-        has_scaler = getattr(self.accelerator, "scaler", None) is not None
-        checkpoint = self.keeper.choose(asked, self.strategy, has_scaler)
-        learning_rate.keep_effective_batch(
-            self.args, checkpoint, self.strategy.rows.size, self.strategy.fixed_accumulation
-        )
+        strategy = self.strategy
+        checkpoint = self.keeper.choose(asked, strategy, getattr(self.accelerator, "scaler", None) is not None)
+        learning_rate.keep_effective_batch(self.args, checkpoint, strategy.rows.size, strategy.fixed_accumulation)
         self.health.evaluation_is_due = self.args.eval_strategy != "no" and self.keeper.evaluation_is_due
         return checkpoint
 
@@ -907,8 +896,4 @@ class DistTrainer(Trainer):
             self.state.num_input_tokens_seen = before + added // self.strategy.rows.shared_by
             return
         if self.args.include_num_input_tokens_seen != "no":
-            # host numbers of this rank's chunks, so counting costs no synchronisation but the gather itself
-            real, computed = self.meter.last_tokens
-            seen = real if self.args.include_num_input_tokens_seen == "non_padding" else computed
-            everyone = self.strategy.rows.one_of_each(collectives.exchange([seen]))
-            self.state.num_input_tokens_seen += sum(row[0] for row in everyone)
+            self.state.num_input_tokens_seen += self.meter.count_seen(self.args.include_num_input_tokens_seen)

@@ -61,6 +61,8 @@ HOOKS = {  # of Trainer -> its parameters
 }
 BEFORE = {"init_hf_repo": "token", "push_to_hub": "commit_message blocking token revision **kwargs"}  # 5.23
 CALLED = {  # by DistTrainer, and not overridden
+    "_determine_best_metric": "metrics trial",
+    "_evaluate": "trial ignore_keys_for_eval skip_scheduler",
     "_finish_current_push": "",
     "_get_collator_with_removed_columns": "data_collator description",
     "_get_num_items_in_batch": "batch_samples device",
