@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dist_ext.checkpoints import commit, loss_state, merge, safe_reading, trainable
+from hf_dist_ext.checkpoints import commit, loss_state, merge, resume, safe_reading, trainable
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
 from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
@@ -234,6 +234,8 @@ class ModelFiles:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
         elif strategy.load_whole(self.model(), folder):
             pass
+        elif self.is_ours and strategy.reads_own_format and not strategy.holds_own_format(folder):
+            resume.load_whole(self.bare_model(), folder, trusts)
         elif strategy.reads_own_format or not load_in_memory_names(self.bare_model(), str(folder)):
             safe_reading.check(folder, trusts)
             if not strategy.has_engine:
@@ -243,7 +245,8 @@ class ModelFiles:
 
     def load_optimizer(self, folder: Path, optimizer: Any) -> bool:
         is_empty = self.strategy().has_no_optimizer_state(folder)
-        if not self.is_by_name and not is_empty:
+        converts = self.is_ours and self.strategy().converts(folder)
+        if not (self.is_by_name or is_empty or converts):
             return False
         if not self.strategy().has_engine and not is_empty:  # DeepSpeed's engine has read all of it
             elsewhere = self.strategy().elsewhere

@@ -27,12 +27,13 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters, state_of
-from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
+from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection, weights_in_memory_names
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import agreed, collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.strategies.tensors import is_split, put
 
 logger = logging.get_logger(__name__)
 
@@ -383,15 +384,23 @@ def _whole_weights(model: nn.Module, folder: Path, trust: bool) -> dict[str, tor
     return weights
 
 
+@torch.no_grad()
 def load_whole(model: nn.Module, folder: Path, trust: bool) -> None:
-    """All weights of a checkpoint, under the names of memory, whole or in FSDP's shards."""
-    weights = _whole_weights(model, folder, trust)
+    """All weights of a checkpoint into a model that may be sharded already; the checkpoint has them whole or in FSDP's
+    shards."""
+    is_whole = not (folder / SHARDED_BY_FSDP).is_dir()
+    renamed = weights_in_memory_names(model, str(folder)) if is_whole else None
+    weights = _whole_weights(model, folder, trust) if renamed is None else renamed
     tied = set(getattr(model, "all_tied_weights_keys", None) or ()) | set(
         getattr(model, "_keys_to_ignore_on_save", None) or ()
     )
     own = model.state_dict()
     whole = {name: own[name] for name in tied & own.keys()} | weights
     check_weights(model, whole, source=str(folder))
+    if any(map(is_split, model.parameters())):
+        for name in own.keys() & weights.keys():
+            put(own[name], weights[name])
+        return
     model.load_state_dict(weights, strict=False)
     if hasattr(model, "tie_weights"):
         model.tie_weights()

@@ -28,12 +28,14 @@ from hf_dist_ext.checkpoints import safe_reading
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.weights import differences, shapes
-from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.base import WHOLE, Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer, empty_like, is_split, put, whole
 
 WEIGHTS, OPTIMIZER = "trainable.safetensors", "trainable_optimizer.pt"
 SHARDED_WEIGHTS, SHARDED_OPTIMIZER = "trainable", "trainable_optimizer"
 FROZEN = "frozen.json"
+BY_POSITION = WHOLE[0]
+OF_SHAPE_OF_PARAMETER = ("/exp_avg", "/exp_avg_sq", "/momentum_buffer")
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 PROJECTION = "base_model.model.projection."
 SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the sum over all of them
@@ -212,15 +214,43 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
+def _read_optimizer(folder: Path, ours: list[list[str]], own: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What `save_optimizer` wrote; or the same of a file with whole tensors by name (`optimizer.bin`), or by position
+    (`optimizer.pt`) in the groups of a trainer that has made them as this one has. `ours`: names of the groups; `own`:
+    name -> shape."""
+    path = next(path for name in (OPTIMIZER, *WHOLE) if (path := folder / name).is_file())
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if path.name == OPTIMIZER:
+        return content
+    state, groups = content["state"], content["param_groups"]
+    if path.name == BY_POSITION:
+        lengths = [[len(group["params"]) for group in groups], [len(names) for names in ours]]
+        if lengths[0] != lengths[1]:
+            raise UsageError(
+                f"{folder} holds an optimizer with groups of {lengths[0]} parameters, this run's are of {lengths[1]}: "
+                "which state is whose can not be told. Resume it with the arguments it was saved with."
+            )
+        positions = [at for group in groups for at in group["params"]]
+        names = dict(zip(positions, [name for of in ours for name in of], strict=True))
+        state = {names[at]: values for at, values in state.items()}
+        groups = [group | {"params": of} for group, of in zip(groups, ours, strict=True)]
+    flat = {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+    tensors = {entry: value for entry, value in flat.items() if isinstance(value, torch.Tensor)}
+    alike = {entry: tuple(value.shape) for entry, value in tensors.items() if entry.endswith(OF_SHAPE_OF_PARAMETER)}
+    wrong = [entry for entry, shape in alike.items() if own.get(entry.rpartition("/")[0], shape) != shape]
+    _refuse(folder, "optimizer states", {"of another shape": wrong})
+    return {"groups": groups, "state": tensors, "rest": {k: v for k, v in flat.items() if k not in tensors}}
+
+
 def load_optimizer(
     model: nn.Module, optimizer: Any, folder: Path, trust: bool = False, elsewhere: frozenset[str] = frozenset()
 ) -> None:
     """`elsewhere`: names of parameters that other ranks read."""
     optimizer = bare_optimizer(optimizer)
-    content = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     parameters = named(model.named_parameters())
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     ours = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    content = _read_optimizer(folder, ours, shapes(parameters))
     theirs = [[name for name in group["params"] if name not in elsewhere] for group in content["groups"]]
     flat = [name for names in ours for name in names], [name for names in theirs for name in names]
     _refuse(

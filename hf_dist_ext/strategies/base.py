@@ -279,6 +279,10 @@ class Strategy:
         """Read a whole folder into the model where that takes more than reading it; False: it does not."""
         return False
 
+    def holds_own_format(self, folder: Path) -> bool:
+        """With `reads_own_format`: whether a checkpoint's weights are in it."""
+        return True
+
     def save_engine(self, folder: Path) -> None:
         """With `has_engine`: its state in a run with frozen parts. Every rank calls it."""
         raise NotImplementedError
@@ -293,6 +297,13 @@ class Strategy:
     def has_no_optimizer_state(self, folder: str | Path) -> bool:
         """Whether a checkpoint holds an optimizer that reading would fail at."""
         return False
+
+    def converts(self, folder: Path) -> bool:
+        """Whether a checkpoint's weights and optimizer state are whole tensors in the files of another strategy, which
+        can be read by name, or by order, as one trainer makes the same groups everywhere. Not adapters."""
+        is_foreign = any(name != self.optimizer_file and (folder / name).is_file() for name in WHOLE)
+        others = ("pytorch_model_fsdp*", "adapter_model*")
+        return is_foreign and not self.has_engine and not any(any(folder.glob(name)) for name in others)
 
     def save(self, model: nn.Module, folder: Path, args: Any, writer: Any) -> None:
         """What a checkpoint needs beside weights and optimizer; `model` in its wrapper. Every rank calls it."""
@@ -309,7 +320,7 @@ class Strategy:
                 f"{folder} was saved {_under(before)}, this run is {_under(now)}: the optimizer's groups are others. "
                 "With resume_weights_only its weights are taken and everything else starts anew."
             )
-        for name, wrote in WRITERS.items():
+        for name, wrote in () if self.converts(folder) else WRITERS.items():
             if name != self.optimizer_file and any(folder.glob(name)):
                 raise UsageError(
                     f"{folder} was written {wrote}, and only such a run reads its optimizer's state. Resume it as it "
@@ -318,6 +329,7 @@ class Strategy:
                 )
 
 
+WHOLE = ("optimizer.pt", "optimizer.bin")  # of whole tensors: by position, and by name
 # The file of an optimizer's state that is not kept by name -> who writes it. Trainer looks for its own alone.
 WRITERS = {
     "optimizer.pt": "by one process or under DDP",

@@ -123,7 +123,7 @@ class FSDP(Sharded):
 
     def save_optimizer(self, model: nn.Module, optimizer: Any, folder: Path, keep: bool, writer: Any) -> bool:
         """In the files of accelerate 1.15 (fsdp_utils.py, save_fsdp_model and save_fsdp_optimizer), which reads them.
-        FSDP1 is left to it."""
+        FSDP1 is left to it. Whole weights are in the checkpoint already, as `save_pretrained` writes them."""
         if self.plugin.fsdp_version != 2:
             return False
         options = StateDictOptions(full_state_dict=not self.saves_shards, cpu_offload=True)
@@ -134,9 +134,16 @@ class FSDP(Sharded):
             elif self.accelerator.is_main_process:
                 writer.torch(state, folder / f"{name}.bin")
 
-        save("pytorch_model_fsdp", "model", _weights(model, options))
+        if self.saves_shards or hasattr(model, "get_base_model"):
+            save("pytorch_model_fsdp", "model", _weights(model, options))
         save("optimizer", "optimizer", get_optimizer_state_dict(model, optimizer, options=options))
         return True
+
+    def converts(self, folder: Path) -> bool:
+        return getattr(self.plugin, "fsdp_version", 1) == 2 and super().converts(folder)
+
+    def holds_own_format(self, folder: Path) -> bool:
+        return self.plugin.fsdp_version != 2 or any(folder.glob("pytorch_model_fsdp*"))
 
     def has_no_optimizer_state(self, folder: str | Path) -> bool:
         """Plain SGD has none: torch 2.13 fails to load it ("Expected device to be set" in

@@ -10,19 +10,18 @@ Figures have the names that sentence-transformers' evaluators give them; those o
 from __future__ import annotations
 
 import difflib
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import set_seed
 
 from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
 from hf_dist_ext.data.evaluations import RetrievalData
 from hf_dist_ext.data.mteb_tasks import MtebData
+from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.evaluations import Mteb
 from hf_dist_ext.training import corpus_retrieval, mteb_tasks, row_evaluations
@@ -43,16 +42,12 @@ KINDS = {
 def drawing_apart(seed: int) -> Iterator[None]:
     """Around an evaluation: its random numbers are the same in each of them, and training's go on after it as if there
     had been none."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    accelerator = torch.accelerator.current_accelerator()
-    devices = [] if accelerator is None else range(torch.accelerator.device_count())
+    before = RandomState()
+    set_seed(seed)
     try:
-        with torch.random.fork_rng(devices, device_type="cuda" if accelerator is None else accelerator.type):
-            set_seed(seed)
-            yield
+        yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        before.restore()
 
 
 class Evaluations:

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
-from hf_dist_ext.checkpoints import commit, loss_state, manifest
+from hf_dist_ext.checkpoints import commit, hub, loss_state, manifest
 from hf_dist_ext.checkpoints.folder import checkpoint_to_resume, resume_or_start
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
@@ -275,7 +275,7 @@ def test_rotation_comes_after_the_commit_and_spares_what_was_not_committed(tmp_p
     folders = lambda: sorted(path.name for path in tmp_path.glob("checkpoint-*"))  # noqa: E731
     monkeypatch.setattr(manifest, "commit", lambda *a: (events.append(("commit", folders())), commit_(*a)))
     monkeypatch.setattr(manifest, "rotate", lambda *a, **k: (events.append(("rotate", folders())), rotate(*a, **k)))
-    monkeypatch.setattr(Trainer, "_push_from_checkpoint", lambda self, folder: events.append(("push", folder)))
+    monkeypatch.setattr(hub, "push_checkpoint", lambda folder, *a: events.append(("push", folder)) or [])
     trainer = make(tmp_path, save_total_limit=1, max_steps=5)
     trainer.args.push_to_hub = True
     monkeypatch.setattr(DistTrainer, "init_hf_repo", lambda *a, **k: None)

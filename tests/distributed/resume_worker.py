@@ -35,7 +35,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
+def train(say, folder: Path, mode: str, resume: bool = False, saved: int = SAVED, **more) -> str:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -60,7 +60,7 @@ def train(say, folder: Path, mode: str, resume: bool = False, **more) -> str:
                 read.update(gathered(state, keep=True))
 
     trainer = Reading(LlamaForCausalLM(config), args, train_dataset=rows)
-    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED}") if resume else None)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{saved}") if resume else None)
     if saves_model:
         trainer.save_model()
     weights = trainable.named(trainer.model.named_parameters())

@@ -2,10 +2,12 @@
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.distributed import resume_worker
 
@@ -50,3 +52,20 @@ def test_a_sharded_run_of_everything_ends_with_its_model_and_can_be_merged_or_be
     assert len(found()["whole"]) == 4
     for what, is_equal in found()["whole"].items():
         assert is_equal, what
+
+
+def test_whole_tensors_go_from_one_way_of_spreading_to_the_next(tmp_path):
+    """A run of all weights; a step in each way after the other ends as the run that none interrupted."""
+    everything = dict(trainable_modules=None, save_steps=1)
+    whole = resume_worker.run("ddp", tmp_path, **everything)
+    start = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    for saved, mode in ((2, "fsdp-full"), (3, "single"), (4, "fsdp-full"), (5, "fsdp-sharded")):
+        for step in range(saved + 1, resume_worker.STEPS + 1):
+            shutil.rmtree(tmp_path / f"checkpoint-{step}")
+        end = resume_worker.run(mode, tmp_path, resume=True, saved=saved, **everything)
+        assert (tmp_path / f"checkpoint-{saved + 1}" / "manifest.json").is_file()
+        if mode == "fsdp-full":
+            files = {path.name for path in (tmp_path / f"checkpoint-{saved + 1}").iterdir()}
+            assert "model.safetensors" in files and "pytorch_model_fsdp.bin" not in files, "weights are there once"
+    assert end.keys() == whole.keys() and max((end[n] - start[n]).abs().max() for n in end if n in start) > 1e-3
+    assert max((end[name] - whole[name]).abs().max() for name in end) < 1e-6
