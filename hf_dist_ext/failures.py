@@ -168,7 +168,7 @@ def record(text: str, stack: str = "", happened: float | None = None) -> None:
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         timestamp = str(int(time.time() if happened is None else happened))
-        message = {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": timestamp}}
+        message = {"message": text, "extraInfo": {"py_callstack": stack or text, "timestamp": timestamp}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
 

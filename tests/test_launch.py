@@ -13,6 +13,7 @@ import pytest
 
 from hf_dist_ext import cli, launch
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner import devices as planner_devices
 from hf_dist_ext.run.presets import find_preset
 from hf_dist_ext.run.read import load_run
@@ -372,6 +373,17 @@ def test_a_usage_error_in_the_ranks_is_one_line_and_exit_code_2(start):
     errors = process.communicate(timeout=60)[1].splitlines()
     assert process.returncode == 2
     assert errors[1:] == ["error: nothing to train. Give more."] and "starting 2" in errors[0]
+
+
+def test_the_summary_of_a_launcher_holds_the_message_of_a_usage_error(tmp_path, monkeypatch):
+    """accelerate launch and torchrun print it as their root cause."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit), exit_on_usage_error():
+        raise UsageError("nothing to train. Give more.")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert "nothing to train. Give more." in str(ChildFailedError("a script", {0: failure}))
 
 
 def test_an_error_of_all_ranks_is_that_of_the_first_one(start):
