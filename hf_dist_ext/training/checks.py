@@ -8,7 +8,7 @@ gradient cache works on. It looks at the training rows when the first batch is a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,36 @@ LOSS_FIELDS = [*(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "
 def warn_of_untested_versions() -> None:
     for sentence in untested() if launched.rank() == 0 else ():
         logger.warning_once(sentence)
+
+
+def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
+    """What other trainers take and this one does not; `named`: the arguments of Trainer's constructor."""
+
+    def of_theirs(given: Any) -> bool:
+        return type(given).__module__.partition(".")[0] == "sentence_transformers"
+
+    rows = named.get("train_dataset")
+    if of_theirs(model):
+        raise UsageError(
+            f"model is a {type(model).__name__} of sentence-transformers. Give EmbeddingModel.from_pretrained(NAME) "
+            "of the same folder or hub id; the folder that it saves opens in sentence-transformers."
+        )
+    if isinstance(loss, (type, str)) or of_theirs(loss):
+        shown = repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+        raise UsageError(
+            f"loss is {shown}, and DistTrainer takes a function of embeddings, such as loss=InfoNCELoss(). Losses of "
+            'sentence-transformers are named in a run file: "loss": "CoSENTLoss".'
+        )
+    if isinstance(rows, Mapping):
+        raise UsageError(
+            f"train_dataset is a {type(rows).__name__} of {', '.join(map(str, rows))}. Give one of them, such as "
+            f"train_dataset[{next(iter(rows), 'train')!r}]."
+        )
+    if loss is not None and named.get("data_collator") is None and hasattr(rows, "column_names"):
+        raise UsageError(
+            "data_collator is missing: a loss over embeddings takes columns of features, which ContrastiveCollator("
+            f"tokenizer, {list(rows.column_names or ['query', 'positive'])[:2]}) of hf_dist_ext.data makes of texts."
+        )
 
 
 def refuse_without_loss(args: Any, evaluations: Sequence[Any]) -> None:

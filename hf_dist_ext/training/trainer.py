@@ -129,6 +129,7 @@ class DistTrainer(Trainer):
         """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
         embeddings adds to them."""
         checks.warn_of_untested_versions()
+        checks.refuse_objects(model, self.loss, named)
         self.strategy = Strategy()
         if self.loss is None:
             checks.refuse_without_loss(args, evaluations)

@@ -17,6 +17,7 @@ from hf_dist_ext.strategies.rows import row_weight
 from hf_dist_ext.training import checks
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.tiny_models import tiny_tokenizer
 
 
 def collate(rows: list[int]) -> dict:
@@ -71,6 +72,31 @@ def test_a_batch_norm_is_refused_by_name_unless_it_stays_in_eval(tmp_path):
             return self
 
     trainer(tmp_path, Frozen(norm))
+
+
+def test_objects_of_other_trainers_are_refused_with_what_to_give_instead(tmp_path):
+    from datasets import Dataset, DatasetDict
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import CoSENTLoss
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    theirs = SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer(), embedding_dim=4)], device="cpu")
+    texts, loss = Dataset.from_dict({"question": ["a"], "answer": ["b"]}), InfoNCELoss()
+    given = {
+        "EmbeddingModel.from_pretrained": {"model": theirs, "loss": loss, "train_dataset": texts},
+        "loss is CoSENTLoss, .*loss=InfoNCELoss": {"loss": CoSENTLoss(theirs)},
+        "loss is InfoNCELoss, .*loss=InfoNCELoss": {"loss": InfoNCELoss},
+        "loss is 'infonce', .*in a run file": {"loss": "infonce"},
+        r"DatasetDict of train, test.*train_dataset\['train'\]": {
+            "loss": loss, "train_dataset": DatasetDict(train=texts, test=texts), "data_collator": list,
+        },
+        r"data_collator is missing.*ContrastiveCollator\(tokenizer, \['question', 'answer'\]\)": {
+            "loss": loss, "train_dataset": texts,
+        },
+    }  # fmt: skip
+    for words, options in given.items():
+        with pytest.raises(UsageError, match=words):
+            DistTrainer(args=DistTrainingArguments(tmp_path, use_cpu=True), **{"model": nn.Linear(2, 2)} | options)
 
 
 def test_what_a_model_is_wrapped_in_is_looked_through_once(tmp_path, monkeypatch):
