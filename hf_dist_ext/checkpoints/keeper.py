@@ -104,8 +104,8 @@ class Keeper:
                 logger.warning(f"{folder} holds no {LOSS_WEIGHTS}: the loss begins anew.")
         elif folder is not None:
             resume.check_optimizer(self.args, folder, optimizer)
-            resume.check_frozen(folder, frozen_digests)
             resume.check_base(folder, model, dtype_of_base, strategy.casts_to)
+            resume.check_frozen(folder, frozen_digests)
         begin, given = resume.begin_or_continue_run, (self.args, folder, self._asked, is_search)
         self._begin_run = partial(begin, *given, self._takes_weights_only)
 

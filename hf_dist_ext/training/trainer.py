@@ -89,6 +89,7 @@ class DistTrainer(Trainer):
     health: Health
     strategy: Strategy
     _initial_global_step = 0  # Trainer's, from the beginning of training on
+    push_in_progress: Any = None
     image_stand_in: ImageStandIn | None = None
     feature_cache: feature_cache.FeatureCache | None = None
     freeze_watch: freeze.FreezeWatch | None = None
@@ -817,7 +818,7 @@ class DistTrainer(Trainer):
             self.data_position.save(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        args, before = self.args, getattr(self, "push_in_progress", None)
+        args, before = self.args, self.push_in_progress
         if not self._has_own_arguments:
             with loss_state.without_secrets(args):
                 return super()._push_from_checkpoint(checkpoint_folder)
@@ -827,7 +828,7 @@ class DistTrainer(Trainer):
         self.callback_handler.on_push_begin(args, self.state, self.control)
         given = Path(checkpoint_folder), self._folder(), args, str(self.hub_model_id), self.state.global_step
         jobs = hub.push_checkpoint(*given)
-        self.push_in_progress = PushInProgress([*(before.jobs if is_busy else []), *jobs])
+        self.push_in_progress = PushInProgress(cast(Any, [*(before.jobs if is_busy else []), *jobs]))
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
         ending = self.keeper.ending(self.state) if self._has_own_arguments else nullcontext()

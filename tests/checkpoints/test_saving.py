@@ -435,11 +435,11 @@ def test_the_state_of_another_optimizer_or_kind_of_schedule_is_refused(tmp_path,
 
 def test_another_loss_than_the_checkpoints_is_said(copied, caplog):
     def resumed(loss) -> list[str]:
-        trainer = make(copied, max_steps=7)
+        trainer = make(copied, max_steps=5, save_strategy="no")
         trainer.loss = trainer.keeper.loss = loss
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            trainer._resume(str(copied / "checkpoint-4"))
+            trainer.train(resume_from_checkpoint=str(copied / "checkpoint-4"))
         return [record.message for record in caplog.records if "another loss" in record.message]
 
     assert resumed(InfoNCELoss(learnable_temperature=True, rows_per_tile=4)) == [], "tiles change no result"
