@@ -297,6 +297,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("paths", nargs="*")
 for flag in ("-k", "-m", "-n"):
     parser.add_argument(flag)
+parser.add_argument("-s", action="store_true")
 parser.set_defaults(k="", m="not slow")
 asked = [parser.parse_args(words) for words in json.loads(sys.argv[1])]
 items = []

@@ -258,7 +258,7 @@ class Passes:
         self._train(final, scored.terms, is_last=True)
         if not self._has_trained:
             refuse_nothing_trains()
-        return self._comparison and self._comparison.result()
+        return None if self._comparison is None else self._comparison.result()
 
     def _train(self, group: list[int], loss_terms: Sequence[torch.Tensor] = (), is_last: bool = False) -> None:
         """One backward for the chunks of a group: graphs that were kept, or made again."""

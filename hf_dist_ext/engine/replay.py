@@ -139,9 +139,7 @@ class Comparison:
         """What pass 3 gives for a chunk. An idle one's rows are nobody's."""
         if self.chunks[number].is_idle:
             return
-        before = self.before[number]
-        keys = before if isinstance(before, Mapping) else [None]
-        for now, first in [(output, before) if key is None else (output[key], before[key]) for key in keys]:
+        for now, first in zip(_tensors(output), _tensors(self.before[number]), strict=True):
             if not now.is_floating_point():
                 continue
             if now.dim() > 1:  # what one has beyond the other is padding
@@ -156,6 +154,10 @@ class Comparison:
             return None
         differences, magnitudes = torch.stack(self._sizes).float().view(-1, 2).unbind(1)
         return ReplayError(differences / magnitudes, self._columns)
+
+
+def _tensors(output: Output) -> list[torch.Tensor]:
+    return [output[name] for name in sorted(output)] if isinstance(output, Mapping) else [output]
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:

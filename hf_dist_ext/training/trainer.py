@@ -264,7 +264,7 @@ class DistTrainer(Trainer):
             )
             self.add_callback(self.freeze_watch)
         if self._has_own_arguments:
-            self.keeper.at_begin.append(partial(remove_mark, self.args.output_dir))
+            self.keeper.at_begin.append(partial(remove_mark, str(self.args.output_dir)))
         for watcher in [MetricsFile(), self.scaling, Measured(self.scaling)] if is_ours else []:
             self.add_callback(watcher)
         if not is_ours and getattr(self.args, "scaling_baseline", None):
@@ -603,8 +603,9 @@ class DistTrainer(Trainer):
         return moved
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        replay: tuple[Any, ...] = ()
         if self.loss is None:
-            loss, replay = self._own_loss_step(model, inputs, num_items_in_batch), ()
+            loss = self._own_loss_step(model, inputs, num_items_in_batch)
         else:
             self._prepare_embedding_step(model)
             accumulated, is_last = self.current_gradient_accumulation_steps, self.accelerator.sync_gradients
