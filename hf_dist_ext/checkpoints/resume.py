@@ -228,7 +228,7 @@ def check_frozen(folder: Path, digests: Mapping[str, str] | None) -> None:
     elif trainable.has_trainable_weights(folder):
         raise UsageError(
             f"{folder} holds only what was trained, but nothing is frozen now. Give the trainable_modules or "
-            "frozen_modules it was saved with, or resume_weights_only=true."
+            "frozen_modules it was saved with, or resume_weights_only=true and the path of the checkpoint."
         )
 
 

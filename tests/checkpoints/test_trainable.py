@@ -116,7 +116,7 @@ def test_weights_only_starts_the_schedule_anew(whole, copied, caplog):
     taken.train(resume_from_checkpoint=str(copied / "checkpoint-4"))
     assert torch.equal(weights(taken), whole[2]) and taken.state.global_step == 1
     everything = make(copied, whole[0], resume_weights_only=True, trainable_modules=None, max_steps=1, learning_rate=0)
-    everything.train(resume_from_checkpoint=True)
+    everything.train(resume_from_checkpoint=str(copied / "checkpoint-1"))
     assert torch.equal(weights(everything), whole[2])
     with pytest.raises(UsageError, match="resume_from_checkpoint too"):
         make(copied, whole[0], resume_weights_only=True).train()
