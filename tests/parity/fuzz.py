@@ -817,6 +817,9 @@ FAULTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first draw, to go on with a run that ended early"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="this draw alone")
     parser.add_argument("--stop", action="store_true", help="end at the first draw that fails")
@@ -825,7 +828,8 @@ def main() -> int:
     if options.fault:
         FAULTS[options.fault]()
     failed = []
-    for number in range(options.draws) if options.only is None else [options.only]:
+    numbers = range(options.first, options.draws) if options.only is None else [options.only]
+    for number in numbers:
         draw = drawn(options.seed, number)
         with TemporaryDirectory() as name:
             try:
@@ -842,7 +846,7 @@ def main() -> int:
                 print(f"     python tests/parity/fuzz.py --seed {options.seed} --only {number}", flush=True)
                 if options.stop:
                     break
-    print(f"{len(failed)} of {options.draws if options.only is None else 1} draws failed: {failed}")
+    print(f"{len(failed)} of {len(numbers)} draws failed: {failed}")
     return 1 if failed else 0
 
 
