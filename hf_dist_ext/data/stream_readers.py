@@ -64,7 +64,7 @@ def fingerprint(stream: Any) -> str:
     return hashlib.blake2b(json.dumps(facts, default=str).encode(), digest_size=16).hexdigest()
 
 
-def first_rows(stream: Any) -> list[str]:
+def digests_of_first_rows(stream: Any) -> list[str]:
     """Digests of the rows that its sources begin with, before any buffer shuffles them."""
     sources = [
         part for part in _parts(stream._ex_iterable) if next(itertools.islice(_parts(part), 1, None), None) is None

@@ -74,7 +74,8 @@ def test_gradients_are_reduced_once_per_update(stage):
 def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_both(stage):
     entry = found(stage)["two bad steps"]
     assert entry["moved"] == entry["temperature_moved"] == [False, False, True, True]
-    assert entry["total"] == 2 and entry["finite"] and len(entry["saved"]) == 5
+    assert entry["total"] == 2 and entry["finite"]
+    assert entry["saved"] == ["checkpoint-1", "checkpoint-4", "checkpoint-5"], "none while updates are skipped"
 
 
 @needs_deepspeed
@@ -82,7 +83,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_both(stage):
 def test_too_many_updates_in_a_row_that_are_not_finite_end_the_run(stage):
     entry = found(stage)["too many bad steps"]
     assert "loss of rank 1 is inf; 2 steps in a row" in entry["message"]
-    assert entry["finite"] and entry["saved"] == ["checkpoint-1", "checkpoint-2"]
+    assert entry["finite"] and entry["saved"] == ["checkpoint-1"]
 
 
 @needs_deepspeed
