@@ -112,21 +112,6 @@ def _default_columns(available: list[str], name: str) -> dict[str, Source]:
     return columns
 
 
-def columns_of_evaluation(columns: Mapping[str, Source] | None, available: list[str]) -> dict[str, Source] | None:
-    """`columns` of the training data, for a dataset to evaluate on: what it does not call as they do, it may call as
-    the run does, and it may lack negatives."""
-    found = dict(columns or {})
-    for index, (name, source) in enumerate(list(found.items())):
-        parts = [source] if isinstance(source, str) else source.values() if isinstance(source, Mapping) else source
-        if set(parts) <= set(available):
-            continue
-        if name in available:
-            found[name] = name
-        elif index >= NUM_PAIR_COLUMNS:
-            del found[name]
-    return found or None
-
-
 def check_parts(column: str, source: Mapping[str, str], available: list[str], name: str) -> None:
     if not source or set(source) - {*PARTS}:
         raise UsageError(

@@ -32,7 +32,6 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.columns import (
     AnyDataset,
     columns_of,
-    columns_of_evaluation,
     refuse_late_columns,
     refuse_late_type,
     rename,
@@ -56,7 +55,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.losses import LABEL_COLUMNS, embedded_columns
 from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
-from hf_dist_ext.run.sources import CODE_SEARCH
+from hf_dist_ext.run.sources import CODE_SEARCH, columns_of_evaluation
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig

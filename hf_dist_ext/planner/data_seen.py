@@ -8,7 +8,9 @@ several lines. A word of a fault that is none is worse than silence.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.lengths import ENDINGS, UNREADABLE, files_of, rows_of
 from hf_dist_ext.run.config import Run, RunConfig
-from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, query_column, sources_of
+from hf_dist_ext.run.sources import BUILT_IN, NUM_PAIR_COLUMNS, columns_of_evaluation, query_column, sources_of
 
 HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?(@.+)?")
 ROWS = 1000  # that are looked at: a JSON row may leave out a column that others have
@@ -48,14 +50,15 @@ def words(run: Run) -> str:
 def _of_one(config: RunConfig, name: str) -> str:
     if name in BUILT_IN:
         return f"{name}, built in"
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # "~nobody/a" is a path as it stands
     if not path.exists():
         if HUB_ID.fullmatch(name) and path.suffix not in ENDINGS:
             return f"{name} is no file or folder here and was not looked at"
         return f"{WRONG}{name} is no file or folder here; paths start at {Path.cwd()}"
     try:
         # of a folder one file may do: others may be of another split
-        seen = [_columns(config, file) for file in (_files_of_folder(path) if path.is_dir() else files_of(name, ""))]
+        files = _files_of_folder(path) if path.is_dir() else files_of(name, "")
+        seen = [_columns(config, file, name == config.eval_dataset_name) for file in files]
     except (json.JSONDecodeError, csv.Error):
         seen = []
     except UNREADABLE as error:
@@ -64,7 +67,8 @@ def _of_one(config: RunConfig, name: str) -> str:
     if not found:
         return f"{name} is here, and its columns were not looked at"
     if missing:
-        return f'{WRONG}{name} has the columns {", ".join(found)}, and this run reads "{missing[0]}"'
+        remedy = "" if config.columns else '. Map them: columns={"query": "...", "positive": "..."}'
+        return f'{WRONG}{name} has the columns {", ".join(found)}, and this run reads "{missing[0]}"{remedy}'
     return f"{name} with the columns {', '.join(found)}"
 
 
@@ -77,10 +81,17 @@ def _files_of_folder(folder: Path) -> list[Path]:
     return [folder / file for file in shown] if is_of_one_kind and len(shown) <= MOST_FILES else []
 
 
-def _columns(config: RunConfig, file: Path) -> tuple[list[str], list[str]]:
+def _columns(config: RunConfig, file: Path, is_evaluation: bool) -> tuple[list[str], list[str]]:
     """The columns of a file, and those that the run reads and that are not there."""
-    rows, leaves_out = rows_of(file, ROWS)
-    found = list(dict.fromkeys(column for row in rows for column in row))
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        found, leaves_out = pyarrow.parquet.read_schema(file).names, False
+    else:
+        rows, leaves_out = rows_of(file, ROWS)
+        found = list(dict.fromkeys(column for row in rows for column in row))
+    if is_evaluation:
+        config = dataclasses.replace(config, columns=columns_of_evaluation(config.columns, found))
     if config.task != "embedding":
         return found, []
     is_known = not (leaves_out and file.suffix in (".json", ".jsonl"))  # else a row not looked at may have a negative

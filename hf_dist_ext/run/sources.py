@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,21 @@ class Source:
 def query_column(columns: Container[str]) -> str:
     """A dataset's query where `columns` is not given: the column query, or anchor as sentence-transformers says."""
     return "anchor" if "anchor" in columns and "query" not in columns else "query"
+
+
+def columns_of_evaluation(columns: Mapping[str, Any] | None, available: list[str]) -> dict[str, Any] | None:
+    """`columns` of the training data, for a dataset to evaluate on: what it does not call as they do, it may call as
+    the run does, and it may lack negatives."""
+    found = dict(columns or {})
+    for index, (name, source) in enumerate(list(found.items())):
+        parts = [source] if isinstance(source, str) else source.values() if isinstance(source, Mapping) else source
+        if set(parts) <= set(available):
+            continue
+        if name in available:
+            found[name] = name
+        elif index >= NUM_PAIR_COLUMNS:
+            del found[name]
+    return found or None
 
 
 def sources_of(config: RunConfig) -> list[Source]:
