@@ -73,7 +73,8 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
     words = ["--config", str(path)]
     checkpoint = "auto"
     if not fields.get("stages") and not resume_or_start({"output_dir": str(path.parent)}):
-        checkpoint = fields.get("resume_from_checkpoint") or "auto"  # it ended before its first own one
+        given_one = fields.get("resume_from_checkpoint")  # it ended before its first own one
+        checkpoint = given_one if isinstance(given_one, str) else "auto"  # true: one of its folder
     more = {"output_dir": str(path.parent), "resume_from_checkpoint": checkpoint} | as_started
     for name, value in more.items():
         words += [] if name in given else [f"--{name}", value]

@@ -123,6 +123,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_from_the_one_it_was
     assert record.resume(folder, [])[-1] == "first/checkpoint-2"
     shutil.copytree(tmp_path / "first" / "checkpoint-2", folder / "checkpoint-2")
     assert record.resume(folder, [])[-1] == "auto"
+    shutil.rmtree(folder / "checkpoint-2")
+    content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    (folder / "run.json").write_text(json.dumps(content | {"resume_from_checkpoint": True}))
+    assert record.resume(folder, [])[-1] == "auto", "true is no path, but one of the folder, which has none any more"
 
 
 def start(say, run_file: Path) -> str:
