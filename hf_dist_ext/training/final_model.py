@@ -75,6 +75,10 @@ def _is_written(save_model: Callable[[str], None], folder: Path, should_save: bo
     """Into a folder of its own first: what a full disk cuts short goes with it, and no file of anybody else's."""
     fresh = folder / UNFINISHED
 
+    def begin() -> None:
+        if should_save:  # what a killed process has left there is of no model
+            shutil.rmtree(fresh, ignore_errors=True)
+
     def attempt() -> bool:
         try:
             save_model(str(fresh))
@@ -86,13 +90,15 @@ def _is_written(save_model: Callable[[str], None], folder: Path, should_save: bo
 
     def end(is_whole: bool) -> None:
         for name in [*manifest.files_in(fresh), manifest.MANIFEST] if should_save and is_whole else ():
-            if (fresh / name).is_file():  # a manifest is last, and only of a part that was trained
+            is_draft = name == "README.md" and (folder / name).exists()  # peft's; a card that lies there stays
+            if (fresh / name).is_file() and not is_draft:  # a manifest is last, and only of a part that was trained
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(fresh / name, folder / name)
         if should_save:
             shutil.rmtree(fresh, ignore_errors=True)
 
     is_whole = False
+    together(begin)
     try:
         is_whole = all(together(attempt))
     finally:

@@ -347,6 +347,16 @@ def test_a_full_disk_at_the_end_is_met_by_all_processes(run_file, tmp_path, monk
     assert "the trained model was" in Run(mode, tmp_path / "log", train).result()
 
 
+def test_the_adapters_of_a_run_leave_a_card_as_it_is_and_come_without_what_a_kill_left(run_file, tmp_path):
+    path, out = run_file(save_strategy="no", max_steps=1, save_full_model=False), tmp_path / "out"
+    (out / final_model.UNFINISHED).mkdir(parents=True)
+    (out / final_model.UNFINISHED / "model.safetensors").write_text("half of one")
+    (out / "README.md").write_text("by hand")
+    main(path)
+    assert (out / "README.md").read_text() == "by hand"
+    assert (out / "adapter_model.safetensors").is_file() and not (out / "model.safetensors").exists()
+
+
 def test_adapters_on_another_base_are_refused_instead_of_left_out(run_file, tmp_path):
     main(run_file(save_strategy="no", max_steps=1))
     torch.manual_seed(1)
