@@ -197,12 +197,11 @@ def meet() -> None:
     """Returns when the processes of all machines are there. Raises what one of them ended with before, or RunError
     after MEET_SECONDS: in the group itself they would wait for each other in silence."""
     global _may_fail_early
-    store = _shared_store()
-    if store is None:
-        return
     machines = launched.processes() // launched.processes_here(1)
     began = said = time.monotonic()
     try:
+        if (store := _shared_store()) is None:
+            return
         store.set(f"{MEETING}/{launched.rank()}", "here")
         store.add(f"{MEETING}/count", 1)
         while store.add(f"{MEETING}/count", 0) < launched.processes():
@@ -233,8 +232,8 @@ def _missing(store: Any, machines: int) -> str:
 
 def _tell_who_waits(error: BaseException) -> None:
     """A process that fails before all have met."""
-    if _may_fail_early and (store := _shared_store()) is not None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, and who waited with it
+    with contextlib.suppress(RuntimeError):  # the store is gone, and who waited with it
+        if _may_fail_early and (store := _shared_store()) is not None:
             words = [launched.rank(), socket.gethostname(), str(error) or repr(error)]
             store.set(f"{MEETING}/failed", json.dumps(words))
 

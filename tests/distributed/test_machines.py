@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_dist_ext import failures
-from hf_dist_ext.errors import RunError
+from hf_dist_ext.errors import RunError, UsageError
 from tests.distributed import forked
 from tests.launching import PRESETS, ROOT, environment
 from tests.tiny_models import model_config, tiny_pairs
@@ -89,6 +89,19 @@ def test_a_machine_that_fails_early_ends_the_others_with_its_words(tmp_path, wor
     assert line.startswith("error: rank 1 on ") and "ended before the run began: " in line and said in line, first
     assert said in second and "[E" not in first and "gloo" not in first.replace("over gloo", ""), first
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mistake_is_said_also_where_the_store_of_machine_0_is_gone(monkeypatch, capsys):
+    def is_gone():
+        raise dist.DistNetworkError("connection refused")
+
+    monkeypatch.setattr(failures, "_shared_store", is_gone)
+    monkeypatch.setattr(failures, "_may_fail_early", True)
+    with pytest.raises(SystemExit), failures.exit_on_usage_error():
+        raise UsageError("there is no such field")
+    assert capsys.readouterr().err == "error: there is no such field\n"
+    with pytest.raises(RunError, match="the launcher of machine 0 ended"):
+        failures.meet()
 
 
 def test_who_waits_says_for_how_many_machines_and_not_for_ever(monkeypatch, capsys):
