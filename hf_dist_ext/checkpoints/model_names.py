@@ -15,8 +15,8 @@ from typing import Any
 OF_A_PROCESSOR = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
     "processor_config.json", "*preprocessor_config.json", "audio_tokenizer_config.json", "*vocab*.json",
-    "normalizer.json", "word_shape.json", "word_pronunciation.json", "byte_maps.json", "emoji.json", "*.txt",
-    "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer",
+    "tekken.json", "normalizer.json", "word_shape.json", "word_pronunciation.json", "byte_maps.json", "emoji.json",
+    "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer",
 )  # fmt: skip
 OF_A_MODEL = (  # weights, what describes them, code of their own, the card
     "model*.safetensors", "pytorch_model*.bin", "*.index.json", "adapter_model.*", "trainable.safetensors",
@@ -32,15 +32,18 @@ def is_processors(name: str) -> bool:
 
 
 def of_model(folder: Path) -> list[str]:
-    """The files of the model that lies in a folder, relative to it, sorted: by their names, or in a folder that the
-    model names as a part of it, such as pooling, a tower or an adapter."""
-    parts = _parts(folder)
+    """The files of the model that lies in a folder, relative to it, sorted: by their names, in a folder that the model
+    names as a part of it, such as pooling, a tower or an adapter, or as an index names those of its weights."""
+    parts, indexes = _parts(folder), map(_read, folder.glob("*.index.json"))
+    weights = {name for index in indexes for name in index.get("weight_map", {}).values()}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     patterns = OF_A_MODEL + OF_A_PROCESSOR
     return [
         name
         for name in names
-        if Path(name).parts[0] in parts or ("/" not in name and any(fnmatch(name, pattern) for pattern in patterns))
+        if Path(name).parts[0] in parts
+        or name in weights
+        or ("/" not in name and any(fnmatch(name, pattern) for pattern in patterns))
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,13 +19,14 @@ from hf_dist_ext import cli
 from hf_dist_ext.checkpoints.hub import files_of_model
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training import model_card
 from hf_dist_ext.training.trainer import DistTrainer
 from tests import hub_server
 from tests.checkpoints import test_trainable
 from tests.launching import ROOT, environment
 from tests.test_train_script import TEXTS, main, run_file  # noqa: F401, fixtures
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import model_config, tiny_tokenizer, tiny_towers
 
 TOKEN, REPO = "hf_SECRET", "someone/model"
 LEFT_OUT = [
@@ -198,3 +200,16 @@ def test_the_command_finds_the_hub_by_its_environment(folder, tmp_path):
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | environment() | own)
         pushed = server.commits[server.branches[REPO, "main"]]
     assert sorted(pushed) == files_of_model(folder) and json.loads(pushed["config.json"])["model_type"] == "bert"
+
+
+def test_the_weights_that_an_index_names_are_pushed(tmp_path):
+    """Those between the towers of CLIP have a name of their own, and the hub's CLIPModel asks for them."""
+    model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"})
+    model.save_pretrained(tmp_path / "out")
+    (tmp_path / "out" / "features.safetensors").write_text("a cache")
+    names = files_of_model(tmp_path / "out")
+    for name in names:
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(tmp_path / "out" / name, tmp_path / "hub" / name)
+    there = AutoModel.from_pretrained(tmp_path / "hub")
+    assert type(there).__name__ == "CLIPModel" and "features.safetensors" not in names
