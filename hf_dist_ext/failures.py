@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from hf_dist_ext import launched
@@ -92,8 +93,10 @@ def exit_on_usage_error() -> Iterator[None]:
         if rank := launched.rank():
             # Mostly rank 0 has the same error and the launcher ends this process while it waits; if not, it speaks.
             time.sleep(4)
+        is_said = _is_recorded(str(error))
         record(str(error), happened=happened)
-        print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        if not is_said:  # by a process that takes long to end
+            print(f"error: {error}" if rank == 0 else f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -171,6 +174,14 @@ def record(text: str, stack: str = "", happened: float | None = None) -> None:
         message = {"message": text, "extraInfo": {"py_callstack": stack or text, "timestamp": timestamp}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": message}, file)
+
+
+def _is_recorded(text: str) -> bool:
+    """Whether a process of this machine left the same message; torchrun gives each a file in a folder of its own."""
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        return False
+    others = Path(path).parent.parent.glob(f"*/{Path(path).name}")
+    return any(json.dumps(text) in file.read_text(encoding="utf-8") for file in others)
 
 
 @functools.cache  # one thread is enough

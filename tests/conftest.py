@@ -27,7 +27,6 @@ FAST = """
     data/test_image_text_collator.py data/test_sampling.py data/test_row_ids.py
     frozen/test_plan.py frozen/test_run_mode.py
     models/test_embedding_model.py models/test_towers.py
-    planner/test_choose.py planner/test_planner_knobs.py
     run/test_config.py run/test_presets.py run/test_stages.py
     strategies/test_layers.py
     training/test_metrics.py training/test_scaling.py

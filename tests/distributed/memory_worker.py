@@ -30,7 +30,7 @@ from tests.training.test_trainer import Tiny, trainer
 
 PLACES = ("pass 1", "before the gather", "after the gather", "backward of the loss", "replay", "reducing backward")
 RESUMED = ("pass 1", "backward of the loss")  # before the gather and after it
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 60  # for processes that hang; none should
 OPTIONS = dict(num_rows=128, max_steps=4, learning_rate=0.01, gradient_cache_chunk_size=2, save_steps=1)
 
 
@@ -49,7 +49,6 @@ class Lack:
         return rank() == 1 and self.of.state.global_step == 2
 
     def fail(self, *_: object) -> None:
-        (self.folder / "raised").write_text(str(time.monotonic()))
         raise torch.OutOfMemoryError("not enough memory")
 
     def fail_if(self, place: str) -> None:
@@ -139,7 +138,7 @@ def fill_memory(say, folder: Path, keeps_graphs: bool) -> str:
 
 def statuses(run: Run) -> list[int]:
     """Exit codes of all processes; -9 of one that is there after the limit, and ended."""
-    left, found, deadline = set(run.pids), {}, time.monotonic() + 2 * LIMIT_SECONDS
+    left, found, deadline = set(run.pids), {}, time.monotonic() + LIMIT_SECONDS
     while left:
         for pid in list(left):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -156,7 +155,7 @@ def statuses(run: Run) -> list[int]:
 def lacks(mode: str, kind: str, folder: Path, expected: torch.Tensor, place: str, resumes: bool) -> dict:
     folder.mkdir()
     run = Run(mode, folder / "short", partial(train, folder=folder, place=place, mode=kind))
-    found = {"codes": statuses(run), "seconds": time.monotonic() - float((folder / "raised").read_text())}
+    found = {"codes": statuses(run)}
     logs = [log.read_text() for log in run.logs]
     found["errors"] = [path.read_text() for path in sorted(folder.glob("error*"))]
     found["stored"] = json.loads((folder / FILE).read_text())["sizes"]

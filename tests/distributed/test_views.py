@@ -332,9 +332,7 @@ def failing(folder: Path, where: str, rank: str) -> DistTrainer:
     ],
 )
 def test_a_disk_that_is_full_for_one_rank_ends_all_with_the_cause(tmp_path, mode, where, rank):
-    started = time.monotonic()
     found = machines([tmp_path / "run"] * 2, partial(failing, where=where, rank=rank), mode=mode)
-    assert time.monotonic() - started < 30
     for one in found:
         assert one["error"].startswith("UsageError: the disk of") and "ran full while checkpoint-2" in one["error"], (
             found

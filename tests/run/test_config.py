@@ -478,6 +478,21 @@ def test_other_ranks_let_rank_0_speak_first(monkeypatch, capsys):
     assert stopped.value.code == 2 and waited == [4] and "rank 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("of_rank_0", "says"), [("no", False), ("no more", True)])
+def test_other_ranks_are_silent_when_rank_0_said_the_same_but_has_not_ended(
+    tmp_path, monkeypatch, capsys, of_rank_0, says
+):
+    for rank, message in (("0", of_rank_0), ("1", "no")):
+        (tmp_path / rank).mkdir()
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        monkeypatch.setattr(failures.time, "sleep", lambda seconds: None)
+        with pytest.raises(SystemExit) as stopped, failures.exit_on_usage_error():
+            raise UsageError(message)
+    assert stopped.value.code == 2 and (tmp_path / "1" / "error.json").exists()
+    assert capsys.readouterr().err == f"error: {of_rank_0}\n" + "error (rank 1): no\n" * says
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("HF_DIST_DEBUG", "1")
     with pytest.raises(UsageError), failures.exit_on_usage_error():

@@ -150,8 +150,8 @@ def test_the_launcher_keeps_the_lease_when_rank_0_has_ended(tmp_path, holder):
 
 
 def test_a_forked_worker_does_not_keep_the_folder_of_a_killed_parent(tmp_path):
-    fork = "import os, time; from hf_dist_ext.run import lease; import sys; lease.take(sys.argv[1])\n"
-    fork += "told, tell = os.pipe()\nif not os.fork(): os.write(tell, b'.'); time.sleep(3); os._exit(0)\n"
+    fork = "import os; from hf_dist_ext.run import lease; import sys; lease.take(sys.argv[1])\n"
+    fork += "told, tell = os.pipe()\nif not os.fork(): os.write(tell, b'.'); os.read(0, 1); os._exit(0)\n"
     fork += "os.read(told, 1)\n"  # a child that has not run yet may still hold what its parent held
     with holding(tmp_path, fork) as process:
         process.kill()

@@ -2,52 +2,49 @@
 
 import json
 import logging
-import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.training import scaling
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.measured import Measured
 from hf_dist_ext.training.scaling import read_baseline
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
+from tests.training.test_timing import Clock
 
-LOADING, BATCH = 0.05, 4
+LOADING, BATCH = 2.0, 4
 
 
-class SlowSave(TrainerCallback):
-    def __init__(self) -> None:
-        self.ends = []
-
-    def on_step_end(self, args, state, control, **others):
-        self.ends.append(time.perf_counter())
-
+class SlowEvaluation(Clock):
     def on_evaluate(self, args, state, control, **others):
-        time.sleep(1)  # before Scaling's own, as callbacks run in order
+        self.pass_(100.0)  # before Scaling's own, as callbacks run in order
 
 
 def trained(folder, steps=5, **arguments):
+    clock = SlowEvaluation()
+
     def load(rows):
-        time.sleep(LOADING)
+        clock.pass_(LOADING)
         return collate(Case("scaling"), rows, 0)
 
-    slow = SlowSave()
     args = DistTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, max_steps=steps,
         use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True, **arguments,
     )  # fmt: skip
     trainer = DistTrainer(
         EmbeddingModel.from_config(BERT), args, data_collator=load, train_dataset=list(range(80)),
-        eval_dataset=list(range(8)), loss=InfoNCELoss(), callbacks=[slow],
+        eval_dataset=list(range(8)), loss=InfoNCELoss(), callbacks=[clock],
     )  # fmt: skip
-    trainer.train()
-    return trainer, slow.ends
+    with mock.patch.object(scaling, "time", clock):
+        trainer.train()
+    return trainer, clock.ends
 
 
 def stored(folder, **content):
@@ -61,9 +58,8 @@ def test_throughput_counts_waiting_for_data_and_every_micro_batch_but_not_evalua
     evaluates = {"eval_strategy": "steps", "eval_steps": 2}
     trainer, ends = trained(tmp_path, gradient_accumulation_steps=accumulation, **evaluates)
     found = trainer.scaling.report["samples_per_second"]
-    batches = 4 * accumulation
-    assert ends[-1] - ends[0] > 2  # evaluations slept
-    assert batches * BATCH / (ends[-1] - ends[0] - 2) * 0.8 < found < BATCH / LOADING
+    assert ends[-1] - ends[0] > 200 + 4 * accumulation * LOADING, "two evaluations took their time"
+    assert found == BATCH / LOADING
     assert "scaling_efficiency" not in trainer.scaling.report
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert measured["seconds_per_step"] == pytest.approx(accumulation * BATCH / found, rel=1e-3)
