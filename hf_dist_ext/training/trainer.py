@@ -849,7 +849,8 @@ class DistTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         activity.leave_step("evaluating")
-        apart = drawing_apart(self.args.seed) if self._has_own_arguments else nullcontext()
+        is_apart = self._is_ours or self.health.stop is not None  # without our fields it draws as Trainer's does
+        apart = drawing_apart(self.args.seed) if is_apart else nullcontext()
         with apart, self.meter.paused(), self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
