@@ -92,6 +92,7 @@ class Health(TrainerCallback):
         self._stop_at_step: int | None = None
         self._put_off: set[str] = set()
         self.evaluation_is_due = self.makes_up = False  # a signal has interrupted it; it runs after all
+        self.evaluation_follows = False  # after what the step saves: that of its epoch
         self._num_evaluation_batches = 0
         if hasattr(args, "step_timeout"):
             set_collective_timeout(args.ddp_timeout)
@@ -267,6 +268,8 @@ class Health(TrainerCallback):
         """After a step whose update was skipped evaluation, checkpoint and stop wait for the next one that is not. A
         run that is asked to stop saves and ends, in place of an evaluation, which its resume makes up for. `epoch`:
         how many have passed."""
+        ends_epoch = self.args.eval_strategy == "epoch" and float(epoch).is_integer()
+        self.evaluation_follows = ends_epoch and not control.should_evaluate  # this is called once more then
         if self.is_update_skipped:
             if not control.should_training_stop:
                 self._put_off |= {name for name in ("should_evaluate", "should_save") if getattr(control, name)}
@@ -277,7 +280,6 @@ class Health(TrainerCallback):
             setattr(control, name, True)
         self._put_off = set()
         if self._stop_at_step is not None:
-            ends_epoch = self.args.eval_strategy == "epoch" and float(epoch).is_integer()
             self.evaluation_is_due |= not self.was_preempted and (control.should_evaluate or ends_epoch)
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = not self.was_preempted  # it is called once more at the end of the epoch
