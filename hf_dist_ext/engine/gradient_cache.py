@@ -282,7 +282,7 @@ class Passes:
         with replayed(self._states[i], self.drawn) if self.drawn else nullcontext():
             output = self.encode(self.chunks[i])
         if self._comparison is not None:
-            self._comparison.add(i, output)
+            self._comparison.add(i, output, self._cache[i])
         return output
 
     def _cast_apart(self, i: int) -> None:

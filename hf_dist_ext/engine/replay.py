@@ -135,17 +135,18 @@ class Comparison:
         self._columns: list[Sequence[str]] = []
 
     @torch.no_grad()
-    def add(self, number: int, output: Output) -> None:
-        """What pass 3 gives for a chunk. An idle one's rows are nobody's."""
+    def add(self, number: int, output: Output, gradients: Output) -> None:
+        """What pass 3 gives for a chunk. An idle one's rows are nobody's. `gradients`: those of the cache. Numbers
+        without one are not compared: padding among token vectors is whatever the width of its chunk makes of it."""
         if self.chunks[number].is_idle:
             return
-        for now, first in zip(_tensors(output), _tensors(self.before[number]), strict=True):
-            if not now.is_floating_point():
-                continue
-            if now.dim() > 1:  # what one has beyond the other is padding
-                width = min(now.shape[1], first.shape[1])
-                now, first = now[:, :width], first[:, :width]
-            self._sizes += [_largest(now - first), _largest(first)]
+        names = sorted(gradients) if isinstance(gradients, Mapping) else []
+        three = [_tensors(one, names) for one in (output, self.before[number], gradients)]
+        for now, first, gradient in zip(*three, strict=True):
+            if now.dim() > 1:  # what one has beyond the others is padding
+                width = min(one.shape[1] for one in (now, first, gradient))
+                now, first, gradient = (one[:, :width] for one in (now, first, gradient))
+            self._sizes += [_largest((now - first).masked_fill(gradient == 0, 0)), _largest(first)]
             self._columns.append(self.chunks[number].columns)
 
     def result(self) -> ReplayError | None:
@@ -156,8 +157,8 @@ class Comparison:
         return ReplayError(differences / magnitudes, self._columns)
 
 
-def _tensors(output: Output) -> list[torch.Tensor]:
-    return [output[name] for name in sorted(output)] if isinstance(output, Mapping) else [output]
+def _tensors(output: Output, names: Sequence[str]) -> list[torch.Tensor]:
+    return [output[name] for name in names] if isinstance(output, Mapping) else [output]
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:

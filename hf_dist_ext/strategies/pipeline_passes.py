@@ -405,5 +405,5 @@ class PipelinePasses:
             self.backward(torch.stack(scored.terms).sum())
         comparison = Comparison(self.chunks, self._outputs)
         for number in range(len(self._outputs)):
-            comparison.add(number, again[number])
+            comparison.add(number, again[number], cache[number])
         return comparison.result()

@@ -14,6 +14,7 @@ One process has no collective. Without our fields (a plain TrainingArguments) no
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,10 +87,12 @@ class Health(TrainerCallback):
         self.replay_error: float | None = None  # the largest since it was logged
         self._loss_of_update: torch.Tensor | None = None
         self._replays: list[ReplayError] = []  # those of the update that runs
+        self._rounding = 0.0  # the largest that explains one of them
         self._answers: Callable[[], torch.Tensor] | None = None  # of all ranks, while they are gathered
         self._stop_at_step: int | None = None
         self._put_off: set[str] = set()
         self.evaluation_is_due = self.makes_up = False  # a signal has interrupted it; it runs after all
+        self.evaluation_follows = False  # after what the step saves: that of its epoch
         self._num_evaluation_batches = 0
         if hasattr(args, "step_timeout"):
             set_collective_timeout(args.ddp_timeout)
@@ -114,6 +117,7 @@ class Health(TrainerCallback):
         end_with_launcher()
         self.was_preempted, self._stop_at_step, self._put_off, self.evaluation_is_due = False, None, set(), False
         self._answers, self._loss_of_update, self.inputs, self._replays = None, None, [], []
+        self._rounding = 0.0
         is_first = self.args.process_index == 0
         with contextlib.ExitStack() as entered:
             if hasattr(self.args, "preemptible") and not is_search and is_first:
@@ -174,14 +178,16 @@ class Health(TrainerCallback):
         own = loss.detach().float()
         self._loss_of_update = own if self._loss_of_update is None else self._loss_of_update + own
         self.inputs.append(inputs)
-        self._replays += [] if again is None else [again]
+        if again is not None:
+            self._replays.append(again)
+            self._rounding = max(rounding, self._rounding)
         if is_last:
             has_signal = self.stop is not None and self.stop.received is not None
             error = [torch.stack([one.largest.float() for one in self._replays]).amax()] if self._replays else []
-            rest = [float(has_signal), float(self.bad_rows.new_ones()), rounding, *[NOT_REPLAYED] * (not error)]
+            rest = [float(has_signal), float(self.bad_rows.new_ones()), self._rounding, *[NOT_REPLAYED] * (not error)]
             rest = moved(rest, own.device)
             message = torch.cat([self._loss_of_update.reshape(1), rest, *(one.reshape(1) for one in error)])
-            self._answers, self._loss_of_update = collectives.exchange_later(message), None
+            self._answers, self._loss_of_update, self._rounding = collectives.exchange_later(message), None, 0.0
         return loss
 
     def before_update(self, grad_norm: Any, max_steps: int, drop_update: Callable[[], None]) -> None:
@@ -198,7 +204,7 @@ class Health(TrainerCallback):
         *numbers, norm = torch.cat([answers.flatten(), norm.reshape(1)]).tolist()  # the one copy to the host
         losses, signals, bad_rows, most, errors = (numbers[i::5] for i in range(5))
         step = self.progress()[0] + 1
-        self._check_replays(step, errors, most)
+        self._check_replays(step, errors, most, is_used=all(map(math.isfinite, [*losses, norm])))
         # A run that ends with this step has no need to leave early.
         if any(signals) and self._stop_at_step is None and step < max_steps:
             self._stop_at_step = step
@@ -215,8 +221,12 @@ class Health(TrainerCallback):
             self.guard.report(step, losses, norm, rows, self.has_scaler, self.go_back() if self.guard.is_over else "")
         self.inputs = []
 
-    def _check_replays(self, step: int, errors: list[float], most: list[float]) -> None:
-        """Of every rank: the largest replay error, and what rounding explains."""
+    def _check_replays(self, step: int, errors: list[float], most: list[float], is_used: bool) -> None:
+        """Of every rank: the largest replay error, and what rounding explains. `is_used`: not of an update that is
+        left out anyway, whose weights may be so large that rounding explains any difference."""
+        if not is_used:
+            self._replays = []
+            return
         if (largest := max(errors)) > NOT_REPLAYED:
             self.replay_error = max(largest, self.replay_error or 0.0)
         replays, self._replays = self._replays, []
@@ -258,6 +268,8 @@ class Health(TrainerCallback):
         """After a step whose update was skipped evaluation, checkpoint and stop wait for the next one that is not. A
         run that is asked to stop saves and ends, in place of an evaluation, which its resume makes up for. `epoch`:
         how many have passed."""
+        ends_epoch = self.args.eval_strategy == "epoch" and float(epoch).is_integer()
+        self.evaluation_follows = ends_epoch and not control.should_evaluate  # this is called once more then
         if self.is_update_skipped:
             if not control.should_training_stop:
                 self._put_off |= {name for name in ("should_evaluate", "should_save") if getattr(control, name)}
@@ -268,7 +280,6 @@ class Health(TrainerCallback):
             setattr(control, name, True)
         self._put_off = set()
         if self._stop_at_step is not None:
-            ends_epoch = self.args.eval_strategy == "epoch" and float(epoch).is_integer()
             self.evaluation_is_due |= not self.was_preempted and (control.should_evaluate or ends_epoch)
             control.should_training_stop, control.should_evaluate = True, False
             control.should_save = not self.was_preempted  # it is called once more at the end of the epoch

@@ -87,12 +87,16 @@ class StepMeter:
         self._of_run[is_skipped] += 1
 
     def correct(self, logs: dict[str, float]) -> None:
-        """Trainer has divided its sum of losses by all updates; without one that counts there is no mean."""
-        is_of_steps = "loss" in logs
-        for name, updates in (("loss", self._since_log), ("train_loss", self._of_run)):
-            if name in logs and updates[False] == 0:
+        """Trainer has divided its sum of losses by all updates; without one that counts there is no mean. Lines that
+        somebody else logs stay as they are."""
+        is_of_steps = "loss" in logs and "learning_rate" in logs
+        of_trainer = ("loss", "learning_rate", self._since_log), ("train_loss", "train_runtime", self._of_run)
+        for name, beside, updates in of_trainer:
+            if not updates[True] or name not in logs or beside not in logs:
+                continue
+            if updates[False] == 0:
                 del logs[name]
-            elif name in logs and updates[True]:
+            else:
                 logs[name] *= updates.total() / updates[False]
         if is_of_steps:
             self._since_log, self._before = Counter(), torch.zeros_like(self._before)

@@ -725,7 +725,7 @@ class DistTrainer(Trainer):
             **run_facts.of_run(self.args, self.state, self.strategy, self._train_batch_size, self._optimizer_name),
             **of_model,
             **self.data_position.facts(self.health.bad_rows.of_epoch()),
-            "evaluation_due": self.health.evaluation_is_due,
+            "evaluation_due": self.health.evaluation_is_due or self.health.evaluation_follows,
             "frozen_fingerprint": self.files.frozen_fingerprint,
             "stage": getattr(self, "stage", None),
             "trains": None if self.freeze_plan is None else self.freeze_plan.describe(),

@@ -262,6 +262,27 @@ def test_an_embedding_that_differs_when_it_is_encoded_again_is_measured(is_wide)
         assert columns == [column] and ratio == pytest.approx(0.5) and found.largest.item() == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_padding_among_token_vectors_is_not_compared(is_wrong):
+    """A window of attention with nothing but padding in it gives what the width of the chunk makes of it."""
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def encode(chunk):
+        ids, mask = chunk.features["input_ids"], chunk.features["attention_mask"].bool()
+        vectors = layer(nn.functional.one_hot(ids % WIDTH, WIDTH).double())
+        wrong = 1.5 if is_wrong and torch.is_grad_enabled() else 1.0
+        return {"vectors": torch.where(mask[..., None], vectors * wrong, ids.shape[1]), "mask": mask}
+
+    def score(embeddings):
+        query, positive = [(e["vectors"] * e["mask"][..., None]).sum(1) for e in embeddings.values()]
+        return naive_score(torch.tensor(0.1))({"query": query, "positive": positive})
+
+    batch = {"query": text(11, 6, 0), "positive": text(11, 20, 1)}
+    chunked = lay_out(batch, ChunkLimits(max_rows=2))
+    found = cached_step(chunked, encode, score, wide=widened(chunked, 4)).replay_error.largest
+    assert found > 1e-3 if is_wrong else found < 1e-12
+
+
 def test_what_is_not_a_number_in_both_passes_is_no_replay_error():
     """Of a batch whose update is left out; others of its chunks are compared all the same."""
     model = Encoder()

@@ -146,6 +146,14 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_up_at_the_resume(tmp_pat
     assert torch.equal(weights(whole), weights(resumed))
 
 
+def test_so_is_one_of_an_epoch_whose_last_step_had_its_checkpoint_already(tmp_path):
+    options = dict(eval_strategy="epoch", save_steps=2, per_device_train_batch_size=12)
+    drawing(tmp_path, SignalAt(4, True), **options).train()
+    resumed = drawing(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert [line["step"] for line in resumed.state.log_history if "eval_loss" in line] == [2, 4, 6, 8, 9]
+
+
 @pytest.mark.parametrize("step", [4, 6])
 def test_early_stopping_counts_an_evaluation_that_is_made_up(tmp_path, step):
     """The best is that of step 4; the second that is no better, that of step 8, is the last."""

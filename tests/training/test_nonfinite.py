@@ -13,6 +13,7 @@ from hf_dist_ext.checkpoints.folder import checkpoint_to_resume
 from hf_dist_ext.engine.losses import InfoNCELoss, LossOutput
 from hf_dist_ext.errors import RunError
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.meter import StepMeter
 from hf_dist_ext.training.nonfinite import NonFiniteGuard, check_weights, describe_rows
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.training.test_trainer import Tiny, collate
@@ -169,6 +170,19 @@ def test_the_logged_loss_is_the_mean_of_the_updates_that_count(tmp_path, filters
     assert found == pytest.approx(expected, rel=1e-6)
     assert wide.output.training_loss == pytest.approx((2 * expected[0] + 3 * expected[1]) / 5, rel=1e-6)
     assert wide.output.metrics["train_loss"] == wide.output.training_loss
+
+
+def test_lines_that_somebody_else_logs_stay_and_change_no_mean():
+    meter, sums = StepMeter(rows=lambda: None), torch.zeros(())
+    for is_skipped in (True, False, False):
+        theirs = {"loss": 7.0, "train_loss": 8.0}
+        meter.correct(theirs)
+        assert theirs == {"loss": 7.0, "train_loss": 8.0}
+        meter.end_update(sums, is_skipped)
+    line, end = {"loss": 2.0, "learning_rate": 0.1}, {"train_loss": 4.0, "train_runtime": 1.0}
+    meter.correct(line)
+    meter.correct(end)
+    assert line["loss"] == 3.0 and end["train_loss"] == 6.0
 
 
 def test_one_bad_micro_batch_skips_the_whole_update(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.replay import rounding
 from hf_dist_ext.errors import RunError
 from tests.training.test_trainer import Tiny, trainer
@@ -69,6 +70,33 @@ def test_a_forward_that_can_not_be_repeated_ends_the_run_before_its_first_update
         made.train()
     assert made.state.global_step == 0
     assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
+
+
+def test_an_update_that_is_skipped_anyway_is_not_judged_by_its_embeddings(tmp_path):
+    """Weights that have blown up may give any embeddings: the end is that of updates that are not finite."""
+
+    class InfiniteOnce(InfoNCELoss):
+        def forward(self, own, *given, **more):
+            self.calls = getattr(self, "calls", 0) + 1
+            output = super().forward(own, *given, **more)
+            return output._replace(loss=output.loss * (torch.inf if self.calls == 1 else 1))
+
+    made = trainer(tmp_path, Tiny(FAULTS["a generator of its own"]()), loss=InfiniteOnce())
+    with pytest.raises(RunError, match="step 2: the gradient cache encodes every chunk twice"):
+        made.train()
+    assert made.health.guard.total == 1 and made.state.global_step == 1
+
+
+def test_the_coarsest_micro_batch_says_what_rounding_explains_of_an_update(tmp_path, monkeypatch):
+    """Whether pass 1 is wider may change from one batch to the next."""
+    made = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=1)
+    forward, explained = made.model.middle.forward, iter([1e-4, 1e-6])
+    monkeypatch.setattr(made.step, "_rounding", lambda *given: next(explained))
+    monkeypatch.setattr(
+        made.model.middle, "forward", lambda hidden: forward(hidden) * (1 + 1e-5 * torch.is_grad_enabled())
+    )
+    made.train()
+    assert 5e-6 < logged(tmp_path)[0]["replay_error"] < 2e-5
 
 
 def test_graphs_that_are_all_kept_are_not_compared(tmp_path):
