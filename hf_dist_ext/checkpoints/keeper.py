@@ -190,10 +190,10 @@ class Keeper:
         push(folder)
 
     @contextmanager
-    def ending(self, state: Any) -> Iterator[None]:
+    def ending(self, state: Any, loads_best: bool) -> Iterator[None]:
         """Around what Trainer does when it has trained."""
         self.background.collect(wait=True)
-        if self.args.load_best_model_at_end:
+        if loads_best:
             best = state.best_model_checkpoint = resume.best_checkpoint(self.args, state.best_model_checkpoint)
             kept = None if best is None else manifest.step_of(Path(best))
             if state.best_global_step not in (None, kept) and self.args.process_index == 0:

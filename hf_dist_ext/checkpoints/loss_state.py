@@ -94,7 +94,8 @@ def warn_of_settings(now: Mapping[str, Any], saved: Mapping[str, Any] | None) ->
     """Where a checkpoint was trained with another loss: `settings` now, and those of its manifest."""
     changed = [name for name in {**(saved or {}), **now} if saved and saved.get(name) != now.get(name)]
     if changed and collectives.rank() == 0:
-        words = ", ".join(f"{name} {saved.get(name)} -> {now.get(name)}" for name in changed)
+        fields = {name: name.replace("fixed_temperature", "temperature") for name in changed}  # as a run file says it
+        words = ", ".join(f"{field} {saved.get(name)} -> {now.get(name)}" for name, field in fields.items())
         logger.warning(f"the checkpoint was trained with another loss, from here the one given holds: {words}.")
 
 
@@ -116,6 +117,12 @@ def loss_state_apart(
     if save_to is not None:
         save_loss(loss, save_to)
     if load_from is not None:
+        if not state_of(loss) and os.path.isfile(_at(load_from, LOSS_WEIGHTS)):
+            raise UsageError(
+                f"{load_from} was trained with a loss that has a state, such as a learnable temperature, "
+                "and the loss given now has none. Give the loss as it was (learnable_temperature), or go on from the "
+                "weights alone: resume_weights_only=true."
+            )
         load_loss(loss, load_from)
     if not parameters or optimizer is None:
         yield

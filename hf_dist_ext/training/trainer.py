@@ -832,7 +832,8 @@ class DistTrainer(Trainer):
         self.push_in_progress = PushInProgress(cast(Any, [*(before.jobs if is_busy else []), *jobs]))
 
     def _finalize_training(self, *arguments: Any, **options: Any) -> TrainOutput:
-        ending = self.keeper.ending(self.state) if self._has_own_arguments else nullcontext()
+        loads_best = self.args.load_best_model_at_end and not self.was_preempted  # the resumed run will
+        ending = self.keeper.ending(self.state, loads_best) if self._has_own_arguments else nullcontext()
         with self.health.finalizing(self.state), ending:
             output = super()._finalize_training(*arguments, **options)
         return output._replace(training_loss=output.metrics.get("train_loss", math.nan))

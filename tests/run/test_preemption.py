@@ -120,7 +120,7 @@ def test_an_evaluation_between_steps_changes_no_number_of_the_training(tmp_path)
 
 @pytest.mark.parametrize("in_evaluation", [False, True])
 @pytest.mark.parametrize("strategy", ["steps", "epoch", "best"])
-def test_an_evaluation_that_a_signal_interrupts_is_made_up_at_the_resume(tmp_path, strategy, in_evaluation):
+def test_an_evaluation_that_a_signal_interrupts_is_made_up_at_the_resume(tmp_path, strategy, in_evaluation, caplog):
     options = dict(
         eval_strategy="epoch" if strategy == "epoch" else "steps", eval_steps=2, save_strategy=strategy,
         load_best_model_at_end=True, metric_for_best_model="eval_loss", lr_scheduler_type="reduce_lr_on_plateau",
@@ -133,6 +133,7 @@ def test_an_evaluation_that_a_signal_interrupts_is_made_up_at_the_resume(tmp_pat
     stopped.train()
     assert stopped.was_preempted and stopped.state.global_step == 4
     assert manifest.read(tmp_path / "run" / "checkpoint-4")["evaluation_due"]
+    assert "no checkpoint was saved there" not in caplog.text, "the resumed run loads that of step 2"
     resumed = drawing(tmp_path / "run", **options)
     resumed.train(resume_from_checkpoint=True)
     figures = [
