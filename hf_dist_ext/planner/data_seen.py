@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -67,7 +68,9 @@ def _of_one(config: RunConfig, name: str) -> str:
     if not found:
         return f"{name} is here, and its columns were not looked at"
     if missing:
-        remedy = "" if config.columns else '. Map them: columns={"query": "...", "positive": "..."}'
+        near = difflib.get_close_matches(missing[0], found, n=1)
+        hint = f'. Closest: "{near[0]}"' if near else ""
+        remedy = hint if config.columns else '. Map them: columns={"query": "...", "positive": "..."}'
         return f'{WRONG}{name} has the columns {", ".join(found)}, and this run reads "{missing[0]}"{remedy}'
     return f"{name} with the columns {', '.join(found)}"
 
