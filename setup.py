@@ -29,11 +29,12 @@ REQUIRED = [
     "pyyaml>=6.0.1",
     "rich>=13",
     "safetensors>=0.8",
+    "sentence-transformers>=6.2",
     "tokenizers>=0.23.1",
 ]
 TEST = [
     "jsonschema>=4.20", "matplotlib>=3.8", "optuna>=5", "pytest>=8", "pytest-timeout>=2.3.1", "pytest-xdist>=3.8",
-    "scikit-learn>=1.4", "sentence-transformers>=6.2", "tensorboard>=2.16.2",
+    "scikit-learn>=1.4", "tensorboard>=2.16.2",
 ]  # fmt: skip
 IMAGE, PLOT = ["pillow>=10"], ["matplotlib>=3.8"]
 
@@ -65,7 +66,6 @@ setup(
         "plot": PLOT,
         "deepspeed": ["deepspeed>=0.19.8"],  # older ones apply updates that are not finite
         "tracking": ["tensorboard>=2.16.2", "wandb>=0.19"],
-        "losses": ["sentence-transformers>=6.2"],
         "digits": [*IMAGE, "scikit-learn>=1.4"],  # the pictures of configs/digits_projection.json
         "images": [*IMAGE, *PLOT],  # those of configs/glyph_search.json, drawn with a font of matplotlib
         "test": TEST,

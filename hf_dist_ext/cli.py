@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,10 @@ from hf_dist_ext.train import bars_on_a_terminal_only
 
 UNEXPECTED = "unexpected arguments: "
 TAKES_A_RUN = ("train", "plan", "config")
+GONE = {
+    "export": 'sentence-transformers exports a folder: SentenceTransformer(DIR, backend="onnx").save_pretrained(OUT)',
+}
+RENAMED = {"--query_column": "--anchor_column_name", "--search": "--use_faiss"}  # that a guess would not find
 CHOICE = re.compile(r"argument .*: invalid choice: '(.*)' \(choose from (.*)\)")  # argparse's words
 
 
@@ -31,9 +36,11 @@ class Parser(argparse.ArgumentParser):
         given, among = "", []
         if found := CHOICE.match(message):
             given, among = found[1], re.findall(r"[\w-]+", found[2])
+            if given in GONE:
+                self.exit(2, f"error: hf-dist {given} is gone. {GONE[given]}\n")
         elif message.startswith(UNEXPECTED):
             given, among = message.removeprefix(UNEXPECTED).split()[0], [*self._option_string_actions]
-        near = difflib.get_close_matches(given, among, 1)
+        near = [RENAMED[given]] if RENAMED.get(given) in among else difflib.get_close_matches(given, among, 1)
         closest = f" Closest: {near[0]}." if near else ""
         self.exit(2, f"error: {message}.{closest} {self.prog} --help says what there is.\n")
 
@@ -117,7 +124,6 @@ def main(argv: list[str] | None = None) -> None:
     merge.set_defaults(act=_merge)
 
     _add_mine(commands)
-    _add_export(commands)
     _add_encode(commands)
     _add_push(commands)
 
@@ -150,19 +156,35 @@ def _add_mine(commands: argparse._SubParsersAction) -> None:
     add("--data", required=True, metavar="FILE", help="pairs: what dataset_name of a run file takes")
     add("--output", required=True, metavar="FILE", help="a new .jsonl or .parquet file")
     add("--split", default="train", help="of the data (default: %(default)s)")
-    add("--query_column", default="query", metavar="NAME", help="of the data (default: %(default)s)")
-    add("--positive_column", default="positive", metavar="NAME", help="of the data (default: %(default)s)")
+    add("--anchor_column_name", default="query", metavar="NAME", help="of the data: queries (default: %(default)s)")
+    add("--positive_column_name", default="positive", metavar="NAME", help="of the data (default: %(default)s)")
     add("--id_column", metavar="NAME", help="rows with the same value are never negatives of each other")
     add("--corpus", metavar="FILE", help="more documents, in a column named as the positives'")
     add("--cross_encoder", metavar="DIR", help="scores candidates and positives in the model's place")
-    add("--search", choices=["torch", "faiss"], default="torch", help="both are exact (default: %(default)s)")
-    add("--negatives", type=int, default=5, help="of a row, at most (default: %(default)s)")
-    add("--rank_min", type=int, default=0, help="better ranks are left out (default: %(default)s)")
-    add("--rank_max", type=int, default=100, help="so are ranks from this one on (default: %(default)s)")
-    margin = "how far below the positive's score, as a share of it, negatives score (default: %(default)s; none: any)"
-    add("--relative_margin", type=_number_or_none, default=0.05, metavar="SHARE", help=margin)
-    add("--sampling", choices=["top", "random"], default="top", help="of those left (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of --sampling random (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of --sampling_strategy random (default: %(default)s)")
+    theirs = mine.add_argument_group("options of mine_hard_negatives, with its defaults")
+    add = partial(theirs.add_argument, default=argparse.SUPPRESS)
+    add("--num_negatives", type=int, help="of a query (default: 3)")
+    add("--range_min", type=int, help="better ranks are left out (default: 0)")
+    add("--range_max", type=int, help="so are ranks from this one on (default: by num_negatives)")
+    add("--max_score", type=float, help="negatives score at most this")
+    add("--min_score", type=float, help="negatives score at least this")
+    add("--absolute_margin", type=float, help="negatives score at least this below the positive")
+    add("--relative_margin", type=float, help="the same, as a share of the positive's score")
+    add("--sampling_strategy", choices=["top", "random"], help="of those left (default: top)")
+    for name in ("query_prompt", "corpus_prompt"):
+        add(f"--{name}_name", metavar="NAME", help="of the model's prompts (default: the model's own)")
+        add(f"--{name}", metavar="TEXT", help="put before every text instead")
+    add("--include_positives", action="store_true", help="among the candidates, for data of rerankers")
+    formats = ["triplet", "n-tuple", "labeled-pair", "labeled-list"]
+    add("--output_format", choices=formats, help="columns of the output (default: triplet)")
+    add("--output_scores", action="store_true", help="also write the scores")
+    add("--batch_size", type=int, help="rows that go through the model at once (default: 32)")
+    add("--faiss_batch_size", type=int, help="queries compared at a time (default: by the number of documents)")
+    add("--use_faiss", action="store_true", help="search with faiss")
+    add("--use_multi_process", nargs="+", metavar="DEVICE", help="a process for each, as in cuda:0 cuda:1")
+    add("--verbose", action=argparse.BooleanOptionalAction, help="print statistics (default: true)")
+    add("--cache_folder", metavar="DIR", help="embeddings are kept here for the next time")
     mine.set_defaults(act=_mine)
 
 
@@ -185,26 +207,9 @@ def _add_encode(commands: argparse._SubParsersAction) -> None:
     add("--dims", type=int, help="keep so many leading dimensions, those of Matryoshka training")
     precisions = ["float32", "float16", "int8", "uint8", "binary", "ubinary"]
     add("--precision", choices=precisions, default="float32", help="of the output (default: %(default)s)")
+    add("--devices", nargs="+", metavar="DEVICE", help="a process for each, as in cuda:0 cuda:1 (default: one)")
     add("--ranges", metavar="FILE", help="of an earlier int8 or uint8 output, to have the same steps")
     encode.set_defaults(act=_encode)
-
-
-def _add_export(commands: argparse._SubParsersAction) -> None:
-    summary = "which programs serve a model's folder, and a folder that they do serve"
-    export = commands.add_parser("export", help=summary, allow_abbrev=False)
-    add = export.add_argument
-    add("model", metavar="DIR", help="the output_dir of a run, or a folder or hub id of sentence-transformers")
-    add("--check", action="store_true", help="say who serves it, and why not (what is done without another option)")
-    add("--output", metavar="OUT", help="a new folder in the layout that all of them read")
-    add("--server", action="append", default=[], metavar="NAME", dest="servers", help="this one only; repeatable")
-    add("--onnx", metavar="OUT", help="a new folder with an ONNX model, for sentence-transformers")
-    export.set_defaults(act=_export)
-
-
-def _export(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.tasks.export import main
-
-    main(arguments.model, arguments.check, arguments.output, arguments.servers, arguments.onnx)
 
 
 def _add_push(commands: argparse._SubParsersAction) -> None:
@@ -228,16 +233,12 @@ def _list_of(kind: type) -> Callable[[str], list]:
     return parse
 
 
-def _number_or_none(text: str) -> float | None:
-    return None if text == "none" else float(text)
-
-
 def _mine(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    from hf_dist_ext.tasks.mine import Mine, Wanted, main
+    from hf_dist_ext.tasks.mine import Mine, main
 
     given = {name: value for name, value in vars(arguments).items() if name not in ("command", "act")}
-    wanted = Wanted(**{one.name: given.pop(one.name) for one in fields(Wanted)})
-    main(Mine(**given, wanted=wanted))
+    own = {one.name: given.pop(one.name) for one in fields(Mine) if one.name in given}
+    main(Mine(**own, options=given))
 
 
 def _encode(arguments: argparse.Namespace, overrides: list[str]) -> None:

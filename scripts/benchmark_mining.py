@@ -28,7 +28,6 @@ from sentence_transformers import SentenceTransformer
 from train_hf import main as train_hf
 
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
-from hf_dist_ext.data.hard_negatives import Wanted
 from hf_dist_ext.tasks.mine import Mine
 from hf_dist_ext.tasks.mine import main as mine
 
@@ -49,9 +48,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=163, help="of (3) (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="rows of a step of (3) (default: %(default)s)")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="of (3) (default: %(default)s)")
-    parser.add_argument("--negatives", type=int, default=2, help="of a row (default: %(default)s)")
-    parser.add_argument("--rank_min", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--rank_max", type=int, default=50, help="(default: %(default)s)")
+    parser.add_argument("--num_negatives", type=int, default=2, help="of a row (default: %(default)s)")
+    parser.add_argument("--range_min", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--range_max", type=int, default=50, help="(default: %(default)s)")
     parser.add_argument("--relative_margin", type=float, default=0.05, help="(default: %(default)s)")
     options = parser.parse_args(words)
     folder = (options.folder / ("validation" if options.validate else "held_out")).absolute()
@@ -140,14 +139,15 @@ def figures(folder: Path, rows: dict[str, str]) -> dict[str, float]:
 
 def mined(base: Path, rows: dict[str, str], options: argparse.Namespace) -> dict[str, str]:
     """Arm -> the training rows with its negatives."""
-    hardest = Wanted(options.negatives, options.rank_min, options.rank_max, options.relative_margin)
-    drawn = Wanted(options.negatives, 0, 5000, None, "random")  # of nearly all documents
+    hardest = {name: getattr(options, name) for name in ("range_min", "range_max", "relative_margin")}
+    drawn = {"range_max": 5000, "sampling_strategy": "random"}  # of nearly all documents
     found = {}
     for arm, wanted in (("mined", hardest), ("random", drawn)):
-        name = "-".join(map(str, (arm, wanted.negatives, wanted.rank_min, wanted.rank_max, wanted.relative_margin)))
+        wanted |= {"num_negatives": options.num_negatives, "output_format": "n-tuple"}
+        name = "-".join(map(str, (arm, *wanted.values())))
         path = base.parent / f"{base.name}-{name}.jsonl"
         if arm in options.arms and not path.is_file():
-            mine(Mine(model=str(base), data=rows["dataset_name"], output=str(path), wanted=wanted))
+            mine(Mine(model=str(base), data=rows["dataset_name"], output=str(path), options=wanted))
         found[arm] = str(path)
     return found
 

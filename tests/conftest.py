@@ -54,10 +54,10 @@ def traces_in_this_process(tmp_path_factory: pytest.TempPathFactory):
     keeps what it finds for all tests of the session. The value is the function whose place this takes."""
     from hf_dist_ext.planner import traced
 
-    def in_place(run, work):
+    def in_place(run):
         from hf_dist_ext.tasks import trace
 
-        return json.loads(json.dumps(trace.shape(run, work)))
+        return json.loads(json.dumps(trace.counted(run)))
 
     folder = tmp_path_factory.getbasetemp()
     shared = folder.parent if folder.name.startswith("popen-") else folder

@@ -26,8 +26,9 @@ ALLOWED = {
     "data": "run",
     "planner": "run",
     "run": "checkpoints",  # manifest and folder alone: they need the standard library only
-    "training": "engine strategies frozen data checkpoints run",
-    "tasks": "engine strategies models frozen data checkpoints training run planner",
+    "evaluation": "engine strategies models data run",
+    "training": "engine strategies models frozen data checkpoints evaluation run",
+    "tasks": "engine strategies models frozen data checkpoints evaluation training run planner",
     "cli": "train launch run planner checkpoints tasks",
     "train": "launch strategies run tasks training",
     "launch": "run planner checkpoints tasks",
@@ -183,7 +184,8 @@ ALONE = [
     ("transformers accelerate datasets peft evaluate", [name for name in FILES if name.startswith("engine.")]),
     ("torch transformers accelerate datasets peft numpy",
      [name for name in FILES if name.startswith(WITHOUT_TORCH)] + ALONE),
-], ids=["engine needs torch only", "what runs before ranks exist needs no torch"])  # fmt: skip
+    ("sentence_transformers", [name for name in FILES if name not in ("evaluation.from_files", "models.from_run")]),
+], ids=["engine needs torch only", "what runs before ranks exist needs no torch", "used, not imported"])  # fmt: skip
 def test_it_imports_with_others_blocked(blocked, modules):
     command = [sys.executable, "-c", BLOCKED_IMPORT, ",".join(blocked.split()), ",".join(modules)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)

@@ -99,6 +99,8 @@ def test_the_devices_cache_is_emptied_as_often_as_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options, words", [
     ({"model_revision": "main"}, "model_revision"),
     ({"image_folder": "."}, "image_folder"),
+    ({"is_causal": False, "use_lora": True}, "is_causal=false with use_lora: adapters"),
+    ({"is_causal": True}, "is_causal=true, and BertModel of the installed"),
     ({"bf16_full_eval": True}, "would round the weights that are saved behind it"),
     ({"eval_steps": 2}, 'eval_steps=2, but eval_strategy is "no"'),
     ({"eval_strategy": "steps", "save_strategy": "epoch", "load_best_model_at_end": True},
@@ -180,6 +182,23 @@ def test_a_precision_that_is_switched_off_is_not_switched_on_by_the_yaml(main, r
     with pytest.raises(SystemExit):
         main(["--config", run_file(mixed_precision="no")])
     assert "bf16=false, but mixed_precision of the accelerate YAML is bf16" in capsys.readouterr().err
+
+
+def test_a_decoder_that_sees_both_ways_is_saved_so(main, run_file, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """With a cache, rows end to end, and padded ones without a cache."""
+    losses = []
+    for fields in ({}, {"gradient_cache_chunk_size": None}, {"is_causal": None}):
+        fields = {"is_causal": False, "model_config": model_config("qwen3"), "overwrite_output_dir": True} | fields
+        main(["--config", run_file(max_steps=1, save_strategy="no", **fields)])
+        lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+        losses.append(next(line["loss"] for line in lines if "loss" in line))
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config.get("is_causal") is fields["is_causal"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and abs(losses[0] - losses[2]) > 1e-3
+    monkeypatch.setattr("hf_dist_ext.tasks.embedding.choose.in_stages", lambda args: lambda kind: kind)
+    with pytest.raises(SystemExit):
+        main(["--config", run_file(is_causal=False, overwrite_output_dir=True)])
+    assert "is_causal=false: a process of a pipeline has some layers only" in capsys.readouterr().err
 
 
 def test_the_first_evaluation_can_be_switched_off(main, run_file, tmp_path):  # noqa: F811

@@ -23,7 +23,6 @@ from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import lease
-from hf_dist_ext.tasks.search import embed, load
 from tests.distributed.forked import Run, run_python
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 
@@ -132,8 +131,6 @@ def test_texts_are_served_at_the_length_at_which_their_column_was_trained(main, 
     assert not torch.allclose(queries[0], documents[0], atol=1e-3)
     assert torch.allclose(served.encode_query(TEXTS, convert_to_tensor=True), queries, atol=1e-6)
     assert torch.allclose(served.encode_document(TEXTS, convert_to_tensor=True), documents, atol=1e-6)
-    for role, ours in (("query", queries), ("document", documents)):
-        assert torch.allclose(embed(*load(str(out)), TEXTS, role), ours, atol=1e-6)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lengths:")]
     assert len(said) == 1 and "query" in said[0] and "cut all at the longest" in said[0]
 

@@ -82,7 +82,7 @@ class Keeper:
         self.evaluation_is_due = content.get("evaluation_due", False)
         return str(folder)
 
-    def begin_or_continue(
+    def fit(
         self,
         model: nn.Module,
         strategy: Strategy,

@@ -31,7 +31,10 @@ logger = logging.get_logger(__name__)
 
 LOSS_WEIGHTS, LOSS_OPTIMIZER = OF_THE_LOSS
 BUDGET = "gradient_cache.json"
-NO_SETTINGS = ("training", "tile_halvings", "cross_device_exchange")  # change no result
+NO_SETTINGS = (  # change no result
+    "training", "tile_halvings", "cross_device_exchange", "chunks", "uses_gradient_cache", "mini_batch_size",
+    "mini_batch_num_tokens", "score_mini_batch_size", "show_progress_bar",
+)  # fmt: skip
 OTHER_MODELS = ("guide", "model", "stand_in")  # inside of losses of sentence-transformers
 SECRETS = ("hub_token", "push_to_hub_token")
 
@@ -93,6 +96,13 @@ def _is_plain(value: Any) -> bool:
 def warn_of_settings(now: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
     """Where a checkpoint was trained with another loss: `settings` now, and those of its manifest."""
     changed = [name for name in {**(saved or {}), **now} if saved and saved.get(name) != now.get(name)]
+    starts = [name for name in changed if name.endswith("start_temperature")]
+    changed = [name for name in changed if name not in starts]
+    given = [f"{now[name]} (it was {saved[name]})" for name in starts if saved and saved.get(name) and now.get(name)]
+    if given and collectives.rank() == 0:
+        logger.warning(
+            f"the trained temperature goes on, the start temperature given is not used: {', '.join(given)}."
+        )
     if changed and collectives.rank() == 0:
         fields = {name: name.replace("fixed_temperature", "temperature") for name in changed}  # as a run file says it
         words = ", ".join(f"{field} {saved.get(name)} -> {now.get(name)}" for name, field in fields.items())
@@ -205,6 +215,11 @@ def save_description(model: nn.Module, processor: Any, args: Any, folder: Path) 
         adapter.save_pretrained(folder if name == "default" else folder / name)
     if processor is not None:
         processor.save_pretrained(folder)
+    save_arguments(args, folder)
+
+
+def save_arguments(args: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     with without_secrets(args):
         torch.save(args, folder / "training_args.bin")
 

@@ -61,22 +61,14 @@ def merge(
     _check(output, model, before, processor_files, options)  # (5)
 
 
-def whole_model(name_or_path: str) -> EmbeddingModel:
-    """The embedding model of a folder or hub id; of a checkpoint or run's folder that holds a part of it, merged in
-    memory."""
-    folder = Path(name_or_path)
-    is_part = trainable.has_trainable_weights(folder) or (folder / adapter_folder.CONFIG).is_file()
-    if not is_part or (folder / "modules.json").is_file():
-        return EmbeddingModel.from_pretrained(name_or_path)
-    facts = _verified(folder)
-    if facts["embedding"] is None:
-        raise UsageError(f"{folder} is of a {facts['model']}, not of a text embedding model.")
-    model, _ = _complete_model(folder, facts, None, {}, False)
-    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+def is_part(folder: Path) -> bool:
+    """Whether a checkpoint or run's folder holds what was trained alone, which no other program loads."""
+    has_part = trainable.has_trainable_weights(folder) or (folder / adapter_folder.CONFIG).is_file()
+    return has_part and not (folder / "modules.json").is_file()
 
 
 def folders_behind(folder: Path) -> list[Path]:
-    """The folders whose weights `whole_model` puts together: this one, and the base's where it holds a part alone."""
+    """The folders whose weights make the model: this one, and the base's where it holds a part alone."""
     if (folder / "modules.json").is_file() and (folder / adapter_folder.CONFIG).is_file():
         base, revision = adapter_folder.base_of(folder)
     elif trainable.has_trainable_weights(folder) or (folder / adapter_folder.CONFIG).is_file():

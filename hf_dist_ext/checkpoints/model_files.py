@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dist_ext.checkpoints import commit, loss_state, merge, resume, safe_reading, trainable
+from hf_dist_ext.checkpoints import commit, loss_state, merge, resume, safe_reading, sentence_model, trainable
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
 from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
+from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import agreed
 from hf_dist_ext.strategies.base import Strategy
 
@@ -51,6 +52,14 @@ class ModelFiles:
         bare = bare_model()
         base = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
         self.dtype_of_base = dtype_of_base(base)
+        self._empty: Any = None  # of a model of sentence-transformers, before anything wraps it
+        self._take_settings()
+
+    def _take_settings(self) -> None:
+        bare = self.bare_model()
+        if is_of_sentence_transformers(bare) and not sentence_model.is_sharded(bare):
+            with self.strategy().saving_whole(bare):
+                self._empty = sentence_model.empty_copy(bare)
 
     @property
     def is_part(self) -> bool:
@@ -97,6 +106,8 @@ class ModelFiles:
     def prepare(self) -> None:
         """Before anything is wrapped or trained."""
         strategy = self.strategy()
+        if not strategy.has_engine:  # whose weights are no longer whole in a second run
+            self._take_settings()  # prompts and lengths may have been changed since the trainer was made
         merges = self.ends_complete and self.are_adapters_merged
         if self.args.save_full_model or (strategy.is_cut and merges):
             merge.check_can_save_merged(self.bare_model(), strategy.forwards_are_collective or strategy.is_cut)
@@ -124,7 +135,7 @@ class ModelFiles:
             self._save_description(folder)
             if self.is_part:
                 self._save_trainable(folder, self.is_sharded, writer)
-        elif self.strategy().split:
+        elif self.strategy().split or self._empty is not None:
             self._save_whole(folder, save)
         else:
             return False
@@ -146,7 +157,19 @@ class ModelFiles:
             save = _nothing  # peft would look for modules of its own in the weights, which are on the first rank
         elif self.args.should_save:
             save = partial(_keeping_card, save)
-        if writer.is_later and self._can_be_written_later():
+        if self._empty is not None:
+            if self.args.should_save:
+                loss_state.save_arguments(self.args, folder)
+                model: Any = self.bare_model()
+                strategy = self.strategy()
+                if not (writer.is_later or strategy.forwards_are_collective or strategy.is_cut or strategy.split):
+                    model.save_pretrained(str(folder), create_model_card=False)  # with its settings of now
+                    sentence_model.for_older_readers(folder)
+                    return
+                whole = model.state_dict() if whole is None else whole
+                write = partial(sentence_model.save, self._empty)
+                writer.write(whole, lambda whole, group: write(whole, folder))
+        elif writer.is_later and self._can_be_written_later():
             if self.args.should_save:
                 self._save_later(folder, whole, writer)
         elif self.are_adapters_alone:
@@ -214,7 +237,7 @@ class ModelFiles:
         elif self.are_adapters_merged:
             if self.args.should_save:
                 merge.save_merged(self.bare_model(), self.processor(), folder)
-        elif self.is_sharded or self.strategy().split:
+        elif self.is_sharded or self.strategy().split or self._empty is not None:
             self._save_whole(folder, save)
         else:
             return False
@@ -232,6 +255,9 @@ class ModelFiles:
         strategy, trusts = self.strategy(), getattr(self.args, "trust_checkpoint", False)
         if self.is_part:
             trainable.load_weights(model, self._saved_here(), folder, trusts, strategy.elsewhere)
+        elif self._empty is not None and strategy.split:
+            safe_reading.check(folder, trusts)
+            sentence_model.load(self.bare_model(), folder)
         elif strategy.load_whole(self.model(), folder):
             pass
         elif self.is_ours and strategy.reads_own_format and not strategy.holds_own_format(folder):

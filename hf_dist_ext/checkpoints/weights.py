@@ -19,6 +19,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_dist_ext.checkpoints import sentence_model
+from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import read_model_folder
@@ -34,6 +36,8 @@ def weights_in_memory_names(model: nn.Module, folder: str) -> dict[str, torch.Te
     if isinstance(model, EmbeddingModel):
         is_there = Path(folder, "modules.json").is_file()
         return own_class(model).from_pretrained(folder, **classes(model)).state_dict() if is_there else None
+    if is_of_sentence_transformers(model):
+        return sentence_model.state_dict_of(model, folder) if Path(folder, "modules.json").is_file() else None
     if isinstance(model, TowerModel):
         if not Path(folder, "towers.json").is_file():
             return None

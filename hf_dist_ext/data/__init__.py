@@ -7,9 +7,10 @@ and `stream_order.py` (with `stream_readers.py`) put rows in order, `position.py
 resume. `mixture.py` holds several datasets, `source_order.py` and `source_streams.py` their order, and
 `fingerprint.py` finds out whether the data are the same. `collator.py`, `vision_language_collator.py` and
 `image_text_collator.py` make batches, which `padding.py` pads, and `routed_collator.py` those of columns with
-tokenizers of their own. `tokens.py` holds texts' tokens before they are padded, and `tokenized.py` makes them once for
-a run that reads its rows again.
-`hard_negatives.py` finds negatives by a model's embeddings. `evaluations.py` reads the corpora that a run is judged
+tokenizers of their own. `sentence_collator.py` makes batches by the `preprocess` of a SentenceTransformer,
+`batch_order.py` orders rows by its batch samplers. `tokens.py` holds texts' tokens before they are padded, and
+`tokenized.py` makes them once for a run that reads its rows again.
+`evaluations.py` reads the corpora that a run is judged
 by, `evaluation_rows.py` the rows, both as `items.py`, and `mteb_tasks.py` tasks of MTEB. `statistics.py` describes
 rows for a model's card. `bad_rows.py` and `storage.py` deal with rows and files that can not be read, and
 `encoding.py` with files that are not UTF-8.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from hf_dist_ext.data.mixture import SOURCE, Mixture, MixtureCollator
+from hf_dist_ext.data.mixture import SOURCE, Mixture
 from hf_dist_ext.data.storage import with_retries
 from hf_dist_ext.data.stream_order import DealtRows
 from hf_dist_ext.errors import RunError, StorageError, UsageError
@@ -208,7 +208,7 @@ class GuardedCollator:
         )
 
     def _source(self, row: Any) -> str | None:
-        return row[SOURCE] if isinstance(self.collate, MixtureCollator) else None
+        return row.get(SOURCE) if isinstance(row, dict) else None
 
     def _others(self, number: int) -> tuple[int, int]:
         """The first of the rows that may stand for another, and how many there are: those of its source."""

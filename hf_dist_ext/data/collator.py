@@ -10,6 +10,7 @@ Letters: B rows of one rank, K_i negatives of row i, T tokens.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from hf_dist_ext.data.tokens import (
     Tokens,
     silence_threads,
     threads_of_tokenizer,
+    tokens_depend_on,
     without_rows,
 )
 from hf_dist_ext.errors import UsageError
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CUTS = "chunk_cuts"  # how the batch is cut into chunks (training/ahead.py)
-RESERVED = ("ids", "targets", CUTS)  # of a batch's rows, and no columns
+CONSTANTS = "constants"  # column -> what its features are besides tensors over rows (models/embedder.py)
+RESERVED = ("ids", "targets", CONSTANTS, CUTS)  # of a batch, and no columns
 
 
 @dataclass(eq=False)
@@ -166,6 +169,23 @@ class ContrastiveCollator:
         names = set(getattr(self.tokenizer_of(column), "model_input_names", ()))
         return {"input_ids", MASK} <= names <= {*KEPT, MASK}
 
+    def token_keys(self, column: str) -> list[str]:
+        return [key for key in self.tokenizer_of(column).model_input_names if key != MASK]
+
+    def tokens_depend_on(self, column: str) -> list | None:
+        """All that a text's tokens depend on; None where that is not known, or they may be others each time."""
+        own = tokens_depend_on(self.tokenizer_of(column))
+        return None if own is None else [(self.prompts or {}).get(column, ""), self.limit_of(column), own]
+
+    def as_flat(self) -> Any:
+        """One that makes the same batches without padding their texts. One of the user's own, which may look into the
+        batches that it inherits, stays."""
+        if type(self).__module__ not in (__name__, "hf_dist_ext.data.routed_collator"):
+            return self
+        own = copy.copy(self)
+        own.flat = True
+        return own
+
     def limit_of(self, column: str) -> int | None:
         """The longest text in tokens, None without a limit."""
         limit = self.max_length.get(column) if isinstance(self.max_length, Mapping) else self.max_length
@@ -238,10 +258,11 @@ def content_ids(values: Sequence) -> torch.Tensor:
 
 def content_id(value: Any) -> int:
     """63 bits that are equal for equal content in every process and run, which Python's own hash is not."""
+    value = value.numpy() if isinstance(value, torch.Tensor) else value
     if isinstance(value, bytes):
         content = value
-    elif hasattr(value, "tobytes"):  # an image
-        content = f"{value.mode}{value.size}".encode() + value.tobytes()
+    elif hasattr(value, "tobytes"):  # a picture, an array
+        content = f"{getattr(value, 'mode', '')}{value.size}".encode() + value.tobytes()
     elif isinstance(value, Mapping):  # a text with images
         content = repr([(kind, [content_id(one) for one in as_list(some)]) for kind, some in value.items()]).encode()
     else:

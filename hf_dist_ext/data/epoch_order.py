@@ -4,9 +4,10 @@
     generators, or from a generator of its own, follows from seed and epoch. So every process draws the same order, and
     a later run draws it again; `digest` tells whether it did
 (2) The order is cut into global batches, in a resumed run behind the rows that were used
-(3) Of each global batch a process takes its own slice. The last batch may be short: with a loss over embeddings its
-    rows are split over the processes, and none is repeated. Trainer's own losses count every process alike, so for
-    them a short batch is filled up with rows of the first one, as accelerate does
+(3) Of each global batch a process takes its own slice. The last batch may be short, and one with places that hold no
+    row (batch_order.py): with a loss over embeddings its rows are split over the processes, and none is repeated.
+    Trainer's own losses count every process alike, so for them a short batch is filled up with rows of the first one,
+    as accelerate does
 
 `EpochBatches` stands in the place of accelerate's `BatchSamplerShard`, as one sampler: accelerate's
 `skip_first_batches` wraps what it finds once more, and then neither `DataLoaderShard.set_epoch` nor Trainer reaches a
@@ -29,7 +30,8 @@ from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from torch.utils.data import BatchSampler, Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from hf_dist_ext.data.sampling import NoDuplicatesSampler
+from hf_dist_ext.data.batch_order import GlobalBatches
+from hf_dist_ext.data.sampling import NO_ROW, NoDuplicatesSampler
 from hf_dist_ext.data.source_order import OneSourceSampler
 
 
@@ -114,7 +116,7 @@ class EpochBatches(Sampler[list[int]]):
             if self._generator_seed is not None:
                 sampler.generator.manual_seed(self._generator_seed + self.epoch)
             with seeded(self.seed + self.epoch):
-                is_ours = isinstance(sampler, NoDuplicatesSampler | OneSourceSampler)
+                is_ours = isinstance(sampler, NoDuplicatesSampler | OneSourceSampler | GlobalBatches)
                 order = sampler.order() if is_ours else np.fromiter(sampler, np.int64)
             self._drawn = self.epoch, order, hashlib.blake2b(order, digest_size=16).hexdigest()
         return self._drawn[1]
@@ -132,16 +134,16 @@ class EpochBatches(Sampler[list[int]]):
 
     def is_stand_in(self, first: int) -> bool:
         """Whether this process has no row of its own in the global batch that begins at row `first` of the order."""
-        own = self._share(min(self.window, self.num_rows - first))
+        own = self._share(len(self._rows(first)))
         return self.last == "split" and own.start == own.stop
 
     def __iter__(self) -> Iterator[list[int]]:
         order, begin = self.order(), self.begin()
         for first in range(begin, len(order), self.window):
-            rows = order[first : first + self.window]
+            if first + self.window > len(order) and self.drop_last:
+                return
+            rows = self._rows(first)
             if len(rows) < self.window:
-                if self.drop_last:
-                    return
                 if self.last == "filled":
                     rows = np.concatenate([rows, np.resize(order[begin : begin + self.window], self.window)])
                     rows = rows[: self.window]
@@ -150,6 +152,11 @@ class EpochBatches(Sampler[list[int]]):
                 yield own.tolist()
             elif self.last == "split":
                 yield rows[:1].tolist()
+
+    def _rows(self, first: int) -> np.ndarray:
+        """Those of the global batch that begins at this place of the order, which may have places without a row."""
+        rows = self.order()[first : first + self.window]
+        return rows[rows != NO_ROW]
 
     def _share(self, num_rows: int) -> slice:
         """This process's part of a global batch of so many rows."""

@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from hf_dist_ext.errors import UsageError
 
-SOURCE = "source"  # in a row, and in a batch's ids
+SOURCE = "dataset_name"  # in a row, and in a batch's ids; sentence-transformers calls it so, too
 
 
 def shares(
@@ -52,13 +52,18 @@ def drawn(shares: Sequence[float], batches: int, seed: Sequence[int]) -> np.ndar
 
 
 class Tagged(Dataset):
-    """A dataset whose rows carry the name of their source."""
+    """A dataset whose rows carry the name of their source. Whatever else is asked of it is the dataset's."""
 
     def __init__(self, name: str, dataset: Any):
         self.name, self.dataset = name, dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self.dataset[row] | {SOURCE: self.name}
@@ -130,16 +135,33 @@ class MixtureCollator:
         plain.prompts = self.prompts
         return plain.features(column, values)
 
+    def of_source(self, name: str) -> Any:
+        return self.collators[name]
+
+    def as_flat(self) -> Any:
+        """One whose texts are not padded. A subclass, which may look into its batches, stays."""
+        if type(self) is not MixtureCollator:
+            return self
+        own = copy.copy(self)
+        own.collators = {name: getattr(one, "as_flat", lambda one=one: one)() for name, one in own.collators.items()}
+        return own
+
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        name, *others = sorted({row[SOURCE] for row in rows})
-        if others:
-            raise UsageError(
-                f"a batch holds rows of the sources {name} and {others[0]}. A batch of a Mixture is of one: let "
-                "DistTrainer with a loss make the sampler."
-            )
+        name = one_source(rows)
         batch = self.collators[name]([{key: value for key, value in row.items() if key != SOURCE} for row in rows])
         batch["ids"][SOURCE] = name
         return batch
+
+
+def one_source(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The name of the source that all rows are of, None where they name none."""
+    name, *others = sorted({row[SOURCE] for row in rows}) if SOURCE in rows[0] else [None]
+    if others:
+        raise UsageError(
+            f"a batch holds rows of the sources {name} and {others[0]}. A batch of a Mixture is of one: let "
+            "DistTrainer with a loss make the sampler."
+        )
+    return name
 
 
 def source_of(batch: Mapping[str, Any]) -> str | None:

@@ -29,6 +29,7 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils import logging
 
 from hf_dist_ext.data import epoch_order, stream_order
+from hf_dist_ext.data.batch_order import GlobalBatches
 from hf_dist_ext.data.epoch_order import EpochBatches, RowsUsed, StandIn
 from hf_dist_ext.data.fingerprint import check_same_data, data_fingerprint, length, seed_of_order
 from hf_dist_ext.data.mixture import MixedStream
@@ -275,6 +276,13 @@ class DataPosition:
         batches = epoch_order.batches_of(loader)
         if isinstance(sampler := getattr(batches, "sampler", None), OneSourceSampler) and self._begun.get("sources"):
             sampler.go_on(self._begun["sources"], self.used.epoch, self.used.rows)
+        if begun is not None and begun.rows and isinstance(sampler, GlobalBatches):
+            if begun.window != sampler.rows_per_batch:
+                raise UsageError(
+                    f"{type(sampler.batches).__name__} made the batches of the epoch that the checkpoint began of "
+                    f"{begun.window} rows of all processes, and a batch has {sampler.rows_per_batch} now. Resume with "
+                    "as many rows per batch (per_device_train_batch_size x processes)."
+                )
         if begun is not None and not isinstance(batches, EpochBatches):
             raise UsageError(
                 f"{type(getattr(batches, 'sampler', None) or batches).__name__} can not go on with another batch: it "

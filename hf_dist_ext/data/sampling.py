@@ -32,6 +32,8 @@ from hf_dist_ext.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
+NO_ROW = -1  # in an order: a place without a row
+NO_DUPLICATES = ("no_duplicates", "no_duplicates_hashed")  # of `batch_sampler`
 BLOCK = 1 << 18  # rows of the permutation that are sorted at a time
 
 
@@ -41,13 +43,15 @@ class NoDuplicatesSampler(Sampler[int]):
     `ids`: (rows, columns) int32 as `row_ids.shared_ids` and `row_ids.numbered` give them, 0 for what no other row
     holds. Two rows conflict when any id of one is any id of the other (the query of one may be the positive of the
     other). The order depends on which ids are equal, the seed and the epoch only, so every rank computes the same.
+    `leaves_out`: a row that would stand beside one it conflicts with is left out, and its place holds NO_ROW.
     """
 
-    def __init__(self, ids: np.ndarray, window: int, seed: int = 0):
+    def __init__(self, ids: np.ndarray, window: int, seed: int = 0, leaves_out: bool = False):
         assert ids.ndim == 2 and ids.dtype == np.int32 and window > 0, (ids.shape, ids.dtype, window)
         self.ids = np.asarray(ids)  # not as a map of a file, whose slices are slow
         self.window = window
         self.seed = seed
+        self.leaves_out = leaves_out
         self.epoch = 0
         self.num_deferred = 0  # rows of the last epoch that stand beside a row they conflict with
 
@@ -66,6 +70,25 @@ class NoDuplicatesSampler(Sampler[int]):
         """(rows,) of the epoch; `num_deferred` says how many stand beside a row they conflict with."""
         permutation = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.ids))  # (1)
         order, self.num_deferred = without_duplicates(self.ids, permutation, self.window)
+        return self._with_places_left(order) if self.leaves_out and self.num_deferred else order
+
+    def _with_places_left(self, order: np.ndarray) -> np.ndarray:
+        for first in range(0, len(order), self.window):
+            rows = order[first : first + self.window]
+            seen: set[int] = set()
+            for place, of_row in enumerate(self.ids[rows].tolist()):
+                own = {number for number in of_row if number}
+                if seen & own:
+                    rows[place] = NO_ROW
+                else:
+                    seen |= own
+        logger.warning(
+            "%d of %d rows are left out of this epoch, since every batch that is left holds a text of theirs already: "
+            "too many rows have the same text for batches of %d.",
+            np.count_nonzero(order == NO_ROW),
+            len(order),
+            self.window,
+        )
         return order
 
 
@@ -209,7 +232,8 @@ class _Dealing:
 def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: int) -> NoDuplicatesSampler | None:
     """A sampler that lets no batch of `window` rows hold a query, a positive or a group twice.
 
-    Negatives are left out: two rows with a common hard negative do not disturb each other. None where
+    Negatives are left out: two rows with a common hard negative do not disturb each other. With a `batch_sampler` of
+    that name they count, and rows that disturb each other all the same are left out of the epoch. None where
     no_duplicates_in_batch, or "auto" for this dataset and collator, leaves the order to Trainer: a transform makes the
     rows while they are read, so that nobody knows before which of them are equal.
 
@@ -217,6 +241,10 @@ def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: i
         UsageError: it was asked for and can not be.
     """
     wanted, columns = args.no_duplicates_in_batch, getattr(collator, "columns", None)
+    named = getattr(args, "batch_sampler", None)
+    if named is not None and named not in NO_DUPLICATES:
+        return None
+    wanted = True if named is not None else wanted
     is_random = args.train_sampling_strategy == "random"
     if wanted and not is_random:
         raise UsageError(
@@ -239,8 +267,8 @@ def sampler_without_duplicates(args: Any, dataset: Any, collator: Any, window: i
             "them while they are read. Make them with map(), or remove no_duplicates_in_batch."
         )
     id_column = getattr(collator, "id_column", None)
-    names = [*columns[:2], *([id_column] if id_column else [])]
-    return NoDuplicatesSampler(shared_ids(dataset, names), window=window, seed=seed_of_order(args))
+    names = columns if named is not None else [*columns[:2], *([id_column] if id_column else [])]
+    return NoDuplicatesSampler(shared_ids(dataset, names), window, seed_of_order(args), leaves_out=named is not None)
 
 
 def refuse_stream(dataset: object) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from hf_dist_ext.data.fingerprint import seed_of_order
-from hf_dist_ext.data.mixture import Mixture, MixtureCollator, drawn
+from hf_dist_ext.data.mixture import Mixture, drawn
 from hf_dist_ext.data.sampling import sampler_without_duplicates, without_duplicates
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.sources import refuse_order
@@ -172,9 +172,7 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def sampler_of_sources(
-    args: Any, mixture: Mixture, collator: MixtureCollator, rows_per_batch: int
-) -> OneSourceSampler:
+def sampler_of_sources(args: Any, mixture: Mixture, collator: Any, rows_per_batch: int) -> OneSourceSampler:
     """The sampler of a trainer's mixture. Each source keeps duplicates apart where it would as the only one.
 
     Raises:
@@ -182,7 +180,7 @@ def sampler_of_sources(
     """
     refuse_order(args.train_sampling_strategy)
     samplers = [
-        sampler_without_duplicates(args, dataset, collator.collators[name], rows_per_batch)
+        sampler_without_duplicates(args, dataset, collator.of_source(name), rows_per_batch)
         for name, dataset in mixture.sources.items()
     ]
     ids = [None if sampler is None else sampler.ids for sampler in samplers]

@@ -11,7 +11,6 @@ pass over the rows, a stream) or the tokens may be others each time (BPE dropout
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -29,17 +28,16 @@ import transformers
 from datasets import Dataset, Features, List, Value
 from transformers.utils import logging
 
-from hf_dist_ext.data.collator import ContrastiveCollator, is_empty
+from hf_dist_ext.data.collator import is_empty
 from hf_dist_ext.data.kept_files import kept_file
-from hf_dist_ext.data.mixture import Mixture, MixtureCollator
-from hf_dist_ext.data.routed_collator import RoutedCollator
+from hf_dist_ext.data.mixture import Mixture
 from hf_dist_ext.data.row_check import column_kind
-from hf_dist_ext.data.tokens import KEPT, MASK, TokenizedText
+from hf_dist_ext.data.tokens import KEPT, TokenizedText
 from hf_dist_ext.failures import activity
 
 logger = logging.get_logger(__name__)
 
-VERSION = 2  # of the file
+VERSION = 3  # of the file
 
 
 def tokenized_once(dataset: Any, collator: Any, args: Any, rows_per_micro_batch: int) -> Any:
@@ -61,24 +59,22 @@ def rows_of(dataset: Any) -> Any:
 
 
 def _tokenized(dataset: Any, collator: Any) -> Any:
-    if isinstance(dataset, Mixture) and isinstance(collator, MixtureCollator):
-        sources = {name: _tokenized(one, collator.collators[name]) for name, one in dataset.sources.items()}
+    if isinstance(dataset, Mixture) and hasattr(collator, "of_source"):
+        sources = {name: _tokenized(one, collator.of_source(name)) for name, one in dataset.sources.items()}
         return Mixture(sources, dataset.shares)
     if not isinstance(dataset, Dataset) or dataset.format["type"] is not None:
         return dataset  # a transform of the user's may give other texts each time
-    if not isinstance(collator, ContrastiveCollator) or not datasets.is_caching_enabled():
+    if not hasattr(collator, "tokens_depend_on") or not datasets.is_caching_enabled():
         return dataset
     shown = dataset.format["columns"]  # not those that `with_format` leaves out
     kinds = {name: column_kind(dataset.features[name]) for name in collator.columns if name in shown}
     kinds = {name: kind for name, kind in kinds.items() if kind in ("text", "texts") and collator.gives_tokens(name)}
-    how = {id(one): tokens_depend_on(one) for one in map(collator.tokenizer_of, kinds)}
-    kinds = {name: kind for name, kind in kinds.items() if how[id(collator.tokenizer_of(name))] is not None}
+    how = {name: collator.tokens_depend_on(name) for name in kinds}
+    kinds = {name: kind for name, kind in kinds.items() if how[name] is not None}
     if not kinds:
         return dataset
     facts = [VERSION, transformers.__version__, tokenizers.__version__, dataset._fingerprint, len(dataset)]
-    for name, kind in kinds.items():
-        facts += [name, kind, collator.prompts.get(name, ""), collator.limit_of(name)]
-        facts += [how[id(collator.tokenizer_of(name))]]
+    facts += [[name, kind, how[name]] for name, kind in kinds.items()]
     try:
         tokens = _kept(facts, dataset, collator, kinds)
     except OSError as error:
@@ -90,39 +86,10 @@ def _tokenized(dataset: Any, collator: Any) -> Any:
     return TokenizedRows(dataset, tokens, kinds)
 
 
-def with_flat_texts(collator: Any) -> Any:
-    """The collator, or one that makes the same batches without padding their texts. One of the user's own, which may
-    look into the batches that it inherits, stays."""
-    flat = copy.copy(collator)
-    if type(collator) is MixtureCollator:
-        flat.collators = {name: with_flat_texts(one) for name, one in collator.collators.items()}
-    elif type(collator) in (ContrastiveCollator, RoutedCollator):
-        flat.flat = True
-    else:
-        return collator
-    return flat
+# ---- (1), (2) ----
 
 
-# ---- (1) ----
-
-
-def tokens_depend_on(tokenizer: Any) -> list | None:
-    """All that a text's tokens depend on; None where that is not known, or they may be others each time."""
-    if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
-        return None
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    if backend["model"].get("dropout"):
-        return None
-    for of_last_call in ("padding", "truncation"):
-        backend.pop(of_last_call)
-    split = getattr(tokenizer, "split_special_tokens", None)
-    return [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.truncation_side, split, backend]
-
-
-# ---- (2) ----
-
-
-def _kept(facts: list, dataset: Dataset, collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Dataset:
+def _kept(facts: list, dataset: Dataset, collator: Any, kinds: Mapping[str, str]) -> Dataset:
     """The tokens in the file that is named after `facts`."""
     key = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
@@ -146,20 +113,16 @@ def _kept(facts: list, dataset: Dataset, collator: ContrastiveCollator, kinds: M
     return kept_file(f"tokens_{key}.arrow", read, make)
 
 
-def _features(collator: ContrastiveCollator, kinds: Mapping[str, str]) -> Features:
+def _features(collator: Any, kinds: Mapping[str, str]) -> Features:
     features = Features()
     for column, kind in kinds.items():
-        for key in _keys(collator, column):
+        for key in collator.token_keys(column):
             of_text = List(Value(np.dtype(KEPT[key]).name))
             features[f"{column}.{key}"] = of_text if kind == "text" else List(of_text)
     return features
 
 
-def _keys(collator: ContrastiveCollator, column: str) -> list[str]:
-    return [key for key in collator.tokenizer_of(column).model_input_names if key != MASK]
-
-
-def _tokens_of(rows: Mapping[str, list], collator: ContrastiveCollator, kinds: Mapping[str, str]) -> pa.Table:
+def _tokens_of(rows: Mapping[str, list], collator: Any, kinds: Mapping[str, str]) -> pa.Table:
     """Columns "query.input_ids", ...: a list per row, or for several texts in a row a list of lists."""
     activity.touch()  # it goes on
     table = {}
@@ -170,8 +133,8 @@ def _tokens_of(rows: Mapping[str, list], collator: ContrastiveCollator, kinds: M
             of_rows = [_filled(texts) for texts in rows[column]]
             texts = [text for of_row in of_rows for text in of_row]
         tokens = collator.tokens(column, texts or [""])  # tokenizers refuse no text at all; no row has this one
-        for key in _keys(collator, column):
-            values = pa.ListArray.from_arrays(_offsets(tokens.lengths), pa.array(tokens.values[key]))
+        for key, values in tokens.values.items():
+            values = pa.ListArray.from_arrays(_offsets(tokens.lengths), pa.array(values))
             if kind == "texts":
                 values = pa.ListArray.from_arrays(_offsets([len(of_row) for of_row in of_rows]), values)
             table[f"{column}.{key}"] = values

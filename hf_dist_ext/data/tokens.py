@@ -6,6 +6,7 @@ is a plain one again, whose tokens nobody knows. Letters: R texts, N tokens of a
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,6 +88,19 @@ def without_rows(features: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value[:0] for name, value in features.items()}
     known, offsets = known | {"lengths": known["lengths"][:0]}, features["offsets"][:1]
     return {name: features[name][:0] for name in KEPT if name in features} | {"offsets": offsets, "flat": known}
+
+
+def tokens_depend_on(tokenizer: Any) -> list | None:
+    """All that a text's tokens depend on; None where that is not known, or they may be others each time."""
+    if not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    if backend["model"].get("dropout"):
+        return None
+    for of_last_call in ("padding", "truncation"):
+        backend.pop(of_last_call)
+    split = getattr(tokenizer, "split_special_tokens", None)
+    return [type(tokenizer).__name__, tokenizer.model_input_names, tokenizer.truncation_side, split, backend]
 
 
 # ---- the threads of a tokenizer ----

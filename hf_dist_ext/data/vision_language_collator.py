@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dist_ext.data.collator import ContrastiveCollator, as_list, is_empty
 from hf_dist_ext.data.image_text_collator import check_processor
 from hf_dist_ext.data.padding import as_tensors, is_per_token
+from hf_dist_ext.data.sentence_collator import image_token, tiles_of_rows
 from hf_dist_ext.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 KINDS = ("text", "image")
 STORED = {"bytes", "path"}  # the keys of a picture as `datasets` stores it
-# What a processor calls the tokens that it writes for a tile (or for an image, where it cuts none into tiles).
-TOKENS_PER_TILE = ("image_seq_length", "image_seq_len")
 OF_PROCESSOR = ("text", "image", "common", "chat_template")
 OF_OTHERS = ("audio", "video")  # of rows that are not read here; a folder may have options for them
 
@@ -70,9 +69,7 @@ class VisionLanguageCollator(ContrastiveCollator):
         self._side = self._of_text.get("padding_side", self._usual_side())
         for name in ("return_tensors", "logits_to_keep"):
             self._of_text.pop(name, None)
-        # Gemma's processors call the token before an image theirs; the tokenizer knows the one for its patches.
-        places = [getattr(one, "image_token_id", None) for one in (self.tokenizer, self.processor)]
-        self._image_id = next((place for place in places if place is not None), None)
+        self._image_id = image_token(self.processor)
 
     def _usual_side(self) -> str:
         return getattr(self.processor, "text_kwargs", {}).get("padding_side", self.tokenizer.padding_side)
@@ -177,11 +174,7 @@ class VisionLanguageCollator(ContrastiveCollator):
     def _counts(self, ids: list[list[int]], images: Sequence[list]) -> dict[str, list[int]]:
         if not any(images):
             return {}
-        counts = {"num_images": [len(of_row) for of_row in images]}
-        each = next((getattr(self.processor, name) for name in TOKENS_PER_TILE if hasattr(self.processor, name)), None)
-        if each is not None:
-            counts["num_tiles"] = [row.count(self._image_id) // each for row in ids]
-        return counts
+        return {"num_images": [len(of_row) for of_row in images], **tiles_of_rows(ids, self.processor)}
 
 
 # (1)

@@ -22,10 +22,12 @@ from hf_dist_ext.engine.flat import FlatRows
 from hf_dist_ext.engine.images import UnitLayout
 from hf_dist_ext.errors import UsageError
 
+# Tokens that nobody attends to and that have a vector all the same, with which ColBERT lengthens its queries.
+EXPANSION = "query_expansion_positions"
 # Axis 1 of these is the token axis; they are trimmed together. Everything else is cut along its rows only.
 TOKEN_AXIS_KEYS = frozenset(
     "input_ids attention_mask token_type_ids mm_token_type_ids position_ids inputs_embeds labels "
-    "cross_attention_mask".split()
+    f"cross_attention_mask {EXPANSION}".split()
 )
 FeatureAxes = Mapping[str, int | str | None]
 
@@ -55,10 +57,11 @@ class Column:
     counts_positions_from_mask: bool
     free_width: int | None  # of the model (engine/families.py)
     most_tokens: int | None  # the model's positions
+    keeps_width: bool = False  # a feature that nobody here knows is as wide as the tokens, and may be of them
 
     @property
     def can_trim(self) -> bool:
-        return self.free_width is None or self.width <= self.free_width
+        return not self.keeps_width and (self.free_width is None or self.width <= self.free_width)
 
     @property
     def has_left_padding(self) -> bool:
@@ -153,6 +156,7 @@ def _read_column(
             layout = vision.units[key]
         else:
             layout = _found_layout(column, key, value, vision)
+            column.keeps_width |= layout == RowLayout() and value.dim() > 1 and value.shape[1] == width > 0
         if isinstance(layout, RowLayout):
             column.rows[key] = (value, layout)
         else:
@@ -241,6 +245,8 @@ def _row_extents(features: Mapping[str, Any]) -> torch.Tensor | None:
     if mask is None or mask.dim() != 2 or width == 0 or isinstance(mask, FlatRows):
         return None
     real = mask != 0  # (R, L)
+    if EXPANSION in features:
+        real |= features[EXPANSION] != 0
     position = torch.arange(width, device=mask.device)
     first = torch.where(real, position, width).amin(dim=1)
     last = torch.where(real, position + 1, 0).amax(dim=1)

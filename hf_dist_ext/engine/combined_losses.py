@@ -59,6 +59,10 @@ class _Losses(nn.Module):
         return any(getattr(loss, "takes_negatives_as_columns", False) for loss in self._all)
 
     @property
+    def in_batch_negatives(self) -> bool:
+        return any(getattr(loss, "in_batch_negatives", True) for loss in self._all)
+
+    @property
     def cross_device_negatives(self) -> bool:
         return any(getattr(loss, "cross_device_negatives", True) for loss in self._all)
 
@@ -122,12 +126,14 @@ class SumOfLosses(_Losses):
         """Which of several outputs evaluations compare: that of the first loss."""
         return self.outputs.get(next(iter(self.weights)))
 
-    def targets_of(self, batch: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What the losses want to know of the features themselves."""
+    def targets_of(
+        self, batch: Mapping[str, Mapping[str, Tensor]], constants: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, Tensor]:
+        """What the losses want to know of the features themselves, and of what the model is told of each column."""
         found: dict[str, Tensor] = {}
         for loss in self._all:
             if hasattr(loss, "targets_of"):
-                found |= loss.targets_of(batch)
+                found |= loss.targets_of(batch, constants)
         return found
 
     def forward(

@@ -18,12 +18,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.products import Products
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Softmax
-from hf_dist_ext.engine.tiled_infonce import Direction, Plan, tiled_infonce
+from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, Plan, tiled_infonce
 from hf_dist_ext.errors import UsageError
 
 MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
@@ -64,6 +65,8 @@ class InfoNCELoss(nn.Module):
             reverse direction leaves out the same pairs.
         false_negative_margin: leaves out every candidate more similar than (i's positive - margin). Which ones is a
             constant of the gradient. None = off.
+        in_batch_negatives: false leaves an anchor its own positive and its own hard negatives as candidates: of K B
+            rows in a further column, rows K i to K i + K - 1. Nothing is gathered.
         cross_device_negatives: whether the trainer passes all ranks' embeddings as `everyone`; not read here.
         cross_device_exchange: "gather": every rank holds all candidates; three products per pair. "ring": candidates
             go round (ring.py); a rank holds two blocks of the others' at most, four products. "auto": the ring
@@ -93,6 +96,7 @@ class InfoNCELoss(nn.Module):
         candidates_per_tile: int | None = None,
         cross_device_exchange: Exchange = "auto",
         bf16_products: bool = False,
+        in_batch_negatives: bool = True,
     ) -> None:
         super().__init__()
         if not 0 < temperature < math.inf:
@@ -113,21 +117,38 @@ class InfoNCELoss(nn.Module):
                 'cross_device_exchange="ring" sends every process the candidates of all, and '
                 "cross_device_negatives=false keeps each to its own. Remove one of them."
             )
+        of_batch = {
+            "symmetric": symmetric, "cross_device_exchange": cross_device_exchange == "ring" and "ring",
+            "bf16_products": bf16_products, "rows_per_tile": rows_per_tile, "candidates_per_tile": candidates_per_tile,
+        }  # fmt: skip
+        if not in_batch_negatives and (useless := {name: value for name, value in of_batch.items() if value}):
+            name, value = useless.popitem()
+            raise UsageError(
+                f"{name}={value} is about scores against other rows, and in_batch_negatives=false computes none. "
+                "Remove one of them."
+            )
         self.symmetric = symmetric
+        self.in_batch_negatives = in_batch_negatives
         self.matryoshka = _matryoshka(matryoshka_dims, matryoshka_weights, normalize)
         self.mask_false_negatives = mask_false_negatives
         self.false_negative_margin = false_negative_margin
-        self.cross_device_negatives = cross_device_negatives
+        self.cross_device_negatives = cross_device_negatives and in_batch_negatives
         self.cross_device_exchange = cross_device_exchange
         self.bf16_products = bf16_products
         self.normalize = normalize
         self.rows_per_tile = rows_per_tile
         self.tile_halvings = 0  # of a tile's rows, after a lack of memory
         self.candidates_per_tile = candidates_per_tile
+        self.start_temperature = temperature if learnable_temperature else None
         self.fixed_temperature = None if learnable_temperature else temperature
         # One element, not zero dimensions: FSDP cannot shard a 0-D parameter.
         start = torch.tensor([-math.log(temperature)], dtype=torch.float32)
         self.log_inverse_temperature = nn.Parameter(start) if learnable_temperature else None
+
+    @property
+    def takes_negatives_as_columns(self) -> bool:
+        """Whether it must know whose a negative is, so that every row needs as many."""
+        return not self.in_batch_negatives
 
     @property
     def temperature(self) -> float:
@@ -169,7 +190,9 @@ class InfoNCELoss(nn.Module):
         heights = {name: sum(counts[name]) for name in candidates}
         keys = keys_of(columns, heights, ids, dtype) if ids and self.mask_false_negatives else []  # (2)
         inverse_temperature = self._inverse_temperature(dtype, rows.device)
-        if ring is not None:
+        if not self.in_batch_negatives:
+            loss, metrics = self._scored_by_row(own, columns, row_offset, keys, inverse_temperature)
+        elif ring is not None:
             loss, metrics = self._scored_in_ring(own, columns, ring, keys, inverse_temperature)
         else:
             loss, metrics = self._scored(own, everyone, columns, row_offset, keys, inverse_temperature)
@@ -211,6 +234,42 @@ class InfoNCELoss(nn.Module):
         )
         return tiled_infonce(plan, inverse_temperature, embeddings)  # (3)
 
+    def _scored_by_row(
+        self, own: Mapping[str, Tensor], columns: list[str], row_offset: int, keys: Keys, inverse_temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same of own rows against their own positive and hard negatives alone."""
+        num_rows = len(own[columns[0]])  # B
+        heights = {name: len(own[name]) for name in columns}
+        each = [heights[name] // max(num_rows, 1) for name in columns]  # K: of an anchor
+        if num_rows and not sum(each[2:]) or [num_rows * of_row for of_row in each] != [*heights.values()]:
+            raise UsageError(
+                f"in_batch_negatives=false needs hard negatives, as many for every row, and the columns have so many "
+                f"rows: {heights}. Add negatives, or set in_batch_negatives=true."
+            )
+        rows = slice(row_offset, row_offset + num_rows)
+        same_text = [torch.zeros(num_rows, k, dtype=torch.bool, device=own[columns[0]].device) for k in each[2:]]
+        for mask, pairs in zip(same_text, keys[1:], strict=False):
+            for of_rows, of_candidates in pairs:
+                mask |= of_rows[rows, None] == of_candidates.view(len(of_rows), -1)[rows]
+        loss, metrics = inverse_temperature.new_zeros(()), inverse_temperature.new_zeros(3)
+        for position, (dim, weight) in enumerate(self.matryoshka or [(own[columns[0]].shape[1], 1.0)]):
+            anchors, *candidates = (
+                _unit(own[name][:, :dim], self.normalize, loss.dtype).view(num_rows, k, dim)
+                for name, k in zip(columns, each, strict=True)
+            )
+            scores = (torch.cat(candidates, dim=1) * anchors).sum(dim=2)  # (B, 1 + negatives), the positive first
+            masked = torch.cat(same_text, dim=1)
+            if self.false_negative_margin is not None:
+                masked = masked | (scores[:, 1:] > scores[:, :1] - self.false_negative_margin)
+            positives = scores[:, 0] * inverse_temperature
+            others = (scores[:, 1:] * inverse_temperature).masked_fill(masked, MASKED)
+            loss = loss - weight * logsigmoid(positives - others.logsumexp(dim=1)).sum() / max(num_rows, 1)
+            if position == 0:
+                is_right, share = (positives[:, None] > others).all(dim=1), masked.to(loss.dtype).mean(dim=1)
+                of_each = torch.stack([is_right.to(loss.dtype), share, scores[:, 0].detach()])  # (3, B)
+                metrics = of_each.sum(dim=1) / max(num_rows, 1)
+        return loss, metrics
+
     def _scored_in_ring(
         self, own: Mapping[str, Tensor], columns: list[str], ring: Ring, keys: Keys, inverse_temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -249,6 +308,13 @@ class InfoNCELoss(nn.Module):
     def extra_repr(self) -> str:
         learnable = self.log_inverse_temperature is not None
         return f"temperature={self.temperature:.4g}, learnable_temperature={learnable}, symmetric={self.symmetric}"
+
+
+def _unit(raw: Tensor, normalize: bool, dtype: torch.dtype) -> Tensor:
+    """(rows, d), with a graph; a vector of zeros stays zeros and gets no gradient."""
+    raw = raw.to(dtype)
+    norm = torch.linalg.vector_norm(raw, dim=1, keepdim=True)
+    return raw * torch.where(norm > 1e-12, norm, math.inf).reciprocal() if normalize else raw
 
 
 def check_exchange(exchange: str) -> None:

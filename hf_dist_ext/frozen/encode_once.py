@@ -17,6 +17,7 @@ from torch import nn
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.towers import TowerModel
 
@@ -32,8 +33,9 @@ def frozen_columns(model: nn.Module, columns: Mapping[str, object]) -> set[str]:
 def has_frozen_backbone(model: nn.Module) -> bool:
     """Whether pooled vectors are constants of the run: the model goes on from them. Token vectors would take the
     memory that the cache saves."""
-    is_one = isinstance(model, EmbeddingModel) and model.gives_one_vector
-    return is_one and model.projection is not None and _is_frozen(model.backbone)
+    if isinstance(model, EmbeddingModel):
+        return model.gives_one_vector and model.projection is not None and _is_frozen(model.backbone)
+    return embedder_of(model).num_frozen is not None
 
 
 def _is_frozen(module: nn.Module) -> bool:

@@ -110,7 +110,8 @@ class FeatureCache:
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
         )
-        places = [(module, next(module.parameters()).device) for module in self.part.modules]
+        weights = [(module, next(module.parameters(), None)) for module in self.part.modules]
+        places = [(module, weight.device) for module, weight in weights if weight is not None]
         was_training = model.training
         model.eval()
         is_silent = args.disable_tqdm or not args.should_log or collectives.rank() > 0

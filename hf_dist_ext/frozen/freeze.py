@@ -8,8 +8,9 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import image_arguments, match_depths, module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.plan import FreezePlan, GroupReport, format_report, plan_freezing, report
-from hf_dist_ext.frozen.run_mode import set_frozen_mode
+from hf_dist_ext.frozen.run_mode import release, set_frozen_mode
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 
 logger = logging.get_logger(__name__)
@@ -34,9 +36,14 @@ logger = logging.get_logger(__name__)
 def freeze(model: nn.Module | None, args: Any) -> FreezePlan | None:
     """Plan and apply what the arguments ask of a bare model; None when they ask for nothing."""
     fields = (getattr(args, "trainable_modules", None), getattr(args, "frozen_modules", None))
-    if model is None or fields == (None, None):
+    if model is None:
+        return None
+    unread = embedder_of(model).freeze_unread()
+    if fields == (None, None):
+        release(model)  # what an earlier trainer of this model has left
         return None
     plan = plan_freezing(model, *fields, carried=getattr(model, "_carried_parameters", ()))
+    plan = replace(plan, trainable=plan.trainable - unread)
     plan.apply(model, has_autocast=args.bf16 or args.fp16)
     set_frozen_mode(model)
     return plan
@@ -89,6 +96,54 @@ def split_by_learning_rate(
     idle = [name for name in rates if name not in owner.values()]
     if idle:
         raise UsageError(f"learning_rates: nothing of {idle[0]!r} trains. Remove it, or add it to trainable_modules.")
+    return _split(optimizer, owner, rates, keeps_empty)
+
+
+def give_rates(
+    optimizer: torch.optim.Optimizer, model: nn.Module, loss: Any, args: Any, keeps_empty: bool = False
+) -> list[str]:
+    """What `learning_rates` asks for, or `learning_rate_mapping`."""
+    if args.learning_rates:
+        return split_by_learning_rate(optimizer, model, args.learning_rates, keeps_empty)
+    of_loss = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
+    return split_by_pattern(optimizer, model, of_loss, args.learning_rate_mapping, keeps_empty)
+
+
+def split_by_pattern(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    of_loss: Mapping[str, nn.Parameter],
+    rates: Mapping[str, float],
+    keeps_empty: bool = False,
+) -> list[str]:
+    """As split_by_learning_rate, by regular expressions that are searched in "model." and the name of a parameter;
+    the last that is found counts. `of_loss`: parameters of the loss, whose rate is the common one.
+
+    Raises:
+        UsageError: a pattern that is found in no name of what trains, or in that of a parameter of the loss.
+    """
+    owner: dict[int, str] = {}
+    for pattern in rates:
+        found = [p for name, p in model.named_parameters() if p.requires_grad and re.search(pattern, f"model.{name}")]
+        if other := next((name for name in of_loss if re.search(pattern, name)), None):
+            raise UsageError(
+                f"learning_rate_mapping: {pattern!r} is found in {other!r}, a parameter of the loss, which has "
+                "learning_rate. Let it begin with ^model to mean those of the model."
+            )
+        if not found:
+            first = next(iter(model.named_parameters()), ("", None))[0]
+            raise UsageError(
+                f"learning_rate_mapping: {pattern!r} is found in no name of a parameter that trains. The first is "
+                f"model.{first}."
+            )
+        owner |= {id(parameter): pattern for parameter in found}
+    return _split(optimizer, owner, rates, keeps_empty)
+
+
+def _split(
+    optimizer: torch.optim.Optimizer, owner: Mapping[int, str], rates: Mapping[str, float], keeps_empty: bool
+) -> list[str]:
+    """`owner`: of a parameter's id, which of the rates it has."""
     groups, names = [], []
     for group in optimizer.param_groups:
         for name in ["default", *rates]:
@@ -101,7 +156,7 @@ def split_by_learning_rate(
     return names
 
 
-def rates_for_log(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, float]:
+def rates_for_log(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, float]:
     """The present rate of every named part; groups that joined later (the loss's own) are not listed."""
     rates = zip(names, optimizer.param_groups, strict=False)
     return {f"learning_rate_{name}": float(group["lr"]) for name, group in rates if name != "default"}

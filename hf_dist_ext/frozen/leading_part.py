@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_map_only
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import frozen_columns, has_frozen_backbone
 from hf_dist_ext.frozen.groups import image_arguments, module_groups
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.models.towers import TowerModel
 
+NO_COLUMNS = ("ids", "targets", "constants")  # of a batch
 FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the model's forward
 
 Batch = dict[str, Any]
@@ -50,19 +52,23 @@ class PooledVectors:
     """(1)"""
 
     def __init__(self, model: nn.Module):
-        self.model, self.modules = model, [model.backbone]
+        self.model, self.embedder = model, embedder_of(model)
+        self.modules = self.embedder.frozen_modules
+        self.constants: Mapping[str, Mapping[str, Any]] = {}  # of the last batch
 
     def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
-        return {name: features for name, features in batch.items() if name not in ("ids", "targets")}
+        self.constants = batch.get("constants", {})
+        return {name: features for name, features in batch.items() if name not in NO_COLUMNS}
 
     def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(**inputs, stops_at_pooled=True).embeddings
+        return self.embedder.call(self.model, inputs, name, self.constants.get(name), stops_at_pooled=True)
 
     def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch:
         return {**batch, name: {"pooled": features}}
 
     def salt(self, name: str) -> str:
-        return f"pooled {self.model.pooling}"
+        of_column = self.constants.get(name, "")  # a task, where a prompt ends: no tensor says it
+        return f"pooled {self.embedder.described_frozen}{of_column}"
 
 
 class TowerVectors:

@@ -27,7 +27,7 @@ _MODES = "_grad_modes"
 def set_frozen_mode(model: nn.Module) -> None:
     """Bring every module of a bare model into the mode that its parameters' `requires_grad` ask for; call it again
     after they changed. Modules without parameters follow the module around them."""
-    _release(model)
+    release(model)
     for root in fully_frozen_roots(model):
         for module in root.modules():
             _hold(module)
@@ -106,7 +106,8 @@ def asks_for_gradient(value: Any, depth: int = 2) -> bool:
 # ---- (3) ----
 
 
-def _release(model: nn.Module) -> None:
+def release(model: nn.Module) -> None:
+    """Undo it everywhere: the model of an earlier run may train in another one."""
     for module in model.modules():
         state = module.__dict__
         if isinstance(state.get("train"), MethodType) and state["train"].__func__ is _stays_in_eval:

@@ -5,5 +5,5 @@
 `hybrid_model.py` gives both and weights of tokens, `dense.py` holds the maps that follow. `packing.py` has a backbone
 read rows that stand end to end. `causal_lm.py` loads causal language models, also in stages, `weights.py` compares and
 loads state dicts. `model_folder.py` and `adapter_folder.py` write the folders that sentence-transformers and servers
-read, `router_folder.py` and `dual_encoders.py` those of two towers; `servers.py` says which programs serve a folder.
+read, `router_folder.py` and `dual_encoders.py` those of two towers.
 """

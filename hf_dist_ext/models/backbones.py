@@ -66,7 +66,7 @@ def build_backbone(
     options = _pooler_option(config) | ({"attn_implementation": attn_implementation} if attn_implementation else {})
     if trust_remote_code:
         options["trust_remote_code"] = True
-    backbone = _without_pooler(build_from_config(_auto_class(config), config, dtype, **options))  # (2)
+    backbone = without_pooler(build_from_config(_auto_class(config), config, dtype, **options))  # (2)
     return backbone if distributed_config is None else splitting.split(backbone, distributed_config)
 
 
@@ -89,40 +89,47 @@ def load_backbone(
     backbone_class: type[PreTrainedModel] | None = None,
     in_stages: Callable[[type[PreTrainedModel]], type[PreTrainedModel]] | None = None,
     quantization_config: Any = None,
+    subfolder: str = "",
 ) -> PreTrainedModel:
     """Pretrained weights from a folder or the hub; `dtype` "auto" is what the files hold.
 
     `distributed_config`: as in `build_backbone`; every process then reads its own part only. `backbone_class`: the
     class to make; None is the one that the configuration names, which may come with code of its own. `in_stages`: the
     class -> one that reads this process's stages of a pipeline only. `quantization_config`: transformers' one.
+    `subfolder`: where in the folder it lies.
     """
     static_backbone.register()
     name = str(name_or_path)
-    options = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
-    with _loading_errors(name):
+    options = {"trust_remote_code": trust_remote_code, "revision": revision or "main", "subfolder": subfolder}
+    with loading_errors(name):
         if backbone_class is None:
             config = AutoConfig.from_pretrained(name, **options)
             backbone_class = _auto_class(config)
-            if not trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {}):
-                logger.warning(
-                    f"{name} comes with code of its own, and transformers' {config.model_type} is used in its place, "
-                    "since trust_remote_code is false: where the code does something else, such as attention in both "
-                    "directions, embeddings differ. Set trust_remote_code=true if you trust it."
-                )
+            warn_of_own_code(name, config, trust_remote_code)
         else:
             config = backbone_class.config_class.from_pretrained(name, **options)
         if in_stages is not None:
             backbone_class = in_stages(MODEL_MAPPING[type(config)])
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
-        options |= _pooler_option(config)
         if quantization_config is not None:
             options["quantization_config"] = quantization_config
         if distributed_config is not None:
             splitting.check_can_be_split(config, distributed_config.tp_size)
             options["distributed_config"] = plans.with_plan(distributed_config, config)
-        with _pooler_not_reported(config):
-            return _without_pooler(load_complete(backbone_class, name, config=config, dtype=dtype, **options))
+        with pooler_left_out(config) as without:
+            return without_pooler(
+                load_complete(backbone_class, name, config=config, dtype=dtype, **options, **without)
+            )
+
+
+def warn_of_own_code(name: str | Path, config: PreTrainedConfig, trust_remote_code: bool) -> None:
+    if not trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {}):
+        logger.warning(
+            f"{name} comes with code of its own, and transformers' {config.model_type} is used in its place, "
+            "since trust_remote_code is false: where the code does something else, such as attention in both "
+            "directions, embeddings differ. Set trust_remote_code=true if you trust it."
+        )
 
 
 def load_tokenizer(name_or_path: str | Path, **options) -> Any:
@@ -169,20 +176,25 @@ def kind_of_model(name_or_path: str | Path, revision: str | None = None) -> str:
 def load_complete(model_class: Any, name_or_path: str | Path, **options) -> PreTrainedModel:
     """`model_class.from_pretrained` with every weight but a pooler's (4); `options` name a `dtype`."""
     options["dtype"] = parse_dtype(options["dtype"])
-    with _loading_errors(name_or_path):
+    with loading_errors(name_or_path):
         model, report = model_class.from_pretrained(name_or_path, output_loading_info=True, **options)
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
+    check_complete(model, report["missing_keys"], name_or_path)
+    return model
+
+
+def check_complete(model: PreTrainedModel, missing_keys: Iterable[str], name_or_path: str | Path) -> None:
+    """UsageError for weights that the files of a model lack, but for a pooler's."""
+    missing = sorted(key for key in missing_keys if not key.startswith("pooler."))
     if missing:
         raise UsageError(
             f'model "{name_or_path}" lacks {len(missing)} weights of {type(model).__name__} ({shortened(missing)}), '
             "which would stay random. Use a complete checkpoint of that architecture, or model_config to train from "
             "scratch."
         )
-    return model
 
 
 @contextlib.contextmanager
-def _loading_errors(name: str | Path) -> Iterator[None]:
+def loading_errors(name: str | Path) -> Iterator[None]:
     try:
         yield
     except UsageError:
@@ -256,21 +268,22 @@ def _can_omit_pooler(model_class: type | None) -> bool:
 
 
 @contextlib.contextmanager
-def _pooler_not_reported(config: PreTrainedConfig) -> Iterator[None]:
-    """transformers prints a table of the weights that a model does not take; the pooler is left out on purpose."""
-    kind = MODEL_MAPPING.get(type(config), None)
+def pooler_left_out(config: PreTrainedConfig) -> Iterator[dict[str, bool]]:
+    """The option of `from_pretrained` for no pooler, if there is one. transformers prints a table of the weights that
+    a model does not take; while inside, the pooler's are not in it."""
+    kind, option = MODEL_MAPPING.get(type(config), None), _pooler_option(config)
     if not _can_omit_pooler(kind):
-        yield
+        yield option
         return
     before = kind._keys_to_ignore_on_load_unexpected
     kind._keys_to_ignore_on_load_unexpected = [*(before or ()), r"(^|\.)pooler\."]
     try:
-        yield
+        yield option
     finally:
         kind._keys_to_ignore_on_load_unexpected = before
 
 
-def _without_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
+def without_pooler(backbone: PreTrainedModel) -> PreTrainedModel:
     # (3) for classes without the option, and for remote code
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
         backbone.pooler = None if _can_omit_pooler(type(backbone)) else _NoPooler()

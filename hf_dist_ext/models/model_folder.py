@@ -259,12 +259,6 @@ def read_chain(folder: Path, modules: list[tuple[str, Path]]) -> ModelFolder:
     )
 
 
-def default_prompt_name(name_or_path: str | Path) -> str | None:
-    """Of the prompt that `encode` of sentence-transformers puts before every text unless it is given another."""
-    path = resolve_folder(name_or_path) / "config_sentence_transformers.json"
-    return read_json(path, missing_is_empty=True).get("default_prompt_name")
-
-
 def read_reading(folder: Path) -> dict[str, object]:
     """How the texts of a Transformer module are read: its length, and `do_lower_case`, which is the tokenizer's part
     (backbones.load_tokenizer)."""

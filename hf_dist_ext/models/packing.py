@@ -34,6 +34,8 @@ from hf_dist_ext.policy import FLASH, PACKED_FAMILIES, VARLEN_CAPABILITY, VARLEN
 # torch 2.11's function takes fewer heads of keys than of queries without being told. Remove when the minimum is 2.12.
 VARLEN_IS_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
+POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}  # of sentence-transformers: those of `pool_packed`
+
 # ---- which models can ----
 
 
@@ -45,12 +47,23 @@ def why_not(backbone: PreTrainedModel) -> str | None:
         return f'of model type "{config.model_type}" it is not known that its layers keep the rows of a sequence apart'
     if config._attn_implementation not in ("sdpa", *FLASH):
         return f'attn_implementation="{config._attn_implementation}" does not keep the rows of a sequence apart'
-    if not getattr(config, "is_causal", True):
-        return "its config says is_causal=false, which its layers do not know"
+    if getattr(config, "is_causal", None) is False and getattr(config, "sliding_window", None) is not None:
+        if config._attn_implementation in FLASH or getattr(config, "use_bidirectional_attention", False):
+            return "its config says is_causal=false, and its sliding windows are not known to be those of padded rows"
     return None
 
 
 # ---- (1), (2) ----
+
+
+def sentence_inputs_of(first: Any, features: dict[str, Any], rows: Any) -> dict[str, Any]:
+    """What a Transformer of sentence-transformers takes. Its Pooling finds rows by `cu_seq_lens_q`."""
+    _register_pooling()
+    if "position_ids" not in first._declared_forward_params:
+        features.pop("position_ids", None)
+    if first.model_forward_params is not None:
+        first.model_forward_params |= {"packed_rows"}
+    return {**inputs_of(first.model, features, rows), "cu_seq_lens_q": rows.offsets}
 
 
 def inputs_of(backbone: PreTrainedModel, features: dict[str, Any], rows: Any) -> dict[str, Any]:
@@ -109,7 +122,7 @@ def _attend_with_flash(
 ) -> tuple[torch.Tensor, None]:
     sizes = {"cu_seq_lens_q": rows.offsets, "cu_seq_lens_k": rows.offsets}
     sizes |= {"max_length_q": rows.longest, "max_length_k": rows.longest}
-    return of_padded(module, query, key, value, None, **sizes, **options)
+    return of_padded(module, query, key, value, None, **(options | sizes))
 
 
 def _attend_with_sdpa(
@@ -122,10 +135,15 @@ def _attend_with_sdpa(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     **options,
 ) -> tuple[torch.Tensor, None]:
     """query (1, h, t, d), key and value with as many heads or fewer -> (1, t, h, d)."""
-    is_causal = module.is_causal
+    if is_causal is None:  # else the config says it
+        is_causal = module.is_causal
+    elif module.is_causal and not is_causal and sliding_window is not None:
+        # transformers' mask of a decoder that is made to see both ways counts a window's last token in.
+        sliding_window += 1
     query, key, value = (_as_autocast(one.squeeze(0)) for one in (query, key, value))
     if not dropout and _takes_all_lengths(query):
         reach = -1 if sliding_window is None else sliding_window - 1
@@ -178,6 +196,23 @@ def _window(length: int, size: int, is_causal: bool, device: torch.device) -> to
 
 
 # ---- (3) ----
+
+
+@functools.cache
+def _register_pooling() -> None:
+    """sentence-transformers 6.2 adds up the tokens of flat rows by `index_add` (Pooling._forward_flattened). On a GPU
+    its sums have no fixed order, so pass 3 would not repeat pass 1 bit for bit. Remove when they have."""
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    theirs = Pooling._forward_flattened
+
+    def flattened(self: Any, tokens: torch.Tensor, features: dict, prompt_length: int | None = None) -> Any:
+        rows, mode = features.get("packed_rows"), self.pooling_mode
+        if rows is None or prompt_length or not (isinstance(mode, str) and mode in POOLINGS):
+            return theirs(self, tokens, features, prompt_length=prompt_length)
+        return [pool_packed(tokens.squeeze(0), rows, POOLINGS[mode])]
+
+    Pooling._forward_flattened = flattened
 
 
 def pool_packed(tokens: torch.Tensor, rows: Any, pooling: str) -> torch.Tensor:

@@ -7,6 +7,6 @@ traffic in `pipelines.py`, over stages that `cut.py` makes. `command.py` is `hf-
 `reasons.py` and `report.py` say why, `compare.py` what came of it, and `grid.py` has a row for each of several
 machines. `lengths.py` samples how long the rows of local data are. What a forward keeps and computes is a
 `forward.py`, which torch finds once in a process of its own (`traced.py`), with pictures as `pictures.py` sizes them.
-`environment.py` lists versions and devices, `resolved.py` says what a run file comes to, `data_seen.py` what of its
-data is seen at once. Nothing here imports torch.
+`model_files.py` finds a model's files, `environment.py` lists versions and devices, `resolved.py` says what a run file
+comes to, `data_seen.py` what of its data is seen at once. Nothing here imports torch.
 """

@@ -44,7 +44,7 @@ def choose(run: Run, devices: int) -> Choice:
         uncut = presets().keys() - set(PIPELINE_PRESETS)
         if deepspeed_install.why_unusable():
             uncut -= {name for name in uncut if name.startswith("deepspeed")}
-        plan = make_plan(run, Hardware(processes, memory, 1, links()), uncut)
+        plan = make_plan(run, Hardware(processes, memory, 1, links()), uncut, may_halve_frozen=False)
     except UsageError as error:
         why = f"chosen by the number of devices, {processes}, since the model was not read: {error}"
         return Choice(counted, [why])

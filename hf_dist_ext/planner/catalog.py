@@ -6,9 +6,7 @@ strategy as a run would have it (offload, frozen parts left whole), `refusal` sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.workload import Workload
@@ -148,20 +146,8 @@ def devices_per_row(strategy: Strategy, work: Workload, hardware: Hardware) -> i
 
 
 def splits_layers(work: Workload, hardware: Hardware, parts: int) -> bool:
-    """Whether the heads and the devices of a machine can be dealt to groups of so many."""
-    divides = not any(number % parts for number in [*heads_of(work.config), hardware.per_node])
-    return divides and work.can_be_split
-
-
-def heads_of(config: Mapping[str, Any]) -> list[int]:
-    """How many there are, of each kind."""
-    return [config.get(name) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
-
-
-def has_layers_to_split(config: Mapping[str, Any]) -> bool:
-    is_decoder = "rms_norm_eps" in config and "text_config" not in config  # for which transformers has plans
-    has_experts = any("experts" in name for name in config)  # whose styles are refused (strategies/splitting.py)
-    return (is_decoder or config["model_type"] in policy.SPLIT_ENCODERS) and not has_experts
+    """Whether the model's layers and the devices of a machine can be dealt to groups of so many."""
+    return parts in work.sizes_to_split and hardware.per_node % parts == 0
 
 
 def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
@@ -35,15 +34,14 @@ from hf_dist_ext.planner.catalog import (
     refusal,
     tensor_parallel_size,
 )
-from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
 from hf_dist_ext.planner.plan import MOST_ROWS, Larger, Most, Option, Plan, changes_for, waits_for_links
-from hf_dist_ext.planner.reasons import explain, explain_stages
-from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.reasons import explain, explain_halves, explain_stages
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload, with_batch
 from hf_dist_ext.run import deepspeed_install
+from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.presets import presets
 
 NEARLY = 1.1  # steps that differ by less are equally long: the figures are rough
@@ -55,24 +53,44 @@ WORTH = 0.95  # a change that makes a step as long as this is worth a sentence
 EIGHT_BIT = "adamw_torch_8bit"  # torchao's, whose state FSDP shards
 
 
-def make_plan(run: Any, hardware: Hardware, available: Collection[str] | None = None) -> Plan:
-    """The plan of a parsed run (`config.Run`). `available`: presets to choose from, those of this package by default.
+def make_plan(
+    run: Run, hardware: Hardware, available: Collection[str] | None = None, may_halve_frozen: bool = True
+) -> Plan:
+    """The plan of a parsed run. `available`: presets to choose from, those of this package by default.
+    `may_halve_frozen`: where nothing else fits the devices, plan with frozen weights in bfloat16.
 
     Raises UsageError where the model's configuration is not to be had, or it does not run without values.
     """
     if run.stages:
-        return _plan_stages(run, hardware, available)
-    config = run.options
-    shape = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
-    plan = plan_workload(traced(run, workload_of(run, shape)), hardware, available)
+        return _plan_stages(run, hardware, available, may_halve_frozen)
+    plan = plan_workload(traced(run), hardware, available)
+    if may_halve_frozen and not _fits_devices(plan) and _has_wide_frozen_weights(run, plan.work):
+        half = {"dtype": "bfloat16"}
+        halved = replace(run, options=replace(run.options, **half), given=run.given | half)
+        of_half = plan_workload(traced(halved), hardware, available)
+        if _fits_devices(of_half):
+            explain_halves(of_half, plan)
+            plan = of_half
+            plan.presumed = half
+            plan.changes = changes_for(plan, plan.best)
     plan.run = run
     return plan
 
 
-def _plan_stages(run: Any, hardware: Hardware, available: Collection[str] | None) -> Plan:
+def _fits_devices(plan: Plan) -> bool:
+    return plan.best is not None and not plan.best.strategy.offloads
+
+
+def _has_wide_frozen_weights(run: Run, work: Workload) -> bool:
+    """Frozen weights in float32, which autocast computes with in bfloat16 anyhow; what trains becomes float32."""
+    is_open = run.options.dtype is None and bool(run.given.get("bf16")) and not work.is_in_4_bits
+    return is_open and any(one.item == 4 and not one.trains for one in work.parameters().values())
+
+
+def _plan_stages(run: Run, hardware: Hardware, available: Collection[str] | None, may_halve_frozen: bool) -> Plan:
     """Each stage by itself; the plan of the one that needs most where nothing is sharded, since the processes are
     those of the whole run."""
-    plans = [make_plan(stage, hardware, available) for stage in run.stages]
+    plans = [make_plan(stage, hardware, available, may_halve_frozen) for stage in run.stages]
     largest = max(plans, key=lambda plan: plan.simplest.given.total)
     for plan in plans:
         chosen = plan.option(largest.best.strategy.name) if largest.best is not None else None
@@ -370,6 +388,9 @@ def _best(options: list[Option]) -> Option | None:
     """(3) Of what asks least of the run, the shortest step; of steps about as short the simplest strategy: the table
     goes from simple to involved."""
     possible = [option for option in options if not option.why_not and option.settings is not None]
+    if deepspeed_install.why_unusable():  # then only what fits by nothing but the CPU's memory is worth installing it
+        of_torch = [option for option in possible if not option.strategy.is_deepspeed]
+        possible = of_torch if any(not option.strategy.offloads for option in of_torch) else possible
     wants_pipelines = waits_for_links([option for option in possible if not option.strategy.pipeline])
     least = min((_effort(option, wants_pipelines) for option in possible), default=0)
     possible = [option for option in possible if _effort(option, wants_pipelines) == least]

@@ -15,7 +15,7 @@ import psutil
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import Hardware
-from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.traced import config_of
 from hf_dist_ext.run.config import Run
 
 NAME = "cpu"
@@ -38,9 +38,8 @@ def measured(run: Run) -> float:
     """Floating-point operations per second of a layer like the run's, on all threads of a process."""
     run = run.stages[0] if run.stages else run
     fields = run.options
-    config = read_model_config(fields.model_config, fields.model_name_or_path, fields.model_revision)
     command = [sys.executable, "-m", "hf_dist_ext.tasks.speed"]
-    for name, value in _layer(config, fields.max_length).items():
+    for name, value in _layer(config_of(run), fields.max_length).items():
         command += [f"--{name}", str(value)]
     if run.given.get("bf16") or run.given.get("fp16"):
         command.append("--half")

@@ -24,7 +24,7 @@ DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
 
 
 def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
-    """A parsed run (`config.Run`) and its model's complete configuration (planner/shape_config.py) -> Workload."""
+    """A parsed run (`config.Run`) and its complete configuration (`config_of`, planner/traced.py) -> Workload."""
     given, fields = run.given, run.options
     knobs = knobs_of(given)
     notes: list[str] = []
@@ -92,7 +92,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
 def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str | None, is_half: bool) -> bool:
     """As training/packing.py decides on an accelerator, of NVIDIA's Ampere or later."""
     asked, attention = given.get("gradient_cache_packing", "auto"), attention or "sdpa"
-    if config["model_type"] not in policy.PACKED_FAMILIES or not config.get("is_causal", True):
+    if config["model_type"] not in policy.PACKED_FAMILIES:
         return False
     if given.get("torch_compile") or attention not in ("sdpa", *policy.FLASH) or not asked:
         return False

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_dist_ext.planner.shape_config import model_file
+from hf_dist_ext.planner.model_files import model_file
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.sources import query_column
 

@@ -177,6 +177,7 @@ class Plan:
     options: list[Option]
     best: Option | None
     changes: dict[str, Any] = field(default_factory=dict)  # fields of the run file to set
+    presumed: dict[str, Any] = field(default_factory=dict)  # those among them with which every option is counted
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     run: Any = None  # the run that was planned: of several stages, the one that needs most
@@ -297,7 +298,7 @@ def changes_to_fit(plan: Plan, option: Option) -> dict[str, Any]:
 
 def changes_for(plan: Plan, best: Option) -> dict[str, Any]:
     """Fields of the run file that an option needs set."""
-    work, settings, changes = plan.work, best.settings, {}
+    work, settings, changes = plan.work, best.settings, dict(plan.presumed)
     if settings is None:
         return {}
     if plan.hardware.num_devices > 1 or best.strategy.name != "single":

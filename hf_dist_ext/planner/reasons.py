@@ -234,6 +234,18 @@ def _seconds(number: float) -> str:
     return f"{size:.0f} {unit}" if size >= 10 else f"{size:.2g} {unit}"
 
 
+def explain_halves(plan: Plan, as_it_stands: Plan) -> None:
+    """Goes before the reasons of a plan with frozen weights in bfloat16."""
+    other = as_it_stands.best
+    stands = "nothing fits" if other is None else f"{other.strategy.name} alone fits"
+    frozen = model_of(as_it_stands.work).whole.frozen_stored
+    plan.reasons.insert(
+        0,
+        f'With frozen weights in float32, {gib(frozen)}, {stands}. "dtype": "bfloat16" halves them: autocast computes '
+        "with them in bfloat16 anyhow, and what trains stays float32. What follows is with it.",
+    )
+
+
 def explain_stages(plan: Plan) -> None:
     """Goes before the reasons of the stage that needs most."""
     needs = ", ".join(f'"{stage["name"]}" {gib(stage["needs"])}' for stage in plan.stages)

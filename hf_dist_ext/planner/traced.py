@@ -1,10 +1,10 @@
-"""What a run's forwards keep and compute, as torch's own trace of them found it.
+"""What a run's forwards keep and compute, as torch's own trace of them found it, and the model's configuration.
 
-    work = traced(run, work)        # starts tasks/trace.py, which takes some seconds, or reads what it found before
+    work = traced(run)        # starts tasks/trace.py, which takes some seconds, or reads what it found before
 
 What a trace finds depends on the model's configuration, the rows' lengths, precision, who trains, and versions: under
 all of these together it is kept in the user's cache folder, so that another batch, chunk or machine is planned at
-once.
+once. The configuration, with the defaults of its class, is kept beside it: importing transformers takes seconds too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.planner.from_run import workload_of
+from hf_dist_ext.planner.model_files import config_file, processor_file
 from hf_dist_ext.planner.workload import Workload
+from hf_dist_ext.run.config import Run
 
 PACKAGES = ("torch", "transformers", "peft", "hf_dist_ext")
 SETS_THE_TRACE = (  # fields of the run file that change it, beside the model's configuration and the columns
@@ -31,20 +34,41 @@ SETS_THE_TRACE = (  # fields of the run file that change it, beside the model's 
 )  # fmt: skip
 
 
-def traced(run: Any, work: Workload) -> Workload:
-    """The workload with what its forwards take. Raises UsageError where the model does not run without values."""
-    path = _folder() / f"{_key(run, work)}.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # torn, it is made again
-        if sys.stderr.isatty():
-            print("counting the model, which takes some seconds and is kept", file=sys.stderr)
-        found = _trace(run, work)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps(found), encoding="utf-8")
-        whole.replace(path)
+def traced(run: Run) -> Workload:
+    """The workload with what its forwards take. Raises UsageError where there is no configuration, or the model does
+    not run without values."""
+    work = workload_of(run, config_of(run))
+    found = _kept(_trace_path(run, work)) or _count(run)[1]
     return replace(work, found=found, embedding_dim=found["embedding_dim"])
+
+
+def config_of(run: Run) -> dict[str, Any]:
+    """The complete configuration of the run's model, as `complete_config` of tasks/trace.py has it."""
+    return _kept(_config_path(run)) or _count(run)[0]
+
+
+def _count(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration and the trace, which are kept."""
+    if sys.stderr.isatty():
+        print("counting the model, which takes some seconds and is kept", file=sys.stderr)
+    config, found = _trace(run)
+    _keep(_config_path(run), config)
+    _keep(_trace_path(run, workload_of(run, config)), found)
+    return config, found
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):  # torn, it is made again
+        return None
+
+
+def _keep(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(f".{os.getpid()}")
+    whole.write_text(json.dumps(found), encoding="utf-8")
+    whole.replace(path)
 
 
 def _folder() -> Path:
@@ -52,21 +76,36 @@ def _folder() -> Path:
     return caches / "hf_dist_ext" / "traces"
 
 
-def _key(run: Any, work: Workload) -> str:
+def _config_path(run: Run) -> Path:
+    fields = run.options
+    if fields.model_config is not None:
+        return _path(fields.model_config)
+    name, revision = fields.model_name_or_path, fields.model_revision
+    files = [config_file(name, revision), processor_file(name, revision)]
+    if fields.trust_remote_code:
+        files += sorted(Path(name).glob("*.py"))
+    return _path([path.read_text(encoding="utf-8") for path in files if path], name)
+
+
+def _trace_path(run: Run, work: Workload) -> Path:
     given = {name: getattr(run.options, name, None) or run.given.get(name) for name in SETS_THE_TRACE}
     columns = [asdict(replace(one, rows=1, tokens=None)) for one in work.columns]
     names = ("load_bytes", "split_bytes", "autocast_bytes", "leaves_tokens", "token_dim", "mask_bytes", "packs")
-    of_run = [getattr(work, name) for name in names]
+    files = sorted(Path(str(given["model_name_or_path"])).glob("*.py")) if "auto_map" in work.config else []
+    code = [path.read_text(encoding="utf-8") for path in files]
+    return _path(work.config, given, columns, [getattr(work, name) for name in names], code)
+
+
+def _path(*content: Any) -> Path:
+    """Where is kept what depends on this content, on the code of the trace, and on versions."""
     versions = [importlib.metadata.version(name) for name in PACKAGES]
     files = sorted(Path(__file__).parents[1].joinpath("tasks").glob("trace*.py"))
-    if "auto_map" in work.config:
-        files += sorted(Path(str(given["model_name_or_path"])).glob("*.py"))
     code = [path.read_text(encoding="utf-8") for path in files]
-    key = json.dumps([work.config, given, columns, of_run, versions, code], sort_keys=True, default=str)
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+    key = json.dumps([content, versions, code], sort_keys=True, default=str)
+    return _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def _trace(run: Any, work: Workload) -> dict[str, Any]:
+def _trace(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """tasks/trace.py in a process of its own, on what the run resolved to."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.json")

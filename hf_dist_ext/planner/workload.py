@@ -293,9 +293,9 @@ class Workload:
         return self.found["split"]["whole"] or self.found["whole"], self.found["split"]["shared"]
 
     @property
-    def can_be_split(self) -> bool:
-        """Whether devices can share its layers: a plan for that is there."""
-        return bool(self.found["split"])
+    def sizes_to_split(self) -> list[int]:
+        """How many devices can share its layers."""
+        return (self.found["split"] or {"sizes": []})["sizes"]
 
 
 def with_batch(work: Workload, rows: int) -> Workload:

@@ -55,6 +55,11 @@ class RunConfig:
         "the files.",
     )
     attn_implementation: str | None = option(None, 'Attention kernel: "eager", "sdpa", "flash_attention_2", ...')
+    is_causal: bool | None = option(
+        None,
+        "False: a decoder's tokens see the tokens after them too, here and in the saved config.json. Null: as its "
+        "config says.",
+    )
     pooling: Literal["mean", "cls", "last", "tokens"] = option(
         "mean",
         'How token states become one embedding; last suits decoders. "tokens": a vector per token stays, which '
@@ -185,10 +190,16 @@ class RunConfig:
         "How infonce meets them. 'gather': every process holds all. 'ring': they go round, each process holds two "
         "others' at most, a fourth product is computed. 'auto': the ring where gathered ones would take over 512 MiB.",
     )
+    in_batch_negatives: bool = option(True, "False: infonce has a row's own hard negatives alone as negatives.")
     bf16_products: bool = option(
         False, "infonce multiplies embeddings rounded to bfloat16, and sums in float32. Meant for CUDA devices."
     )
 
+
+# Fields of sentence-transformers' arguments, for scripts. A run file says the same in its own words (short_names.py).
+OF_SENTENCE_TRANSFORMERS = (
+    "batch_sampler multi_dataset_batch_sampler router_mapping learning_rate_mapping warmup_ratio".split()
+)
 
 # Where an annotation says less than what is meant.
 _LOG_LEVEL = 'Literal["detail", "debug", "info", "warning", "error", "critical", "passive"]'
@@ -247,6 +258,8 @@ def all_fields() -> dict[str, Field]:
     fields: dict[str, Field] = {}
     for path, class_name, group in sources:
         for name, one in read_fields(path, class_name).items():
+            if name in OF_SENTENCE_TRANSFORMERS:
+                continue
             exact = parse_type(EXACT_TYPES[name]) if name in EXACT_TYPES else one.type
             fields.setdefault(name, dataclasses.replace(one, group=one.group or group, type=exact))
     return fields

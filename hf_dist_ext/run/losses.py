@@ -1,7 +1,8 @@
 """The losses that a run file may name: what each reads of a row beside its texts, and which are refused and why.
 
 The names in OWN are this project's (engine/losses.py, sigmoid_loss.py, late_interaction.py, sparse_loss.py). Every
-other name ends with "Loss" and is a class of sentence-transformers, which tasks/sentence_losses.py runs on embeddings.
+other name ends with "Loss" and is a class of sentence-transformers, which training/sentence_losses.py runs on
+embeddings.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ OWN = ("infonce", "siglip", LATE, SPARSE)
 INFONCE_FIELDS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
     "mask_false_negatives", "false_negative_margin", "cross_device_negatives", "cross_device_exchange",
-    "bf16_products",
+    "bf16_products", "in_batch_negatives",
 )  # fmt: skip
 MATRYOSHKA = "MatryoshkaLoss"  # the loss around another one
 
 NOT_IN_MATRYOSHKA = ("SoftmaxLoss", "GlobalOrthogonalRegularizationLoss")
 
+# Which read one column of texts with a class each.
+GROUPS = (
+    "BatchAllTripletLoss", "BatchHardTripletLoss", "BatchHardSoftMarginTripletLoss", "BatchSemiHardTripletLoss",
+)  # fmt: skip
 # What a label is, by the loss that cannot do without.
 LABELS = {
     "CoSENTLoss": "a number per row, higher where the pair is nearer",
@@ -40,6 +45,7 @@ LABELS = {
     "DistillKLDivLoss": "the teacher's scores of the positive and every negative",
     "EmbedDistillLoss": "the teacher's embedding, one for all columns or one per column",
     "MSELoss": "the teacher's embedding, one for all columns or one per column",
+    **dict.fromkeys(GROUPS, "the number of the text's class"),
 }
 NO_COSINES = {"SoftmaxLoss", "MSELoss"}  # nor has one a distance that would say so
 CLASSES = {"SoftmaxLoss"}  # whose label is a number of a class, not a measure
@@ -57,7 +63,7 @@ WITHOUT_LABEL = {
 # Those that compare all pairs of the global batch at once.
 ALL_PAIRS = {
     "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "GISTEmbedLoss", "MegaBatchMarginLoss",
-    "GlobalOrthogonalRegularizationLoss",
+    "GlobalOrthogonalRegularizationLoss", *GROUPS,
 }  # fmt: skip
 LABEL_COLUMNS = ("label", "labels", "score", "scores")  # as sentence-transformers calls them
 
@@ -68,20 +74,21 @@ _COPY = "it trains a second copy of the model, and here a loss sees embeddings o
 _COPY += " with MultipleNegativesRankingLoss"
 _GROUPS = "it reads one column of texts with a class each, and a row here has a query and a positive. Make pairs of "
 _GROUPS += "one class, and use MultipleNegativesRankingLoss, or infonce with id_column"
-REFUSED = {
-    "CachedMultipleNegativesRankingLoss": _OWN_CACHE.format("MultipleNegativesRankingLoss"),
-    "CachedMultipleNegativesSymmetricRankingLoss": _OWN_CACHE.format("MultipleNegativesSymmetricRankingLoss"),
-    "CachedGISTEmbedLoss": _OWN_CACHE.format("GISTEmbedLoss"),
+SEES_MODEL = {
     "AdaptiveLayerLoss": _LAYERS,
     "Matryoshka2dLoss": _LAYERS,
     "ContrastiveTensionLoss": _COPY,
     "ContrastiveTensionLossInBatchNegatives": _COPY,
     "DenoisingAutoEncoderLoss": "it trains a decoder on the model's tokens, and here a loss sees embeddings only. "
     "Use MultipleNegativesRankingLoss on pairs",
-    "BatchAllTripletLoss": _GROUPS,
-    "BatchHardTripletLoss": _GROUPS,
-    "BatchHardSoftMarginTripletLoss": _GROUPS,
-    "BatchSemiHardTripletLoss": _GROUPS,
+}
+# By a run file, whose rows have a query and a positive, and whose chunks are fields of its own.
+REFUSED = {
+    **SEES_MODEL,
+    "CachedMultipleNegativesRankingLoss": _OWN_CACHE.format("MultipleNegativesRankingLoss"),
+    "CachedMultipleNegativesSymmetricRankingLoss": _OWN_CACHE.format("MultipleNegativesSymmetricRankingLoss"),
+    "CachedGISTEmbedLoss": _OWN_CACHE.format("GISTEmbedLoss"),
+    **dict.fromkeys(GROUPS, _GROUPS),
 }
 
 

@@ -80,8 +80,10 @@ def label_column_of(config: RunConfig, available: Iterable[str]) -> str | None:
 
 
 def takes_negatives_as_columns(config: RunConfig) -> bool:
-    """Whether a loss takes the first, second, ... negatives of all rows as a column each."""
+    """Whether a loss takes the first, second, ... negatives of all rows as a column each, or a row's own alone."""
     parts = [part.config for part in parts_of(config)]
+    if any(p.loss == "infonce" and not p.in_batch_negatives for p in parts):
+        return True
     return any(p.loss not in (None, "", *OWN) and not reads_pairs(p.loss, p.loss_options) for p in parts)
 
 

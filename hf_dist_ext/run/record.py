@@ -6,6 +6,7 @@ folder that the run was started in, which is noted beside them; secrets are mask
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from pathlib import Path
@@ -48,6 +49,12 @@ def resume(folder: Path, overrides: list[str]) -> list[str]:
     """The words of a command line that goes on with the run of an output_dir, from any folder and wherever output_dir
     was moved. The process then is in the folder that the run was started in. Raises UsageError."""
     path = folder.resolve() / NAME
+    if not folder.is_dir():
+        nearest = difflib.get_close_matches(
+            folder.name, os.listdir(folder.parent) if folder.parent.is_dir() else [], n=1
+        )
+        hint = f" Closest: {folder.parent / nearest[0]}." if nearest else ""
+        raise UsageError(f"{folder} does not exist. Give the output_dir of a run that has begun.{hint}")
     if not path.is_file():
         raise UsageError(
             f"{folder} holds no {NAME}, so it is no output_dir of a run file. Give the run file: hf-dist train "

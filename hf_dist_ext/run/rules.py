@@ -26,7 +26,7 @@ CONTRASTIVE_FIELDS = [
 OF_TASK = {
     "embedding": [
         *CONTRASTIVE_FIELDS,
-        *"pooling projection_dim token_dim normalize id_column image_columns no_duplicates_in_batch".split(),
+        *"is_causal pooling projection_dim token_dim normalize id_column image_columns no_duplicates_in_batch".split(),
         *"evaluations datasets datasets_temperature processing_kwargs load_in_4bit".split(),
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
@@ -191,6 +191,11 @@ def check_task_fields(task: str, given: dict[str, Any]) -> None:
     lora = [name for name in given if name.startswith("lora_") and given[name] is not None]
     if lora and not given.get("use_lora"):
         raise UsageError(f"{lora[0]}={show(given[lora[0]])} needs adapters. Set use_lora: true, or remove {lora[0]}.")
+    if given.get("is_causal") is not None and given.get("use_lora"):
+        raise UsageError(
+            f"is_causal={show(given['is_causal'])} with use_lora: adapters are saved beside the base's own config, "
+            "which does not say so. Save the base once with hf_dist_ext.set_is_causal, and train from that folder."
+        )
     if given.get("load_in_4bit") and not given.get("use_lora"):
         raise UsageError("load_in_4bit: weights in 4 bits do not train. Set use_lora: true, or remove load_in_4bit.")
     if task != "image-text-to-text":

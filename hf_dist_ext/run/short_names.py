@@ -155,6 +155,7 @@ MEANINGS = {
     "gather_across_devices": _GLOBAL,
     "batch_sampler": "Use no_duplicates_in_batch; equal documents are never negatives (mask_false_negatives).",
     "multi_dataset_batch_sampler": "Use datasets, each batch of one; datasets_temperature says how they are drawn.",
+    "router_mapping": 'remove it: of a Router the first column takes the route "query", the others "document".',
     "learning_rate_mapping": 'Use learning_rates: {"part of the model": 1e-5}.',
     "query_max_len": _LENGTH,
     "passage_max_len": _LENGTH,

@@ -59,8 +59,8 @@ def of_model(model: Any, args: Any) -> Strategy:
     if size > 1:
         raise UsageError(
             f"tp_size={size} in the parallelism_config, but {type(model).__name__} is whole on every process. "
-            "Load it with EmbeddingModel.from_pretrained(..., distributed_config=DistributedConfig(tp_size="
-            f"{size}, fsdp_size=processes // {size})), or use multi_gpu_fsdp."
+            'Load it with SentenceTransformer(..., model_kwargs={"distributed_config": DistributedConfig(tp_size='
+            f"{size}, fsdp_size=processes // {size})}}), or use multi_gpu_fsdp."
         )
     return Strategy()
 

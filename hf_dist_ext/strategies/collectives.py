@@ -150,6 +150,16 @@ def texts_of(text: str, ranks: Iterable[int]) -> list[str]:
     return [f"rank {rank}: {everyone[rank]}" for rank in list(ranks) or [0]]
 
 
+def told_by_first(content: Any = None) -> Any:
+    """What rank 0 says, on every rank: anything that can be pickled. Every rank must call it."""
+    if world_size() == 1:
+        return content
+    said = [content]
+    with torch.inference_mode(False):  # torch writes into tensors that it makes for it
+        dist.broadcast_object_list(said, src=0, group=_group_of_cpus())
+    return said[0]
+
+
 @torch.no_grad()
 def take_from_first(tensors: Iterable[torch.Tensor]) -> None:
     """Every rank's tensors become those of rank 0, such as weights that ranks have drawn. Every rank must call it."""

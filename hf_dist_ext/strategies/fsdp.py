@@ -81,6 +81,11 @@ class FSDP(Sharded):
             )
         if model is None:
             return
+        if (backbone := getattr(model, "transformers_model", None)) is not None:
+            # accelerate 1.15 shards input embeddings and the last norm apart (fsdp_utils.py). Of a SentenceTransformer
+            # it would take the module Normalize for that norm, which torch can not make one of its own class.
+            model.base_model_prefix = "transformers_model"  # type: ignore[assignment]
+            model.get_input_embeddings = backbone.get_input_embeddings
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
             # Pinned memory is for a device to read from; where there is none, torch raises.
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)

@@ -134,8 +134,7 @@ class Pipeline(Strategy):
         self.cut.renew()
         if args.process_index == 0:
             logger.info(self._in_words(places, args.sharding))
-        # Trainer then leaves the model where it is, and accelerate puts no wrapper around it.
-        self.cut.base._is_distributed_loading_by_transformers = True
+        splitting.say_split(self.cut.base)
         with meanwhile(args, "save_only_model", True):  # as under tensor parallelism
             yield
 

@@ -33,6 +33,9 @@ _FUSED = {
     "layers.*.mlp.Wi": "packed_colwise",
     "layers.*.mlp.Wo": "rowwise",
 }
+PARTIAL = "replicated_with_grad_allreduce"
+# Styles of a plan that were measured to be exact; the others are for mixtures of experts and fused weights.
+EXACT_STYLES = {"colwise", "rowwise", "embedding_rowwise", PARTIAL}
 ENCODERS = dict.fromkeys(("bert", "roberta", "xlm-roberta"), _APART) | {"modernbert": _FUSED}
 
 
@@ -79,6 +82,31 @@ def with_plan(config: DistributedConfig, of_model: Any) -> DistributedConfig:
     parts = layout_of(of_model)
     units = dict.fromkeys((*parts.before, f"{parts.stack}.*", *parts.after), "free_full_weight")
     return replace(config, tp_plan=ENCODERS[of_model.model_type], fsdp_plan=units)
+
+
+def check_can_be_split(config: Any, size: int) -> None:
+    """UsageError for a model, by its config, whose layers a group of `size` can not split."""
+    name, text = config.model_type, config.get_text_config()
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    if name in ENCODERS:
+        check_encoder(config, size)
+    elif not plan:
+        raise UsageError(
+            f'there is no tensor-parallel plan for "{name}": transformers has them for decoders such as llama and '
+            f"qwen3, and there are some for {', '.join(sorted(ENCODERS))}. Use multi_gpu_fsdp."
+        )
+    if unknown := set(plan.values()) - EXACT_STYLES:
+        raise UsageError(
+            f'the tensor-parallel plan of "{name}" uses {", ".join(sorted(unknown))}, which was not measured to be '
+            "exact with several backwards per step. Use multi_gpu_fsdp."
+        )
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, field, None) or text.num_attention_heads
+        if heads % size:
+            raise UsageError(
+                f'{field}={heads} of "{name}" can not be dealt to groups of {size} processes. Use a tp_size that '
+                "divides it, or multi_gpu_fsdp."
+            )
 
 
 def check_encoder(config: Any, size: int) -> None:

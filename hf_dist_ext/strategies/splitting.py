@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.distributed import DistributedConfig
 
-PARTIAL = "replicated_with_grad_allreduce"
-# Styles of a plan that were measured to be exact; the others are for mixtures of experts and fused weights.
-EXACT_STYLES = {"colwise", "rowwise", "embedding_rowwise", PARTIAL}
-
 
 def launched_config() -> DistributedConfig | None:
     """What the launcher's YAML asks for: groups of its `tp_size`, FSDP2 over as many groups as its processes make."""
@@ -62,27 +58,7 @@ def check_is_supported() -> None:
 def check_can_be_split(config: Any, size: int) -> None:
     """Of a model's config, before its weights are read. Raises UsageError."""
     check_is_supported()
-    name, text = config.model_type, config.get_text_config()
-    plan = getattr(config, "base_model_tp_plan", None) or {}
-    if name in plans.ENCODERS:
-        plans.check_encoder(config, size)
-    elif not plan:
-        raise UsageError(
-            f'there is no tensor-parallel plan for "{name}": transformers has them for decoders such as llama and '
-            f"qwen3, and there are some for {', '.join(sorted(plans.ENCODERS))}. Use multi_gpu_fsdp."
-        )
-    if unknown := set(plan.values()) - EXACT_STYLES:
-        raise UsageError(
-            f'the tensor-parallel plan of "{name}" uses {", ".join(sorted(unknown))}, which was not measured to be '
-            "exact with several backwards per step. Use multi_gpu_fsdp."
-        )
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, field, None) or text.num_attention_heads
-        if heads % size:
-            raise UsageError(
-                f'{field}={heads} of "{name}" can not be dealt to groups of {size} processes. Use a tp_size that '
-                "divides it, or multi_gpu_fsdp."
-            )
+    plans.check_can_be_split(config, size)
 
 
 def split(model: PreTrainedModel, config: DistributedConfig) -> PreTrainedModel:
@@ -121,7 +97,7 @@ def split_adapters(model: nn.Module, part: PreTrainedModel, mesh: Any) -> None:
 
 
 def without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
-    """The modules of style PARTIAL, with the forward that sums their gradients by itself put back.
+    """The modules of style plans.PARTIAL, with the forward that sums their gradients by itself put back.
 
     transformers 5.23 (distributed/tensor_parallel.py, ReplicatedWithGradAllReduce) sums `.grad` over the group after
     every backward, and with it what earlier backwards of the step have left there: chunks and micro-batches are
@@ -129,7 +105,7 @@ def without_own_reduction(backbone: PreTrainedModel) -> list[nn.Module]:
     tells.
     """
     modules, plan = dict(backbone.named_modules()), backbone._expand_parallel_plan(plans.plan_of(backbone))
-    partial = [modules[name] for name, style in plan.items() if style == PARTIAL and name in modules]
+    partial = [modules[name] for name, style in plan.items() if style == plans.PARTIAL and name in modules]
     for module in partial:
         vars(module).pop("forward", None)  # its class's own; the style's was set on the instance
         if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters()):
@@ -156,10 +132,14 @@ def check_layout(model: nn.Module, part: nn.Module, asked: int) -> None:
     """Of `model`, of which transformers has split `part`. Raises UsageError."""
     check_is_supported()
     config = part.config.distributed_config
+    if getattr(model, "transformers_model", None) is part:
+        say_split(model)
+        for name in ("_tp_size", "_fsdp_size"):
+            setattr(model, name, getattr(part, name, None))
     if part is not model and not getattr(model, "is_distributed_loading_by_transformers", False):
         raise UsageError(
             f"{type(part).__name__} was split (distributed_config) inside {type(model).__name__}, which does not say "
-            "so to Trainer. Use EmbeddingModel, or multi_gpu_fsdp."
+            "so to Trainer. Use a SentenceTransformer, or multi_gpu_fsdp."
         )
     others = [n for n in ("pp_size", "ep_size", "dp_replicate_size") if getattr(config, n) > 1]
     if others or config.tp_size == 1:
@@ -174,6 +154,14 @@ def check_layout(model: nn.Module, part: nn.Module, asked: int) -> None:
             f"tp_size={config.tp_size}. Make them equal."
         )
     check_can_be_split(part.config, config.tp_size)
+
+
+def say_split(model: Any) -> None:
+    """Trainer then leaves the model where it is, and accelerate puts no wrapper around it. A SentenceTransformer has
+    no such property, only an attribute that is set here."""
+    model._is_distributed_loading_by_transformers = True
+    if not hasattr(type(model), "is_distributed_loading_by_transformers"):
+        model.is_distributed_loading_by_transformers = True
 
 
 def check_rest(model: nn.Module, args: Any) -> None:

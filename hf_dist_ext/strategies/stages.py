@@ -29,6 +29,9 @@ from hf_dist_ext.errors import UsageError
 DECODERS = {"llama", "mistral", "qwen2", "qwen3"}
 
 
+EMBEDDING, TOKEN_EMBEDDINGS = "sentence_embedding", "token_embeddings"  # sentence-transformers' names of features
+
+
 class Layout(NamedTuple):
     """Where a backbone has what: names of modules."""
 
@@ -161,10 +164,13 @@ class Cut:
     def base_of(model: nn.Module) -> nn.Module:
         """Without adapters. Raises UsageError when it can not be cut."""
         base = without_adapters(model)
+        if is_chain(base):
+            _check_chain(base)
+            return base
         if not hasattr(base, "tokens"):
             raise UsageError(
                 f"a pipeline can not be made of {type(base).__name__}: it needs one backbone with a stack of layers. "
-                "Use EmbeddingModel, or multi_gpu_fsdp."
+                "Use a SentenceTransformer, or multi_gpu_fsdp."
             )
         if not getattr(base, "gives_one_vector", True):
             what = 'pooling="tokens"' if base.pooling == policy.TOKENS else type(base).__name__
@@ -177,7 +183,7 @@ class Cut:
     @staticmethod
     def backbone_of(base: nn.Module) -> nn.Module:
         """What has the stack of layers."""
-        return base.backbone
+        return base.transformers_model if is_chain(base) else base.backbone
 
     @staticmethod
     def head_in_layers(config: Any) -> float:
@@ -240,6 +246,9 @@ class Cut:
             features = {name: value for name, value in features.items() if name != "input_ids"}
             features["inputs_embeds"] = hidden
         with self.only(stage):
+            if is_chain(self.base):
+                is_last, features = stage == self.num_stages - 1, dict(features)
+                return self.base(features)[EMBEDDING] if is_last else self.base[0](features)[TOKEN_EMBEDDINGS]
             if stage == self.num_stages - 1:
                 return self.base(**features).embeddings
             return self.base.tokens(**features)
@@ -295,10 +304,27 @@ def parts_of(base: nn.Module, backbone: nn.Module, firsts: Sequence[int]) -> lis
     ends = [*firsts[1:], len(stack)]
     parts = [[_part(stack, str(i)) for i in range(first, end)] for first, end in zip(firsts, ends, strict=True)]
     parts[0] += [_part(backbone, name) for name in layout.before]
-    parts[-1] += [_part(backbone, name) for name in layout.after]
+    named = {*layout.before, layout.stack.partition(".")[0], *layout.after}
+    others = [name for name, child in backbone.named_children() if name not in named]
+    unread = [name for name in others if list(backbone.get_submodule(name).parameters())]  # a pooler
+    parts[-1] += [_part(backbone, name) for name in (*layout.after, *unread)]
     if base is not backbone:
-        parts[-1] += [_part(base, name) for name, child in base.named_children() if child is not backbone]
+        parts[-1] += [_part(base, name) for name, child in base.named_children() if backbone not in child.modules()]
     return parts
+
+
+def is_chain(base: nn.Module) -> bool:
+    """Whether it is a SentenceTransformer: modules that hand on features, of which the first has the backbone."""
+    return hasattr(base, "transformers_model")
+
+
+def _check_chain(base: Any) -> None:
+    kinds, backbone = [type(module).__name__.removeprefix("FSDP") for module in base], base.transformers_model
+    if backbone is None or kinds[:2] != ["Transformer", "Pooling"]:
+        raise UsageError(
+            f"a pipeline is made of a Transformer and a Pooling, and this {type(base).__name__} is a chain of "
+            f"{', '.join(kinds)}. Use multi_gpu_ddp or multi_gpu_fsdp."
+        )
 
 
 def _forget(module: nn.Module) -> None:

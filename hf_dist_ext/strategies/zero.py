@@ -206,6 +206,12 @@ class ZeRO(Strategy):
     def save_optimizer(self, *arguments: Any) -> bool:
         return False
 
+    def whole_weights(self, model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+        """Of the engine, which alone can gather them; before there is one the model is whole."""
+        if self.accelerator.deepspeed_engine_wrapped is None:
+            return model.state_dict()
+        return self.accelerator.get_state_dict(self.engine)
+
     def save_engine(self, folder: Path) -> None:
         """What trains stands in `trainable.safetensors` too, as in every mode."""
         self.engine.save_checkpoint(str(folder), exclude_frozen_parameters=True)

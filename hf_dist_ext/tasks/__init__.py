@@ -4,10 +4,9 @@
 `embedding.py` builds text and image-text pairs (`image_pairs.py`), and encoders for queries and for documents
 (`routes.py`); `closing_lines.py` says at the end how a model of these is loaded and asked. `sources.py` loads several
 datasets, `image_text.py` builds conversations about pictures. `lengths.py` says how many tokens a row may have,
-`unknown_tokens.py` whether the tokenizer knows the texts. `losses.py` makes the loss, `sentence_losses.py` those of
-sentence-transformers. `adapters.py` adds LoRA, `stages.py` runs one trainer after another. `search.py` and
-`search_files.py` are `hf-dist search`, for which `tower_pair.py` asks a pair of towers. `mine.py` is `hf-dist mine`,
-`export.py` is `hf-dist export`, `encode.py` is `hf-dist encode`, `push.py` is `hf-dist push`. For the planner,
-`trace.py` counts a model, whose forward `trace_record.py` writes down (of a base in 4 bits with the layers of
-`trace_4bit.py`), and `speed.py` measures the CPU.
+`unknown_tokens.py` whether the tokenizer knows the texts. `losses.py` makes the loss. `adapters.py` adds LoRA,
+`stages.py` runs one trainer after another. `search.py` and `search_files.py` are `hf-dist search`, `mine.py`,
+`encode.py` and `push.py` are the commands of these names; their model comes from `serving.py`, and a pair of towers
+from `tower_pair.py`. For the planner, `trace.py` counts a model, whose forward `trace_record.py` writes down (of a
+base in 4 bits with the layers of `trace_4bit.py`), and `speed.py` measures the CPU.
 """

@@ -10,7 +10,6 @@ Where the run file names no file and no folder that holds what is searched, a wo
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,9 +46,7 @@ def _to_load(kind: str) -> str:
 
 
 def _to_use(kind: str) -> str:
-    is_there = importlib.util.find_spec("sentence_transformers") is not None
-    first = "" if is_there else "      # pip install sentence-transformers"
-    return f'use it:   from sentence_transformers import {kind}; model = {kind}("{{folder}}"){first}'
+    return f'use it:   from sentence_transformers import {kind}; model = {kind}("{{folder}}")'
 
 
 def _lengths(config: RunConfig) -> list[str]:

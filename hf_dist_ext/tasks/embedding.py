@@ -20,6 +20,7 @@ from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import static_backbone
 from hf_dist_ext.models.backbones import load_tokenizer, one_line
+from hf_dist_ext.models.embedder import set_is_causal
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
 from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, read_model_folder, resolve_folder
@@ -91,10 +92,17 @@ def build(run: Run, args: DistTrainingArguments) -> Parts:
             config, bool(pictures), (text for name in texts for text in train_dataset[name])
         )
         in_stages = choose.in_stages(args)
+        if in_stages is not None and config.is_causal is not None:
+            raise UsageError(
+                f"is_causal={show(config.is_causal)}: a process of a pipeline has some layers only, and can not try "
+                "whether the model heeds it. Use DDP or FSDP."
+            )
         _check_reads(config, chat, pictures, is_cut=(distributed_config or in_stages) is not None)
         processor = chat or build_tokenizer(run, train_dataset)
         tokenizer, make_collator = getattr(processor, "tokenizer", processor), ContrastiveCollator
         model = build_model(run, processor, distributed_config, in_stages, quantization_of(run, args))
+        if config.is_causal is not None:
+            set_is_causal(model, config.is_causal)
         if isinstance(model.backbone, static_backbone.StaticBackbone):
             _reads_whole_texts(config)
             static_backbone.without_special_tokens(tokenizer)

@@ -1,8 +1,7 @@
 """Embeddings of the rows of a file or the pictures of a folder: `hf-dist encode --model DIR FILE --output FILE.npy`.
 
 (1) the rows: a data file or the lines of a text file, which `datasets` maps from the disk, or pictures below a folder
-(2) a window of rows at a time goes through the model, the longest texts of it first. Of several processes (accelerate
-    launch) each takes every other window
+(2) a window of rows at a time goes through the model's `encode`, and with `--devices` through its pool of processes
 (3) the embeddings stand in an unfinished .npy beside the output, in the order of the rows, which is renamed in the
     end. What is quantised or written as .parquet is made of it in parts
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,29 +24,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from accelerate import PartialState
 from tqdm import tqdm
 
 from hf_dist_ext import launched
 from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.load import FILE_FORMATS, as_named, loading_errors, open_here, refuse_bytes
-from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.data.storage import reserve
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import served_length
-from hf_dist_ext.models.model_folder import default_prompt_name
-from hf_dist_ext.strategies import agreed
-from hf_dist_ext.strategies.collectives import leave_together
-from hf_dist_ext.tasks import search
+from hf_dist_ext.models.model_folder import DOCUMENT_NAMES
 from hf_dist_ext.tasks.search_files import column_of_texts, open_picture, pictures_below
-from hf_dist_ext.tasks.tower_pair import TowerPair
+from hf_dist_ext.tasks.serving import load_for_serving, require_devices
+from hf_dist_ext.tasks.tower_pair import ROWS_PER_BATCH, TowerPair
 
 BATCHES_PER_WINDOW = 128
 ROWS_PER_GROUP = 16_384  # of a parquet file
 ID_COLUMNS = ("_id", "id")
+DOCUMENT_ROLE = (*DOCUMENT_NAMES, "positive")  # prompts whose texts have the length of documents
 OF_RANGES = ("int8", "uint8")
-BITS = ("binary", "ubinary")
-PRECISIONS = ("float32", "float16", *OF_RANGES, *BITS)  # as sentence-transformers calls them
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,8 @@ class Encode:
     `data`: a file or folder. `prompt_name`: of the model's prompts; "query" and "document" also mean the length of
     that column. With neither it nor `prompt` the default prompt of the model's folder holds, if it has one. `dims`:
     leading dimensions to keep, of length 1 again where the model's are. `ranges`: a file of an earlier int8 or uint8
-    output, whose steps this one shall have; None: the ranges of these embeddings.
+    output, whose steps this one shall have; None: the ranges of these embeddings. `devices`: one process for each
+    name, such as cuda:0; None: this process.
     """
 
     model: str
@@ -67,10 +61,11 @@ class Encode:
     id_column: str | None = None
     prompt_name: str | None = None
     prompt: str | None = None
-    batch_size: int = search.ROWS_PER_BATCH
+    batch_size: int = ROWS_PER_BATCH
     dims: int | None = None
     precision: str = "float32"
     ranges: str | None = None
+    devices: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,27 +83,21 @@ def main(asked: Encode) -> None:
     """Encode and write. Raises UsageError before anything is embedded for what cannot be."""
     output = Path(asked.output)
     _check(asked, output)
-    # makes the process group where a launcher started several processes
-    state = PartialState(cpu=launched.uses_cpu() or not torch.accelerator.is_available())
-    with first_of_node():
-        rows = read(asked)  # (1)
-    embed, width, normalizes = _encoder(asked, rows.are_pictures)
-    if asked.dims is not None and asked.dims > width:
-        raise UsageError(f"--dims {asked.dims}: the embeddings of {asked.model} have {width} dimensions.")
-    width = asked.dims or width
-    ranges = _given_ranges(asked, width)
-    unfinished = output.with_name(f"{output.name}.unfinished")
-    with ExitStack() as taken:
-        agreed.together(lambda: taken.enter_context(_taken(output, unfinished)) if state.is_main_process else None)
-        agreed.together(lambda: _reserve(unfinished, rows.count, width) if state.is_main_process else None)
-        agreed.together(partial(_encode, rows, embed, normalizes, unfinished, state, asked.batch_size))  # (2)
-        if state.is_main_process:
+    rows = read(asked)  # (1)
+    with _encoder(asked, rows.are_pictures) as encode:
+        width = encode(rows.take(0, 1)).shape[1]
+        if asked.dims is not None and asked.dims > width:
+            raise UsageError(f"--dims {asked.dims}: the embeddings of {asked.model} have {width} dimensions.")
+        ranges = _given_ranges(asked, width)
+        unfinished = output.with_name(f"{output.name}.unfinished")
+        with _taken(output, unfinished):
+            _reserve(unfinished, rows.count, width)
+            _encode(rows, encode, unfinished, asked.batch_size)  # (2)
             try:
                 _finish(unfinished, output, rows, asked.precision, ranges)  # (3)
             except OSError as error:
                 raise _not_written(output, error) from error
-            print(f"{output}: {rows.count} rows, {width} dimensions, {asked.precision}.")
-        leave_together()
+    print(f"{output}: {rows.count} rows, {width} dimensions, {asked.precision}.")
 
 
 @contextmanager
@@ -150,6 +139,11 @@ def _check(asked: Encode, output: Path) -> None:
         raise UsageError(f"--id_column {asked.id_column}: a .npy file holds numbers alone. Give a .parquet --output.")
     if asked.ranges is not None and asked.precision not in OF_RANGES:
         raise UsageError(f"--ranges goes with --precision {' or '.join(OF_RANGES)}, which divide them into steps.")
+    require_devices("--devices", asked.devices or ())
+    if launched.processes() > 1:
+        raise UsageError(
+            "hf-dist encode starts its own processes. Start it without a launcher, with --devices cuda:0 cuda:1, say."
+        )
 
 
 def _refuse_existing(output: Path) -> None:
@@ -221,61 +215,65 @@ def _not_written(path: Path, error: OSError) -> UsageError:
 # (2) ---------------------------------------------------------------------------------------------------------------
 
 
-def _encoder(asked: Encode, are_pictures: bool) -> tuple[Callable, int, bool]:
-    """embed(values, done) -> (n, D) float32 on the CPU; D; whether the model's embeddings have length 1."""
-    if Path(asked.model, "towers.json").is_file():
-        pair = TowerPair.load(asked.model)
-        if asked.prompt_name is not None:
-            raise UsageError(
-                f"--prompt_name {asked.prompt_name}: a pair of towers puts its run's own prompt before texts. Leave "
-                "it out, or give another text as --prompt."
-            )
-        if asked.prompt is not None:
-            pair.collator.prompts = dict.fromkeys(pair.collator.columns, asked.prompt)
+@contextmanager
+def _encoder(asked: Encode, are_pictures: bool) -> Iterator[Callable[[list], np.ndarray]]:
+    """encode(values) -> (n, D) float32, with the prompt, the length and the dimensions that were asked for."""
+    model = load_for_serving(asked.model)
+    if are_pictures and not model.supports("image"):
+        raise UsageError(f"{asked.model} embeds no pictures, such as those of {asked.data}.")
+    if isinstance(model, TowerPair):
+        yield _encoder_of_pair(model, asked)
+        return
+    options = {"prompt": asked.prompt, "batch_size": asked.batch_size, "truncate_dim": asked.dims}
+    options["normalize_embeddings"] = asked.dims is not None and gives_length_one(model)
+    encode, name = model.encode, asked.prompt_name
+    if name in ("query", "document"):
+        encode = model.encode_query if name == "query" else model.encode_document
+    elif name is not None:
+        if name not in model.prompts:
+            raise UsageError(f"--prompt_name {name}: the prompts of {asked.model} are {', '.join(model.prompts)}.")
+        encode, options["prompt_name"] = model.encode_document if name in DOCUMENT_ROLE else model.encode, name
+    pool = model.start_multi_process_pool(asked.devices) if asked.devices else None
+    try:
+        yield partial(encode, pool=pool, show_progress_bar=False, **options)
+    finally:
+        if pool is not None:
+            model.stop_multi_process_pool(pool)
 
-        def embed_pair(values: list, done: Callable[[int], Any]) -> torch.Tensor:
-            rows = pair.embed(values, asked.batch_size)
-            done(len(values))
-            return rows
 
-        return embed_pair, pair.model.embedding_dim, pair.model.normalize
-    if are_pictures and not search.sees_pictures(asked.model):
-        raise UsageError(f"{asked.model} has no towers.json, so it embeds no pictures such as those of {asked.data}.")
-    model, processor = search.load(asked.model)
-    # a part of a model, merged in memory, has a length per column where a whole model's folder has the longest alone
-    prompt, length = asked.prompt or "", served_length(model.max_length, getattr(processor, "tokenizer", processor))
+def _encoder_of_pair(pair: TowerPair, asked: Encode) -> Callable[[list], np.ndarray]:
     if asked.prompt_name is not None:
-        role = "document" if asked.prompt_name in search.DOCUMENT_ROLE else asked.prompt_name
-        if asked.prompt_name not in model.prompts and role not in ("query", "document"):
-            known = ", ".join(model.prompts) or "none"
-            raise UsageError(f"--prompt_name {asked.prompt_name}: the prompts of {asked.model} are {known}.")
-        prompt, length = model.prompts.get(asked.prompt_name, ""), model.lengths.get(role, length)
-    elif asked.prompt is None and (name := default_prompt_name(asked.model)) is not None:
-        prompt = model.prompts.get(name, "")
+        raise UsageError(
+            f"--prompt_name {asked.prompt_name}: a pair of towers puts its run's own prompt before texts. Leave "
+            "it out, or give another text as --prompt."
+        )
+    if asked.devices:
+        raise UsageError("--devices: a pair of towers encodes in one process. Leave it out.")
+    if asked.prompt is not None:
+        pair.collator.prompts = dict.fromkeys(pair.collator.columns, asked.prompt)
 
-    def embed(values: list, done: Callable[[int], Any]) -> torch.Tensor:
-        return search.embed_after(prompt, model, processor, values, length, done, asked.batch_size)
+    def encode(values: list) -> np.ndarray:
+        found = pair.embed(values, asked.batch_size)[:, : asked.dims]
+        is_cut = asked.dims is not None and pair.model.normalize
+        return (torch.nn.functional.normalize(found, dim=-1) if is_cut else found).numpy()
 
-    return embed, model.embedding_dim, model.normalize
+    return encode
 
 
-def _encode(
-    rows: Rows, embed: Callable, normalizes: bool, unfinished: Path, state: PartialState, batch_size: int
-) -> None:
-    """This process's windows."""
+def gives_length_one(model: torch.nn.Module) -> bool:
+    from sentence_transformers.base.modules import Normalize
+
+    return any(isinstance(module, Normalize) for module in model.modules())
+
+
+def _encode(rows: Rows, encode: Callable[[list], np.ndarray], unfinished: Path, batch_size: int) -> None:
     embeddings = np.lib.format.open_memmap(unfinished, "r+")
-    window = max(1, min(BATCHES_PER_WINDOW * batch_size, -(-rows.count // state.num_processes)))
-    own = list(range(state.process_index * window, rows.count, state.num_processes * window))
-    total = sum(min(window, rows.count - first) for first in own)
-    of_processes = "" if state.num_processes == 1 else f", the share of one of {state.num_processes} processes"
-    is_silent = not state.is_main_process or None  # None: where there is no terminal
-    with tqdm(total=total, desc=f"embedding{of_processes}", unit=" rows", disable=is_silent) as bar:
-        for first in own:
-            found = embed(rows.take(first, first + window), bar.update)
-            if found.shape[1] > embeddings.shape[1]:
-                found = found[:, : embeddings.shape[1]]
-                found = torch.nn.functional.normalize(found, dim=-1) if normalizes else found
-            embeddings[first : first + len(found)] = found.numpy()
+    window = BATCHES_PER_WINDOW * batch_size
+    with tqdm(total=rows.count, desc="embedding", unit=" rows", disable=None) as bar:  # None: where no terminal is
+        for first in range(0, rows.count, window):
+            found = encode(rows.take(first, first + window))
+            embeddings[first : first + len(found)] = found
+            bar.update(len(found))
     embeddings.flush()
 
 
@@ -344,14 +342,7 @@ def ranges_of(embeddings: np.ndarray) -> np.ndarray:
 
 
 def quantized(rows: np.ndarray, precision: str, ranges: np.ndarray | None = None) -> np.ndarray:
-    """(n, D) float32 -> (n, D) of the precision, or (n, D / 8) bytes of bits; the values that `quantize_embeddings` of
-    sentence-transformers gives. `ranges`: (2, D), of int8 and uint8."""
-    if precision in BITS:
-        bits = np.packbits(rows > 0, axis=-1)
-        return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
-    if precision not in OF_RANGES:
-        return rows.astype(precision)
-    low, high = ranges.astype(np.float32)
-    step = (high - low) / 255
-    steps = np.clip(np.floor((rows - low) / np.where(step == 0, 1, step)), 0, 255)
-    return steps.astype(np.uint8) if precision == "uint8" else (steps - 128).astype(np.int8)
+    """(n, D) float32 -> (n, D) of the precision, or (n, D / 8) bytes of bits. `ranges`: (2, D), of int8 and uint8."""
+    from sentence_transformers.util.quantization import quantize_embeddings
+
+    return rows.astype(precision) if precision == "float16" else quantize_embeddings(rows, precision, ranges)

@@ -49,7 +49,7 @@ def refuse_sources(config: RunConfig) -> None:
 def build_towers(run: Run, processor: Any, columns: list[str], image_columns: list[str]) -> TowerModel:
     """A `TowerModel` for the run's columns."""
     config = run.options
-    for name in ("pooling", "projection_dim"):
+    for name in ("is_causal", "pooling", "projection_dim"):
         if name in run.given:
             raise UsageError(f"{name} is given, but a model of towers ends in its own vectors. Remove {name}.")
     if config.processing_kwargs is not None:

@@ -17,7 +17,7 @@ from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, MATRYOSHKA, SPARSE, cuts_dimensions
 from hf_dist_ext.run.parts import outputs_of, parts_of
 from hf_dist_ext.run.sources import sources_of
-from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 
 # Those of this project with options of their own.
 OWN = {

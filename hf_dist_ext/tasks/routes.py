@@ -35,7 +35,7 @@ def has_routes(config: RunConfig) -> bool:
 
 def build(run: Run, columns: list[str]) -> TowerModel:
     config = run.options
-    for name in ("pooling", "projection_dim", "datasets", "tokenizer_name", "matryoshka_dims"):
+    for name in ("is_causal", "pooling", "projection_dim", "datasets", "tokenizer_name", "matryoshka_dims"):
         if run.given.get(name) not in (None, False):
             raise UsageError(
                 f"{name}={show(run.given[name])}, but {config.model_name_or_path} has a Router, and its routes have "

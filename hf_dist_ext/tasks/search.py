@@ -7,26 +7,19 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_dist_ext.data.code_search import read_functions
-from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, read_model_folder, reads_messages
-from hf_dist_ext.policy import TOKENS
-from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.tasks.lengths import positions_of
+from hf_dist_ext.tasks.serving import load_for_serving
 
 if TYPE_CHECKING:
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
+    from sentence_transformers import SentenceTransformer
 
-ROWS_PER_BATCH = 64
-DOCUMENT_ROLE = (*DOCUMENT_NAMES, "positive")  # names of the prompt before documents, the first one found
+    from hf_dist_ext.tasks.tower_pair import TowerPair
 
 
 def main(model_dir: str, query: str, top_k: int = 5) -> None:
@@ -43,87 +36,21 @@ def search(model_dir: str, query: str, top_k: int = 5, root: str | Path | None =
         raise UsageError(f"top_k={top_k} asks for no result. Give 1 or more.")
     if not query.strip():
         raise UsageError("The query is empty. Describe what the function does, as a docstring would.")
-    model, processor = load(model_dir)
-    rows = read_functions(root)
-    documents = embed(model, processor, [row["positive"] for row in rows], "document")  # (1): (M, D)
-    question = embed(model, processor, [query], "query")[0]  # (2): (D,)
-    scores, indices = (documents @ question).topk(min(top_k, len(rows)))
-    return [(score, rows[index]) for score, index in zip(scores.tolist(), indices.tolist(), strict=True)]
+    model, rows = load_for_serving(model_dir), read_functions(root)
+    documents = torch.as_tensor(model.encode_document([row["positive"] for row in rows]))  # (1): (M, D)
+    return [(score, rows[index]) for score, index in best(model, query, documents, top_k)]  # (2)
 
 
-def sees_pictures(model_dir: str) -> bool:
-    """Whether a folder holds a model that embeds texts and pictures alike."""
-    folder = Path(model_dir)
-    return (folder / "modules.json").is_file() and reads_messages(read_model_folder(folder).messages)
+def best(
+    model: SentenceTransformer | TowerPair, question: object, documents: torch.Tensor, top_k: int
+) -> list[tuple[float, int]]:
+    """(score, index) of the `documents` (M, D) that fit a text or picture best, the best first. Exact, and scored in
+    parts, so that memory does not grow with the number of documents."""
+    from sentence_transformers.util import semantic_search
 
-
-def load(model_dir: str) -> tuple[EmbeddingModel, Any]:
-    """The model and its tokenizer, or its processor where it reads chat messages."""
-    from hf_dist_ext.checkpoints.merge import whole_model
-    from hf_dist_ext.models.backbones import load_tokenizer
-    from hf_dist_ext.tasks.image_text import load_processor
-
-    model = whole_model(model_dir)
-    try:
-        if reads_messages(model.messages):
-            processor = load_processor(RunConfig(model_name_or_path=model_dir))
-        else:
-            processor = load_tokenizer(model_dir)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{model_dir} holds a model but no tokenizer. Save the tokenizer beside it.") from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), processor
-
-
-def embed(
-    model: EmbeddingModel,
-    processor: Any,
-    values: list,
-    role: str,
-    done: Callable[[int], Any] = lambda count: None,
-) -> torch.Tensor:
-    """(len(values), D) float32 on the CPU, in the order of the texts (or PIL images, where the model sees), with the
-    model's own prompt and length for a "query" or "document". `done` is told how many more are embedded."""
-    names = DOCUMENT_ROLE if role == "document" else (role,)
-    prompt = next((model.prompts[name] for name in names if name in model.prompts), "")
-    return embed_after(prompt, model, processor, values, model.lengths.get(role, model.max_length), done)
-
-
-@torch.inference_mode()
-def embed_after(
-    prompt: str,
-    model: EmbeddingModel,
-    processor: Any,
-    values: list,
-    length: int | None,
-    done: Callable[[int], Any] = lambda count: None,
-    rows_per_batch: int = ROWS_PER_BATCH,
-) -> torch.Tensor:
-    """As `embed`, with the prompt before each text, cut at `length` tokens (None: the tokenizer's limit), and
-    where the model's positions end."""
-    if model.pooling == TOKENS:
-        raise UsageError(
-            "the model gives a vector of every token, and here texts are compared by one vector each. Use "
-            "MultiVectorEncoder of sentence-transformers, which loads the folder."
-        )
-    tokenizer, make, options = getattr(processor, "tokenizer", processor), ContrastiveCollator, {}
-    if reads_messages(model.messages):
-        make = VisionLanguageCollator
-        options = {"processor": processor, "processing_kwargs": model.messages.get("processing_kwargs")}
-    limit = min(length or tokenizer.model_max_length, tokenizer.model_max_length)
-    limit = min(limit, positions_of(model.backbone) or limit)
-    collator = make(tokenizer, ("query", "text"), {"text": prompt}, limit, **options)
-    longest_first = sorted(range(len(values)), key=lambda row: -len(values[row]) if _is_text(values[row]) else 0)
-    embeddings = torch.empty(len(values), model.embedding_dim)
-    for batch in torch.tensor(longest_first).split(rows_per_batch):
-        features = collator.features("text", [values[row] for row in batch])
-        features = {k: v.to(model.device) for k, v in features.items() if isinstance(v, torch.Tensor)}
-        embeddings[batch] = model(**features).embeddings.float().cpu()
-        done(len(batch))
-    return embeddings
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+    query = torch.as_tensor(model.encode_query([question]))  # (1, D)
+    (found,) = semantic_search(query, documents, top_k=top_k, score_function=model.similarity)
+    return [(one["score"], int(one["corpus_id"])) for one in found]
 
 
 def show(query: str, results: list[tuple[float, dict]]) -> None:

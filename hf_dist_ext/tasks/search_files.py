@@ -16,7 +16,6 @@ import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from hf_dist_ext.data.load import FILE_FORMATS, facts_of, loading_errors, open_h
 from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks import search
-from hf_dist_ext.tasks.tower_pair import ROWS_PER_BATCH, TowerPair
+from hf_dist_ext.tasks.serving import load_for_serving
+from hf_dist_ext.tasks.tower_pair import ROWS_PER_BATCH
 
 logger = logging.get_logger(__name__)
 
@@ -73,21 +73,15 @@ def find(
     if (image is None) == (not question.strip()):
         raise UsageError("Ask with words or with --image, one of the two.")
     documents = pictures_below(Path(data)) if Path(data).is_dir() else texts_of(Path(data), column)  # (1)
-    if Path(model_dir, "towers.json").is_file():  # (2)
-        pair = TowerPair.load(model_dir)
-        embed, ask = pair.embed, pair.embed
-    elif (documents.are_pictures or image is not None) and not search.sees_pictures(model_dir):
+    model = load_for_serving(model_dir)  # (2)
+    if (documents.are_pictures or image is not None) and not model.supports("image"):
         raise UsageError(
-            f"{model_dir} has no towers.json: pictures need the folder of a run that trained a text and an image "
-            "tower, or a vision-language model that embeds both."
+            f"{model_dir} embeds no pictures: they need the folder of a run that trained a text and an image tower, "
+            "or a vision-language model that embeds both."
         )
-    else:
-        loaded = search.load(model_dir)
-        embed, ask = (partial(search.embed, *loaded, role=role) for role in ("document", "query"))
-    vectors = kept_vectors(Path(model_dir), data, documents, embed)  # (3): (M, D)
-    query = ask([open_picture(Path(image)) if image else question])[0]  # (D,)
-    scores, indices = (vectors @ query).topk(min(top_k, len(vectors)))
-    return [(score, documents.values[index]) for score, index in zip(scores.tolist(), indices.tolist(), strict=True)]
+    vectors = kept_vectors(Path(model_dir), data, documents, model.encode_document)  # (3): (M, D)
+    found = search.best(model, open_picture(Path(image)) if image else question, vectors, top_k)
+    return [(score, documents.values[index]) for score, index in found]
 
 
 # ---- (1) ----
@@ -147,14 +141,15 @@ def open_picture(path: Path) -> Any:
 # ---- (3) ----
 
 
-def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[list], torch.Tensor]) -> torch.Tensor:
-    """(documents, D). The index of a model folder has one file for each place that was searched."""
+def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[list], Any]) -> torch.Tensor:
+    """(documents, D) of what `embed(values)` gives, a tensor or an array. The index of a model folder has one file for
+    each place that was searched."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
     if not model.is_dir():  # a hub id
         return torch.cat(list(_in_batches(documents, embed)))
-    facts = _digest([transformers.__version__, *map(_facts_of_model, folders_behind(model)), documents.facts])
+    facts = _digest([facts_of_model(model), documents.facts])
     index = model / INDEX / f"{_digest([str(Path(data).resolve())])}.safetensors"
     with contextlib.suppress(FileNotFoundError, SafetensorError):  # torn, it is made again
         with safe_open(index, "pt") as file:
@@ -174,15 +169,21 @@ def kept_vectors(model: Path, data: str, documents: Documents, embed: Callable[[
     return vectors
 
 
-def _in_batches(documents: Documents, embed: Callable[[list], torch.Tensor]) -> Iterator[torch.Tensor]:
+def _in_batches(documents: Documents, embed: Callable[[list], Any]) -> Iterator[torch.Tensor]:
     if not documents.are_pictures:
-        yield embed(documents.values)
+        yield torch.as_tensor(embed(documents.values))
         return
     for first in range(0, len(documents.values), ROWS_PER_BATCH):
-        yield embed([open_picture(Path(path)) for path in documents.values[first : first + ROWS_PER_BATCH]])
+        pictures = [open_picture(Path(path)) for path in documents.values[first : first + ROWS_PER_BATCH]]
+        yield torch.as_tensor(embed(pictures))
 
 
-def _facts_of_model(folder: Path) -> str:
+def facts_of_model(folder: Path) -> str:
+    """Other where a file of the model, of the base that it belongs to, or transformers' release has changed."""
+    return _digest([transformers.__version__, *map(_facts_of_folder, folders_behind(folder))])
+
+
+def _facts_of_folder(folder: Path) -> str:
     found = sorted(path for path in folder.rglob("*") if path.suffix in MODEL_FILES)
     return _facts([path for path in found if folder / INDEX not in path.parents], folder)
 

@@ -61,3 +61,13 @@ class TowerPair:
             features = {name: value.to(self.model.device) for name, value in features.items()}
             vectors.append(self.model(column=column, **features).embeddings.float().cpu())
         return torch.cat(vectors)
+
+    encode_query = encode_document = embed
+
+    def supports(self, modality: str) -> bool:
+        return modality in (TEXT, IMAGE)
+
+    @staticmethod
+    def similarity(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        """(q, D), (M, D) -> (q, M): dot products, as in training."""
+        return queries @ documents.T

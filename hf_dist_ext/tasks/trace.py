@@ -34,9 +34,8 @@ from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner import pictures
-from hf_dist_ext.planner.catalog import has_layers_to_split, heads_of
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.model_files import config_file, processor_file
 from hf_dist_ext.planner.workload import Cast, Column, Workload
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans
@@ -52,22 +51,62 @@ MOST_WAYS = 8  # of splitting layers over devices
 # ---- (1) ----
 
 
-def build(run: Any, work: Workload) -> nn.Module:
-    """The run's model, in training mode, on the meta device."""
+def complete_config(fields: Any) -> dict[str, Any]:
+    """The configuration of a run's model as plain JSON, with the defaults of its class, the usual names of fields that
+    the class calls otherwise, and `tiles_of_picture` where its processor says so. Raises UsageError."""
+    found = _as_dict(_config(fields))
+    tiles = _tiles_of_picture(found["model_type"], fields) if fields.model_config is None else None
+    return found if tiles is None else found | {"tiles_of_picture": tiles}
+
+
+def _config(fields: Any) -> Any:
     from transformers import AutoConfig
 
+    from hf_dist_ext.models.backbones import one_line, parse_config
+
+    if fields.model_config is not None:
+        return parse_config(fields.model_config)
+    name, revision = fields.model_name_or_path, fields.model_revision
+    path = config_file(name, revision)
+    place = path.parent if os.path.isdir(name) else name
+    try:
+        return AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=fields.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {one_line(error)}. Give a complete model folder.") from None
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    usual = {name: getattr(config, name, None) for name in config.attribute_map}
+    parts = {name: _as_dict(part) for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    return config.to_dict() | usual | parts
+
+
+def _tiles_of_picture(model_type: str, fields: Any) -> int | None:
+    """Images that the tower sees of one picture at most, the whole picture made small included; None: not known."""
+    path = processor_file(fields.model_name_or_path, fields.model_revision)
+    if model_type not in (*pictures.SHUFFLING, "internvl") or path is None:
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    processor = content.get("image_processor", content)
+    if model_type == "internvl":  # its processor cuts, whatever the image processor's own default is
+        most = processor.get("max_patches", 12) if processor.get("crop_to_patches", True) else 1
+        return most + (most > 1)
+    if not processor.get("do_image_splitting", True):
+        return 1
+    tile = (processor.get("max_image_size") or {}).get("longest_edge")
+    side = (processor.get("size") or {}).get("longest_edge")
+    return None if not tile or not side else (-(-side // tile)) ** 2 + (side > tile)
+
+
+def build(run: Any, work: Workload) -> nn.Module:
+    """The run's model, in training mode, on the meta device."""
     from hf_dist_ext.frozen.plan import plan_freezing
     from hf_dist_ext.frozen.run_mode import set_frozen_mode
-    from hf_dist_ext.models.backbones import parse_config
     from hf_dist_ext.tasks.adapters import add_adapters
 
-    fields, given = run.options, run.given
-    options: dict[str, Any] = {"trust_remote_code": fields.trust_remote_code}
-    if fields.model_config is not None:
-        config = parse_config(fields.model_config)
-    else:
-        config = AutoConfig.from_pretrained(fields.model_name_or_path, revision=fields.model_revision, **options)
-    options["dtype"] = {4: torch.float32, 2: torch.bfloat16, 8: torch.float64}[work.load_bytes]
+    fields, given, config = run.options, run.given, _config(run.options)
+    dtype = {4: torch.float32, 2: torch.bfloat16, 8: torch.float64}[work.load_bytes]
+    options: dict[str, Any] = {"trust_remote_code": fields.trust_remote_code, "dtype": dtype}
     if fields.attn_implementation in ("eager", "sdpa"):  # the others keep what sdpa keeps
         options["attn_implementation"] = fields.attn_implementation
     with torch.device("meta"):
@@ -151,17 +190,21 @@ def split_layers(model: nn.Module, ways: int) -> Iterator[None]:
             setattr(module, key, one)
 
 
-def ways_to_split(model: nn.Module, work: Workload) -> int:
-    """The fewest devices that can share the model's layers; 1: there is no plan for it."""
+def sizes_to_split(run: Any, work: Workload, model: nn.Module) -> list[int]:
+    """How many devices can share the model's layers, by the rules of a run (strategies/plans.py)."""
     is_whole = not work.is_embedding or work.token_dim is not None or work.is_in_4_bits
-    if is_whole or not has_layers_to_split(work.config):
-        return 1
+    return [] if is_whole else [size for size in range(2, MOST_WAYS + 1) if _can_be_split(run, model, size)]
+
+
+def _can_be_split(run: Any, model: nn.Module, size: int) -> bool:
+    config = _config(run.options)
     try:
+        plans.check_can_be_split(config, size)
+        plans.check_is_sharded(config, True)
         plans.planned(model)
     except UsageError:
-        return 1
-    heads = heads_of(work.config)
-    return next((ways for ways in range(2, MOST_WAYS + 1) if not any(number % ways for number in heads)), 1)
+        return False
+    return True
 
 
 # ---- (2) ----
@@ -283,12 +326,13 @@ def _recorded(
 
 def shape(run: Any, work: Workload) -> dict[str, Any]:
     """`whole`: parameters as `forward.Parameter` takes them, and every column's forward with the weights that wrappers
-    cast. `split`: where devices can share the layers, the same of one of so many `ways`."""
+    cast. `split`: where devices can share the layers, the same of one of so many `ways`, the least of the
+    `sizes` that a group may have."""
     model, mode = build(run, work), FakeTensorMode(allow_non_fake_inputs=True)
     width = getattr(model, "embedding_dim", None) or work.embedding_dim
     found: dict[str, Any] = {"embedding_dim": width, "split": None, "whole": _found(mode, model, work)}
-    if (ways := ways_to_split(model, work)) > 1:
-        found["split"] = {"ways": ways, **_split(mode, run, work, model, ways)}
+    if sizes := sizes_to_split(run, work, model):
+        found["split"] = {"sizes": sizes, "ways": sizes[0], **_split(mode, run, work, model, sizes[0])}
     for cast in ("products", "all") if work.is_embedding else ("all",):  # the last casts most
         if work.autocast_bytes and not work.is_in_4_bits:
             cast_weights(model, cast)
@@ -336,20 +380,22 @@ def _add(found: dict[str, Any], mode: FakeTensorMode, model: nn.Module, work: Wo
     return reached
 
 
+def counted(run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The complete configuration of the run's model, and what a trace of it finds."""
+    config = complete_config(run.options)
+    try:
+        return config, shape(run, workload_of(run, config))
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a model's code does with tensors that have no values
+        words = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]
+        raise UsageError(f"{config['model_type']} does not trace without memory: {words}") from error
+
+
 def main(argv: list[str]) -> None:
     with exit_on_usage_error():
-        run = load_run(argv)
-        config = run.options
-        full = read_model_config(config.model_config, config.model_name_or_path, config.model_revision)
-        work = workload_of(run, full)
-        try:
-            report = shape(run, work)
-        except UsageError:
-            raise
-        except Exception as error:  # whatever a model's code does with tensors that have no values
-            words = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]
-            raise UsageError(f"{full['model_type']} does not trace without memory: {words}") from error
-    print(json.dumps(report))
+        found = counted(load_run(argv))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

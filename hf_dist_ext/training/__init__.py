@@ -9,7 +9,8 @@ that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); `out_of_
 computes retrieval metrics of held-out rows. `evaluations.py` evaluates on other data: `corpus_retrieval.py` on a
 corpus, whose right documents `corpus_ranks.py` finds, `row_evaluations.py` on pairs with scores, triplets and lists,
 `mteb_tasks.py` on tasks of MTEB. `early_stopping.py` ends a run that gets no better. `embedder.py` has every rank
-encode a share, `views.py` cuts and quantises embeddings, `token_vectors.py` compares rows of many. `model_card.py`
-writes the README.md that a run ends with: its head is of `card_metadata.py`, its pictures are of `curves.py`, and
-`citations.py` says what to cite.
+encode a share, `views.py` cuts and quantises embeddings, `token_vectors.py` compares rows of many.
+`sentence_losses.py` has losses of sentence-transformers score embeddings, and `losses_by_name.py` makes such a loss.
+`model_card.py` writes the README.md that a run ends with: its head is of `card_metadata.py`, its pictures are of
+`curves.py`, and `citations.py` says what to cite.
 """

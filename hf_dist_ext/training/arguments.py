@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -15,7 +15,7 @@ from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import option
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.strategies.collectives import has_accelerator, must_use_cpu
-from hf_dist_ext.training import early_stopping, learning_rate
+from hf_dist_ext.training import early_stopping, learning_rate, sentence_arguments
 
 logger = logging.get_logger(__name__)
 
@@ -80,6 +80,32 @@ class DistTrainingArguments(TrainingArguments):
         "Order the training rows so that no global batch holds the same text twice in a column. Null: on with a loss "
         "over embeddings and a map-style dataset that has text columns.",
     )
+    batch_sampler: Any | str | None = option(
+        None,
+        "Which rows make a global batch, as in sentence-transformers: 'batch_sampler' (any), 'no_duplicates' or "
+        "'no_duplicates_hashed' (no text twice, in whatever column), 'group_by_label' (two rows of each label or "
+        "more); from Python also a DefaultBatchSampler or a function that makes one. Null: no_duplicates_in_batch.",
+    )
+    multi_dataset_batch_sampler: Any | str | None = option(
+        None,
+        "Which dataset of a DatasetDict a global batch is of, as in sentence-transformers: 'proportional' (every row "
+        "once in an epoch) or 'round_robin' (in turn, until one is at its end); from Python also a class or a "
+        "function. Null: 'proportional' of a DatasetDict, and by weight of a run file's datasets.",
+    )
+    prompts: Any | str | None = option(
+        None,
+        "Of a SentenceTransformer, as there: a prompt, column -> prompt, dataset -> prompt, or dataset -> {column -> "
+        "prompt}. A list of prompts: each row draws one. Null: none.",
+    )
+    router_mapping: dict[str, Any] | str | None = option(
+        None,
+        "Of a SentenceTransformer with a Router: column -> route, or dataset -> {column -> route}. Null: none.",
+    )
+    max_length: int | str | dict[str, int] | None = option(
+        None,
+        "Of a SentenceTransformer: tokens kept of a text while training, of all columns or by route (query, "
+        "document). Null: the model's own lengths.",
+    )
     verify_checkpoint_hashes: bool = option(
         True, "Before resuming, read the checkpoint and compare it with the hashes of its manifest."
     )
@@ -94,6 +120,14 @@ class DistTrainingArguments(TrainingArguments):
     learning_rates: dict[str, float] | None = option(
         None,
         'Learning rates of parts, by the names of trainable_modules: {"projector": 1e-3}. The rest has learning_rate.',
+    )
+    learning_rate_mapping: dict[str, float] | str | None = option(
+        None,
+        "Learning rates by regular expressions, as in sentence-transformers: searched in the names of parameters "
+        'behind "model.", and the last that is found counts: {"embeddings": 1e-4}. The rest has learning_rate.',
+    )
+    warmup_ratio: float | None = option(
+        None, "The share of the steps in which the learning rate grows, as a warmup_steps below 1. Null: warmup_steps."
     )
     frozen_feature_cache: str | None = option(
         None,
@@ -243,6 +277,7 @@ class DistTrainingArguments(TrainingArguments):
         self._check_sizes()
         self._check_gradient_cache()
         self._check_freezing()
+        sentence_arguments.check(self)
         choose.check_arguments(self)
         learning_rate.check(self)
         async_save.check(self)
@@ -338,6 +373,13 @@ class DistTrainingArguments(TrainingArguments):
         wrong = {name: rate for name, rate in (self.learning_rates or {}).items() if not rate >= 0}
         if wrong:
             raise UsageError(f"learning_rates={wrong!r}: a learning rate is 0 or more.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Classes and functions, which no log could hold, by their names."""
+        return {
+            name: getattr(value, "__qualname__", repr(value)) if callable(value) else value
+            for name, value in super().to_dict().items()
+        }
 
     @property
     def uses_gradient_cache(self) -> bool:

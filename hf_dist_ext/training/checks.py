@@ -20,6 +20,7 @@ from hf_dist_ext.data.sampling import refuse_stream
 from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import module_groups
+from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.versions import untested
 from hf_dist_ext.strategies import collectives
@@ -29,7 +30,10 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-LOSS_FIELDS = [*(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")), "no_duplicates_in_batch"]
+LOSS_FIELDS = [
+    *(f"gradient_cache_chunk_{unit}" for unit in ("size", "tokens", "patches")),
+    *("no_duplicates_in_batch", "batch_sampler", "multi_dataset_batch_sampler"),
+]
 
 
 def warn_of_untested_versions() -> None:
@@ -44,18 +48,13 @@ def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
         return type(given).__module__.partition(".")[0] == "sentence_transformers"
 
     rows = named.get("train_dataset")
-    if of_theirs(model):
-        raise UsageError(
-            f"model is a {type(model).__name__} of sentence-transformers. Give EmbeddingModel.from_pretrained(NAME) "
-            "of the same folder or hub id; the folder that it saves opens in sentence-transformers."
-        )
     if isinstance(loss, (type, str)) or of_theirs(loss):
         shown = repr(loss) if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         raise UsageError(
             f"loss is {shown}, and DistTrainer takes a function of embeddings, such as loss=InfoNCELoss(). Losses of "
             'sentence-transformers are named in a run file: "loss": "CoSENTLoss".'
         )
-    if isinstance(rows, Mapping):
+    if isinstance(rows, Mapping) and not is_of_sentence_transformers(model):
         raise UsageError(
             f"train_dataset is a {type(rows).__name__} of {', '.join(map(str, rows))}. Give one of them, such as "
             f"train_dataset[{next(iter(rows), 'train')!r}]."
@@ -231,6 +230,17 @@ def warn_of_precision(args: Any, model: nn.Module, keeps_float32: bool) -> None:
         )
 
 
+def warn_of_accumulation(args: DistTrainingArguments, loss: Any) -> None:
+    """Where several batches are added up, and a row of one is compared with the rows of that one alone."""
+    times, rows = args.gradient_accumulation_steps, args.per_device_train_batch_size
+    if times > 1 and collectives.rank() == 0 and getattr(loss, "in_batch_negatives", True):
+        logger.warning_once(
+            f"gradient_accumulation_steps={times} adds no negatives: every batch of {rows} rows per device is scored "
+            f"by itself. per_device_train_batch_size={times * rows} with a gradient cache (gradient_cache_chunk_size) "
+            "and no accumulation has as many rows per update, and all of them are negatives."
+        )
+
+
 def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
     """The model that a gradient cache works on."""
     if not args.uses_gradient_cache:
@@ -257,22 +267,23 @@ def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
 
 def check_outputs(model: nn.Module, loss: Any) -> None:
     """The losses of this project, and the model's rows: one vector each, token vectors, or several outputs."""
-    many, reads_many = getattr(model, "pooling", None) == TOKENS, metrics.similarity_of(loss) == "maxsim"
+    embedder, reads_many = embedder_of(model), metrics.similarity_of(loss) == "maxsim"
+    many = embedder.has_token_vectors
     name = type(loss).__name__
     if many and hasattr(loss, "normalize") and not reads_many:
         raise UsageError(
             f'the model gives token vectors (pooling="{TOKENS}"), and {name} reads one vector per row. Use '
             '"loss": "late_interaction", or another pooling.'
         )
-    if not (many or getattr(model, "gives_one_vector", True) or getattr(loss, "outputs", None)):
+    if not (many or embedder.gives_one_vector or getattr(loss, "outputs", None)):
         raise UsageError(
             f"{type(model).__name__} gives several outputs of a row, and {name} does not say which it reads. Use "
             'SumOfLosses({"infonce": ..., ...}, outputs={"infonce": "dense", ...}).'
         )
-    if reads_many and getattr(model, "pooling", TOKENS) != TOKENS:
+    if reads_many and many is False:
         raise UsageError(
-            f'{name} reads token vectors, and the model gives one vector per row (pooling="{model.pooling}"). Set '
-            f'pooling="{TOKENS}".'
+            f"{name} reads token vectors, and the model gives one vector per row. Set "
+            f'pooling="{TOKENS}", or give a MultiVectorEncoder.'
         )
 
 

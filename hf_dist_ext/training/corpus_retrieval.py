@@ -17,7 +17,7 @@ import torch
 from hf_dist_ext.data.evaluations import RetrievalData
 from hf_dist_ext.run.evaluations import Retrieval
 from hf_dist_ext.training.corpus_ranks import CorpusRanks
-from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.token_vectors import Compared
 from hf_dist_ext.training.views import View, views_of
 
@@ -25,7 +25,7 @@ from hf_dist_ext.training.views import View, views_of
 SHORT = ("recall", "ndcg", "mrr", "map")
 
 
-def run(data: RetrievalData, embedder: Embedder, similarity: str) -> dict[str, float]:
+def run(data: RetrievalData, embedder: ItemsEmbedder, similarity: str) -> dict[str, float]:
     """Name -> figure. Every rank calls it."""
     options, views = data.options, views_of(data.options, similarity)
     (query_column, query_prompt), (column, prompt) = embedder.sides(options)
@@ -61,7 +61,7 @@ def _begun(
     queries: Compared,
     numbers: torch.Tensor,
     documents: Compared,
-    embedder: Embedder,
+    embedder: ItemsEmbedder,
 ) -> CorpusRanks:
     """With the scores of the right documents, which are all in this part on one rank or another."""
     view.calibrate(documents, embedder.lowest)

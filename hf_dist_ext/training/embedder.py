@@ -24,7 +24,7 @@ from hf_dist_ext.training.step import EmbeddingStep
 from hf_dist_ext.training.token_vectors import Compared, gathered, together
 
 
-class Embedder:
+class ItemsEmbedder:
     """Made for one evaluation of a model.
 
     Args:

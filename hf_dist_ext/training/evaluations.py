@@ -16,16 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import set_seed
 
 from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
 from hf_dist_ext.data.evaluations import RetrievalData
 from hf_dist_ext.data.mteb_tasks import MtebData
-from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.evaluations import Mteb
 from hf_dist_ext.training import corpus_retrieval, mteb_tasks, row_evaluations
-from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.views import views_of
 
 # (data, embedder, similarity) -> figures, and (options, similarity, is_short) -> their names
@@ -36,18 +34,6 @@ KINDS = {
     RerankingData: (row_evaluations.reranking, row_evaluations.names_of_reranking),
     MtebData: (mteb_tasks.run, mteb_tasks.names),
 }
-
-
-@contextmanager
-def drawing_apart(seed: int) -> Iterator[None]:
-    """Around an evaluation: its random numbers are the same in each of them, and training's go on after it as if there
-    had been none."""
-    before = RandomState()
-    set_seed(seed)
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 class Evaluations:
@@ -134,7 +120,7 @@ class Evaluations:
         return prefix
 
     @torch.no_grad()
-    def run(self, embedder: Embedder, prefix: str) -> dict[str, float]:
+    def run(self, embedder: ItemsEmbedder, prefix: str) -> dict[str, float]:
         """Every rank calls it."""
         found = {}
         for data in self.given:

@@ -29,6 +29,10 @@ from hf_dist_ext.strategies.tensors import bare_optimizer
 logger = logging.get_logger(__name__)
 
 
+OF_PARTS = ("learning_rates", "learning_rate_mapping")
+RATES = ("learning_rate", *OF_PARTS)
+
+
 def check(args: Any) -> None:
     """Rules between the fields. Raises UsageError."""
     rule, base = args.lr_scale_rule, args.lr_base_batch_size
@@ -45,7 +49,7 @@ def check(args: Any) -> None:
 
 
 def scale(args: Any, devices: int) -> None:
-    """Scale `learning_rate` and `learning_rates` by the rule, once however many trainers share the arguments. Rates
+    """Scale `learning_rate` and the rates of parts by the rule, once however many trainers share the arguments. Rates
     that a search has set since are scaled anew.
 
     devices: those, or groups of processes, that have rows of their own.
@@ -62,14 +66,14 @@ def scale(args: Any, devices: int) -> None:
         if args.process_index == 0:
             logger.info(f"{words}; learning_rate {args.learning_rate:g} as given.")
         return
-    given = args.learning_rate, args.learning_rates
+    given = tuple(getattr(args, name) for name in RATES)
     before, scaled = getattr(args, "_scaled_rates", (given, None))
-    rate, rates = before if given == scaled else given
+    before = before if given == scaled else given
     factor = math.sqrt(effective / base) if rule == "sqrt" else effective / base
-    args.learning_rate = rate * factor
-    if rates:
-        args.learning_rates = {name: of_part * factor for name, of_part in rates.items()}
-    args._scaled_rates = (rate, rates), (args.learning_rate, args.learning_rates)
+    for name, rate in zip(RATES, before, strict=True):
+        by_part = {part: own * factor for part, own in rate.items()} if isinstance(rate, dict) else None
+        setattr(args, name, by_part if rate is None or by_part is not None else rate * factor)
+    args._scaled_rates, rate = (before, tuple(getattr(args, name) for name in RATES)), before[0]
     if args.process_index == 0:
         logger.warning(f"{words}; learning_rate {rate:g} for {base} rows becomes {args.learning_rate:g} ({rule}).")
 

@@ -16,10 +16,10 @@ from torch.nn.functional import normalize
 from hf_dist_ext.data.items import Items
 from hf_dist_ext.data.mteb_tasks import MtebData, seeds_of_its_own
 from hf_dist_ext.run.evaluations import Mteb
-from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.embedder import ItemsEmbedder
 
 
-def run(data: MtebData, embedder: Embedder, similarity: str) -> dict[str, float]:
+def run(data: MtebData, embedder: ItemsEmbedder, similarity: str) -> dict[str, float]:
     """Name -> the task's main score, the mean over its splits and subsets. Every rank calls it."""
     import mteb
 
@@ -44,7 +44,7 @@ def names(options: Mteb, similarity: str, is_short: bool = False) -> list[str]:
 class Encoder:
     """What mteb calls an encoder (`mteb.models.EncoderProtocol`). `similarity`: "cosine" or "dot"."""
 
-    def __init__(self, embedder: Embedder, options: Mteb, similarity: str):
+    def __init__(self, embedder: ItemsEmbedder, options: Mteb, similarity: str):
         from mteb.models import ModelMeta
 
         self.embedder, self.options, self.compares = embedder, options, similarity

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 
@@ -55,7 +56,7 @@ def _why_padded(args: Any, model: nn.Module, strategy: Strategy) -> str | None:
         return "neftune_noise_alpha scales its noise by the tokens of a row, and a packed chunk is one row to it"
     if has_prompt_tokens(model):
         return "the adapters put tokens of their own before a batch's rows"
-    why = getattr(model, "why_padded", f"{type(model).__name__} is no EmbeddingModel")
+    why = embedder_of(model).why_padded
     if why is None and args.gradient_cache_packing == "auto":
         return _why_many_calls(args, model)
     return why
@@ -66,7 +67,7 @@ def _why_many_calls(args: Any, model: Any) -> str | None:
     if args.device.type == "cpu":
         return None
     major = torch.cuda.get_device_capability(args.device)[0] if args.device.type == "cuda" else 0
-    return model.why_many_calls(collectives.smallest(major), args.bf16 or args.fp16)
+    return embedder_of(model).why_many_calls(collectives.smallest(major), args.bf16 or args.fp16)
 
 
 def has_prompt_tokens(model: nn.Module) -> bool:

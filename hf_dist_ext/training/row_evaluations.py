@@ -13,7 +13,7 @@ import torch
 
 from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
 from hf_dist_ext.run.evaluations import Evaluation, Reranking, Similarity, Triplet
-from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.metrics import TIE_TOLERANCE, average_ranks, correlation
 from hf_dist_ext.training.token_vectors import Compared, together
 from hf_dist_ext.training.views import View, pairwise, views_of
@@ -50,7 +50,7 @@ def _compared(view: View, first: Compared, second: Compared, numbers: np.ndarray
 # ---- pairs with a score ----
 
 
-def similarity(data: SimilarityData, embedder: Embedder, of_loss: str) -> dict[str, float]:
+def similarity(data: SimilarityData, embedder: ItemsEmbedder, of_loss: str) -> dict[str, float]:
     """Pearson's and Spearman's correlation of similarities and scores."""
     options = data.options
     embeddings = embedder.whole(data.items, options.column or embedder.collator.columns[0], options.prompt)
@@ -73,7 +73,7 @@ def names_of_similarity(options: Similarity, of_loss: str, is_short: bool) -> li
 # ---- triplets ----
 
 
-def triplets(data: TripletData, embedder: Embedder, of_loss: str) -> dict[str, float]:
+def triplets(data: TripletData, embedder: ItemsEmbedder, of_loss: str) -> dict[str, float]:
     """The share of anchors that are closer to their positive than to their negative."""
     (query_column, query_prompt), (column, prompt) = embedder.sides(data.options)
     anchors = embedder.whole(data.queries, query_column, query_prompt)
@@ -95,7 +95,7 @@ def names_of_triplets(options: Triplet, of_loss: str, is_short: bool) -> list[st
 # ---- reranking ----
 
 
-def reranking(data: RerankingData, embedder: Embedder, of_loss: str) -> dict[str, float]:
+def reranking(data: RerankingData, embedder: ItemsEmbedder, of_loss: str) -> dict[str, float]:
     """Of each row's documents, where do the right ones stand? A tie counts against them."""
     (query_column, query_prompt), (column, prompt) = embedder.sides(data.options)
     queries = embedder.whole(data.queries, query_column, query_prompt)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.data.fingerprint import content_digest
-from hf_dist_ext.data.tokenized import tokens_depend_on
+from hf_dist_ext.data.tokens import tokens_depend_on
 from hf_dist_ext.run.fields import is_secret
 from hf_dist_ext.strategies import agreed, collectives
 from hf_dist_ext.strategies.tensors import is_split

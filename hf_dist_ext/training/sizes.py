@@ -27,6 +27,7 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.outputs import Output, RowSize
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
+from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import all_columns, compiling
@@ -82,7 +83,8 @@ class Layout(NamedTuple):
         everyone = {name: sum(rows) for name, rows in self.counts.items()} if sees_all else own
         is_tiled = not getattr(loss, "compares_all_pairs", False)
         anchors, *_ = (own if is_tiled else everyone).values()
-        _, *candidates = everyone.values()
+        first, *others = everyone.values()
+        candidates = others or [first]  # a loss of one column compares its rows
         numbers = sum(own.values()), sum(everyone.values()), anchors, sum(candidates), size.numbers
         of_rows = policy.loss_stage_bytes(*numbers, is_tiled=is_tiled, **options)
         return of_rows + policy.token_products_bytes(sum(candidates), size.tokens)
@@ -95,7 +97,7 @@ class StepSizes:
         loss, model, strategy: those of the trainer now; the model without its wrappers.
         progress: (finished updates, those of this run's checkpoint) now.
         fitting: the sizes that memory has left; None without a gradient cache.
-        takes_column: the model has a tower per column, which forward is told.
+        embedder: of the model.
         has_stand_in: rows without images run the vision layers too.
     """
 
@@ -107,12 +109,13 @@ class StepSizes:
         strategy: Callable[[], Strategy],
         progress: Callable[[], tuple[int, int]],
         fitting: FittingSizes | None,
-        takes_column: bool,
+        embedder: Embedder,
         has_stand_in: bool,
     ):
         self.args, self.loss, self.model, self.strategy = args, loss, model, strategy
         self.progress, self.fitting = progress, fitting
-        self.takes_column, self.has_stand_in = takes_column, has_stand_in
+        self.embedder, self.has_stand_in = embedder, has_stand_in
+        self.takes_column = embedder.takes_column
         self.budget = self._make_budget()
         self.may_widen = True  # the pass without a graph: not where the model draws random numbers
         self.may_pack = False  # chunks: what training/packing.py says of this run

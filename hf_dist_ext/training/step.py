@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.checkpoints.loss_state import loss_parameters
-from hf_dist_ext.data.collator import CUTS, RESERVED
+from hf_dist_ext.data.collator import CONSTANTS, CUTS, RESERVED
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.data.mixture import SOURCE, source_of
 from hf_dist_ext.engine.chunks import Chunk
@@ -39,6 +39,7 @@ from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.engine.replay import RandomState, rounding
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
+from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Cuts
@@ -62,6 +63,7 @@ class RowFacts(NamedTuple):
     targets: Mapping[str, torch.Tensor]
     source: str | None = None  # of the batch, where there are several
     cuts: Cuts | None = None  # of the batch, where it was cut when it was made
+    constants: Mapping[str, Mapping[str, Any]] = {}  # column -> what the model is told of it beside features
 
 
 class Scored(NamedTuple):
@@ -98,6 +100,7 @@ class EmbeddingStep:
         self._before_update: RandomState | None = None
         self._buffers_before: list[torch.Tensor] = []
         self._own_loss: torch.Tensor | None = None
+        self._constants: Mapping[str, Mapping[str, Any]] = {}  # of the batch that runs
         self._asked: dict[str | None, frozenset[str]] = {}  # source -> columns that its loss reads of all ranks
 
     @property
@@ -172,6 +175,7 @@ class EmbeddingStep:
 
     def _attempt(self, model: nn.Module, batch: Batch, facts: RowFacts, is_first: bool) -> CachedStep:
         sizes, strategy, budget, bare = self.sizes, self.strategy(), self.sizes.budget, self.sizes.model()
+        self._constants = facts.constants
         layout = self.layout = sizes.fit(model, self._encode, batch, is_first, facts.cuts)
         frozen = frozen_columns(bare, layout.batch)
         chunked, wide = layout.chunked, layout.wide
@@ -258,6 +262,7 @@ class EmbeddingStep:
     def score_only(self, model: nn.Module, inputs: Any) -> Scored:
         """The loss of the training step, without a gradient. Call it without one."""
         batch, facts = self._split(inputs)
+        self._constants = facts.constants
         layout = self.sizes.cut(batch, is_first=False, ahead=facts.cuts)
         facts = self._completed(facts, layout)
         embeddings = self._encoded(model, layout)
@@ -265,9 +270,12 @@ class EmbeddingStep:
             loss, _ = self._score(embeddings, facts, layout)
         return Scored(loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts)
 
-    def embeddings_of(self, model: nn.Module, batch: Batch) -> dict[str, Compared]:
-        """column -> (rows, D) in float32, or token vectors of rows, of a batch on the device. Every rank calls it,
-        without a gradient and with the same columns."""
+    def embeddings_of(
+        self, model: nn.Module, batch: Batch, constants: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> dict[str, Compared]:
+        """column -> (rows, D) in float32, or token vectors of rows, of a batch on the device, with the constants of
+        its columns. Every rank calls it, without a gradient and with the same columns."""
+        self._constants = constants or {}
         found = self._encoded(model, self.sizes.cut(batch, is_first=False))
         return {name: compared(output, self.loss) for name, output in found.items()}
 
@@ -291,17 +299,10 @@ class EmbeddingStep:
         return type(batch)({n: batch[n] for n in batch if n not in unread}), facts._replace(ids=ids)
 
     def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> Output:
-        column = {"column": chunk.column} if self.sizes.takes_column else {}
+        constants = self._constants.get(chunk.columns[0]) if chunk.columns else None
         with self.precision():
-            output = model(**chunk.features, **column, **more)
-        embeddings = output if isinstance(output, torch.Tensor) else _field(output, "embeddings")
-        if not _are_embeddings(embeddings, chunk.num_computed):
-            found = tuple(embeddings.shape) if isinstance(embeddings, torch.Tensor) else type(output).__name__
-            raise UsageError(
-                f"{type(self.sizes.model()).__name__} does not return embeddings: a loss over embeddings needs a "
-                f"tensor ({chunk.num_computed}, D) or an output with the field `embeddings`, got {found}. "
-                "Wrap the backbone in hf_dist_ext.EmbeddingModel."
-            )
+            embeddings = self.sizes.embedder.call(model, chunk.features, chunk.column, constants, **more)
+        check_embeddings(embeddings, self.sizes.model(), chunk.num_computed)
         if not self.args.torch_compile:
             return embeddings
         # A compiled model may run as a CUDA graph, whose next replay writes into the same memory.
@@ -316,7 +317,7 @@ class EmbeddingStep:
         loss = self._loss_of(facts)
         if not hasattr(loss, "targets_of"):
             return facts
-        return facts._replace(targets={**facts.targets, **loss.targets_of(layout.batch)})
+        return facts._replace(targets={**facts.targets, **loss.targets_of(layout.batch, facts.constants)})
 
     def _loss_of(self, facts: RowFacts) -> Callable:
         return loss_of(self.loss, facts.source)
@@ -332,8 +333,7 @@ class EmbeddingStep:
 
     def _lengths(self, layout: Layout, column: str, rows: int) -> np.ndarray | None:
         """Tokens of the first rows, where the model gives a vector for each and the host knows how many these are."""
-        model = self.sizes.model()
-        if not getattr(model, "gives_every_token", False) or has_prompt_tokens(model):
+        if not self.sizes.embedder.gives_every_token or has_prompt_tokens(self.sizes.model()):
             return None
         found = layout.chunked.lengths(column)
         return None if found is None else found[:rows]
@@ -399,29 +399,13 @@ def split(inputs: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, torch.Tenso
         )
     columns = {name: features for name, features in inputs.items() if name not in RESERVED}
     columns = StandIn(columns) if isinstance(inputs, StandIn) else columns
-    if len(columns) < 2:
-        raise UsageError(f"a contrastive batch needs an anchor and a positive column, got {list(columns)}.")
+    if not columns:
+        raise UsageError(f"a batch needs a column of features, got only {list(inputs)}.")
     ids = inputs.get("ids")
     ids = ids if ids is None else {name: values for name, values in ids.items() if name not in NOT_OF_LOSS}
-    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs), inputs.get(CUTS, {}).get("all"))
+    cuts, constants = inputs.get(CUTS, {}).get("all"), inputs.get(CONSTANTS) or {}
+    return columns, RowFacts(ids, inputs.get("targets") or {}, source_of(inputs), cuts, constants)
 
 
 def _shape_of(inputs: Any) -> str:
     return f"keys {list(inputs)}" if isinstance(inputs, Mapping) else type(inputs).__name__
-
-
-def _are_embeddings(embeddings: Any, num_rows: int) -> bool:
-    """A tensor (b, D), or a mapping of tensors over b rows."""
-    if not isinstance(embeddings, Mapping):
-        return isinstance(embeddings, torch.Tensor) and embeddings.dim() == 2 and len(embeddings) == num_rows
-    return all(isinstance(one, torch.Tensor) and one.dim() and len(one) == num_rows for one in embeddings.values())
-
-
-def _field(output: Any, name: str) -> Any:
-    found = getattr(output, name, None)
-    return output.get(name) if found is None and isinstance(output, Mapping) else found
-
-
-def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return inspect.signature(base.forward).parameters

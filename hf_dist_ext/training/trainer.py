@@ -9,10 +9,9 @@ model). Here are the hooks, in the order of a run. No maths lives here.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,26 +30,42 @@ from hf_dist_ext.checkpoints import hub, loss_state, manifest, resume
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.checkpoints.model_files import ModelFiles
 from hf_dist_ext.data import tokenized
-from hf_dist_ext.data.mixture import Mixture, MixtureCollator, source_of
+from hf_dist_ext.data.batch_order import sampler_of
+from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.data.position import DataPosition
-from hf_dist_ext.data.sampling import sampler_without_duplicates
-from hf_dist_ext.data.source_order import sampler_of_sources
+from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.engine.budget import ChunkBudget
 from hf_dist_ext.engine.combined_losses import loss_of
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation import evaluators
+from hf_dist_ext.evaluation.encoder import dist_encoder
 from hf_dist_ext.failures import activity
 from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.run_mode import fully_frozen_roots
+from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.preemption import remove_mark
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer
-from hf_dist_ext.training import ahead, checks, compiling, learning_rate, loss_scale, metrics, packing, same_run
+from hf_dist_ext.training import (
+    ahead,
+    checks,
+    compiling,
+    learning_rate,
+    loss_scale,
+    metrics,
+    packing,
+    same_run,
+    sentence_arguments,
+    sentence_data,
+    sentence_trainer,
+)
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.early_stopping import EarlyStop
-from hf_dist_ext.training.embedder import Embedder
-from hf_dist_ext.training.evaluations import Evaluations, drawing_apart
+from hf_dist_ext.training.embedder import ItemsEmbedder
+from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.measured import Measured
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
@@ -58,7 +73,7 @@ from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.own_loss import OwnLossStep
 from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
-from hf_dist_ext.training.step import EmbeddingStep, forward_parameters
+from hf_dist_ext.training.step import EmbeddingStep
 from hf_dist_ext.training.timing import Profiler, StepClock
 from hf_dist_ext.training.token_vectors import as_prediction
 
@@ -75,6 +90,8 @@ class DistTrainer(Trainer):
             exactly as Trainer; with `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
         evaluations: what `hf_dist_ext.data.read_evaluations` gives: corpora and other data that `evaluate()` looks at
             beside `eval_dataset`, which may be None then.
+        evaluator: of sentence-transformers, or of your own, or a list of them: called with the model, a
+            SentenceTransformer or MultiVectorEncoder, whose `encode` shares its rows out over processes.
 
     Raises:
         UsageError: a model or setup that the gradient cache can not be exact with.
@@ -98,6 +115,8 @@ class DistTrainer(Trainer):
     own_loss: OwnLossStep | None = None
     _new_loss: dict[str, Any] | None = None  # the state of a loss that begins anew with every model
     _optimizer_name: str | None = None
+    _rate_names: Sequence[str] = ()  # of the optimizer's groups
+    _rates: Mapping[str, float] = {}  # of these
     _unwrapped: tuple[nn.Module, nn.Module] | None = None  # `model`, and what it is without its wrappers
 
     def __init__(
@@ -107,22 +126,24 @@ class DistTrainer(Trainer):
         *more: Any,
         loss: Callable | None = None,
         evaluations: Sequence[Any] = (),
+        evaluator: Any = None,
         **options: Any,
     ):
-        args = DistTrainingArguments(output_dir="tmp_trainer") if args is None else args
-        named = inspect.signature(Trainer).bind_partial(model, args, *more, **options).arguments
-        self.loss = loss
-        self._rate_names: list[str] = []
-        self._rates: dict[str, float] = {}
-        if evaluations and named.get("eval_dataset") is None:
+        given = sentence_trainer.bound(model, args, more, options | {"loss": loss, "evaluator": evaluator})
+        named = sentence_trainer.converted(given)
+        self.loss: Any = named.pop("loss")
+        self.evaluator: Any = evaluators.as_one(named.pop("evaluator"))
+        if (evaluations or self.evaluator is not None) and named.get("eval_dataset") is None:
             named["eval_dataset"] = []  # Trainer evaluates only what it is given, and then this too
-        self._prepare(model, args, named, evaluations)
-        with self.strategy.constructing(args):
+        self._eval_dataloaders: dict[str, DataLoader] = {}  # Trainer's
+        self._prepare(model, named["args"], named, evaluations)
+        with self.strategy.constructing(named["args"]):
             super().__init__(**named)
         self._make_parts()
-        self.evaluations = Evaluations(evaluations, metrics.similarity_of(loss), self.data_collator)
+        self.evaluations = Evaluations(evaluations, metrics.similarity_of(self.loss), self.data_collator)
         self._take_model()
         self._add_watchers()
+        sentence_trainer.add_card(self, given)
 
     # ---- setting up ----
 
@@ -131,14 +152,17 @@ class DistTrainer(Trainer):
         embeddings adds to them."""
         checks.warn_of_untested_versions()
         checks.refuse_objects(model, self.loss, named)
+        if not is_of_sentence_transformers(model):
+            sentence_arguments.refuse_fields_of_a_model(args)
         self.strategy = Strategy()
         if self.loss is None:
             checks.refuse_without_loss(args, evaluations)
             self.strategy = choose.of_own_loss(model, args)
         else:
+            sentence_trainer.refuse_hooks(type(self), DistTrainer)
             checks.prepare_arguments(args, named.get("compute_loss_func"))
             self.strategy = choose.of_model(model, args)
-            if named.get("compute_metrics") is None:
+            if named.get("compute_metrics") is None and getattr(self.loss, "num_columns", None) != 1:
                 metrics.check_can_be_computed(args)
                 named["compute_metrics"] = metrics.of_loss(self.loss)
         self.freeze_plan = freeze.freeze(model, args)
@@ -190,6 +214,8 @@ class DistTrainer(Trainer):
 
     def _take_model(self) -> None:
         """What is decided for one model, and begins anew where `model_init` has made another."""
+        if self.model_init is not None and isinstance(self.data_collator, SentenceCollator):
+            self.data_collator = self.data_collator.of_model(self.bare_model)
         self.files = ModelFiles(
             self.args,
             lambda: self.model,
@@ -218,6 +244,8 @@ class DistTrainer(Trainer):
         self._check_parts()
 
     def _make_step(self) -> EmbeddingStep:
+        with self.strategy.saving_whole(self.model):
+            embedder = embedder_of(self.bare_model)
         sizes = StepSizes(
             self.args,
             loss=lambda: cast(Callable, self.loss),
@@ -225,7 +253,7 @@ class DistTrainer(Trainer):
             strategy=lambda: self.strategy,
             progress=self.progress,
             fitting=self.health.sizes,
-            takes_column="column" in forward_parameters(self.model),
+            embedder=embedder,
             has_stand_in=self.image_stand_in is not None,
         )
         return EmbeddingStep(sizes, self._prepare_inputs, self._precision, self.clock)
@@ -245,7 +273,12 @@ class DistTrainer(Trainer):
             self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
         if self.eval_dataset is not None:
             paired = metrics.names_of_paired(self.eval_dataset, self.compute_metrics)
-            self.evaluations.check(self.args.metric_for_best_model, paired, self.bare_model)
+            best = self.args.metric_for_best_model
+            if self.evaluator is not None:
+                is_due = self.args.eval_strategy != "no" or self.args.eval_on_start
+                evaluators.check(self.evaluator, self.bare_model, self.strategy, is_due)
+                best = evaluators.check_best_metric(best, self.evaluator, [*(paired or ()), *self.evaluations.names])
+            self.evaluations.check(best, paired, self.bare_model)
         if self.own_loss is not None:
             takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
             checks.check_own_loss_of_pipeline(self.args, takes_items and self.loss_is_scaled_for_ga is not False)
@@ -355,6 +388,7 @@ class DistTrainer(Trainer):
             self.strategy.seed(self.args.seed, self.args.device)
         if self.loss is not None:
             self.step.begin()
+            checks.warn_of_accumulation(self.args, self.loss)
             compiling.announce(self.args, self.strategy, self.bare_model)
         if self._has_own_arguments:
             self.keeper.begin()
@@ -362,6 +396,11 @@ class DistTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)
+        if self.loss is None and is_of_sentence_transformers(model):
+            raise UsageError(
+                f"loss is missing: model_init makes a {type(model).__name__}, and which kind of model it makes is not "
+                "known before. Give loss, such as loss=CoSENTLoss."
+            )
         self.freeze_plan, strategy = freeze.freeze(model, self.args), self.strategy
         if self.loss is not None:
             strategy = choose.of_accelerator(self.accelerator, choose.of_model(model, self.args))
@@ -375,7 +414,7 @@ class DistTrainer(Trainer):
             self._take_model()
             self._check_same_run()
         if self._has_own_arguments:
-            self._begin_or_continue()
+            self._fit_checkpoint()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.freeze_watch is not None:
@@ -385,10 +424,10 @@ class DistTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         if is_new:
             self.strategy.arrange(optimizer)
-        if is_new and (rates := getattr(self.args, "learning_rates", None)):
-            is_cut = self.strategy.is_cut
+        if is_new and any(getattr(self.args, name, None) for name in learning_rate.OF_PARTS):
             with self.strategy.saving_whole(self.model):
-                self._rate_names = freeze.split_by_learning_rate(optimizer, self.model, rates, is_cut)
+                given = self.model, self.loss, self.args, self.strategy.is_cut
+                self._rate_names = freeze.give_rates(optimizer, *given)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
@@ -436,7 +475,7 @@ class DistTrainer(Trainer):
         rows = self.data_position.rows_per_micro_batch
         self.train_dataset = tokenized.tokenized_once(self.train_dataset, self.data_collator, self.args, rows)
         if not self.accelerator.dataloader_config.dispatch_batches:  # such a batch is cut by rows of its tensors
-            self.data_collator = tokenized.with_flat_texts(self.data_collator)
+            self.data_collator = getattr(self.data_collator, "as_flat", lambda: self.data_collator)()
 
     def _fill_feature_cache(self) -> None:
         """Where frozen features are kept, batches are to hold them."""
@@ -463,9 +502,7 @@ class DistTrainer(Trainer):
         if self.loss is not None:
             train_dataset = dataset = tokenized.rows_of(self.train_dataset if train_dataset is None else train_dataset)
             window = self.data_position.rows_per_micro_batch
-            if isinstance(dataset, Mixture):
-                return sampler_of_sources(self.args, dataset, cast(MixtureCollator, self.data_collator), window)
-            if (sampler := sampler_without_duplicates(self.args, dataset, self.data_collator, window)) is not None:
+            if (sampler := sampler_of(self.args, dataset, self.data_collator, window)) is not None:
                 return sampler
         return super()._get_train_sampler(train_dataset)
 
@@ -509,10 +546,10 @@ class DistTrainer(Trainer):
         self.health.evaluation_is_due = self.args.eval_strategy != "no" and self.keeper.evaluation_is_due
         return checkpoint
 
-    def _begin_or_continue(self) -> None:
+    def _fit_checkpoint(self) -> None:
         """Whether the model fits the checkpoint, and which run goes on."""
         self.files.prepare()
-        self.keeper.begin_or_continue(
+        self.keeper.fit(
             self.bare_model,
             self.strategy,
             self.files.frozen_digests,
@@ -575,6 +612,7 @@ class DistTrainer(Trainer):
             return
         epoch, loader, num_batches = (options[name] for name in ("epoch", "train_dataloader", "steps_in_epoch"))
         changed = self.data_position.begin_epoch(epoch, loader, num_batches, self.state)
+        getattr(self.data_collator, "set_epoch", int)(epoch)
         super()._run_epoch(**options | changed)
 
     def _make_up_evaluation(self, trial: Any, ignored: Any, checkpoint: str) -> None:
@@ -751,6 +789,8 @@ class DistTrainer(Trainer):
             is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
         if not is_saved:
             as_trainer(str(folder))
+        if not _internal_call and self.args.should_save:
+            sentence_trainer.write_card(self.bare_model, folder, self.strategy)
         if self.args.push_to_hub and not _internal_call:
             push = self._push_saved if self._is_ours else self.push_to_hub
             push(commit_message="Model save", revision=self.args.hub_revision)
@@ -846,12 +886,25 @@ class DistTrainer(Trainer):
 
     # ---- evaluation ----
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        # With dataloader_persistent_workers Trainer 5.23 keeps the loader of a dataset that evaluate() is given, and
+        # takes it for that of the next one. Loaders of its own are kept.
+        if eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset:
+            return super().get_eval_dataloader(cast(Any, eval_dataset))
+        kept, self._eval_dataloaders = self._eval_dataloaders, {}
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self._eval_dataloaders = kept
+
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         activity.leave_step("evaluating")
+        if is_of_sentence_transformers(self.bare_model):
+            eval_dataset = sentence_data.evaluated(eval_dataset)
         is_apart = self._is_ours or self.health.stop is not None  # without our fields it draws as Trainer's does
-        apart = drawing_apart(self.args.seed) if is_apart else nullcontext()
+        apart = evaluators.drawing_apart(self.args.seed) if is_apart else nullcontext()
         with apart, self.meter.paused(), self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -860,9 +913,24 @@ class DistTrainer(Trainer):
         if (prefix := self.evaluations.take_due()) is not None:
             model = self._wrap_model(self.model, training=False)  # as the loop has run it
             after_batch = partial(self.health.on_prediction_step, self.args, self.state, self.control)
-            embedder = Embedder(self.step, model, self.data_collator, after_batch)
+            embedder = ItemsEmbedder(self.step, model, self.data_collator, after_batch)
             cast(dict, output.metrics).update(self.evaluations.run(embedder, prefix))
+        if self.evaluator is not None:
+            cast(dict, output.metrics).update(self._run_evaluator(options.get("metric_key_prefix", "eval")))
         return output
+
+    def _run_evaluator(self, asked: str) -> dict[str, Any]:
+        prefix = evaluators.prefix_in_training(asked, self.eval_dataset) if self.is_in_train else asked
+        if prefix is None:
+            return {}
+        wrapped = self._wrap_model(self.model, training=False)
+        after_batch = partial(self.health.on_prediction_step, self.args, self.state, self.control)
+        encoder = dist_encoder(self.bare_model, wrapped, self.strategy, self.args.device, self._precision, after_batch)
+        folder, state = Path(str(self.args.output_dir), "eval"), self.state
+        figures = evaluators.run_evaluators(
+            self.evaluator, encoder, folder, state.epoch, state.global_step, self.args.seed
+        )
+        return evaluators.named(figures, prefix)
 
     @torch.no_grad()
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None):
@@ -872,7 +940,7 @@ class DistTrainer(Trainer):
         if self.loss is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         loss, embeddings, facts = self.step.score_only(model, inputs)
-        if prediction_loss_only:
+        if prediction_loss_only or len(embeddings) == 1:
             return loss, None, None
         anchor, positive, *_ = embeddings
         rows: Any = embeddings[anchor]

@@ -445,6 +445,8 @@ def test_another_loss_than_the_checkpoints_is_said(copied, caplog):
     assert resumed(InfoNCELoss(learnable_temperature=True, rows_per_tile=4)) == [], "tiles change no result"
     (said,) = resumed(InfoNCELoss(learnable_temperature=True, false_negative_margin=0.1))
     assert said.endswith("from here the one given holds: false_negative_margin None -> 0.1.")
+    assert resumed(InfoNCELoss(0.1, learnable_temperature=True)) == []
+    assert "the start temperature given is not used: 0.1 (it was 0.05)." in caplog.text
     with pytest.raises(UsageError, match="the loss given now has none. Give the loss as it was"):
         resumed(InfoNCELoss(0.1))
     assert "holds: temperature None -> 0.1." in caplog.text, "the field's name"

@@ -1,22 +1,32 @@
-"""A pytest plugin that puts `DistTrainer` and `DistTrainingArguments` in the place of transformers' own classes.
+"""A pytest plugin that puts `DistTrainer` and `DistTrainingArguments` in the place of the classes of transformers and
+sentence-transformers.
 
     PYTHONPATH=tests/conformity:. pytest -p swap_trainer --trainer ours --outcomes ours.json $HF_TRAINER_TESTS
 
 (1) before a test file is imported, the names in every module from which such files import them are ours
-(2) each test's outcome (passed, failed, skipped) is written as JSON when the session ends
+(2) a test that expects an error gets one in our words: `match` of pytest.raises is left out
+(3) each test's outcome (passed, failed, skipped) is written as JSON when the session ends
 
 Loaded by its own name, not as `tests.conformity...`: a checkout of transformers has a package `tests` too.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PLACES = ("transformers", "transformers.trainer", "transformers.training_args")
+# Prefix of the classes' names -> packages whose modules have them. Those that subclass Trainer come first.
+PLACES = {
+    "SentenceTransformer": ("sentence_transformers", "sentence_transformers.sentence_transformer"),
+    "MultiVectorEncoder": ("sentence_transformers", "sentence_transformers.multi_vector_encoder"),
+    "": ("transformers",),
+}
 outcomes: dict[str, str] = {}
 
 
@@ -28,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--trainer") == "ours":
         swap()
+        pytest.raises = raises
 
 
 def swap() -> None:
@@ -35,15 +46,25 @@ def swap() -> None:
     from hf_dist_ext.training.arguments import DistTrainingArguments
     from hf_dist_ext.training.trainer import DistTrainer
 
-    for place in PLACES:
-        module = importlib.import_module(place)
-        for name, ours in (("Trainer", DistTrainer), ("TrainingArguments", DistTrainingArguments)):
-            if hasattr(module, name):
-                setattr(module, name, ours)
+    for prefix, packages in PLACES.items():
+        for place in (package + module for package in packages for module in ("", ".trainer", ".training_args")):
+            if importlib.util.find_spec(place) is None:
+                continue
+            module = importlib.import_module(place)
+            for name, ours in (("Trainer", DistTrainer), ("TrainingArguments", DistTrainingArguments)):
+                if hasattr(module, prefix + name):
+                    setattr(module, prefix + name, ours)
+
+
+@contextmanager
+def raises(*expected: Any, match: Any = None, stock: Any = pytest.raises, **options: Any) -> Iterator[Any]:
+    """(2)"""
+    with stock(*expected, **options) as error:
+        yield error
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """(2) A test fails when its setup or teardown does."""
+    """(3) A test fails when its setup or teardown does."""
     is_last_word = report.when == "call" or report.outcome != "passed"
     if is_last_word and outcomes.get(report.nodeid) != "failed":
         outcomes[report.nodeid] = report.outcome

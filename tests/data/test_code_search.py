@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from hf_dist_ext.data.code_search import load_code_search, one_row_per_query, read_functions, train_tokenizer
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.tasks.search import embed, load, search, show
+from hf_dist_ext.tasks.search import search, show
 
 MODULE = '''
 import functools
@@ -166,14 +166,6 @@ def test_search_ranks_the_functions_of_a_saved_model(tmp_path, library, capsys):
     torch.manual_seed(0)
     model = EmbeddingModel.from_config(config, max_length=60, prompts={"query": "def "})
     model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
-    loaded = load(str(tmp_path / "model"))
-    texts = ["lift", "async close it", "lift " * 100]
-    together = embed(*loaded, texts, "positive")
-    for text, vector in zip(texts, together, strict=True):  # order, padding and length do not depend on the batch
-        alone = loaded[0](**loaded[1]([text], truncation=True, max_length=60, return_tensors="pt")).embeddings[0]
-        torch.testing.assert_close(vector, alone.float(), atol=1e-6, rtol=0)
-    assert not torch.allclose(embed(*loaded, ["lift"], "query"), together[:1])  # the prompt counts
-
     wanted = {row["name"]: row for row in read_functions(library)}["a.Box.Lid.lift"]
     question = wanted["positive"].removeprefix("def ")
     results = search(str(tmp_path / "model"), question, top_k=3, root=library)

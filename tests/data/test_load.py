@@ -318,7 +318,7 @@ NOWHERE = """
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.planner.shape_config import read_model_config
+from hf_dist_ext.planner.model_files import config_file
 from hf_dist_ext.run.config import RunConfig
 from tests.launching import environment
 
@@ -326,7 +326,7 @@ name = "nobody-at-all/nothing-here"
 for load in (
     lambda: load_datasets(RunConfig(dataset_name=name)),
     lambda: EmbeddingModel.from_pretrained(name),
-    lambda: read_model_config(None, name, None),
+    lambda: config_file(name),
 ):
     try:
         load()

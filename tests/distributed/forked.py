@@ -70,6 +70,8 @@ class Run:
     def __init__(self, mode: str, log: Path, target: Callable[[Callable[[str], object]], str]):
         name, _, number = mode.partition("+")[0].partition("@")
         tables = MODES | THREE | HSDP | ZERO
+        if name.startswith(("zero", "deepspeed")):
+            pytest.importorskip("deepspeed", reason="DeepSpeed: an extra")
         world_size, environment = tables[name] if name in tables else (2, of_preset(name, int(number)))
         world_size = int(number or world_size)
         self.reader, writer = os.pipe()

@@ -14,8 +14,8 @@ from hf_dist_ext.data.mixture import Mixture, MixtureCollator, Tagged
 from hf_dist_ext.engine.combined_losses import LossPerSource
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.tiny_models import WORDS, model_config, tiny_tokenizer

@@ -22,11 +22,10 @@ from hf_dist_ext.planner.choose import plan_workload
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.pipelines import held
-from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.pipeline import Pipeline
+from hf_dist_ext.tasks import trace
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.forked import by_launch, launch, train_under_preset
 from tests.parity.exactness_table import PIPELINE_CASES, PIPELINES, measure_pipeline
@@ -105,8 +104,9 @@ def planned(tmp_path: Path, schedule: str, **more) -> tuple:
     }  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(run | more))
     run = load_run(["--config", str(tmp_path / "run.json")])
-    work = workload_of(run, read_model_config(run.options.model_config, None))
-    work = traced(run, dataclasses.replace(work, mask_bytes=0))  # as on a CPU
+    work = dataclasses.replace(workload_of(run, trace.complete_config(run.options)), mask_bytes=0)  # as on a CPU
+    found = trace.shape(run, work)
+    work = dataclasses.replace(work, found=found, embedding_dim=found["embedding_dim"])
     return work, next(option for option in plan_workload(work, Hardware(2)).options if option.pipeline)
 
 

@@ -13,7 +13,7 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from tests.engine.test_losses import assert_close
 
 LABELS = {"label": torch.tensor([0.1, 0.9, 0.5, 0.4, 1.0, 0.0, 0.3], dtype=torch.float64)}
@@ -61,7 +61,7 @@ def test_the_weighted_sum_has_the_gradients_of_the_plain_step():
 
 
 class Guided(nn.Module):
-    def targets_of(self, batch):
+    def targets_of(self, batch, constants=None):
         return {name: features["ids"] for name, features in batch.items()}
 
 

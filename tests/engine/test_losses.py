@@ -384,6 +384,39 @@ def test_many_tiny_contributions_survive_float32_accumulation():
     assert_close(actual, gradients(expected, exact["negative0"])[0], TOLERANCES[torch.bfloat16])
 
 
+@pytest.mark.parametrize("margin", [None, 0.05])
+@pytest.mark.parametrize("dims", [None, [10, 4]])
+def test_without_in_batch_negatives_a_row_equals_a_batch_of_its_own(margin, dims):
+    options = {"learnable_temperature": True, "matryoshka_dims": dims, "false_negative_margin": margin}
+    columns = make_columns(rows=7, negatives=(7, 14))
+    ids = make_ids(columns)
+    ids["negative1"][2 * 2 + 1] = ids["positive"][2]
+    by_row, of_batch = InfoNCELoss(0.2, in_batch_negatives=False, **options), InfoNCELoss(0.2, **options)
+    output = by_row(columns, ids=ids)
+
+    def part(of, start: int, end: int) -> dict:
+        each = {name: len(rows) // 7 for name, rows in of.items()}
+        return {name: rows[start * each[name] : end * each[name]] for name, rows in of.items()}
+
+    alone = [of_batch(part(columns, i, i + 1), ids=part(ids, i, i + 1)) for i in range(7)]
+    assert_close(output.loss, sum(one.loss for one in alone) / 7)
+    for name, figure in output.metrics.items():
+        assert_close(figure, sum(one.metrics[name] for one in alone) / 7)
+    assert output.metrics["masked_share"] > 0
+    found = gradients(output.loss, *columns.values(), by_row.log_inverse_temperature)
+    wanted = gradients(sum(one.loss for one in alone) / 7, *columns.values(), of_batch.log_inverse_temperature)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.abs().sum() > 0
+        assert_close(one, other, 1e-6 if one.dtype == torch.float32 else 1e-10)
+    assert not by_row.cross_device_negatives, "nothing is gathered"
+    halves = [by_row(part(columns, *s), columns, s[0], ids).loss * (s[1] - s[0]) / 7 for s in ((0, 3), (3, 7))]
+    assert_close(sum(halves), output.loss)
+    pairs = {name: columns[name] for name in ("query", "positive")}
+    for lacking in ({}, {"negative": columns["negative1"][:13]}):
+        with pytest.raises(UsageError, match="in_batch_negatives=false needs hard negatives, as many for every row"):
+            by_row(pairs | lacking)
+
+
 @pytest.mark.parametrize("scale", [1000.0, 2.0**-10])
 def test_the_gradient_is_linear_in_what_arrives_from_above(scale):
     columns = make_columns()
@@ -526,6 +559,9 @@ def test_any_callable_of_the_signature_is_a_loss():
         ({"matryoshka_dims": [4], "normalize": False}, "normalize=false"),
         ({"false_negative_margin": math.nan}, "false_negative_margin=nan"),
         ({"rows_per_tile": 0}, "rows_per_tile=0"),
+        ({"in_batch_negatives": False, "symmetric": True}, "symmetric=True is about"),
+        ({"in_batch_negatives": False, "cross_device_exchange": "ring"}, "cross_device_exchange=ring is about"),
+        ({"in_batch_negatives": False, "bf16_products": True}, "bf16_products=True is about"),
     ],
     ids=str,
 )

@@ -12,13 +12,19 @@ r"""One process of the exactness table: what DistTrainer hands to the optimizer,
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
 from transformers import AutoConfig, AutoModel, TrainerCallback
 
@@ -34,12 +40,13 @@ from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.splitting import launched_config, split, split_adapters
 from hf_dist_ext.strategies.stages import Cut
 from hf_dist_ext.strategies.tensors import put
-from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
-from tests.tiny_models import CHECKPOINTING
+from tests.tiny_models import CHECKPOINTING, tiny_tokenizer
 
+SENTENCE = "sentence "  # before the kind of a model: it is a SentenceTransformer
 BATCH = 6  # rows per rank and micro-batch
 WIDTHS = {"query": 9, "positive": 30, "negative": 17, "other": 12}
 BERT = dict(model_type="bert", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -218,6 +225,9 @@ CASES = [
     Case("distilled embeddings, trained projection", named="EmbedDistillLoss", steps=2,
          loss={"projection_dim": 5, "distance_metric": "mse"}),
     Case("own negatives only", loss={"cross_device_negatives": False}),
+    Case("a row's hard negatives alone", columns=THREE, loss={"in_batch_negatives": False}, shorter_on_rank=1),
+    Case("a row's hard negatives alone, no cache", columns=THREE, loss={"in_batch_negatives": False}, worlds=(1,),
+         arguments={"gradient_cache_chunk_size": None}),
     Case("max_grad_norm", arguments={"max_grad_norm": 0.01}, loss={"learnable_temperature": True}),
     Case("accumulation 2, short last window", arguments={"gradient_accumulation_steps": 2}, steps=3, rows=5),
     Case("accumulation, temperature", arguments={"gradient_accumulation_steps": 2}, steps=2, rows=4,
@@ -229,6 +239,17 @@ CASES = [
          "gradient_accumulation_steps": 2}, steps=2, rows=4, worlds=()),
     Case("float32", dtype="float32", tolerance=2e-5, worlds=(1, 2)),
     Case("bf16 autocast", dtype="float32", arguments={"bf16": True}, tolerance=3e-2, worlds=(1, 2)),
+    Case("SentenceTransformer, three columns", "sentence bert", columns=THREE),
+    Case("SentenceTransformer, packed chunks, accumulation, temperature", "sentence bert", arguments=PACKED | {
+         "gradient_accumulation_steps": 2}, steps=2, rows=4, loss={"learnable_temperature": True}),
+    Case("SentenceTransformer, packed chunks, XLM-R", "sentence xlm-roberta", arguments=PACKED, shorter_on_rank=1),
+    Case("SentenceTransformer, frozen modules, encoded once", "sentence base", arguments={"trainable_modules": ["2"]}),
+    Case("SentenceTransformer, frozen layers", "sentence base", arguments={"frozen_modules": ["layer.0"]}),
+    Case("SentenceTransformer, adapters", "sentence lora", worlds=(1, 2)),
+    Case("SentenceTransformer, dropout, gradient checkpointing", "sentence dropout", same_masks=True,
+         arguments={CHECKPOINTING: True}),
+    Case("SentenceTransformer, decoder", "sentence qwen3:16"),
+    Case("SentenceTransformer, CoSENT", "sentence bert", named="CoSENTLoss", worlds=(1, 2)),
     *[rounding(num_chunks) for num_chunks in (1, 8, 64)],
     *[rounding(num_chunks, "llama") for num_chunks in (1, 8)],
 ]  # fmt: skip
@@ -241,11 +262,15 @@ HSDP_CASES = {
     "accumulation, temperature", "ranks with different row counts",
     "FSDP, every chunk reduced", "bf16 against float32, chunks: 8",
     "in a ring, ranks with different row counts", "in a ring, symmetric, temperature, accumulation",
+    "SentenceTransformer, three columns", "SentenceTransformer, frozen modules, encoded once",
 }  # fmt: skip
 
 
 # Tensor parallelism takes all of an encoder's cases; these have each kind of layer, and adapters.
-SPLIT_ENCODERS = {"LoRA and a trained projection", "XLM-R, three columns", "ModernBERT, accumulation, clipped"}
+SPLIT_ENCODERS = {
+    "LoRA and a trained projection", "XLM-R, three columns", "ModernBERT, accumulation, clipped",
+    "SentenceTransformer, three columns", "SentenceTransformer, decoder",
+}  # fmt: skip
 
 
 class Scarce(EmbeddingModel):
@@ -283,6 +308,8 @@ class Towers(nn.Module):
 def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.float64) -> nn.Module:
     """`dtype`: of a decoder, which has its own before it is split."""
     torch.manual_seed(0)
+    if kind.startswith(SENTENCE):
+        return as_sentence(kind.removeprefix(SENTENCE), distributed_config, dtype)
     kind, _, option = kind.partition(":")
     if distributed_config is not None:
         return split_embedder(build_model(f"{kind}:{option}", dtype=dtype).to(dtype), distributed_config)
@@ -325,6 +352,36 @@ def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.f
     if kind == "lora":
         return with_lora(model, ["query", "value"], dropout=float(option or 0))
     return model
+
+
+def as_sentence(kind: str, distributed_config, dtype: torch.dtype) -> SentenceTransformer:
+    made = build_model("base" if kind == "lora" else kind, distributed_config, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        config = copy.deepcopy(made.backbone.config)
+        config.distributed_config = None
+        config.save_pretrained(folder)
+        weights = AutoModel.from_config(config).state_dict()  # their save_pretrained writes on the first rank alone
+        save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        tiny_tokenizer().save_pretrained(folder)
+        first = Transformer(folder)
+    first.model, width = made.backbone, made.backbone.config.hidden_size
+    modules = [first, Pooling(width, {"last": "lasttoken"}.get(made.pooling, made.pooling))]
+    if made.projection is not None:
+        modules += [Dense(width, made.embedding_dim, bias=False, activation_function=nn.Identity())]
+        modules[-1].linear = made.projection
+    model = SentenceTransformer(modules=[*modules, Normalize()], device="cpu").to(dtype)
+    if kind == "lora":
+        model.add_adapter(LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.0))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter)
+        model.to(dtype)
+    return model
+
+
+def embeddings_of(model: nn.Module, features: dict, **more) -> torch.Tensor:
+    is_theirs = isinstance(model, SentenceTransformer)
+    return model(dict(features))["sentence_embedding"] if is_theirs else model(**features, **more).embeddings
 
 
 def with_lora(model: nn.Module, targets: list[str], dropout: float = 0.0) -> nn.Module:
@@ -382,8 +439,7 @@ def features_of(rows: list[int], column: str, per_anchor: int, on_left: bool) ->
 def collate(case: Case, rows: list[int], of_rank: int) -> dict[str, dict[str, torch.Tensor]]:
     rows = rows[:-2] if case.shorter_on_rank == of_rank else rows
     batch = {
-        name: features_of(rows, name, per_anchor, case.model[:5] == "qwen3")
-        for name, per_anchor in case.columns.items()
+        name: features_of(rows, name, per_anchor, "qwen3" in case.model) for name, per_anchor in case.columns.items()
     }
     if case.typed:
         features = batch[case.typed[of_rank % len(case.typed)]]
@@ -446,12 +502,17 @@ def reference_gradients(case: Case, model: nn.Module, loss: nn.Module, num_rows:
                 with autocast:
                     takes = "column" if "towers" in case.model else None
                     columns = {c: f for c, f in part.items() if c != "targets"}
-                    outputs = {c: model(**f, **({takes: c} if takes else {})).embeddings for c, f in columns.items()}
+                    outputs = {c: embeddings_of(model, f, **({takes: c} if takes else {})) for c, f in columns.items()}
                 encoded.append(outputs)
             anchors = sum(len(e["query"]) for e in encoded)
             groups = [{c: torch.cat([e[c] for e in encoded]) for c in case.columns}]
             if not case.loss.get("cross_device_negatives", True):
                 groups = encoded
+            if not case.loss.get("in_batch_negatives", True):
+                each = case.columns.items()
+                groups = [
+                    {c: e[c][i * n : i * n + n] for c, n in each} for e in encoded for i in range(len(e["query"]))
+                ]
             for group in groups:
                 if case.named:
                     label = torch.cat([part["targets"]["label"] for part in parts])
@@ -522,7 +583,7 @@ def measure(case: Case) -> float:
         model = build_model(case.model, config, dtype)
         model = model.to(dtype) if config is None else model
         if case.named:
-            return model.train(), SentenceTransformersLoss(case.named, model.embedding_dim, **case.loss).to(dtype)
+            return model.train(), SentenceTransformersLoss(case.named, dimension_of(model), **case.loss).to(dtype)
         return model.train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype)
 
     if case.same_masks and "pipeline_parallel_size" in case.arguments:
@@ -550,6 +611,10 @@ def measure(case: Case) -> float:
         difference = torch.cat([*parts, scale.new_zeros(0)]).norm()
         worst = max(worst, float(difference / scale))
     return worst
+
+
+def dimension_of(model: nn.Module) -> int:
+    return model.get_embedding_dimension() if isinstance(model, SentenceTransformer) else model.embedding_dim
 
 
 def largest_difference_of_passes(case: Case, model: nn.Module, loss: nn.Module, num_rows: int) -> float:

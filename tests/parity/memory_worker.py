@@ -27,7 +27,6 @@ from torch import nn
 
 from hf_dist_ext.planner import catalog, memory, pictures
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 
@@ -143,7 +142,7 @@ def own_code(folder: Path, case: dict) -> str:
 
 
 def shape_of(case: dict, run) -> dict:
-    shape = read_model_config(run.options.model_config, run.options.model_name_or_path)
+    shape = trace.complete_config(run.options)
     return shape | ({"tiles_of_picture": case["tiles"]} if case.get("tiles") else {})
 
 

@@ -25,12 +25,13 @@ OF_TWO = [
     "routes of queries and documents", "decoder, accumulation, temperature", "decoder, frozen layers",
     "gradient checkpointing", "LoRA with LoRA dropout", "dropout", "symmetric",
     "in a ring, symmetric, temperature, accumulation", "own negatives only", "max_grad_norm",
+    "a row's hard negatives alone",
     "accumulation 2, short last window", "ranks with different row counts", "bf16 autocast",
 ]  # fmt: skip
 # The loss sees embeddings only; test_columns.py and test_precision.py have FSDP's runs of other kinds and of bf16.
 OF_LOSS = {
     "three columns, 3 hard negatives", "symmetric", "in a ring, symmetric, temperature, accumulation",
-    "own negatives only", "columns of their own chunks, sent early",
+    "own negatives only", "a row's hard negatives alone", "columns of their own chunks, sent early",
 }  # fmt: skip
 ELSEWHERE = {"other kinds in other columns on each rank", "bf16 autocast"}
 OF_FSDP = [name for name in OF_TWO if name not in OF_LOSS | ELSEWHERE]

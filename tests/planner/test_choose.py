@@ -16,12 +16,10 @@ from hf_dist_ext.planner.cards import CARDS, card_of
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
 from hf_dist_ext.planner.devices import hardware_of
-from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings, estimate, held, model_of
 from hf_dist_ext.planner.plan import Time, _without, changes_for
 from hf_dist_ext.planner.reasons import gib
 from hf_dist_ext.planner.report import duration
-from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import speed, traffic
 from hf_dist_ext.planner.workload import with_batch
@@ -59,7 +57,7 @@ def make_run(tmp_path, monkeypatch):
 
 
 def workload(run):
-    return traced(run, workload_of(run, read_model_config(run.options.model_config, None)))
+    return traced(run)
 
 
 def strategy(name):
@@ -69,6 +67,11 @@ def strategy(name):
 def filled(needed):
     """Memory of a device of which a plan fills so many bytes."""
     return needed / (1 - MARGIN)
+
+
+def deepspeed_is(monkeypatch, unusable):
+    """`unusable`: why; empty when it is installed."""
+    monkeypatch.setattr("hf_dist_ext.run.deepspeed_install.why_unusable", lambda *_: unusable)
 
 
 def option(plan, name):
@@ -93,6 +96,22 @@ def test_memory_that_is_assumed_is_said_to_be(make_run, monkeypatch, capsys):
     assert "note: no device is visible here: 80 GiB per device are assumed." in capsys.readouterr().out
     cli.main(["plan", "--config", "run.json", "--num_devices", "2", "--device_memory_gib", "80"])
     assert "per device are assumed" not in capsys.readouterr().out
+
+
+def test_deepspeed_that_is_not_installed_is_recommended_only_where_torch_alone_needs_the_cpu(make_run, monkeypatch):
+    model, fields = DECODER | {"num_hidden_layers": 2}, {"gradient_cache_chunk_size": 4, "bf16": True}
+    run = make_run(model, optim="paged_adamw_32bit", **fields)  # which the plan knows no 8-bit one for
+    tight = make_plan(run, Hardware(8, GIB))
+    zero, fsdp = (option(tight, name).least.total for name in ("ZeRO-3", "FSDP memory"))
+    both, zero_alone = Hardware(8, filled(1.01 * fsdp)), Hardware(8, filled((zero + fsdp) / 2))
+    deepspeed_is(monkeypatch, "")
+    assert zero < 0.99 * fsdp and make_plan(run, both).best.strategy.is_deepspeed
+    deepspeed_is(monkeypatch, "DeepSpeed is not here.")
+    plan = make_plan(run, both)
+    assert plan.best.strategy.name.startswith("FSDP") and not plan.best.strategy.offloads
+    assert "DeepSpeed is not here." not in plan.notes and not option(plan, "ZeRO-3").why_not
+    plan = make_plan(run, zero_alone)
+    assert plan.best.strategy.is_deepspeed and "DeepSpeed is not here." in plan.notes
 
 
 def test_a_small_model_on_several_devices_is_ddp_and_on_one_single(make_run):
@@ -194,12 +213,12 @@ def test_frozen_weights_take_what_training_loads_them_in(make_run):
         {"trainable_modules": ["encoder.layer.11"]}, False, 4,
     )):  # fmt: skip
         run = make_run(None, model_name_or_path="model", bf16=half, later=frozen)
-        found = traced(run, workload_of(run, read_model_config(None, "model"))).parameters().items()
+        found = traced(run).parameters().items()
         assert {one.item for name, one in found if "layer.0." in name} == {item}
         assert {one.item for name, one in found if "layer.11." in name} == {4}  # what trains
     for half, item in ((True, 2), (False, 4)):
         run = make_run(None, model_name_or_path="model", bf16=half, use_lora=True)
-        work = traced(run, workload_of(run, read_model_config(None, "model")))
+        work = traced(run)
         of_base = {one.item for name, one in work.parameters().items() if ".lora_" not in name}
         assert of_base == {item} and model_of(work).whole.trained_stored == 4 * model_of(work).whole.trained
         assert {one.item for one in work.parameters(2).values()} == {4}  # split while it is loaded: float32
@@ -529,6 +548,24 @@ def test_auto_starts_one_process_where_no_preset_goes_with_the_fields(make_run, 
     """Training then says what does not go together."""
     on_machine(monkeypatch, 24)
     assert auto.choose(make_run(cpu_offload=False), 1).preset == "single_gpu"
+
+
+def test_frozen_weights_that_nobody_gave_a_dtype_are_halved_in_a_plan_and_not_at_a_start(make_run, monkeypatch):
+    model, fields = DECODER | {"num_hidden_layers": 2}, {"use_lora": True, "bf16": True}
+    deepspeed_is(monkeypatch, "")
+
+    def planned(memory, **more):
+        return make_plan(make_run(model, **fields, **more), Hardware(1, memory))
+
+    wide, half = (option(planned(GIB, dtype=one), "single").least.total for one in ("float32", "bfloat16"))
+    memory = filled((wide + half) / 2)
+    plan = planned(memory)
+    assert plan.best.strategy.name == "single" and "--dtype bfloat16" in plan.command
+    again = planned(memory, **plan.changes)
+    assert again.best.fits and again.best.given.total == plan.best.fitted.total
+    assert planned(memory, dtype="float32").best.strategy.offloads  # as the run file has it
+    monkeypatch.setattr(auto, "device_memory_bytes", lambda: memory)
+    assert auto.choose(make_run(model, **fields), 1).preset.endswith("_offload")
 
 
 def test_auto_warns_when_the_run_may_not_fit(make_run, monkeypatch):

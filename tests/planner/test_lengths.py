@@ -14,8 +14,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import lengths
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
-from hf_dist_ext.planner.shape_config import read_model_config
-from hf_dist_ext.planner.traced import traced
+from hf_dist_ext.planner.traced import config_of, traced
 from hf_dist_ext.planner.traffic import arithmetic
 from hf_dist_ext.tasks.lengths import lengths_of
 from tests.planner.test_choose import make_run  # noqa: F401, a fixture
@@ -49,7 +48,7 @@ def folder(tmp_path_factory):
 
 
 def columns(run):
-    work = workload_of(run, read_model_config(None, run.options.model_name_or_path))
+    work = workload_of(run, config_of(run))
     return {one.name: one for one in work.columns}, work
 
 
@@ -84,7 +83,7 @@ def test_a_sample_leaves_room_for_longer_rows(make_run, folder, monkeypatch):  #
     data = write(Path("rows.jsonl"), ROWS)
     run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=64, per_device_train_batch_size=4)
     found, work = columns(run)
-    work = traced(run, work)
+    work = traced(run)
     costs = [(one.tokens / one.length, work.work(one)) for one in found.values()]
     computed = sum(share * 2 * 4 * (cost.forward + cost.backward) for share, cost in costs)
     assert max(share for share, _ in costs) < 1 and arithmetic(work, Settings()) == pytest.approx(computed)

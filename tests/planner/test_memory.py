@@ -18,7 +18,6 @@ from hf_dist_ext.planner import traced as tracing
 from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings, estimate, held, num_chunks
-from hf_dist_ext.planner.shape_config import read_model_config, with_defaults
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace, trace_record
@@ -79,7 +78,7 @@ def small_run(tmp_path):
 
 
 def work_of(run):
-    return workload_of(run, read_model_config(run.options.model_config, None))
+    return workload_of(run, trace.complete_config(run.options))
 
 
 # ---- chunks without padding ----
@@ -89,7 +88,7 @@ def work_of(run):
 def test_a_packed_chunk_holds_what_was_predicted(small_run, config):
     fields = {"max_length": 100, "gradient_cache_chunk_tokens": 300}
     run = small_run(config, **fields, gradient_cache_packing=True, per_device_train_batch_size=32)
-    work = traced(run, work_of(run))
+    work = traced(run)
     model, lengths = EmbeddingModel.from_config(config), torch.tensor([100, 100, 60, 40])
     mask = (torch.arange(100) < lengths[:, None]).long()
     rows = {"input_ids": torch.randint(3, 60, (4, 100)), "attention_mask": mask}
@@ -121,7 +120,7 @@ PACKED_RUN = {"attn_implementation": "flash_attention_2", "gradient_cache_chunk_
 ])  # fmt: skip
 def test_chunks_are_counted_packed_where_an_accelerator_gets_them_packed(small_run, is_packed, model, fields):
     run = small_run(model, **fields)
-    work = traced(run, work_of(run))
+    work = traced(run)
     assert work.packs == is_packed and any("chunks are packed" in note for note in work.notes) == is_packed
     of_each = {one.name: estimate(work, one, Hardware(2), Settings()).activations for one in STRATEGIES}
     padded = {
@@ -172,7 +171,7 @@ def test_parameters_that_no_gradient_reaches_are_those_of_a_real_backward(small_
     config["vision_config"] = {**LLAVA["vision_config"], "num_hidden_layers": depth}
     fields = {"image_columns": ["positive"], "max_length": {"query": 16, "positive": 32}}
     run = small_run(config, gradient_cache_chunk_size=8, **fields)
-    work = traced(run, work_of(run))
+    work = traced(run)
     model, ids = EmbeddingModel.from_config(config), torch.randint(3, 60, (2, 32))
     pixels = with_pictures(config, ids)["pixel_values"]
     model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).embeddings.sum().backward()
@@ -211,7 +210,7 @@ def test_a_plan_has_the_chunks_that_patches_allow(small_run, kind, model, patche
 @pytest.mark.parametrize("kind", ["llava", "llava_next", "idefics3", "internvl", "qwen2_vl"])
 def test_patches_of_a_picture_are_those_that_a_batch_has(kind, monkeypatch):
     monkeypatch.setattr(pictures, "PICTURE", PICTURE)
-    config = with_defaults(VISION_LANGUAGE[kind])
+    config = complete(VISION_LANGUAGE[kind])
     config |= {"tiles_of_picture": 5} if kind in ("idefics3", "internvl") else {}
     ids = torch.ones(3, 96, dtype=torch.long)
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **with_pictures(config, ids)}
@@ -236,34 +235,39 @@ def test_the_most_tiles_are_those_of_the_processors_file(tmp_path, kind, splits)
     processor.save_pretrained(tmp_path)
     counts = [processor.get_number_of_image_patches(height, width, {}) for height, width in SIZES]
     counts = [max(1, count[0] if isinstance(count, tuple) else count) for count in counts]  # 0: not cut
-    config = read_model_config(None, str(tmp_path))
+    config = complete(name=str(tmp_path))
     assert config["tiles_of_picture"] == max(counts) and (max(counts) > 1) == splits
 
 
 # ---- configurations ----
 
 
+def complete(config=None, name=None):
+    fields = {"model_config": config, "model_name_or_path": name, "model_revision": None, "trust_remote_code": False}
+    return trace.complete_config(SimpleNamespace(**fields))
+
+
 def test_defaults_come_from_the_installed_transformers():
-    assert with_defaults({"model_type": "bert"})["hidden_size"] == AutoConfig.for_model("bert").hidden_size
-    given = with_defaults({"model_type": "distilbert", "hidden_size": 48})
+    assert complete({"model_type": "bert"})["hidden_size"] == AutoConfig.for_model("bert").hidden_size
+    given = complete({"model_type": "distilbert", "hidden_size": 48})
     assert given["dim"] == given["hidden_size"] == 48 and given["hidden_dim"] == 4 * 768
-    experts = with_defaults({"model_type": "qwen3_moe", "num_experts": 4})
+    experts = complete({"model_type": "qwen3_moe", "num_experts": 4})
     assert experts["num_experts"] == experts["num_local_experts"] == 4
 
 
 def test_a_configuration_is_read_from_a_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 48}), encoding="utf-8")
-    assert read_model_config(None, str(tmp_path))["hidden_size"] == 48
+    assert complete(name=str(tmp_path))["hidden_size"] == 48
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UsageError, match="model_type"):
-        read_model_config(None, str(tmp_path))
+        complete(name=str(tmp_path))
 
 
 def test_a_model_that_is_nowhere_is_an_error_that_says_what_to_do(monkeypatch):
     with pytest.raises(UsageError, match="config.json.*model_config or a folder"):
-        read_model_config(None, "nobody/has-this-model")
-    with pytest.raises(UsageError, match='"bertt" is not one of the installed'):
-        with_defaults({"model_type": "bertt"})
+        complete(name="nobody/has-this-model")
+    with pytest.raises(UsageError, match='has model_type="bertt"'):
+        complete({"model_type": "bertt"})
 
 
 # ---- the trace ----
@@ -295,7 +299,7 @@ def test_a_layer_like_an_earlier_one_costs_what_it_costs_when_it_runs(small_run,
 def test_of_four_devices_that_share_layers_each_has_what_two_and_one_tell(small_run):
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16}
     run = small_run(LLAMA | heads, use_lora=True, lora_r=4, lora_target_modules=["q_proj", "o_proj", "up_proj"])
-    work = traced(run, work_of(run))
+    work = traced(run)
     model, mode = trace.build(run, work), trace.FakeTensorMode(allow_non_fake_inputs=True)
     with trace.split_layers(model, 4):
         of_four = trace._found(mode, model, work)
@@ -333,8 +337,8 @@ def test_a_model_is_traced_once_for_all_machines(small_run, monkeypatch, tmp_pat
     assert plan.best.unchecked.activations > plan.best.checkpointed.activations > 2**20
     choose.make_plan(small_run(model, per_device_train_batch_size=256), Hardware(4, 8 * GIB))
     assert len(started) == 1
-    (kept,) = (tmp_path / "traces").iterdir()
-    kept.write_text(kept.read_text()[:99])  # as a power cut leaves it
+    for kept in (tmp_path / "traces").iterdir():
+        kept.write_text(kept.read_text()[:99])  # as a power cut leaves it
     choose.make_plan(small_run(model), Hardware(4, 8 * GIB))
     assert len(started) == 2
     choose.make_plan(small_run(model, trainable_modules=["layer.1"]), Hardware(4, 8 * GIB))

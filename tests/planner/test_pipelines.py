@@ -320,8 +320,6 @@ def test_layers_split_inside_a_machine_and_stages_over_it(make_run):  # noqa: F8
 
 
 def test_encoders_are_split_in_a_plan_as_in_a_run(make_run):  # noqa: F811
-    own = {kind for kind, plan in plans.ENCODERS.items() if "packed_colwise" not in plan.values()}
-    assert policy.SPLIT_ENCODERS == own
     work = workload(make_run(model_config("bert"), projection_dim=8))
     whole, split = work.parameters(1), work.parameters(2)
     divided = {  # by the plan of a run: what of a layer each of two devices has half of

@@ -10,8 +10,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP, Hardware, adapted
 from hf_dist_ext.planner.choose import make_plan, plan_workload
 from hf_dist_ext.planner.memory import Settings, estimate, loss_bytes, model_of
+from hf_dist_ext.planner.model_files import config_file
 from hf_dist_ext.planner.plan import _without
-from hf_dist_ext.planner.shape_config import _from_folder
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
 from tests.planner.test_choose import BASE, DECODER, bytes_of, filled, make_run, option, strategy, workload  # noqa: F401, a fixture
@@ -239,7 +239,8 @@ def test_tensor_parallelism_is_planned_as_its_preset_runs_it_and_comes_last(make
     assert only.best.preset == "multi_gpu_tp" and "contrastive batch is 512 rows" in " ".join(only.reasons)
     for run in (make_run(DECODER, use_lora=True), make_run()):
         assert option(make_plan(run, Hardware(4, 80 * GIB)), "TP").fits
-    for other in (make_run(model_config("mpnet")), make_run(DECODER | {"num_experts": 4, "num_experts_per_tok": 2})):
+    experts = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    for other in (make_run(model_config("mpnet")), make_run(DECODER | experts)):
         assert "TP" not in {found.strategy.name for found in make_plan(other, Hardware(4, 80 * GIB)).options}
 
 
@@ -264,7 +265,7 @@ def test_a_hub_that_is_not_reached_is_asked_once(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", head)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *words, **options: asked.append(words))
     with pytest.raises(UsageError, match='"somebody/nothing" is neither in the hub cache nor to be had.*not known'):
-        _from_folder("somebody/nothing", None)
+        config_file("somebody/nothing")
     assert len(asked) == 1
 
 

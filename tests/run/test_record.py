@@ -94,6 +94,9 @@ def recorded(folder: Path, **fields) -> Path:
 def test_what_cannot_be_resumed_is_refused_with_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"no run\.json.*hf-dist train RUN\.json"):
         record.resume(tmp_path, [])
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UsageError, match="run does not exist.* Closest: .*runs"):
+        record.resume(tmp_path / "run", [])
     (tmp_path / "start").mkdir()
     monkeypatch.chdir(tmp_path / "start")
     folder = recorded(tmp_path / "out", hub_token="secret")

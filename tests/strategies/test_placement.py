@@ -90,7 +90,7 @@ def left_behind(folder: Path, case: str, from_init: bool = False, **more) -> lis
     trainer = DistTrainer(model, args, train_dataset=rows, loss=loss, data_collator=list, model_init=model_init)
     assert trainer.accelerator.device == DEVICE
     type(trainer.strategy).wrapped = nn.parallel.DistributedDataParallel.__init__ = arrive
-    trainer._begin_or_continue = lambda: None  # it reads the weights, to compare them with a checkpoint's
+    trainer._fit_checkpoint = lambda: None  # it reads the weights, to compare them with a checkpoint's
     with pytest.raises(Arrived):
         Trainer.train(trainer)
     places = [*trainer.model.named_parameters(), *trainer.model.named_buffers(), *loss.named_buffers()]

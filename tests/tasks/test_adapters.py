@@ -10,12 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import cli
 from hf_dist_ext.checkpoints import manifest, resume
@@ -29,7 +29,7 @@ from hf_dist_ext.models.model_folder import read_model_folder
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.adapters import add_adapters, merged_weights
 from hf_dist_ext.tasks.image_text import build_model
-from hf_dist_ext.tasks.search import embed, load
+from hf_dist_ext.tasks.serving import load_for_serving
 from hf_dist_ext.training import final_model
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
@@ -131,7 +131,11 @@ def test_a_projection_that_a_run_of_adapters_made_goes_on_with_them(run_file, tm
 
 def embeddings(model, tokenizer, role: str = "query") -> torch.Tensor:
     texts = ["parse a date from text read file into list of lines", "sort the numbers", "key"]
-    return embed(model, tokenizer, texts, role)
+    column = {"query": "query", "document": "positive"}[role]
+    prompts = {"query": model.prompts.get("query", ""), "positive": model.prompts.get("document", "")}
+    collator = ContrastiveCollator(tokenizer, list(prompts), prompts, model.lengths.get(role, model.max_length))
+    with torch.no_grad():
+        return model(**collator.features(column, texts)).embeddings
 
 
 def cosine(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -167,11 +171,9 @@ def test_every_reader_of_the_folder_at_the_end_has_the_model_that_was_trained(ru
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(printed[name], weight, rtol=0, atol=1e-6)
     for folder in (out, out / "checkpoint-3"):
-        loaded, _ = load(str(folder))  # what hf-dist search embeds with
         for role in ("query", "document"):
             wanted = embeddings(expected, tokenizer, role)
-            assert cosine(embeddings(loaded, tokenizer, role), wanted) > 1 - 1e-6
-            served = SentenceTransformer(str(folder), device="cpu")
+            served = load_for_serving(str(folder))
             texts = ["parse a date from text read file into list of lines", "sort the numbers", "key"]
             theirs = getattr(served, f"encode_{role}")(texts, convert_to_tensor=True)
             assert cosine(theirs, wanted) > 1 - 1e-6
@@ -407,9 +409,9 @@ def test_adapters_beside_a_trained_projection_are_searched_without_a_merged_fold
         EmbeddingModel.from_pretrained(tmp_path / "out")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("merge it:")]
     cli.main(shlex.split(line.removeprefix("merge it:"), comments=True)[1:])
-    loaded, tokenizer = load(str(tmp_path / "out"))
-    expected = EmbeddingModel.from_pretrained(tmp_path / "out-merged")
-    assert cosine(embeddings(loaded, tokenizer), embeddings(expected, tokenizer)) > 1 - 1e-6
+    given = ["parse a date from text", "sort the numbers"]
+    ours, theirs = (load_for_serving(str(tmp_path / name)).encode_query(given) for name in ("out", "out-merged"))
+    assert np.allclose(ours, theirs, atol=1e-6)
 
 
 def test_every_kind_of_stage_of_an_embedding_model_ends_with_a_whole_folder(run_file, tmp_path, capsys):

@@ -18,11 +18,10 @@ from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.tasks import encode, search
+from hf_dist_ext.tasks import encode
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.search_files import texts_of as texts_of_file
 from hf_dist_ext.tasks.tower_pair import TowerPair
-from tests.distributed.forked import Run
 from tests.tasks.test_folders import write_run
 from tests.tasks.test_search_files import pairs, pictures  # noqa: F401, fixtures
 from tests.tasks.test_stages import main as train
@@ -64,19 +63,20 @@ def as_trained(folder: Path, column: str, texts: list[str]) -> np.ndarray:
 
 def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, monkeypatch):
     monkeypatch.setattr(encode, "BATCHES_PER_WINDOW", 2)
-    sizes, plain = [], search.embed_after
-    monkeypatch.setattr(search, "embed_after", lambda *given: (sizes.append(len(given[3])), plain(*given))[1])
+    sizes, plain = [], SentenceTransformer.encode
     served, texts = SentenceTransformer(str(folder / "model"), device="cpu"), texts_of(folder)
     given = {
         "query": (served.encode_query(texts), as_trained(folder, "query", texts)),
         "document": (served.encode_document(texts), as_trained(folder, "positive", texts)),
     }
+    counted = lambda self, inputs, **given: (sizes.append(len(inputs)), plain(self, inputs, **given))[1]  # noqa: E731
+    monkeypatch.setattr(SentenceTransformer, "encode", counted)
     for name, expected in given.items():
         found = encoded(folder, f"{name}.npy", prompt_name=name, batch_size=5)
         assert found.dtype == np.float32 and found.shape == (COUNT, 16)
         for one in expected:
             np.testing.assert_allclose(found, one, atol=1e-6)
-    assert sizes == [10, 10, 3] * 2, "no more than a window of texts is held"
+    assert sizes == [1, 10, 10, 3] * 2, "no more than a window of texts is held"
     assert not np.allclose(np.load(folder / "query.npy"), np.load(folder / "document.npy"), atol=1e-3)
     others = {"plain": ({}, {}), "STS": ({"prompt_name": "STS"},) * 2, "own": ({"prompt": "read "},) * 2}
     for name, (ours, theirs) in others.items():
@@ -140,7 +140,6 @@ def test_a_text_is_cut_where_positions_end_of_a_tokenizer_without_a_limit(tmp_pa
     tiny_tokenizer(max_length=int(1e30)).save_pretrained(tmp_path / "model")  # 40 positions
     (tmp_path / "rows.txt").write_text("sort the\n" + "parse a date " * 60)
     expected = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(["sort the", "parse a date " * 60])
-    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
     assert np.abs(encoded(tmp_path, data="rows.txt") - expected).max() < 1e-6
 
 
@@ -234,24 +233,15 @@ def test_a_pair_of_towers_encodes_pictures_and_texts(pairs, pictures, tmp_path, 
     assert not np.allclose(np.load(tmp_path / "other.npy"), np.load(tmp_path / "names.npy"), atol=1e-3)
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".parquet"])
-def test_two_processes_write_what_one_writes(folder, suffix):
-    asked = [
-        Encode(str(folder / "model"), str(folder / "rows.jsonl"), str(folder / f"{name}{suffix}"), batch_size=3)
-        for name in ("one", "two")
-    ]
-    encode.main(asked[0])
-
-    def work(say) -> str:
-        encode.main(asked[1])
-        return "done"
-
-    assert Run("ddp", folder / "log", work).result() == "done"
-    one, two = (
-        np.load(path) if suffix == ".npy" else np.stack(pq.read_table(path)["embedding"].to_numpy())
-        for path in (asked[0].output, asked[1].output)
-    )
+def test_two_processes_write_what_one_writes(folder):
+    one, two = (encoded(folder, f"{len(more)}.npy", **more) for more in ({}, {"devices": ["cpu", "cpu"]}))
     assert len(one) == COUNT and np.allclose(one, two, atol=1e-6)
+
+
+def test_a_launchers_processes_are_told_of_the_commands_own(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="Start it without a launcher, with --devices"):
+        encoded(folder)
 
 
 @pytest.mark.parametrize("change, words", [
@@ -267,13 +257,14 @@ def test_two_processes_write_what_one_writes(folder, suffix):
     ({"ranges": "there.npy"}, "--ranges goes with"),
     ({"ranges": "there.npy", "precision": "int8"}, "these embeddings need"),
     ({"ranges": "no.npy", "precision": "int8"}, "no such file. An int8"),
+    ({"devices": ["cpu", "nonsense"]}, "--devices nonsense: "),
     ({"data": "nowhere.jsonl"}, "no such file or folder"),
     ({"data": "lines.txt", "column": "text"}, "has no columns"),
     ({"data": "nulls.jsonl", "column": "a"}, r'row 1 \(counted from 0\): column "a" is null'),
     ({"data": "nulls.jsonl"}, "text columns a, b. Name one as --column"),
     ({"data": "latin.jsonl"}, '"latin.jsonl" is not UTF-8 text: line 2, byte 19 of the file is 0xe9. Save'),
     ({"data": "latin.txt"}, '"latin.txt" is not UTF-8 text: line 2, byte 5 of the file is 0xe9. Save it as UTF-8'),
-    ({"data": "pictures"}, "has no towers.json"),
+    ({"data": "pictures"}, "model embeds no pictures"),
     ({"data": "pictures", "column": "a"}, "folder of pictures"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_line(folder, pictures, monkeypatch, change, words):  # noqa: F811

@@ -13,13 +13,11 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.models.hybrid_model import HEADS, HybridEmbeddingModel
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
-from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.losses import build_loss
-from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.step import EmbeddingStep
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
@@ -28,6 +26,9 @@ from tests.tiny_models import WORDS, model_config, tiny_tokenizer
 RATED = [{"query": f"{w} {i}", "positive": f"text {w}", "score": i % 5 / 4} for i, w in enumerate(WORDS * 3)]
 SUM = [{"loss": "infonce", "temperature": 0.1}, {"loss": "CoSENTLoss", "weight": 0.3, "loss_options": {"scale": 5.0}}]
 PLAIN = {"learnable_temperature": ..., "columns": ..., "prompts": ...}
+
+
+FIGURES = ("loss", "grad_norm", "masked_share")
 
 
 def written(folder, name: str, rows: list[dict]) -> str:
@@ -65,6 +66,23 @@ def test_losses_are_added_up_with_their_weights_and_each_is_logged(main, run_fil
         assert line["loss"] == pytest.approx(total, rel=1e-3) and 0 <= line["infonce_accuracy"] <= 1
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert "mrr@10" in report["after"], "evaluations follow the first loss"
+
+
+def test_a_row_may_have_its_own_hard_negatives_alone(main, run_file, tmp_path, capsys):  # noqa: F811
+    config = model_config("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    steps = []
+    for fields in ({}, {"gradient_cache_chunk_size": None}, {"in_batch_negatives": True}):
+        fields = {"in_batch_negatives": False} | fields
+        main(["--config", run_file(model_config=config, overwrite_output_dir=True, save_strategy="no", **fields)])
+        steps.append([value for line in lines_of(tmp_path) for name, value in line.items() if name in FIGURES])
+    assert len(steps[0]) == 9 and steps[0] == pytest.approx(steps[1], rel=1e-3)
+    assert steps[0][0] < steps[2][0] - 1, "two candidates beside the positive, not 47"
+    rows = [{"query": w, "positive": w, "negative": ["text"] * (1 + i % 2)} for i, w in enumerate(WORDS * 3)]
+    more = {"dataset_name": written(tmp_path, "uneven", rows), "overwrite_output_dir": True}
+    file = run_file(in_batch_negatives=False, **more, **PLAIN)
+    with pytest.raises(SystemExit):
+        main(["--config", file])
+    assert 'row 1 (counted from 0), column "negative": 2 negative(s), and row 0 has 1' in capsys.readouterr().err
 
 
 def test_each_dataset_has_its_loss_and_its_figures(main, run_file, made, tmp_path, capsys):  # noqa: F811
@@ -192,7 +210,7 @@ def test_heads_alone_are_trained_and_put_together_with_their_base(main, run_file
 
 def test_a_plan_counts_the_heads_of_three_outputs(run_file):  # noqa: F811
     run = load_run(["--config", run_file(losses=M3, token_dim=6, projection_dim=5, **PLAIN)])
-    work = traced(run, workload_of(run, read_model_config(run.options.model_config, None)))
+    work = traced(run)
     counted = {name: parameter.elements for name, parameter in work.parameters().items()}
     built = {name: p.numel() for name, p in trace.build(run, work).named_parameters()}
     assert {name: counted[name] for name in counted if "backbone" not in name} == {

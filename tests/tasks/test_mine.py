@@ -2,16 +2,21 @@
 
 import errno
 import glob
+import inspect
 import json
+import random
 from pathlib import Path
 
 import datasets
 import pytest
-from sentence_transformers import SentenceTransformer
+import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.util import mine_hard_negatives
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dist_ext import cli
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.tasks import mine as mining
 from hf_dist_ext.tasks.mine import WRITERS
 from tests.test_train_script import main  # noqa: F401, a fixture
 from tests.tiny_models import SMALL, WORDS, model_config, tiny_tokenizer
@@ -39,7 +44,7 @@ def data(tmp_path) -> str:
 
 
 def mine(data: str, output: Path, model: str, *more: str) -> list[dict]:
-    columns = ["--query_column", "question", "--positive_column", "answer", "--id_column", "group"]
+    columns = ["--anchor_column_name", "question", "--positive_column_name", "answer"]
     cli.main(["mine", "--model", model, "--data", data, "--output", str(output), *columns, *more])
     (split,) = datasets.load_dataset(
         output.suffix[1:].replace("jsonl", "json"), data_files=glob.escape(str(output))
@@ -47,24 +52,74 @@ def mine(data: str, output: Path, model: str, *more: str) -> list[dict]:
     return list(split)
 
 
-def check(rows: list[dict], negatives: int) -> None:
-    assert len(rows) == 24 and 0 < max(len(row["negative"]) for row in rows) <= negatives
-    for row in rows:
-        groups = {other["group"] for other in rows if other["question"] == row["question"]}
-        right = {other["answer"] for other in rows if other["question"] == row["question"] or other["group"] in groups}
-        assert not right.intersection(row["negative"]) and len(set(row["negative"])) == len(row["negative"])
+def pairs_of(data: str) -> list[dict]:
+    return [json.loads(line) for line in Path(data).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_the_file_holds_no_positive_as_a_negative_and_a_run_trains_on_it(main, tmp_path, model, data, kind, capsys):  # noqa: F811
+THEIRS = {
+    "plain": {},
+    "margins": {"num_negatives": 2, "range_min": 1, "range_max": 9, "relative_margin": -0.05, "min_score": 0.1},
+    "drawn": {"sampling_strategy": "random", "range_max": 8, "num_negatives": 2},
+    "tuple": {"output_format": "n-tuple", "output_scores": True, "absolute_margin": 0.0, "num_negatives": 1},
+    "pair": {"output_format": "labeled-pair", "query_prompt": "read ", "corpus_prompt_name": "document"},
+    "list": {"output_format": "labeled-list", "max_score": 0.9999, "batch_size": 3, "faiss_batch_size": 5},
+    "ranking": {"output_format": "n-tuple", "include_positives": True, "verbose": False},
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_rows_are_those_of_mine_hard_negatives(tmp_path, model, data, name):
+    options, words = THEIRS[name], []
+    for option, value in options.items():
+        words += [f"--{option}"] if value is True else [f"--no-{option}"] if value is False else [f"--{option}", value]
+    found = mine(data, tmp_path / "mined.parquet", model, *map(str, words))
+    random.seed(0)
+    rows = datasets.Dataset.from_list(pairs_of(data)).select_columns(["question", "answer"])
+    expected = mine_hard_negatives(rows, SentenceTransformer(model), **options)
+    assert found == list(expected) and len(found) > 2
+
+
+def test_every_option_of_mine_hard_negatives_is_one_of_the_command(monkeypatch):
+    given = {}
+    monkeypatch.setattr(mining, "main", lambda asked: given.update(vars(asked)))
+    own = ["--model", "a", "--data", "b", "--output", "c", "--corpus", "d", "--cross_encoder", "e"]
+    flags = ["--use_faiss", "--include_positives", "--output_scores", "--verbose", "--use_multi_process", "cpu"]
+    names = {*inspect.signature(mine_hard_negatives).parameters} - {"dataset", "as_triplets", "margin"}
+    choices = {"sampling_strategy": "top", "output_format": "n-tuple"}
+    rest = names - {word[2:] for word in own + flags}
+    cli.main(
+        ["mine", *own, *flags, *(word for name in sorted(rest) for word in (f"--{name}", choices.get(name, "1")))]
+    )
+    assert names == {*given, *given["options"]} - {"options", "data", "output", "split", "id_column", "seed"}
+
+
+@pytest.mark.parametrize("form, column", [("triplet", "negative"), ("n-tuple", "negative_1")])
+def test_no_negative_shares_an_id_or_is_the_query_itself(tmp_path, model, data, form, column):
+    rows = pairs_of(data)
+    rows.append(rows[0] | {"answer": rows[5]["question"]})  # a query that is a document
+    Path(data).write_text("\n".join(map(json.dumps, rows)))
+    more = ["--output_format", form, "--num_negatives", "1" if form == "n-tuple" else "9"]
+    before = mine(data, tmp_path / "before.jsonl", model, *more)
+    after = mine(data, tmp_path / "after.jsonl", model, *more, "--id_column", "group")
+
+    def right(query: str) -> set[str]:
+        groups = {row["group"] for row in rows if row["question"] == query}
+        return {row["answer"] for row in rows if row["group"] in groups} | {query}
+
+    assert all(row["question"] != row[column] for row in before)
+    kept = [row for row in before if row[column] not in right(row["question"])]
+    assert after == kept and 0 < len(kept) < len(before)
+
+
+@pytest.mark.parametrize("form, kind", [("triplet", "jsonl"), ("n-tuple", "parquet")])
+def test_a_run_trains_on_the_file_as_the_last_line_says(main, tmp_path, model, data, form, kind, capsys):  # noqa: F811
     output = tmp_path / f"mined*[1].{kind}"  # no pattern
-    check(mine(data, output, model, "--negatives", "3", "--relative_margin", "none"), 3)
+    mine(data, output, model, "--output_format", form, "--num_negatives", "2")
     printed = capsys.readouterr()
-    assert f'"dataset_name": "{output}"' in printed.out and "negatives per query" in printed.out
-    assert "mining" not in printed.err, "a progress bar where there is no terminal"
+    assert f'"dataset_name": "{output}"' in printed.out
     printed_fields = json.loads("{" + printed.out.splitlines()[-1].partition("Train on it: ")[2] + "}")
     fields = printed_fields | {  # the held-out file is as the first one was, without negatives
-        "model_name_or_path": model, "id_column": "group", "batch_size": 8, "eval_dataset_name": data,
+        "model_name_or_path": model, "batch_size": 8, "eval_dataset_name": data,
         "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1,
         "output_dir": str(tmp_path / "out"), "use_cpu": True, "disable_tqdm": True, "report_to": "none",
         "logging_steps": 1, "save_strategy": "no",
@@ -75,53 +130,54 @@ def test_the_file_holds_no_positive_as_a_negative_and_a_run_trains_on_it(main, t
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
 
 
-def test_a_folder_that_we_do_not_read_is_read_by_sentence_transformers(tmp_path, model, data, capsys):
-    other = SentenceTransformer(model)
-    other[1].pooling_mode = "max"
-    other.save(str(tmp_path / "max"))
-    check(mine(data, tmp_path / "mined.jsonl", str(tmp_path / "max"), "--relative_margin", "none"), 5)
-    assert "sentence-transformers loads this folder instead" in capsys.readouterr().out
-
-
 def test_a_cross_encoders_scores_stand_in_the_file(tmp_path, model, data):
     folder = tmp_path / "cross"
     BertForSequenceClassification(BertConfig(**SMALL, num_labels=1)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    more = ["--cross_encoder", str(folder), "--relative_margin", "none"]
-    rows = mine(data, tmp_path / "mined.jsonl", model, *more)
-    check(rows, 5)
-    for row in rows:
-        assert len(row["scores"]) == 1 + len(row["negative"])
-        assert row["scores"][1:] == sorted(row["scores"][1:], reverse=True)
+    rows = mine(data, tmp_path / "mined.jsonl", model, "--cross_encoder", str(folder), "--output_scores")
+    scores = CrossEncoder(str(folder)).predict([(row["question"], row["negative"]) for row in rows])
+    assert [row["scores"][1] for row in rows] == pytest.approx(scores.tolist(), abs=1e-5)
 
 
 def test_documents_of_a_corpus_are_negatives_too(tmp_path, model, data):
     (tmp_path / "corpus.jsonl").write_text("\n".join(json.dumps({"answer": f"only {word}"}) for word in WORDS))
-    more = ["--corpus", str(tmp_path / "corpus.jsonl"), "--negatives", "20", "--relative_margin", "none"]
-    rows = mine(data, tmp_path / "mined.jsonl", model, *more)
-    check(rows, 20)
-    assert any(text.startswith("only ") for row in rows for text in row["negative"])
+    rows = mine(data, tmp_path / "mined.jsonl", model, "--corpus", str(tmp_path / "corpus.jsonl"))
+    assert any(row["negative"].startswith("only ") for row in rows)
+
+
+def test_kept_embeddings_are_those_of_one_model(tmp_path, model, data):
+    first = mine(data, tmp_path / "first.jsonl", model, "--cache_folder", str(tmp_path / "cache"))
+    torch.manual_seed(1)
+    EmbeddingModel.from_config(model_config("bert")).save_pretrained(model, tokenizer=tiny_tokenizer())
+    alone, kept = (
+        mine(data, tmp_path / f"{len(more)}.jsonl", model, *more)
+        for more in ([], ["--cache_folder", str(tmp_path / "cache")])
+    )
+    assert kept == alone != first
 
 
 @pytest.mark.parametrize(
     "more, words",
     [
-        (["--negatives", "0"], "--negatives 0"),
-        (["--rank_min", "9", "--rank_max", "9"], "holds no rank"),
-        (["--rank_max", "4"], "asks for more than the 4 ranks"),
-        (["--relative_margin", "1.5"], "a share of the positive's score"),
-        (["--output", "mined.csv"], "a row holds a list of negatives"),
+        (["--negatives", "0"], "Closest: --num_negatives"),
+        (["--query_column", "q"], "Closest: --anchor_column_name"),
+        (["--num_negatives", "0"], "of sentence-transformers: num_negatives must be at least 1"),
+        (["--range_min", "9", "--range_max", "9"], "range_min must be smaller than range_max"),
+        (["--use_multi_process", "nonsense"], "--use_multi_process nonsense: "),
+        (["--use_faiss"], "Please install `faiss`"),
+        (["--id_column", "group", "--output_format", "labeled-list"], "--id_column goes with --output_format triplet"),
+        (["--output", "mined.csv"], "written as .jsonl or .parquet"),
         (["--output", "no/such/mined.jsonl"], "there is no folder"),
         (["--output", __file__.replace(".py", ".jsonl")], None),
-        (["--query_column", "questoin"], "error: --query_column: "),
-        (["--query_column", "questoin"], 'no column "questoin"'),
+        (["--anchor_column_name", "questoin"], "error: --anchor_column_name: "),
+        (["--anchor_column_name", "questoin"], 'no column "questoin"'),
         (["--id_column", "groop"], "id_column"),
         (["--corpus", "nowhere.jsonl"], "there is no such file"),
         (["--corpus", "{tmp_path}/numbers.jsonl"], 'numbers.jsonl: column "answer" holds no text'),
         (["--split", "test"], '--split="test" is no split'),
         (["--model", "nowhere"], "nowhere"),
         (["--cross_encoder", "nowhere"], "--cross_encoder nowhere can not be loaded"),
-        (["--relative_margin", "0.999"], "Widen one of them"),
+        (["--relative_margin", "0.999"], "Widen ranks or margins"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -146,7 +202,7 @@ def test_two_runs_at_a_time_write_a_whole_file_each(tmp_path, model, data, monke
         plain(rows, file)
 
     monkeypatch.setitem(WRITERS, ".jsonl", write)
-    check(mine(data, tmp_path / "mined.jsonl", model), 5)
+    assert mine(data, tmp_path / "mined.jsonl", model)
     assert len({*written}) == 2 and [path.name for path in tmp_path.glob("mined*")] == ["mined.jsonl"]
 
 

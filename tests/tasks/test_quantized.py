@@ -15,7 +15,6 @@ from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings, held, model_of
-from hf_dist_ext.planner.shape_config import read_model_config
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
@@ -72,7 +71,7 @@ def test_adapters_train_on_a_base_in_4_bits_and_the_run_is_resumed(run_file, tmp
 @needs_bitsandbytes
 def test_a_plan_counts_what_is_stored_and_kept(run_file):
     run = load_run(["--config", str(run_file), "--lora_target_modules", "all-linear", "--max_length", "32"])
-    work = replace(workload_of(run, read_model_config(None, run.options.model_name_or_path)), mask_bytes=0)
+    work = replace(workload_of(run, trace.complete_config(run.options)), mask_bytes=0)
     found = trace.shape(run, work)
     work = replace(work, found=found, embedding_dim=found["embedding_dim"], columns=work.columns[:1])
     model = build_model(run, None, quantization_config=quantization_of(run, make_arguments(run)))

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from PIL import Image
+from sentence_transformers import SentenceTransformer
 from transformers import (
     AutoProcessor,
     CLIPImageProcessorPil,
@@ -28,7 +29,6 @@ from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks import search_files
 from hf_dist_ext.tasks.adapters import add_adapters
-from hf_dist_ext.tasks.search import embed, load
 from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.tasks.test_image_pairs import TEXT, VISION
 from tests.tiny_models import model_config, tiny_tokenizer
@@ -105,9 +105,10 @@ def test_a_picture_finds_texts(pairs, pictures, tmp_path, capsys):
 def test_vectors_are_computed_once_and_again_after_a_change(pairs, pictures, monkeypatch):
     embedded = []
     plain = TowerPair.embed
-    monkeypatch.setattr(
-        TowerPair, "embed", lambda self, values: (embedded.append(len(values)), plain(self, values))[1]
-    )
+    for name in ("encode_query", "encode_document"):
+        monkeypatch.setattr(
+            TowerPair, name, lambda self, values: (embedded.append(len(values)), plain(self, values))[1]
+        )
 
     def scores() -> list[float]:
         embedded.clear()
@@ -167,8 +168,9 @@ def test_a_text_model_searches_the_rows_of_a_file(tmp_path):
     model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
     rows = [{"text": text, "number": number} for number, text in enumerate(CAPTIONS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    loaded = load(str(tmp_path / "model"))
-    expected = (embed(*loaded, CAPTIONS, "document") @ embed(*loaded, ["by key"], "query")[0]).tolist()
+    served = SentenceTransformer(str(tmp_path / "model"))
+    vectors, question = served.encode_document(CAPTIONS), served.encode_query("by key")
+    expected = served.similarity(question, vectors)[0].tolist()
     for _ in range(2):  # the second time from the index
         found = search_files.find(str(tmp_path / "model"), "by key", None, str(tmp_path / "rows.jsonl"))
         assert found == sorted(zip(expected, CAPTIONS, strict=True), reverse=True)
@@ -191,12 +193,14 @@ def test_what_an_editor_adds_to_a_file_is_no_text(tmp_path):
     ({"data": "two.jsonl", "column": "c"}, "text columns a, b. Name one as --column"),
     ({"data": "text.txt", "column": "a"}, "has no columns"),
     ({"data": "broken"}, "broken/a.png cannot be read"),
-    ({"model": "text_model"}, "has no towers.json"),
+    ({"model": "text_model"}, "text_model embeds no pictures"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, change, words):
     monkeypatch.chdir(tmp_path)
-    for folder in ("empty", "broken", "text_model"):
+    for folder in ("empty", "broken"):
         Path(folder).mkdir()
+    text_model = EmbeddingModel.from_config(model_config("bert"))
+    text_model.save_pretrained("text_model", tokenizer=tiny_tokenizer())
     Path("broken", "a.png").write_text("no picture")
     Path("empty.txt").write_text("\n \n")
     Path("text.txt").write_text("parse")
@@ -231,6 +235,12 @@ def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
         base.get_input_embeddings().weight.neg_()
     base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
     assert [path.read_bytes() for path in files] == before, "the adapters are as they were"
-    loaded = load(str(tmp_path / "model"))
-    expected = (embed(*loaded, sorted(CAPTIONS), "document") @ embed(*loaded, ["by key"], "query")[0]).tolist()
+    served = SentenceTransformer(str(tmp_path / "model"))
+    vectors, question = served.encode_document(sorted(CAPTIONS)), served.encode_query("by key")
+    expected = served.similarity(question, vectors)[0].tolist()
     assert scores() == pytest.approx(expected, abs=1e-6) and expected != pytest.approx(first, abs=1e-3)
+
+    base = EmbeddingModel.from_config(model_config("bert", num_hidden_layers=1))
+    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    with pytest.raises(UsageError, match="of its adapters do not fit the base model"):
+        scores()

@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import transformer
+from transformers import AutoProcessor
 
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.tasks import search
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.encode import main as encode
 from hf_dist_ext.tasks.search_files import find
+from hf_dist_ext.tasks.serving import load_for_serving
 from hf_dist_ext.tasks.vision_language import messages_of
 from tests.tasks.test_stages import main
 from tests.tiny_models import model_config, tiny_tokenizer
@@ -182,23 +183,24 @@ def test_words_and_pictures_find_both_in_a_folder_of_pictures_and_in_texts(untra
     for digit in range(4):
         picture(digit).save(tmp_path / f"{digit}.png")
     (tmp_path / "texts.txt").write_text("a red boat\na small tree\nwhich digit")
-    model, processor = search.load(str(untrained))
+    model, processor = EmbeddingModel.from_pretrained(untrained), AutoProcessor.from_pretrained(untrained)
     paths = [str(tmp_path / f"{digit}.png") for digit in range(4)]
-    documents = search.embed(model, processor, [picture(digit) for digit in range(4)], "document")
-    question = search.embed(model, processor, ["a red boat"], "query")
+    served = load_for_serving(str(untrained))
+    documents = served.encode_document([picture(digit) for digit in range(4)])
+    question = torch.as_tensor(served.encode_query(["a red boat"]))
     with torch.no_grad():
         collate = VisionLanguageCollator(
             processor.tokenizer, ["query", "text"], {"query": "find it"}, processor=processor
         )
         expected = model(**collate.features("query", ["a red boat"])).embeddings
     assert torch.allclose(question, expected, atol=1e-6)
-    scores = (documents @ question[0]).tolist()
+    scores = (documents @ question[0].numpy()).tolist()
     found = find(str(untrained), "a red boat", None, str(tmp_path))
     assert [path for _, path in found] == [paths[i] for i in sorted(range(4), key=lambda i: -scores[i])]
     by_picture = find(str(untrained), "", paths[2], str(tmp_path / "texts.txt"))
     assert len(by_picture) == 3 and {text for _, text in by_picture} == {"a red boat", "a small tree", "which digit"}
     encode(Encode(str(untrained), str(tmp_path), str(tmp_path / "found.npy")))
-    assert np.abs(np.load(tmp_path / "found.npy") - documents.numpy()).max() < 1e-6
+    assert np.abs(np.load(tmp_path / "found.npy") - documents).max() < 1e-6
 
 
 def test_a_run_is_resumed_and_ends_with_the_same_weights(run_file, tmp_path):

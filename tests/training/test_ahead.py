@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
@@ -83,10 +84,10 @@ def test_columns_that_the_loss_does_not_read_are_not_cut():
         collator_of(True), Cutter(OPTIONS, False), SharedWish(Wish(ChunkLimits(3), 1)), {"": None, "pairs": 2}
     )
     batch = collator_of(True)(rows(4))
-    batch["ids"]["source"] = "pairs"
+    batch["ids"][SOURCE] = "pairs"
     collator.collate = lambda rows: batch
     assert list(collator([])[ahead.CUTS]["all"].chunked.row_counts()) == ["query", "positive"]
-    batch["ids"]["source"] = "others"
+    batch["ids"][SOURCE] = "others"
     assert list(collator([])[ahead.CUTS]["all"].chunked.row_counts()) == ["query", "positive", "negative"]
 
 

@@ -27,7 +27,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.corpus_ranks import CorpusRanks
-from hf_dist_ext.training.embedder import Embedder
+from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.health import LeaveEvaluation
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
@@ -93,14 +93,14 @@ def entry(made: Path, kind: str, **more) -> dict:
 def test_retrieval_equals_that_of_sentence_transformers(similarity, made, tmp_path, monkeypatch):
     """No more embeddings of documents are held than asked for; workers of a loader may read the texts."""
     queries, documents, right = corpus()
-    held, own = [], Embedder.own
+    held, own = [], ItemsEmbedder.own
 
     def watched(*arguments):
         numbers, embeddings = own(*arguments)
         held.append(len(embeddings))
         return numbers, embeddings
 
-    monkeypatch.setattr(Embedder, "own", watched)
+    monkeypatch.setattr(ItemsEmbedder, "own", watched)
     options = KS | {"name": "c", "path": str(made / "corpus"), "corpus_chunk_size": 64}
     workers = {"dataloader_num_workers": 1} if similarity == "dot" else {}
     of = trainer(tmp_path, [{"type": "retrieval", **options}], made / similarity, **workers)

@@ -14,10 +14,10 @@ from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sparse_loss import SparseLoss
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training import model_card
 from hf_dist_ext.training.card_metadata import metadata
 from hf_dist_ext.training.citations import citations_of, names_of
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from tests.tasks import test_image_pairs
 from tests.tasks.test_adapters import run_file as adapters_file  # noqa: F401, a fixture
 from tests.tasks.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture

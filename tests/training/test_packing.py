@@ -81,7 +81,7 @@ def with_prompt() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("build, more, words", [
-    (Tiny, {}, "Tiny is no EmbeddingModel"),
+    (Tiny, {}, "Tiny does not say that it takes rows so"),
     (lambda: EmbeddingModel.from_config(model_config("mpnet")), {}, 'model type "mpnet"'),
     (lambda: bert("eager"), {}, 'attn_implementation="eager"'),
     (bert, {"torch_compile": True}, "compile again"),

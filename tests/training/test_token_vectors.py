@@ -21,7 +21,7 @@ from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.tasks import search
+from hf_dist_ext.tasks.serving import load_for_serving
 from hf_dist_ext.training import token_vectors
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import retrieval_metrics
@@ -142,8 +142,8 @@ def test_a_run_file_trains_evaluates_and_saves_token_vectors(main, run_file, tmp
     theirs = MultiVectorTripletEvaluator(*texts, write_csv=False)(served)
     assert found["eval_t_maxsim_accuracy"] == pytest.approx(theirs["maxsim_accuracy"])
     assert "MultiVectorEncoder" in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(UsageError, match="gives a vector of every token"):
-        search.embed(*search.load(str(tmp_path / "out")), ["parse a date"], "query")
+    with pytest.raises(UsageError, match="is a MultiVectorEncoder, and here rows are compared by one"):
+        load_for_serving(str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -171,7 +171,7 @@ def trainer(folder, pooling: str, loss, evaluations=()) -> DistTrainer:
 def test_model_and_loss_must_agree_on_what_a_row_is(tmp_path):
     with pytest.raises(UsageError, match="InfoNCELoss reads one vector per row"):
         trainer(tmp_path, "tokens", InfoNCELoss())
-    with pytest.raises(UsageError, match='the model gives one vector per row \\(pooling="cls"\\)'):
+    with pytest.raises(UsageError, match="the model gives one vector per row.*MultiVectorEncoder"):
         trainer(tmp_path, "cls", LateInteractionLoss())
 
 

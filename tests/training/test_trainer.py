@@ -10,12 +10,14 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_dist_ext.checkpoints import loss_state
+from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import row_weight
 from hf_dist_ext.training import checks
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.tiny_models import tiny_tokenizer
 
@@ -83,7 +85,6 @@ def test_objects_of_other_trainers_are_refused_with_what_to_give_instead(tmp_pat
     theirs = SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer(), embedding_dim=4)], device="cpu")
     texts, loss = Dataset.from_dict({"question": ["a"], "answer": ["b"]}), InfoNCELoss()
     given = {
-        "EmbeddingModel.from_pretrained": {"model": theirs, "loss": loss, "train_dataset": texts},
         "loss is CoSENTLoss, .*loss=InfoNCELoss": {"loss": CoSENTLoss(theirs)},
         "loss is InfoNCELoss, .*loss=InfoNCELoss": {"loss": InfoNCELoss},
         "loss is 'infonce', .*in a run file": {"loss": "infonce"},
@@ -322,6 +323,21 @@ def test_the_buffers_of_a_loss_without_a_parameter_are_saved_and_resumed(tmp_pat
         assert resumed.loss.seen == 2 + 3, "weights alone, and three steps more"
     else:
         assert resumed.loss.seen == 3 and torch.equal(resumed.loss.center, whole.loss.center)
+
+
+def test_accumulation_is_said_to_add_no_negatives_where_a_batch_has_some(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(checks.logger, "warning_once", said.append)
+    made = trainer(tmp_path, gradient_accumulation_steps=2, max_steps=1)
+    made.train()
+    (line,) = said
+    assert "steps=2 adds no negatives" in line and "per_device_train_batch_size=16 with a gradient cache" in line
+    without = [InfoNCELoss(in_batch_negatives=False), SentenceTransformersLoss("CosineSimilarityLoss", 8)]
+    for loss in (*without, SumOfLosses(dict(zip("ab", without, strict=True)))):
+        checks.warn_of_accumulation(made.args, loss)
+    made.args.gradient_accumulation_steps = 1
+    checks.warn_of_accumulation(made.args, made.loss)
+    assert said == [line]
 
 
 def test_a_state_of_the_loss_that_is_missing_or_of_another_is_said(tmp_path, caplog):

@@ -2,22 +2,27 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
+from sentence_transformers.multi_vector_encoder import losses as multi_vector
+from sentence_transformers.multi_vector_encoder.scoring import XTRScores
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.modules import Normalize
+from sentence_transformers.util import cos_sim
+from torch.nn.functional import pad
 from transformers import BertConfig, BertModel
 
-from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss
+from hf_dist_ext.checkpoints.loss_state import load_loss, save_loss, settings
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.load import load_datasets, prepare
 from hf_dist_ext.data.row_check import RowCheck
-from hf_dist_ext.engine.combined_losses import SumOfLosses
+from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
@@ -26,9 +31,9 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import losses as by_name
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.tasks.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training import metrics
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss, as_loss, asked_chunks
 from hf_dist_ext.training.step import split
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
@@ -39,10 +44,10 @@ COLUMNS = ("query", "positive", "negative")
 WIDTH = 32  # of the tiny model
 
 
-def saved(folder, seed: int, tokenizer=None, **changes) -> str:
+def saved(folder, seed: int, tokenizer=None) -> str:
     torch.manual_seed(seed)
-    model = EmbeddingModel.from_config(model_config("bert", **NO_DROPOUT, **changes), normalize=False, max_length=24)
-    model.save_pretrained(folder, tokenizer=tokenizer or tiny_tokenizer())
+    BertModel(BertConfig(**model_config("bert", **NO_DROPOUT))).save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
     return str(folder)
 
 
@@ -59,6 +64,11 @@ def guides(tmp_path_factory) -> dict[str, SentenceTransformer]:
     guides = {name: SentenceTransformer(path, device="cpu").double() for name, path in paths.items()}
     guides["shorter"].max_seq_length = 5
     return guides
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> MultiVectorEncoder:
+    return MultiVectorEncoder(saved(tmp_path_factory.mktemp("tokens"), 0), device="cpu").double()
 
 
 def texts(num_columns: int, rows: int = 7) -> dict[str, list[str]]:
@@ -126,16 +136,6 @@ def theirs(model, name: str, options: dict) -> torch.nn.Module:
     return kind(model, **options)
 
 
-PARAMETERS = ("projection", "classifier")  # of losses that have some
-
-
-def copied(source: torch.nn.Module, to: torch.nn.Module) -> None:
-    """Parameters of the loss alone."""
-    own = {name: p for name, p in to.named_parameters() if name.removeprefix("loss.").startswith(PARAMETERS)}
-    for name, parameter in source.loss.named_parameters():
-        own[name].data.copy_(parameter.data)
-
-
 def of_guide(options: dict, guides: dict) -> dict:
     """The options with the guide that is named, of the loss or of the one inside."""
     if "guide" in options:
@@ -143,46 +143,255 @@ def of_guide(options: dict, guides: dict) -> dict:
     return options | ({"loss_options": of_guide(options["loss_options"], guides)} if "loss_options" in options else {})
 
 
-@pytest.mark.parametrize("name, num_columns, label, options", CASES, ids=lambda value: str(value)[:30])
-def test_cached_gradients_are_those_of_sentence_transformers(model, guides, name, num_columns, label, options):
+class Mixed(torch.nn.Module):
+    """As users write one: two losses, a scale that trains, options of the model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.scale = model, torch.nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
+        self.ranking, self.rated = losses.MultipleNegativesRankingLoss(model), losses.CoSENTLoss(model, scale=3.0)
+
+    def forward(self, sentence_features, labels):
+        anchor, *_ = [self.model(features)["sentence_embedding"] for features in sentence_features]
+        by_rank, by_rate = self.ranking(sentence_features, None), self.rated(sentence_features, labels)
+        return by_rank + self.scale.sum() * by_rate + anchor.pow(2).mean() / self.model.get_embedding_dimension()
+
+
+class Learnt(losses.CachedMultipleNegativesRankingLoss):
+    """With a parameter of its own, whose gradient its cache makes too."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.learnt = torch.nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+        self.similarity_fct = lambda rows, columns: self.learnt * cos_sim(rows, columns)
+
+
+CLASSES = torch.tensor([0, 1, 0, 2, 1, 0, 2])
+EUCLIDEAN = losses.BatchHardTripletLossDistanceFunction.euclidean_distance
+CACHED = {"mini_batch_size": 3}
+# a loss of (model, guides), columns, label; a cached one with how the trainer of sentence-transformers computes it
+OBJECTS = {
+    "symmetric": (lambda m, g: losses.CachedMultipleNegativesSymmetricRankingLoss(m, scale=5.0, **CACHED), 2, None),
+    "cached hardness": (lambda m, g: losses.CachedMultipleNegativesRankingLoss(
+        m, hardness_mode="all_negatives", hardness_strength=2.0, **CACHED), 4, None),
+    "gathered": (lambda m, g: losses.CachedMultipleNegativesRankingLoss(m, gather_across_devices=True), 3, None),
+    "plain gathered": (lambda m, g: losses.MultipleNegativesRankingLoss(m, gather_across_devices=True), 3, None),
+    "hardness": (lambda m, g: losses.MultipleNegativesRankingLoss(
+        m, hardness_mode="hard_negatives", hardness_strength=2.0), 4, None),
+    "cached guide": (lambda m, g: losses.CachedGISTEmbedLoss(m, g["shorter"], temperature=0.1, **CACHED), 4, None),
+    "guide": (lambda m, g: losses.GISTEmbedLoss(m, g["same"], margin_strategy="relative", margin=0.1), 3, None),
+    "mega batch": (lambda m, g: losses.MegaBatchMarginLoss(m, mini_batch_size=3), 2, None),
+    "dimensions of a cached one": (lambda m, g: losses.MatryoshkaLoss(
+        m, losses.CachedMultipleNegativesRankingLoss(m, **CACHED), [32, 8], [1.0, 0.5]), 3, None),
+    "dimensions of a guided one": (lambda m, g: losses.MatryoshkaLoss(
+        m, losses.CachedGISTEmbedLoss(m, g["same"], **CACHED), [32, 8]), 3, None),
+    "parameter of a cached one": (lambda m, g: Learnt(m, **CACHED), 3, None),
+    "hard": (lambda m, g: losses.BatchHardTripletLoss(m), 1, CLASSES),
+    "all": (lambda m, g: losses.BatchAllTripletLoss(m, EUCLIDEAN, margin=2.0), 1, CLASSES),
+    "soft": (lambda m, g: losses.BatchHardSoftMarginTripletLoss(m), 1, CLASSES),
+    "semi-hard": (lambda m, g: losses.BatchSemiHardTripletLoss(m, margin=2.0), 1, CLASSES),
+    "of a user": (lambda m, g: Mixed(m), 3, RATED),
+    "dimensions of a user": (lambda m, g: losses.MatryoshkaLoss(m, Mixed(m), [32, 8]), 3, RATED),
+}  # fmt: skip
+NAMED = {f"{name} {number}": (name, *case) for number, (name, *case) in enumerate(CASES)}
+
+
+def own_parameters(loss: torch.nn.Module, *models: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    of_models = {p for model in models for p in model.parameters()}
+    return {name: p for name, p in loss.named_parameters() if p not in of_models}
+
+
+@pytest.mark.parametrize("case, is_object", [*((n, False) for n in NAMED), *((n, True) for n in {**NAMED, **OBJECTS})])
+def test_cached_gradients_are_those_of_sentence_transformers(model, guides, case, is_object):
     """The same weights in both: chunks of 3 rows through the cache here, the full batch and autograd there."""
-    options = of_guide(options, guides)
-    batch = {
-        column: model.tokenizer(rows, padding=True, return_tensors="pt") for column, rows in texts(num_columns).items()
-    }
-    batch = {column: dict(features) for column, features in batch.items()}
+    if case in NAMED:
+        name, num_columns, label, options = NAMED[case]
+        options = of_guide(options, guides)
+        build = lambda: theirs(model, name, options)  # noqa: E731
+    else:
+        make, num_columns, label = OBJECTS[case]
+        build = lambda: make(model, guides)  # noqa: E731
+    batch = {column: model.preprocess(rows) for column, rows in texts(num_columns).items()}
+    batch = {column: {key: of[key] for key in ("input_ids", "attention_mask")} for column, of in batch.items()}
     torch.manual_seed(5)
-    ours = SentenceTransformersLoss(name, WIDTH, tokenizer=model.tokenizer, max_length=24, **options).double()
-    reference = theirs(model, name, options).double()
-    copied(ours, reference)
-    encoder = EmbeddingModel(model[0].auto_model, normalize=False)
+    if is_object:
+        own = own_parameters(given := build(), model, *guides.values())
+        ours = as_loss(given, model).double()
+        assert ours.loss is given and {*own.values()} == {*ours.parameters()}
+    else:
+        ours = SentenceTransformersLoss(name, WIDTH, tokenizer=model.tokenizer, max_length=24, **options).double()
+    torch.manual_seed(5)
+    reference = build().double()
     targets = ({} if label is None else {"label": label}) | (
         ours.targets_of(batch) if hasattr(ours, "targets_of") else {}
     )
 
     model.zero_grad()
+    for parameter in ours.parameters():  # of the batch before, in an update of several
+        parameter.grad = torch.ones_like(parameter)
     step = cached_step(
         lay_out(batch, ChunkLimits(max_rows=3)),
-        encode=lambda chunk: encoder(**chunk.features).embeddings,
+        encode=lambda chunk: model(dict(chunk.features))["sentence_embedding"],
         score=lambda embeddings: ours(embeddings, targets=targets),
         loss_parameters=ours.parameters(),
     )
-    found = {n: p.grad.clone() for n, p in encoder.named_parameters() if p.grad is not None}
-    found |= {n: p.grad.clone() for n, p in ours.named_parameters()}
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    found |= {f"loss.{n}": p.grad - 1 for n, p in ours.loss.named_parameters()}
     assert step.num_chunks > num_columns and len(found) > 20 and sum(g.abs().sum() for g in found.values()) > 0
 
     model.zero_grad()
     value = reference([dict(features) for features in batch.values()], label)
     value = sum(value.values()) if isinstance(value, dict) else value
     value.backward()
-    expected = {n: p.grad for n, p in encoder.named_parameters() if p.grad is not None}
-    own = dict(reference.named_parameters())
-    expected |= {f"loss.{n}": p.grad for n, p in own.items() if n.removeprefix("loss.").startswith(PARAMETERS)}
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    expected |= {f"loss.{n}": p.grad for n, p in own_parameters(reference, model, *guides.values()).items()}
     assert found.keys() == expected.keys()
-    torch.testing.assert_close(step.loss, value.detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(step.loss, value.detach(), rtol=1e-12, atol=0)
     scale = torch.cat([g.flatten() for g in expected.values()]).norm()
     for key, gradient in expected.items():
-        assert (found[key] - gradient).norm() <= 1e-10 * scale, key
+        assert (found[key] - gradient).norm() <= 1e-11 * scale, key
+
+
+# a loss of a MultiVectorEncoder, columns, label
+OF_TOKENS = [
+    (lambda m: multi_vector.MultiVectorMultipleNegativesRankingLoss(m, score_mini_batch_size=4), 4, None),
+    (lambda m: multi_vector.MultiVectorMultipleNegativesRankingLoss(
+        m, mini_batch_size=3, similarity_fct=XTRScores(top_k=6), gather_across_devices=True), 3, None),
+    (lambda m: multi_vector.CachedMultiVectorMultipleNegativesRankingLoss(m, mini_batch_size=3, scale=0.5), 3, None),
+    (lambda m: multi_vector.MultiVectorMarginMSELoss(m), 3, RATED),
+    (lambda m: multi_vector.MultiVectorMarginMSELoss(m, mini_batch_size=2), 5, SCORES),
+    (lambda m: multi_vector.MultiVectorDistillKLDivLoss(m, temperature=2.0), 5, SCORES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build, num_columns, label", OF_TOKENS)
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_losses_of_token_vectors_are_those_of_sentence_transformers(tokens, build, num_columns, label, in_lists):
+    """Columns of other lengths, and negatives as a column each or end to end."""
+    features = {name: tokens.preprocess(rows) for name, rows in texts(num_columns).items()}
+    tasks = {name: "document" if name != "query" else "query" for name in features}
+    outputs = {name: tokens(dict(of), task=tasks[name]) for name, of in features.items()}
+    own = {name: {"vectors": o["token_embeddings"], "mask": o["attention_mask"]} for name, o in outputs.items()}
+    assert len({of["mask"].shape[1] for of in own.values()}) > 1, "lengths"
+    if in_lists and num_columns > 3:
+        names, width = list(own)[2:], max(of["mask"].shape[1] for of in own.values())
+        wide = {
+            n: {k: pad(v, (0,) * 2 * (v.dim() - 2) + (0, width - v.shape[1])) for k, v in own.pop(n).items()}
+            for n in names
+        }
+        own["negative"] = {k: torch.stack([wide[n][k] for n in names], 1).flatten(0, 1) for k in ("vectors", "mask")}
+    trained, targets = [*tokens.parameters()], {} if label is None else {"label": label}
+    ours = as_loss(build(tokens), tokens)
+    assert (ours.similarity, ours.normalize, [*ours.parameters()]) == ("maxsim", False, [])
+    value = ours(own, targets=targets).loss
+    found = torch.autograd.grad(value, trained, allow_unused=True)
+    tokens.zero_grad()
+    reference = build(tokens)([{**of, "task": tasks[name]} for name, of in features.items()], label)
+    reference.backward()
+    torch.testing.assert_close(value.detach(), reference.detach(), rtol=1e-12, atol=0)
+    assert sum(p.grad is not None and p.grad.abs().max() > 1e-9 for p in trained) > 20
+    scale = torch.cat([p.grad.flatten() for p in trained if p.grad is not None]).norm()
+    for parameter, gradient in zip(trained, found, strict=True):
+        if parameter.grad is not None:
+            assert (gradient - parameter.grad).norm() <= 1e-11 * scale
+
+
+def test_a_loss_is_given_in_every_form_of_their_trainer(model, tokens):
+    infonce, plain = InfoNCELoss(), torch.nn.Linear(2, 2)
+    assert as_loss(infonce, model) is infonce and as_loss(None, plain) is None
+    function = lambda own, everyone=None, row_offset=0, ids=None: 0.0  # noqa: E731
+    assert as_loss(function, model) is function
+    assert as_loss(None, model).name == "CoSENTLoss" and as_loss(None, tokens).similarity == "maxsim"
+    for make in (losses.CoSENTLoss, lambda model: losses.CoSENTLoss(model), partial(losses.CoSENTLoss, scale=3.0)):
+        made = as_loss(make, model)
+        assert isinstance(made, SentenceTransformersLoss) and as_loss(made, model) is made
+    cached = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=8)
+    of_tokens = partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2, mini_batch_num_tokens=64)
+    several = as_loss({"a": cached, "b": cached, "c": losses.CoSENTLoss, "d": infonce, "e": of_tokens}, model)
+    assert isinstance(several, LossPerSource) and several.of("a") is several.of("b") and several.of("d") is infonce
+    assert asked_chunks(several) == (8, 64) and asked_chunks(infonce) == asked_chunks(function) == (None, None)
+    added = as_loss(SumOfLosses({"a": losses.CoSENTLoss(model), "b": infonce}), model)
+    assert isinstance(added.losses["of_a"], SentenceTransformersLoss) and added.losses["of_b"] is infonce
+
+
+def test_a_loss_that_was_given_before_is_given_again(model, guides):
+    """With another trainer, and inside of another loss: its stand-in is the one of the loss around it."""
+    rows = {name: torch.randn(5, WIDTH, dtype=torch.float64) for name in COLUMNS[:2]}
+    inner = losses.GISTEmbedLoss(model, guides["shorter"])
+    first, again = as_loss(inner, model), as_loss(inner, model)
+    assert again._guides == first._guides and again._guides[0].must_retokenize
+    inner = losses.MultipleNegativesRankingLoss(model)
+    value = as_loss(inner, model)(rows).loss
+    around = as_loss(losses.MatryoshkaLoss(model, inner, [8]), model)
+    short = {name: of[:, :8] for name, of in rows.items()}
+    torch.testing.assert_close(around(rows).loss, as_loss(inner, model)(short).loss)
+    assert abs(around(rows).loss - value) > 1e-3 and isinstance(model, SentenceTransformer)
+
+
+def test_an_unknown_loss_is_taken_for_what_costs_most(model):
+    unknown, known = as_loss(Mixed(model), model), as_loss(losses.TripletLoss(model), model)
+    for name in ("compares_all_pairs", "reads_lengths", "takes_negatives_as_columns"):
+        assert getattr(unknown, name), name
+    assert not known.compares_all_pairs and unknown.num_columns is None and not unknown.rates_pairs
+
+    class Mine(losses.CoSENTLoss):
+        pass
+
+    mine = as_loss(Mine(model), model)
+    assert as_loss(losses.BatchAllTripletLoss(model), model).num_columns == 1
+    plain, cached = losses.MultipleNegativesRankingLoss(model), losses.CachedMultipleNegativesRankingLoss(model)
+    assert as_loss(plain, model).compares_all_pairs and not as_loss(cached, model).compares_all_pairs
+    assert mine.rates_pairs and mine.num_columns == 2 and not mine.compares_all_pairs
+
+
+def test_how_rows_are_cut_is_no_setting_of_a_loss(model):
+    one, other = (
+        settings(
+            as_loss(
+                losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size, show_progress_bar=bar), model
+            )
+        )
+        for size, bar in ((4, True), (8, False))
+    )
+    assert one == other and one["loss.loss.scale"] == 20.0
+
+
+class Hidden(torch.nn.Module):
+    def __init__(self, model, reads):
+        super().__init__()
+        self.model, self.reads = model, reads
+
+    def forward(self, sentence_features, labels):
+        return self.reads(self.model, sentence_features)
+
+
+class Inside(torch.nn.Module):
+    def __init__(self, model, loss):
+        super().__init__()
+        self.inside, self.model = loss, model
+
+    def forward(self, sentence_features, labels):
+        return self.inside(sentence_features, labels)
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda m: losses.AdaptiveLayerLoss(m, losses.CoSENTLoss(m)), "AdaptiveLayerLoss can .*: it runs the model"),
+    (lambda m: losses.Matryoshka2dLoss(m, losses.CoSENTLoss(m), [8]), "Matryoshka2dLoss can not be trained here"),
+    (losses.ContrastiveTensionLoss, "ContrastiveTensionLoss can not be .*: it trains a second copy"),
+    (losses.ContrastiveTensionLossInBatchNegatives, "trains a second copy"),
+    (lambda m: Inside(m, losses.ContrastiveTensionLoss(m)), "trains a second copy"),
+    (lambda m: losses.MatryoshkaLoss(m, losses.CoSENTLoss(m), [8, 4], n_dims_per_step=1), "lets every process draw"),
+    (lambda m: Inside(m, losses.CachedMultipleNegativesRankingLoss(m)), "stands inside of Inside and runs the model"),
+    (lambda m: Inside(m, m[0]), "Inside holds 'inside', which is of the model"),
+    (lambda m: Hidden(m, lambda m, f: sum(m.parameters())), "Hidden must see .*: it asks for model.parameters"),
+    (lambda m: Hidden(m, lambda m, f: m.encode("a")), "it asks for model.encode"),
+    (lambda m: Hidden(m, lambda m, f: f[0]["input_ids"].sum()), "embeddings only: 'input_ids'"),
+    (losses.MultipleNegativesRankingLoss, "Expected at least 2 embeddings, got 1"),
+    (losses.BatchHardTripletLoss, "BatchHardTripletLoss needs a label of every row .the number of the text's class."),
+])  # fmt: skip
+def test_an_object_that_must_see_the_model_is_refused(model, make, words):
+    with pytest.raises(UsageError, match=words):
+        as_loss(make(model), model)({"text": torch.randn(3, WIDTH, dtype=torch.float64)})
 
 
 @pytest.mark.parametrize("weights", [None, [2.0, 1.0, 0.5]])
@@ -207,11 +416,13 @@ def test_dimensions_of_infonce_are_those_of_matryoshka_loss(model, weights):
 def test_every_loss_of_sentence_transformers_is_compared_or_refused():
     known = {name for name in losses.__all__ if "Loss" in name and not name.endswith("Function")}
     assert known == {name for name, *_ in CASES} | set(by_name.REFUSED)
-    assert known - set(by_name.REFUSED) == {*by_name.LABELS, *by_name.WITHOUT_LABEL, by_name.MATRYOSHKA}
+    assert known - set(by_name.REFUSED) == {*by_name.LABELS, *by_name.WITHOUT_LABEL, by_name.MATRYOSHKA} - {
+        *by_name.GROUPS
+    }
 
 
 def test_a_guide_reads_every_row_once_and_is_no_part_of_the_loss(guides, monkeypatch):
-    monkeypatch.setattr("hf_dist_ext.tasks.sentence_losses.GUIDE_WIDTH", 8)
+    monkeypatch.setattr("hf_dist_ext.training.sentence_losses.GUIDE_WIDTH", 8)
     guide, seen = guides["same"], []
     loss = SentenceTransformersLoss("GISTEmbedLoss", WIDTH, tokenizer=guide.tokenizer, max_length=24, guide=guide)
     rows_of = {
@@ -370,12 +581,10 @@ def test_rated_pairs_are_evaluated_as_by_sentence_transformers(model):
 
 @pytest.mark.parametrize("build, words", [
     (lambda: SentenceTransformersLoss("CosentLoss", 4), "has no loss called CosentLoss. It has AnglELoss"),
-    (lambda: SentenceTransformersLoss("CachedGISTEmbedLoss", 4), "a gradient cache of its own"),
     (lambda: SentenceTransformersLoss("CoSENTLoss", 4, scales=2), "has no option scales. It has scale, sim"),
     (lambda: SentenceTransformersLoss("CoSENTLoss", 4, similarity_fct="cosine"), "is no name of such a function"),
     (lambda: SentenceTransformersLoss("TripletLoss", 4, distance_metric="cosine"), "There are COSINE, EUCLIDEAN"),
     (lambda: SentenceTransformersLoss("MultipleNegativesRankingLoss", 4, scale=-1), "Scale must be a positive value"),
-    (lambda: SentenceTransformersLoss("MultipleNegativesRankingLoss", 4, gather_across_devices=True), "Remove it"),
     (lambda: SentenceTransformersLoss("GISTEmbedLoss", 4, guide="/nowhere"), "the guide '/nowhere' can not be loaded"),
     (lambda: SentenceTransformersLoss("MatryoshkaLoss", 4, matryoshka_dims=[2]), "is around a loss: give loss"),
     (lambda: SentenceTransformersLoss("MatryoshkaLoss", 4, loss="CoSENTLoss", matryoshka_dims=[2], n_dims_per_step=1),
@@ -391,12 +600,6 @@ def test_rated_pairs_are_evaluated_as_by_sentence_transformers(model):
 def test_what_a_loss_can_not_be_is_refused(build, words):
     with pytest.raises(UsageError, match=words):
         build()
-
-
-def test_a_missing_package_is_said(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sentence_transformers.sentence_transformer.losses", None)
-    with pytest.raises(UsageError, match="needs the package"):
-        SentenceTransformersLoss("CoSENTLoss", 4)
 
 
 # ---- from a run file ----

@@ -1,0 +1,140 @@
+"""Folders of a model of sentence-transformers: its own `save_pretrained` writes them, its own loading reads them.
+
+Text Embeddings Inference (July 2026) cannot parse what release 6 writes, vLLM pooled it wrongly until August 2026, and
+older releases stop at keys that they do not know. Where release 6 reads two spellings, `for_older_readers` gives the
+older one.
+
+`save_pretrained` takes the weights from the live model, which may be split over processes, or changed while a thread
+writes. So an empty copy of the model is made before anything wraps it, and whole weights go into that copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.model_folder import POOLING_FLAGS, read_json
+from hf_dist_ext.strategies.tensors import put
+
+
+def empty_copy(model: Any) -> Any:
+    """The model without its weights: parameters and buffers are on the meta device. Call it before wrapping."""
+    kept = {id(p): nn.Parameter(_on_meta(p), p.requires_grad) for p in model.parameters()}
+    kept |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
+    return copy.deepcopy(model, kept | {id(model.model_card_data): model.model_card_data})  # it knows its trainer
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def save(empty: Any, whole: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """`empty`: of `empty_copy`; `whole`: the model's state dict. The card is written by who knows the run."""
+    shared = (*empty.parameters(), *empty.buffers(), empty.model_card_data)
+    filled = copy.deepcopy(empty, {id(one): one for one in shared})
+    filled.load_state_dict(dict(whole), assign=True)
+    filled.save_pretrained(str(folder), create_model_card=False)
+    for_older_readers(folder)
+
+
+def for_older_readers(folder: str | Path) -> None:
+    """Rewrite the configurations of a SentenceTransformer's modules as its older releases and servers read them. What
+    only release 6 can say stays as it is: token vectors, routers, chat messages, pictures."""
+    folder = Path(folder)
+    if (
+        read_json(folder / "config_sentence_transformers.json", missing_is_empty=True).get("model_type")
+        != "SentenceTransformer"
+    ):
+        return
+    modules = read_json(folder / "modules.json")
+    for module in modules:
+        package, _, kind = module["type"].rpartition(".")
+        if package.startswith("sentence_transformers.") and kind in OLDER:
+            rewrite, file = OLDER[kind]
+            path = folder / module["path"] / file
+            _write(path, rewrite(read_json(path, missing_is_empty=True), path.parent))
+            module["type"] = f"sentence_transformers.models.{kind}"
+    _write(folder / "modules.json", modules)
+
+
+def _older_transformer(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    if all(config.get(key, value) == value for key, value in READS_TEXT.items()):
+        config = {key: value for key, value in config.items() if key not in READS_TEXT}
+    length = read_json(folder / "tokenizer_config.json", missing_is_empty=True).get("model_max_length")
+    limit = {"max_seq_length": length} if length is not None and length < NO_LIMIT else {}
+    return limit | {"do_lower_case": False} | config
+
+
+def _older_pooling(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    modes = config["pooling_mode"] if isinstance(config["pooling_mode"], list) else [config["pooling_mode"]]
+    flags = {flag: mode in modes for mode, flag in POOLING_FLAGS.items()}
+    # Flags say which vectors are put together, in their own order; servers know no list.
+    is_said_by_flags = len(modes) > 1 and modes == [mode for mode in POOLING_FLAGS if mode in modes]
+    mode = {} if is_said_by_flags else {"pooling_mode": config["pooling_mode"]}
+    width = {"word_embedding_dimension": config["embedding_dimension"]}
+    return width | flags | {"include_prompt": config.get("include_prompt", True)} | mode
+
+
+def _older_dense(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if DENSE_DEFAULTS.get(key) != value}
+
+
+def _as_it_is(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return config
+
+
+NO_LIMIT = 1_000_000  # a tokenizer without a limit says 1e30
+READS_TEXT = {  # what release 6 takes for granted where the keys are missing
+    "transformer_task": "feature-extraction",
+    "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+    "module_output_name": "token_embeddings",
+}
+DENSE_DEFAULTS = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
+OLDER = {
+    "Transformer": (_older_transformer, "sentence_bert_config.json"),
+    "Pooling": (_older_pooling, "config.json"),
+    "Dense": (_older_dense, "config.json"),
+    "Normalize": (_as_it_is, "config.json"),
+}
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
+    """The weights of a folder that `save` wrote, under the model's own names. Its modules' classes read it, so code
+    that lies in the folder is not run."""
+    # A private method, which their own trainer resumes with (sentence-transformers 6.2, base/trainer.py).
+    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in map(_own_class, model.modules())}
+    loaded = _own_class(model)._load_with_module_classes(
+        folder, kinds, device="cpu", trust_remote_code=model.trust_remote_code
+    )
+    return loaded.state_dict()
+
+
+@torch.no_grad()
+def load(model: Any, folder: str | Path) -> None:
+    """Every rank takes its parts of the weights of a folder."""
+    weights = state_dict_of(model, str(folder))
+    for name, tensor in model.state_dict().items():
+        if name not in weights or weights[name].shape != tensor.shape:
+            raise UsageError(f"{folder} does not fit this model: {name!r}. Use the options it was saved with.")
+        put(tensor, weights[name])
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether FSDP2 has taken its weights apart."""
+    return type(model) is not _own_class(model)
+
+
+def _own_class(module: Any) -> Any:
+    """FSDP2 makes a class of its own of a module's, with a prefix."""
+    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))

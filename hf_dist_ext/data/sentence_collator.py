@@ -1,0 +1,368 @@
+"""Rows as sentence-transformers reads them, made into batches by the model's own `preprocess`.
+
+    collator = SentenceCollator(model.preprocess, ["anchor", "positive"], prompts={"anchor": "query: "})
+    collator([{"anchor": "add", "positive": "def add(a, b): ...", "label": 1}, ...])
+    # {"anchor": {"input_ids", "attention_mask"}, "positive": {...}, "ids": {...}, "targets": {"label": (B,)},
+    #  "constants": {"anchor": {"modality": "text", "prompt_length": 3}, ...}}
+
+The columns of the rows are embedded in their order. Tensors of `preprocess` are features, whatever their first axis
+holds (engine/images.py cuts those of pictures); what else it gives is the same for all rows, a column's constants.
+Where it gives tokens and nothing else, these are taken out of its padding, so that texts can be tokenized once
+(tokenized.py) and travel end to end. Letters: B rows, R values of a column, N their tokens, T tokens of the longest.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dist_ext.data.collator import CONSTANTS, NUM_PAIR_COLUMNS, RESERVED, as_list, content_ids, is_empty
+from hf_dist_ext.data.mixture import SOURCE, one_source
+from hf_dist_ext.data.tokens import (
+    KEPT,
+    MASK,
+    TokenizedText,
+    Tokens,
+    silence_threads,
+    threads_of_tokenizer,
+    tokens_depend_on,
+    without_rows,
+)
+from hf_dist_ext.errors import UsageError
+
+# The first of these that rows have is no column, but what the loss compares with.
+LABELS = ("label", "labels", "score", "scores")
+# What a processor calls the tokens that it writes for a tile (or for an image, where it cuts none into tiles).
+TOKENS_PER_TILE = ("image_seq_length", "image_seq_len")
+OF_FLAT_ROWS = {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+Prompt = str | Sequence[str]
+Prompts = Prompt | Mapping[str, Prompt | Mapping[str, Prompt]] | None
+
+
+@dataclass(eq=False)
+class SentenceCollator:
+    """Makes rows into a batch, alike in every process.
+
+    Args:
+        preprocess: `model.preprocess`: (values, prompt=, task=) -> mapping of features.
+        columns: those of the rows that are embedded, for who asks; a batch has the columns of its rows.
+        prompts: a prompt for all columns, or column -> prompt, dataset -> prompt, dataset -> {column -> prompt}. A
+            list in the place of a prompt: one is drawn for each row, by seed, epoch and the row's first two columns.
+        routes: column -> task, or dataset -> {column -> task}.
+        max_length: tokens kept of a value, of all columns or by task; None: the model's own limits.
+        has_positions: a column without a task is "query" if it is the first, else "document", as of token vectors.
+        tokenizer: the model's; None: it has none.
+        processor: the model's, which knows how pictures are cut into tiles; None: it has none.
+        source: the dataset whose prompts and routes hold; None: that which the rows name, if any.
+        seed: of drawn prompts.
+        columns_of_source: dataset -> columns, where there are several.
+        flat: tokens are not padded (engine/flat.py); DistTrainer asks for it.
+
+    A value is whatever `preprocess` takes: a text, a picture, messages, a mapping of modalities. From the third column
+    on a row may hold a list of texts or none, as several negatives or no negative: they follow each other, and nothing
+    but a list that a loss reads as candidates of all rows may be uneven. Labels keep their numbers: int64 of integers,
+    else float32.
+
+    Raises:
+        UsageError: columns with a reserved name, labels that make no tensor, prompts that do not fit the datasets or
+            the model.
+    """
+
+    preprocess: Callable[..., Mapping[str, Any]]
+    columns: Sequence[str] = ()
+    prompts: Prompts = None
+    routes: Mapping[str, Any] | None = None
+    max_length: int | Mapping[str, int] | None = None
+    has_positions: bool = False
+    tokenizer: Any = None
+    processor: Any = None
+    source: str | None = None
+    seed: int = 0
+    columns_of_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    flat: bool = False
+
+    def __post_init__(self):
+        # shared with the workers of a loader, which live through an epoch
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_() if self.draws_prompts else None
+        self._known: dict[str, dict[str, Any]] = {}  # column -> its constants, for texts that carry their tokens
+        silence_threads()
+
+    def of_source(self, name: str | None) -> SentenceCollator:
+        """The same for rows of one dataset."""
+        if name == self.source:
+            return self
+        own = copy.copy(self)
+        own.source, own.columns, own._known = name, self.columns_of_source.get(name or "", self.columns), {}
+        return own
+
+    def of_model(self, model: Any) -> SentenceCollator:
+        """One that reads rows as another model does, whose lengths and tokenizer may be others; one that reads them by
+        what is no model's `preprocess` stays."""
+        if not hasattr(getattr(self.preprocess, "__self__", None), "encode"):
+            return self
+        own = copy.copy(self)
+        own.preprocess, own._known = model.preprocess, {}
+        own.tokenizer, own.processor = getattr(model, "tokenizer", None), getattr(model, "processor", None)
+        return own
+
+    def as_flat(self) -> SentenceCollator:
+        """One whose tokens are not padded. A subclass, which may look into its batches, stays."""
+        if type(self) is not SentenceCollator:
+            return self
+        own = copy.copy(self)
+        own.flat = True
+        return own
+
+    def set_epoch(self, epoch: int) -> None:
+        """From here on rows draw the prompts of this epoch."""
+        if self._epoch is not None:
+            self._epoch.fill_(epoch)
+
+    @property
+    def draws_prompts(self) -> bool:
+        return any(not isinstance(prompt, str) for prompt in _leaves(self.prompts))
+
+    # ---- a batch ----
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        source = one_source(rows)
+        if source is not None and source != self.source:
+            return self.of_source(source)(rows)
+        label = label_column(rows[0])
+        columns = [name for name in rows[0] if name not in (label, SOURCE)]
+        if reserved := [name for name in columns if name in RESERVED]:
+            raise UsageError(f'The rows have a column "{reserved[0]}", a name that batches need. Rename that column.')
+        found = [_flattened(place, [row[name] for row in rows]) for place, name in enumerate(columns)]
+        values, of_row = zip(*found, strict=True)
+        ids = {name: content_ids(of_column) for name, of_column in zip(columns, values, strict=True)}
+        draws = _keys_of_rows(ids, columns) if self.draws_prompts else None
+        batch: dict[str, Any] = {}
+        constants = {}
+        for place, name in enumerate(columns):
+            key = None if draws is None else [draws[row] for row in of_row[place]]
+            batch[name], constants[name] = self._column(name, place, values[place], key)
+        batch["ids"] = ids | ({} if source is None else {SOURCE: source})
+        if label is not None:
+            batch["targets"] = {"label": labels_of(label, [row[label] for row in rows])}
+        if constants := {name: one for name, one in constants.items() if one}:
+            batch[CONSTANTS] = constants
+        return batch
+
+    def _column(
+        self, name: str, place: int, values: list, draws: list[str] | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Features of (R, ...), and the constants."""
+        if not values:  # no row of this batch has one; rows of other processes may
+            features, constants = self._column(name, place, [""], None if draws is None else [""])
+            return without_rows(features), constants
+        if all(isinstance(value, TokenizedText) for value in values):
+            if name not in self._known:
+                self._known[name] = self._preprocessed(name, place, [""])[1]
+            tokens, (fill, side) = Tokens.of_texts(values), self._padding()
+            return (tokens.flat if self.flat else tokens.padded)(fill, side), self._known[name]
+        features, constants = self._preprocessed(name, place, values, draws)
+        if (found := unpadded(features, *self._padding())) is None or (MASK in features and not self.flat):
+            return features, constants
+        tokens, fill, side = found
+        return (tokens.flat if self.flat else tokens.padded)(fill, side), constants
+
+    def _preprocessed(
+        self, name: str, place: int, values: list, draws: list[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the model makes of values: (tensors, the rest)."""
+        task, prompt = self.task_of(name, place), self.prompt_of(name)
+        if draws is not None and not isinstance(prompt, str | None):
+            texts = zip(values, draws, strict=True)
+            values, prompt = [self._drawn(prompt, name, key) + _text(name, text) for text, key in texts], None
+        length = self.max_length if isinstance(self.max_length, int) else (self.max_length or {}).get(task or "")
+        more = {} if length is None else {"max_length": length}
+        with threads_of_tokenizer():
+            found = self.preprocess(values, prompt=prompt, task=task, **more)
+        if task is not None:
+            found = {**found, "task": task}
+        if "pixel_values" in found and "input_ids" in found:
+            found = {**found, **tiles_of_rows(found["input_ids"].tolist(), self.processor)}
+        is_constant = {key: _is_constant(value) for key, value in found.items()}
+        dropped = OF_FLAT_ROWS if "cu_seq_lens_q" in found else ()
+        constants = {key: value for key, value in found.items() if is_constant[key] and key not in dropped}
+        return {key: value for key, value in found.items() if not is_constant[key]}, constants
+
+    # ---- prompts, routes ----
+
+    def prompt_of(self, column: str) -> Prompt | None:
+        """A prompt, or a list of those that rows draw from."""
+        prompts = of_source(self.prompts, self.source, "prompts")
+        return prompts.get(column) if isinstance(prompts, Mapping) else prompts
+
+    def task_of(self, column: str, place: int) -> str | None:
+        routes, task = self.routes or {}, None
+        if any(isinstance(value, Mapping) for value in routes.values()):
+            routes = routes.get(self.source or "", {})
+        task = routes.get(column)
+        return ("document" if place else "query") if task is None and self.has_positions else task
+
+    def _drawn(self, prompts: Sequence[str], column: str, key: str) -> str:
+        assert self._epoch is not None
+        facts = f"{self.seed} {int(self._epoch)} {column} {key}".encode()
+        return prompts[int.from_bytes(hashlib.blake2b(facts, digest_size=8).digest(), "little") % len(prompts)]
+
+    # ---- tokens, for tokenized.py ----
+
+    def _padding(self) -> tuple[dict[str, int], str]:
+        """(key -> the number of padding, the side of it), of the model's tokenizer."""
+        of = self.tokenizer
+        ids, types = getattr(of, "pad_token_id", None) or 0, getattr(of, "pad_token_type_id", None) or 0
+        return {"input_ids": ids, "token_type_ids": types}, getattr(of, "padding_side", "right")
+
+    def _place(self, column: str) -> int:
+        return list(self.columns).index(column)
+
+    def gives_tokens(self, column: str) -> bool:
+        """Whether the texts of a column become tokens and nothing else, the same in every epoch."""
+        if not isinstance(self.prompt_of(column), str | None):
+            return False
+        return unpadded(self._preprocessed(column, self._place(column), ["a text"])[0], *self._padding()) is not None
+
+    def tokens(self, column: str, texts: list[str]) -> Tokens:
+        found = unpadded(self._preprocessed(column, self._place(column), texts)[0], *self._padding())
+        assert found is not None, column
+        return found[0]
+
+    def token_keys(self, column: str) -> list[str]:
+        return list(self.tokens(column, ["a text"]).values)
+
+    def tokens_depend_on(self, column: str) -> list | None:
+        """All that tells one text's tokens from those of another model, prompt or length; None: not known."""
+        import sentence_transformers
+
+        first = getattr(self.preprocess, "__self__", [None])[0]
+        is_known = type(first).__module__ == "sentence_transformers.base.modules.transformer"
+        own = tokens_depend_on(self.tokenizer) if is_known and self.tokenizer is not None else None
+        if own is None or getattr(first, "tokenizer", None) is not self.tokenizer:
+            return None
+        task, template = self.task_of(column, self._place(column)), getattr(self.tokenizer, "chat_template", None)
+        lengths = [self.max_length, first.max_seq_length]
+        options = sorted((name, repr(value)) for name, value in first.get_config_dict().items())
+        return [sentence_transformers.__version__, options, template, self.prompt_of(column), task, *lengths, own]
+
+
+def label_column(columns: Mapping[str, Any] | Sequence[str]) -> str | None:
+    return next((name for name in LABELS if name in columns), None)
+
+
+def labels_of(column: str, values: list) -> torch.Tensor:
+    """(B,) or (B, ...): int64 of integers, else float32."""
+    try:
+        return torch.stack(values) if isinstance(values[0], torch.Tensor) else torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f'Column "{column}": a label must be a number, or a list of as many numbers in every row: {error}. The '
+            f"first row of the batch holds {values[0]!r}. Correct the rows, or rename the column."
+        ) from error
+
+
+def of_source(option: Any, source: str | None, name: str) -> Any:
+    """What an option that may be by dataset says of one: a value for all columns, or by column.
+
+    Raises:
+        UsageError: it is by dataset and column, and there is one dataset without a name.
+    """
+    if not isinstance(option, Mapping) or not option:
+        return option
+    if source is not None and source in option:
+        return option[source]
+    if not isinstance(next(iter(option.values())), Mapping):
+        return option
+    if source is None:
+        raise UsageError(
+            f"{name} are by dataset and column ({', '.join(option)}), and the rows name no dataset. Give a "
+            f"DatasetDict of these names, or {name} by column."
+        )
+    return {}
+
+
+def unpadded(
+    features: Mapping[str, Any], fill: Mapping[str, int], side: str
+) -> tuple[Tokens, dict[str, int], str] | None:
+    """The tokens of features that are nothing but tokens: padded ones, those of an embedding bag (input_ids (N,),
+    offsets (R,)), and rows end to end (cu_seq_lens_q (R + 1,)); with the numbers and the side of their padding, as
+    given where none is padded. None: they are something else."""
+    ids = features.get("input_ids")
+    if ids is None:
+        return None
+    if ids.dim() == 1 and features.keys() == {"input_ids", "offsets"}:
+        lengths = np.diff(features["offsets"].numpy(), append=len(ids))
+        return Tokens({"input_ids": ids.numpy().astype(np.int32)}, lengths), dict(fill), side
+    if "cu_seq_lens_q" in features and features.keys() - {"input_ids"} <= OF_FLAT_ROWS:
+        lengths = features["cu_seq_lens_q"].diff().long().numpy()
+        return Tokens({"input_ids": ids[0].numpy().astype(np.int32)}, lengths), dict(fill), side
+    if ids.dim() != 2 or MASK not in features or not features.keys() <= {*KEPT, MASK}:
+        return None
+    mask = features[MASK].numpy().astype(bool)
+    lengths = mask.sum(1)
+    place = np.arange(mask.shape[1])
+    if not mask.all():
+        pads_right = bool((mask == (place < lengths[:, None])).all())
+        if not pads_right and not (mask == (place >= mask.shape[1] - lengths[:, None])).all():
+            return None
+        side = "right" if pads_right else "left"
+        fill = {key: int(features[key].numpy()[~mask][0]) for key in features if key != MASK}
+    values = {key: features[key].numpy()[mask].astype(KEPT[key]) for key in KEPT if key in features}
+    return Tokens(values, lengths), dict(fill), side
+
+
+def tiles_of_rows(ids: Sequence[list[int]], processor: Any) -> dict[str, list[int]]:
+    """How many tiles of pictures every row has, by its tokens; empty where the processor makes no tiles."""
+    each = next((getattr(processor, name) for name in TOKENS_PER_TILE if hasattr(processor, name)), None)
+    return {} if each is None else {"num_tiles": [row.count(image_token(processor)) // each for row in ids]}
+
+
+def image_token(processor: Any) -> int | None:
+    # Gemma's processors call the token before an image theirs; the tokenizer knows the one for its patches.
+    found = (getattr(one, "image_token_id", None) for one in (processor.tokenizer, processor))
+    return next((token for token in found if token is not None), None)
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, str | int | float | None) or (isinstance(value, torch.Tensor) and not value.dim())
+
+
+def _flattened(place: int, of_rows: list) -> tuple[list, list[int]]:
+    """(R,) values of a column, and the row of each."""
+    if place < NUM_PAIR_COLUMNS or not any(map(_is_several, of_rows)):
+        return of_rows, list(range(len(of_rows)))
+    pairs = [(one, row) for row, value in enumerate(of_rows) for one in as_list(value) if not is_empty(one)]
+    return [one for one, _ in pairs], [row for _, row in pairs]
+
+
+def _is_several(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value))
+
+
+def _keys_of_rows(ids: Mapping[str, torch.Tensor], columns: Sequence[str]) -> list[str]:
+    """What tells a row from others when its prompts are drawn."""
+    first = [ids[name].tolist() for name in columns[:NUM_PAIR_COLUMNS]]
+    return [" ".join(map(str, of_row)) for of_row in zip(*first, strict=True)]
+
+
+def _text(column: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise UsageError(
+        f'prompts has a list for "{column}", one of which is drawn for each row\'s text, and a row holds '
+        f"{type(value).__name__}. Give that column one prompt."
+    )
+
+
+def _leaves(prompts: Any) -> list[Any]:
+    """Every prompt, and every list of those to draw from."""
+    if isinstance(prompts, Mapping):
+        return [leaf for value in prompts.values() for leaf in _leaves(value)]
+    return [] if prompts is None else [prompts]

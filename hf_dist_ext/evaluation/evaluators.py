@@ -1,0 +1,160 @@
+"""Runs evaluators of sentence-transformers, of mteb or of a user on a model that is spread over the ranks of a run.
+
+    figures = run_evaluators(evaluator, encoder, folder, epoch, step, seed)     # on every rank, which all get them
+
+An evaluator is any code: it may draw random numbers, write files, or take another way on another rank. So it runs
+once, on rank 0, while the other ranks serve its `encode`. An error of a rank is raised on all.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+from transformers.utils import logging
+
+from hf_dist_ext.engine.replay import RandomState
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation.encoder import SharedEncoder, asking, in_eval_mode
+from hf_dist_ext.models.embedder import is_of_sentence_transformers
+from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.agreed import together
+from hf_dist_ext.strategies.base import Strategy
+
+logger = logging.get_logger(__name__)
+
+Evaluator = Callable[..., "float | Mapping[str, float]"]
+
+
+@contextmanager
+def drawing_apart(seed: int) -> Iterator[None]:
+    """Around an evaluation: its random numbers are the same in each of them, and training's go on after it as if there
+    had been none."""
+    before = RandomState()
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def as_one(evaluator: Evaluator | Sequence[Evaluator] | None) -> Evaluator | None:
+    """A list of evaluators as the one that runs them in turn."""
+    if evaluator is None or callable(evaluator):
+        return evaluator
+    from sentence_transformers.base.evaluation import SequentialEvaluator  # importing it takes seconds
+
+    return SequentialEvaluator(evaluator)
+
+
+def run_evaluators(
+    evaluator: Evaluator | Sequence[Evaluator],
+    encoder: SharedEncoder,
+    output_path: str | Path | None = None,
+    epoch: float = -1,
+    steps: int = -1,
+    seed: int = 42,
+) -> dict[str, Any]:
+    """Figures as the evaluator names them; one that returns a number has the name "evaluator". Every rank calls it,
+    and nothing is left in the model or its random numbers.
+
+    Args:
+        evaluator: called as (encoder, output_path=, epoch=, steps=), on rank 0.
+        output_path: a folder for its files, made if need be; None: it writes none.
+        epoch, steps: how far training is; -1: no training.
+    """
+    run, failure, figures = encoder.encoding, None, {}
+    run.failure = None
+    with drawing_apart(seed), in_eval_mode(run.model):
+        try:
+            if collectives.rank() == 0:
+                with asking(encoder):
+                    figures = _figures_of(as_one(evaluator), encoder, output_path, epoch, steps)
+            else:
+                encoder.serve()
+        except Exception as error:
+            failure = error
+        if run.failure is not None:  # every rank has raised it, or this process ends the others with itself
+            raise run.failure
+
+        def of_rank() -> dict[str, Any]:
+            if failure is not None:
+                raise failure
+            return figures
+
+        return together(of_rank)[0]
+
+
+def _figures_of(
+    evaluator: Evaluator, encoder: SharedEncoder, output_path: str | Path | None, epoch: float, steps: int
+) -> dict[str, Any]:
+    if output_path is not None:
+        Path(output_path).mkdir(parents=True, exist_ok=True)
+        output_path = str(output_path)
+    found = evaluator(encoder, output_path=output_path, epoch=epoch, steps=steps)
+    if found is None:
+        raise UsageError(
+            f"the evaluator {type(evaluator).__name__} has returned None. Let it return a number, or a dict of name "
+            "and number."
+        )
+    return dict(found) if isinstance(found, Mapping) else {"evaluator": found}
+
+
+# ---- names ----
+
+
+def named(figures: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Figures as a trainer logs them: "eval_" goes before a name that does not begin with it."""
+    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in figures.items()}
+
+
+def prefix_in_training(prefix: str, eval_dataset: Any) -> str | None:
+    """`prefix` of figures while training evaluates: of several datasets the evaluator runs once, with the first of
+    them, and as "eval". None: not with this one."""
+    if not isinstance(eval_dataset, Mapping) or not prefix.startswith("eval_"):
+        return prefix
+    return "eval" if prefix == f"eval_{next(iter(eval_dataset))}" else None
+
+
+def check(evaluator: Any, model: Any, strategy: Strategy, is_due: bool) -> None:
+    """UsageError, before training, for a model that has no encoder. `is_due`: training evaluates."""
+    if not is_due and collectives.rank() == 0:
+        logger.warning(
+            'evaluator is given, and eval_strategy is "no": it runs when evaluate() is called, and not while training.'
+        )
+    if not is_of_sentence_transformers(model):
+        raise UsageError(
+            f"evaluator={type(evaluator).__name__} encodes with a SentenceTransformer or MultiVectorEncoder, and the "
+            f"model is a {type(model).__name__}. Give such a model, or remove evaluator."
+        )
+    if strategy.is_cut:
+        raise UsageError(
+            "evaluator encodes with a whole model, and in a pipeline no process has one. Remove evaluator, or train "
+            "under multi_gpu_fsdp."
+        )
+
+
+def check_best_metric(best: str | None, evaluator: Any, others: Sequence[str]) -> str | None:
+    """UsageError, before training, for a `metric_for_best_model` that no figure can have; `best` when it is one of
+    `others`, else None. The figures of an evaluator with a name begin with it; those of one without may have any.
+
+    others: names of the figures that no evaluator gives, without "eval_".
+    """
+    parts = getattr(evaluator, "evaluators", [evaluator])
+    names = [getattr(part, "name", None) for part in parts]
+    name = (best or "").removeprefix("eval_")
+    if name in others:
+        return best
+    known = [*others, *(["sequential_score"] if len(parts) > 1 else [])]
+    is_open = best is None or not all(isinstance(one, str) and one for one in names)
+    if is_open or name in known or any(name.startswith(f"{one}_") for one in names):
+        return None
+    near = difflib.get_close_matches(name, known, 3, 0.3) or known
+    raise UsageError(
+        f'metric_for_best_model="{best}" is no figure of this run: those of its evaluators begin with '
+        f"{', '.join(f'eval_{one}_' for one in names)}. Other figures that are close: {', '.join(near[:3]) or 'none'}."
+    )

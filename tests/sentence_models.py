@@ -1,0 +1,89 @@
+"""Tiny models of sentence-transformers, which need no download."""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+from PIL import Image
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router, Transformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, StaticEmbedding
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoProcessor,
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3Model,
+)
+
+from tests.tiny_models import SMALL, SPECIAL_IDS, TEXT_CONFIGS, tiny_tokenizer
+from tests.tiny_processors import tiny_vision_language
+
+# Without dropout, and with embeddings that are far apart.
+CLEAR = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3}
+CHAT = "{% for message in messages %}{{ message['role'] }} : {{ message['content'] }} {% endfor %}"
+
+
+def transformer(folder: Path, model: torch.nn.Module, processor, **options) -> Transformer:
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return Transformer(str(folder), **options)
+
+
+def bert(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, seed: int = 0, **options) -> Transformer:
+    torch.manual_seed(seed)
+    return transformer(folder, BertModel(BertConfig(**SMALL, **CLEAR)), tokenizer or tiny_tokenizer(), **options)
+
+
+def text_model(folder: Path, **options) -> SentenceTransformer:
+    first = bert(folder, **options)
+    modules = [first, Pooling(first.get_embedding_dimension(), "mean"), Normalize()]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+def chat_model(folder: Path) -> SentenceTransformer:
+    tokenizer = tiny_tokenizer("left")
+    tokenizer.chat_template = CHAT
+    first = transformer(folder, Qwen3Model(Qwen3Config(**TEXT_CONFIGS["qwen3"])), tokenizer)
+    return SentenceTransformer(modules=[first, Pooling(32, "lasttoken")], device="cpu")
+
+
+def picture_model(folder: Path) -> SentenceTransformer:
+    tokenizer = tiny_tokenizer()
+    layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**layers, "vocab_size": 32, "max_position_embeddings": 40, **SPECIAL_IDS}
+    config = CLIPConfig(
+        text_config=text, vision_config={**layers, "image_size": 16, "patch_size": 8}, projection_dim=8
+    )
+    size = {"height": 16, "width": 16}
+    processor = CLIPProcessor(CLIPImageProcessor(size=size, crop_size=size), tokenizer)
+    return SentenceTransformer(modules=[transformer(folder, CLIPModel(config), processor)], device="cpu")
+
+
+def vision_language_model(folder: Path, family: str) -> SentenceTransformer:
+    torch.manual_seed(0)
+    processor, config = tiny_vision_language(family)
+    model = AutoModel.from_config(AutoConfig.for_model(**config))
+    with mock.patch.object(AutoProcessor, "from_pretrained", lambda *args, **options: processor):  # without videos
+        first = transformer(folder, model, processor)
+    return SentenceTransformer(modules=[first, Pooling(32, "lasttoken")], device="cpu")
+
+
+def static_model() -> SentenceTransformer:
+    return SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer(), embedding_dim=4)], device="cpu")
+
+
+def routed_model(folder: Path) -> SentenceTransformer:
+    ways = [[bert(folder / name), Pooling(32, "mean")] for name in ("query", "document")]
+    return SentenceTransformer(modules=[Router.for_query_document(*ways)], device="cpu")
+
+
+def pictures(count: int) -> list[Image.Image]:
+    return [Image.new("RGB", (16, 16), (17 * i % 256, 31 * i % 256, 0)) for i in range(count)]

@@ -1,0 +1,231 @@
+"""What SentenceTransformerTrainer takes in the place of one model, one dataset and one loss."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict, IterableDatasetDict
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sentence_transformer.modules import Dropout, Pooling
+
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation import evaluators
+from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.sentence_models import bert, text_model
+from tests.tiny_models import WORDS
+
+SHARED = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+
+
+def pairs(count: int, first: int = 0) -> Dataset:
+    words = [WORDS[(first + i) % len(WORDS)] for i in range(count + 1)]
+    rows = zip(words, words[1:], strict=False)
+    return Dataset.from_list(
+        [{"a": f"{one} x", "b": other, "score": i / count} for i, (one, other) in enumerate(rows)]
+    )
+
+
+def by_name() -> dict[str, Dataset]:
+    return {"near": pairs(8), "far": pairs(16, first=5)}
+
+
+@pytest.fixture
+def model(tmp_path):
+    return text_model(tmp_path / "model")
+
+
+def trainer(folder, model, kind=DistTrainer, loss=losses.CoSENTLoss, train=None, evaluation=None, **options):
+    more = {name: options.pop(name) for name in ("model_init",) if name in options}
+    args = DistTrainingArguments(output_dir=str(folder / "run"), **{**SHARED, "max_steps": 2, **options})
+    return kind(model, args, train_dataset=train or pairs(12), eval_dataset=evaluation, loss=loss, **more)
+
+
+def test_losses_by_dataset_train_every_model_that_model_init_makes(tmp_path):
+    made = []
+
+    def init(trial):
+        made.append(text_model(tmp_path / str(len(made))))
+        return made[-1]
+
+    first = init(None)
+    loss = {"near": losses.CosineSimilarityLoss(first), "far": losses.MultipleNegativesRankingLoss(first)}
+    of_both = trainer(tmp_path, None, loss=loss, train=by_name(), evaluation=by_name(), model_init=init, max_steps=5)
+    before = [p.clone() for p in first.parameters()]
+    ends = []
+    for _ in range(2):
+        of_both.train()
+        assert of_both.model is made[-1]
+        ends.append([p.detach() for p in of_both.model.parameters()])
+    assert all(map(torch.equal, *ends)) and all(map(torch.equal, before, first.parameters()))
+    assert not all(map(torch.equal, before, ends[0]))
+
+
+def test_rows_are_read_as_the_model_that_trains_reads_them(tmp_path):
+    lengths, seen = iter((20, 3, 3)), []
+
+    def init(trial):
+        made = text_model(tmp_path / "model")
+        made.max_seq_length = next(lengths)
+        made[0].register_forward_pre_hook(lambda module, given: seen.append(given[0]["input_ids"].shape[-1]))
+        return made
+
+    trainer(tmp_path, None, model_init=init, gradient_cache_packing=False).train()
+    assert max(seen) == 3, "as the last model, which trains"
+
+
+def test_a_model_that_model_init_makes_needs_a_loss(tmp_path):
+    with pytest.raises(UsageError, match="loss is missing: model_init makes a SentenceTransformer"):
+        trainer(tmp_path, None, loss=None, model_init=lambda: text_model(tmp_path / "model"))
+
+
+def test_streams_by_name_are_evaluated_each_with_its_loss(tmp_path, model):
+    loss = {"near": losses.CosineSimilarityLoss(model), "far": losses.CoSENTLoss(model)}
+    streams = IterableDatasetDict({name: one.to_iterable_dataset() for name, one in by_name().items()})
+    made = trainer(tmp_path, model, loss=loss, train=by_name(), evaluation=streams)
+    found, expected = made.evaluate(), made.evaluate(by_name())
+    for name in ("near", "far"):
+        assert found[f"eval_{name}_loss"] == expected[f"eval_{name}_loss"] > 0
+    assert found["eval_near_loss"] != found["eval_far_loss"]
+    with pytest.raises(UsageError, match=r"train_dataset\['near'\] is a stream"):
+        trainer(tmp_path, model, train=streams)
+
+
+def test_a_column_that_is_called_as_that_of_datasets_names_is_refused(tmp_path, model):
+    wrong = pairs(12).rename_column("a", "dataset_name")
+    for given in ({"train": wrong}, {"evaluation": wrong}, {"train": DatasetDict(x=wrong)}):
+        with pytest.raises(UsageError, match='has a column "dataset_name"'):
+            trainer(tmp_path, model, **given)
+    with pytest.raises(UsageError, match='has a column "dataset_name"'):
+        trainer(tmp_path, model).evaluate({"x": wrong})
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "get_batch_sampler", "collect_features"])
+def test_a_method_that_would_never_be_called_is_refused(tmp_path, model, name):
+    kind = type("Own", (DistTrainer,), {name: lambda self, *given: None})
+    with pytest.raises(UsageError, match=f"Own has a method {name}, which DistTrainer .* does not call"):
+        trainer(tmp_path, model, kind)
+
+
+def test_workers_that_live_on_read_the_dataset_that_is_evaluated(tmp_path, model):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    made = trainer(tmp_path, model, evaluation=pairs(8), **options)
+    other, own = made.get_eval_dataloader(pairs(12)), made.get_eval_dataloader()
+    assert len(other.dataset) == 12 and len(own.dataset) == 8
+    assert len(made.get_eval_dataloader(pairs(4)).dataset) == 4
+    assert made.get_eval_dataloader() is own is made.get_eval_dataloader(made.eval_dataset)
+
+
+def test_datasets_by_name_and_the_repository_are_on_the_card(tmp_path, model):
+    trainer(tmp_path, model, train=by_name(), evaluation=by_name(), hub_model_id="me/mine")
+    card = model.model_card_data
+    assert [one["name"] for one in card.train_datasets] == ["near", "far"] and card.model_id == "me/mine"
+
+
+def test_a_folder_is_saved_without_being_given_weights(tmp_path, model):
+    made = trainer(tmp_path, model)
+    made._save(str(tmp_path / "saved"))
+    with torch.no_grad():
+        expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+        [weight.zero_() for weight in model.parameters()]
+    made._load_from_checkpoint(str(tmp_path / "saved"))
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+
+
+# ---- frozen modules ----
+
+
+def deep_model(folder, kind=SentenceTransformer, *between) -> SentenceTransformer:
+    torch.manual_seed(1)
+    modules = [bert(folder / "first"), Pooling(32, "mean"), Dense(32, 16), *between, Dense(16, 8)]
+    return kind(modules=modules, device="cpu")
+
+
+def ranked(folder, model, **options):
+    options = {"gradient_cache_chunk_size": 4, "learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0} | options
+    made = trainer(
+        folder, model, loss=losses.MultipleNegativesRankingLoss, train=pairs(16).remove_columns("score"), **options
+    )
+    made.train()
+    return made
+
+
+def trained_modules(folder, model, **options) -> set[str]:
+    before = copy.deepcopy(model.state_dict())
+    ranked(folder, model, **options)
+    return {name.split(".")[0] for name, now in model.state_dict().items() if not torch.equal(now, before[name])}
+
+
+def test_a_model_that_was_frozen_in_one_run_trains_whole_in_the_next(tmp_path):
+    model = deep_model(tmp_path)
+    assert trained_modules(tmp_path, model, trainable_modules=["3"]) == {"3"}
+    model[2].requires_grad_(True)
+    assert trained_modules(tmp_path, model) == {"2", "3"}
+    model.requires_grad_(True)
+    assert trained_modules(tmp_path, model) == {"0", "2", "3"} and model[0].model.training
+
+
+def test_a_forward_of_a_subclass_is_called_over_frozen_modules(tmp_path):
+    class Louder(SentenceTransformer):
+        def forward(self, *given, **more):
+            found = super().forward(*given, **more)
+            return {**found, "sentence_embedding": 3 * found["sentence_embedding"].sin()}
+
+    model = deep_model(tmp_path, Louder).requires_grad_(False)
+    model[3].requires_grad_(True)
+    whole = copy.deepcopy(model).requires_grad_(True)
+    ranked(tmp_path, model)
+    ranked(tmp_path, whole, learning_rate_mapping={r"^model\.[02]\.": 0.0})
+    torch.testing.assert_close(model[3].state_dict(), whole[3].state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_kept_features_of_frozen_modules_train_to_the_same_weights(tmp_path):
+    start, kept = (
+        deep_model(tmp_path, SentenceTransformer, Dropout(0.0)),
+        {"frozen_feature_cache": str(tmp_path / "kept")},
+    )
+    ends = []
+    for options in ({}, kept):
+        model, runs = copy.deepcopy(start), []
+        model[0].register_forward_hook(lambda *given, runs=runs: runs.append(1))
+        made = ranked(tmp_path, model, trainable_modules=["4"], max_steps=6, **options)
+        assert made.step.sizes.embedder.num_frozen == 3, "what drops out is drawn in every step"
+        ends.append((model[4].state_dict(), len(runs)))
+    (expected, plain), (found, once) = ends
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert once < plain and not torch.equal(found["linear.weight"], start[4].linear.weight)
+
+
+def test_rows_without_a_text_are_refused_and_without_a_negative_are_not(tmp_path, model):
+    loss = losses.MultipleNegativesRankingLoss(model)
+    args = DistTrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    rows = {"anchor": ["a date", "parse"], "positive": ["text", "read"], "negative": ["search", None]}
+    DistTrainer(model, args, Dataset.from_dict(rows), loss=loss)
+    with pytest.raises(UsageError, match='train_dataset: column "positive" has no value in 1 of 2 rows'):
+        DistTrainer(model, args, Dataset.from_dict(rows | {"positive": ["text", None]}), loss=loss)
+
+
+def test_an_evaluator_that_training_never_asks_is_said(tmp_path, model, monkeypatch):
+    said = []
+    monkeypatch.setattr(evaluators.logger, "warning", said.append)
+    rows = Dataset.from_dict({"anchor": ["a date", "parse"], "positive": ["text", "read"]})
+    for strategy, number in (("no", 1), ("epoch", 0)):
+        said.clear()
+        args = DistTrainingArguments(tmp_path, use_cpu=True, report_to=[], eval_strategy=strategy)
+        loss = losses.MultipleNegativesRankingLoss(model)
+        DistTrainer(model, args, rows, loss=loss, evaluator=lambda model, **_: {"figure": 1.0})
+        assert len(said) == number
+
+
+@pytest.mark.parametrize("is_collective", [False, True])
+def test_a_card_encodes_its_example_only_where_a_rank_has_a_whole_model(tmp_path, model, monkeypatch, is_collective):
+    """It is written by one rank; a forward of that rank alone would wait for the others."""
+    made = trainer(tmp_path / "out", model)
+    monkeypatch.setattr(Strategy, "forwards_are_collective", is_collective)
+    calls, forward = [], type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, *a, **k: calls.append(1) or forward(self, *a, **k))
+    made.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "README.md").is_file() and bool(calls) is not is_collective
