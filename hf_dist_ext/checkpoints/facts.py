@@ -15,7 +15,6 @@ from torch import nn
 
 from hf_dist_ext.strategies.base import Strategy
 
-EMBEDDING_MODELS = ("EmbeddingModel", "HybridEmbeddingModel")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 
 
@@ -47,7 +46,7 @@ def of_model(model: nn.Module, dtype: str) -> dict[str, Any]:
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {
         "model": _class_name(bare),
-        "embedding": embedding_options(bare) if _class_name(bare) in EMBEDDING_MODELS else None,
+        "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
         "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
         "dtype": dtype,
         "base_model": base_model(model),
@@ -80,10 +79,8 @@ def dtype_of_base(model: nn.Module) -> str:
 
 
 def embedding_options(model: Any) -> dict[str, Any]:
-    """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`; a `HybridEmbeddingModel`
-    has more."""
+    """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`."""
     names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims", "default_prompt_name")
-    names += tuple(name for name in ("special_ids", "token_dim") if hasattr(model, name))
     layers = model.dense
     width, has_bias = (layers[-1].out_features, layers[-1].bias) if layers else (None, False)
     options = {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}

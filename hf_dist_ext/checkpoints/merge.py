@@ -28,7 +28,6 @@ from hf_dist_ext.checkpoints.resume import SHARDED_BY_FSDP, load_whole
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import adapter_folder
 from hf_dist_ext.models.embedding_model import EmbeddingModel, can_keep_adapters_alone
-from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
 from hf_dist_ext.models.router_folder import is_router, read_routes
 from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_route, load_tower
@@ -221,8 +220,8 @@ def _has_whole_weights(folder: Path) -> bool:
 
 
 def _model_class(facts: dict) -> Any:
-    own = {one.__name__: one for one in (EmbeddingModel, HybridEmbeddingModel)}
-    model_class = own.get(facts["model"]) or getattr(transformers, facts["model"], None)
+    own = EmbeddingModel if facts["model"] == EmbeddingModel.__name__ else None
+    model_class = own or getattr(transformers, facts["model"], None)
     if model_class is None:
         raise UsageError(f"{facts['model']} is neither an EmbeddingModel nor a class of transformers.")
     return model_class

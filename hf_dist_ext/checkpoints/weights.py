@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from hf_dist_ext.checkpoints import sentence_model
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import read_model_folder
 from hf_dist_ext.models.towers import TowerModel, load_tower
 from hf_dist_ext.models.weights import check_weights, load_weights
@@ -80,10 +79,7 @@ def load_projection(model: nn.Module, folder: Path) -> None:
 
 def classes(model: nn.Module) -> dict[str, type]:
     """The option of `from_pretrained` that makes another model of the classes that this one has."""
-    if not isinstance(model, EmbeddingModel):
-        return {}
-    special = {"special_ids": model.special_ids} if isinstance(model, HybridEmbeddingModel) else {}
-    return {"backbone_class": own_class(model.backbone), **special}
+    return {"backbone_class": own_class(model.backbone)} if isinstance(model, EmbeddingModel) else {}
 
 
 def own_class(model: nn.Module) -> type:

@@ -5,8 +5,8 @@ Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of co
 order, with `assembly.py` while later ones are encoded; `columns.py`, `rows.py` and `images.py` say which axis of a
 feature is the row, the token or the picture, `units.py` cuts pictures, and `families.py` says what a model makes of
 one. `flat.py` reads rows that travel end to end, and with `travelling.py` the cuts of a batch travel beside it.
-`losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py`, `late_interaction.py` (over
-`real_tokens.py`) and `sparse_loss.py` other losses. `ring.py` computes the first two where candidates go round the
+`losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py` and `late_interaction.py` (over
+`real_tokens.py`) other losses. `ring.py` computes the first two where candidates go round the
 processes, `ring_scores.py` has their formulas there, `products.py` the matrix products. `by_hand.py` hands gradients
 to autograd and `combined_losses.py` adds several losses up. `outputs.py` handles several tensors per row where a
 vector is not all. `packing.py` lays rows end to end without padding. `budget.py` finds how large a chunk may be, from
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.engine.limits import ChunkLimits as ChunkLimits
     from hf_dist_ext.engine.losses import InfoNCELoss as InfoNCELoss
     from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss as SigmoidLoss
-    from hf_dist_ext.engine.sparse_loss import SparseLoss as SparseLoss
 
 _HOMES = {
     "ChunkLimits": "limits",
@@ -34,7 +33,6 @@ _HOMES = {
     "LateInteractionLoss": "late_interaction",
     "LossPerSource": "combined_losses",
     "SigmoidLoss": "sigmoid_loss",
-    "SparseLoss": "sparse_loss",
     "SumOfLosses": "combined_losses",
     "cached_step": "gradient_cache",
     "lay_out": "layout",

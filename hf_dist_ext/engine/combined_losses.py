@@ -1,7 +1,6 @@
 """Several losses in a run: added up over the same rows, or one for each source of batches.
 
     SumOfLosses({"infonce": InfoNCELoss(), "cosent": other}, {"infonce": 1.0, "cosent": 0.3})
-    SumOfLosses({"infonce": InfoNCELoss(), "tokens": LateInteractionLoss()}, outputs={"infonce": "dense", ...})
     LossPerSource({"nli": InfoNCELoss()}, InfoNCELoss(temperature=0.02))      # batches of "nli", and all others
 
 Parameters of all of them train. How rows are compared in an evaluation is as the first loss says.
@@ -16,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_dist_ext.engine.losses import LossOutput, as_output
-from hf_dist_ext.engine.outputs import Output, PartOfColumns, part_of, tensors_of
+from hf_dist_ext.engine.outputs import Output, tensors_of
 from hf_dist_ext.errors import UsageError
 
 
@@ -95,36 +94,22 @@ class SumOfLosses(_Losses):
     """The sum of losses over the same rows, each times its weight.
 
     losses: name -> a loss as `InfoNCELoss`. weights: name -> factor; a loss that is not named has 1.
-    outputs: name -> which of several outputs per row the loss reads, a key ("dense") or a group of keys ("tokens" of
-        "tokens.vectors" and "tokens.mask"); a loss that is not named is given all that a row encodes to.
     """
 
-    def __init__(
-        self,
-        losses: Mapping[str, nn.Module],
-        weights: Mapping[str, float] | None = None,
-        outputs: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, losses: Mapping[str, nn.Module], weights: Mapping[str, float] | None = None) -> None:
         super().__init__(losses)
-        for option, given in (("weights", weights), ("outputs", outputs)):
-            if alien := [name for name in given or () if name not in losses]:
-                raise UsageError(f'{option} has "{alien[0]}", which is none of the losses: {", ".join(losses)}.')
+        if alien := [name for name in weights or () if name not in losses]:
+            raise UsageError(f'weights has "{alien[0]}", which is none of the losses: {", ".join(losses)}.')
         if len(guided := [name for name, loss in losses.items() if hasattr(loss, "targets_of")]) > 1:
             raise UsageError(
                 f"{guided[0]} and {guided[1]} both have a guide that embeds the rows, and a row has the embedding of "
                 "one guide. Keep one of them."
             )
-        self.outputs = dict(outputs or {})
         self.weights = {name: (weights or {}).get(name, 1.0) for name in losses}
 
     @property
     def rates_pairs(self) -> bool:
         return bool(getattr(self._all[0], "rates_pairs", False))
-
-    @property
-    def evaluated_output(self) -> str | None:
-        """Which of several outputs evaluations compare: that of the first loss."""
-        return self.outputs.get(next(iter(self.weights)))
 
     def targets_of(
         self, batch: Mapping[str, Mapping[str, Tensor]], constants: Mapping[str, Mapping[str, Any]] | None = None
@@ -150,17 +135,12 @@ class SumOfLosses(_Losses):
         metrics: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             loss = self.losses[f"of_{name}"]
-            rows: Mapping[str, Output] = own
             given: tuple[Any, ...] = everyone, row_offset, ids, targets
             if everyone is not None and not getattr(loss, "cross_device_negatives", True):
                 given = None, 0, *(_own_part(values, own, everyone, row_offset) for values in (ids, targets))
             all_rows, offset, part_ids, part_targets = given
-            output = self.outputs.get(name)
-            if output is not None:
-                rows = {column: part_of(own[column], output) for column in own}
-                all_rows = None if all_rows is None else PartOfColumns(all_rows, output)
             more = {"targets": part_targets} if targets and _reads_targets(loss) else {}
-            value, own_metrics = as_output(loss(rows, all_rows, row_offset=offset, ids=part_ids, **more))
+            value, own_metrics = as_output(loss(own, all_rows, row_offset=offset, ids=part_ids, **more))
             total = total + weight * value
             metrics[f"{name}_loss"] = value.detach()
             metrics |= {f"{name}_{metric}": one for metric, one in own_metrics.items()}

@@ -1,25 +1,24 @@
 """What a chunk encodes to: one tensor (b, D), or a mapping of tensors whose first axis is the row.
 
-A mapping holds several outputs per row: token vectors with their mask, a dense beside a sparse vector. Its tensors are
-put back into the batch's order key by key. The second axis may be as long as the chunk's longest row: shorter tensors
-are padded at the end, so a row's entries must stand at the front. Only floating tensors have gradients; others, such
-as a mask, are handed to the loss as they are.
+A mapping holds several outputs per row, such as token vectors with their mask. Its tensors are put back into the
+batch's order key by key. The second axis may be as long as the chunk's longest row: shorter tensors are padded at the
+end, so a row's entries must stand at the front. Only floating tensors have gradients; others, such as a mask, are
+handed to the loss as they are.
 
 Letters: b chunk rows, R rows of a column, T entries of the second axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_dist_ext.engine.chunks import Chunk, ChunkedBatch
-from hf_dist_ext.errors import UsageError
 
 Output = Tensor | Mapping[str, Tensor]
 
@@ -37,39 +36,6 @@ def row_size(output: Output) -> RowSize:
     floating = [tensor for tensor in output.values() if tensor.is_floating_point()]
     tokens = max((tensor.shape[1] for tensor in output.values() if tensor.dim() > 2), default=0)
     return RowSize(sum(prod(tensor.shape[1:]) for tensor in floating), tokens)
-
-
-def part_of(output: Output, name: str) -> Output:
-    """One of several outputs: the tensor of that name, or of the keys that begin with it and a dot what follows."""
-    outputs: Mapping[str, Tensor] = output if isinstance(output, Mapping) else {}
-    keys, start = list(outputs), f"{name}."
-    if name in keys:
-        return outputs[name]
-    found = {key.removeprefix(start): outputs[key] for key in keys if key.startswith(start)}
-    if not found:
-        raise UsageError(f'the model gives no output "{name}" of a row; it gives {", ".join(keys) or "one"}.')
-    return found
-
-
-class PartOfColumns(Mapping[str, Output]):
-    """column -> `part_of` its outputs, looked up when asked for, since that may gather them."""
-
-    def __init__(self, columns: Mapping[str, Output], name: str):
-        self._columns, self._name = columns, name
-
-    @property
-    def ring(self) -> Any:
-        """That of the columns, as every output of a row has its number."""
-        return getattr(self._columns, "ring", None)
-
-    def __getitem__(self, column: str) -> Output:
-        return part_of(self._columns[column], self._name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
 
 
 def tensors_of(output: Output) -> list[Tensor]:

@@ -116,11 +116,6 @@ class Embedder:
         return getattr(self.model, "gives_every_token", False)
 
     @property
-    def gives_one_vector(self) -> bool:
-        """Of a row, or it does not say."""
-        return getattr(self.model, "gives_one_vector", True)
-
-    @property
     def num_frozen(self) -> int | None:
         """So many modules come first, train nothing and give one vector per row, while a later one trains; None: there
         are no such."""
@@ -223,10 +218,6 @@ class SentenceEmbedder(Embedder):
     @property
     def gives_every_token(self) -> bool:
         return False
-
-    @property
-    def gives_one_vector(self) -> bool:
-        return not self.has_token_vectors
 
     @property
     def num_frozen(self) -> int | None:

@@ -195,7 +195,7 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     if strategy.is_hybrid:
         return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
     if strategy.is_tensor_parallel:
-        return work.is_embedding and work.token_dim is None and tensor_parallel_size(strategy, work, hardware) > 1
+        return work.is_embedding and tensor_parallel_size(strategy, work, hardware) > 1
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
         return strategy.keeps_whole == (work.fsdp_mode == "speed")
     return not strategy.keeps_whole or work.is_embedding  # without our loss nothing keeps weights whole

@@ -15,7 +15,6 @@ from hf_dist_ext.planner.knobs import knobs_of
 from hf_dist_ext.planner.workload import Column, Workload
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
-from hf_dist_ext.run.parts import outputs_of
 from hf_dist_ext.run.sources import GLYPH_SEARCH, all_parts, sources_of
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -44,12 +43,10 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     text = config.get("text_config") or config
     width = text.get("hidden_size") or 0
-    token_dim = (fields.token_dim or width) if is_embedding and outputs_of(fields) else None
     parts = [part.config for part in all_parts(fields)] if is_embedding else []
     is_cached = size is not None or tokens is not None or patches is not None
     is_half = bool(half) or dtype in ("bfloat16", "float16")
-    packs = is_embedding and is_cached and token_dim is None
-    packs = packs and _packs(given, config, fields.attn_implementation, is_half)
+    packs = is_embedding and is_cached and _packs(given, config, fields.attn_implementation, is_half)
     if packs:
         notes.append("chunks are packed: counted without padding (gradient_cache_packing).")
     return Workload(
@@ -70,8 +67,7 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         optimizer=given.get("optim") or "adamw_torch_fused",
         projection_dim=fields.projection_dim,
         leaves_tokens=any(part.loss == LATE for part in parts),
-        token_dim=token_dim,
-        embedding_dim=token_dim or fields.projection_dim or config.get("projection_dim") or width,
+        embedding_dim=fields.projection_dim or config.get("projection_dim") or width,
         bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
         fsdp_mode=knobs.fsdp_mode or given.get("gradient_cache_fsdp") or "auto",
         replicates_frozen=given.get("frozen_parts_fsdp") or "auto",

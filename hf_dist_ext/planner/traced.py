@@ -90,7 +90,7 @@ def _config_path(run: Run) -> Path:
 def _trace_path(run: Run, work: Workload) -> Path:
     given = {name: getattr(run.options, name, None) or run.given.get(name) for name in SETS_THE_TRACE}
     columns = [asdict(replace(one, rows=1, tokens=None)) for one in work.columns]
-    names = ("load_bytes", "split_bytes", "autocast_bytes", "leaves_tokens", "token_dim", "mask_bytes", "packs")
+    names = ("load_bytes", "split_bytes", "autocast_bytes", "leaves_tokens", "mask_bytes", "packs")
     files = sorted(Path(str(given["model_name_or_path"])).glob("*.py")) if "auto_map" in work.config else []
     code = [path.read_text(encoding="utf-8") for path in files]
     return _path(work.config, given, columns, [getattr(work, name) for name in names], code)

@@ -79,7 +79,6 @@ class Workload:
     projection_dim: int | None
     embedding_dim: int
     leaves_tokens: bool  # a vector of every token, for late interaction
-    token_dim: int | None  # of these where a row has a dense vector and term weights too
     bucket_view: bool
     fsdp_mode: str
     replicates_frozen: str

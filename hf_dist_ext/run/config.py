@@ -66,11 +66,6 @@ class RunConfig:
         '"loss": "late_interaction" takes for granted.',
     )
     projection_dim: int | None = option(None, "Add a linear layer to this embedding size. Null: the backbone's size.")
-    token_dim: int | None = option(
-        None,
-        "Dimensions of token vectors where losses read several outputs of a row, as of bge-m3. Null: the model's, or "
-        "for new ones the backbone's size.",
-    )
     normalize: bool = option(
         True, "Embeddings have length 1, so that scores are cosines. False: dot products, in the loss too."
     )

@@ -1,7 +1,7 @@
 """The losses that a run file may name: what each reads of a row beside its texts, and which are refused and why.
 
-The names in OWN are this project's (engine/losses.py, sigmoid_loss.py, late_interaction.py, sparse_loss.py). Every
-other name ends with "Loss" and is a class of sentence-transformers, which training/sentence_losses.py runs on
+The names in OWN are this project's (engine/losses.py, sigmoid_loss.py, late_interaction.py). Every other
+name ends with "Loss" and is a class of sentence-transformers, which training/sentence_losses.py runs on
 embeddings.
 """
 
@@ -18,8 +18,8 @@ from hf_dist_ext.run.fields import show
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
 
-LATE, SPARSE = "late_interaction", "sparse"
-OWN = ("infonce", "siglip", LATE, SPARSE)
+LATE = "late_interaction"
+OWN = ("infonce", "siglip", LATE)
 INFONCE_FIELDS = (
     "temperature", "learnable_temperature", "symmetric", "matryoshka_dims", "matryoshka_weights",
     "mask_false_negatives", "false_negative_margin", "cross_device_negatives", "cross_device_exchange",
@@ -89,6 +89,8 @@ REFUSED = {
     "CachedMultipleNegativesSymmetricRankingLoss": _OWN_CACHE.format("MultipleNegativesSymmetricRankingLoss"),
     "CachedGISTEmbedLoss": _OWN_CACHE.format("GISTEmbedLoss"),
     **dict.fromkeys(GROUPS, _GROUPS),
+    "sparse": "it reads a weight of each term, and a model here gives one vector per row or per token. Train a "
+    f'SparseEncoder with the trainer of sentence-transformers, or take "{LATE}" for a vector per token',
 }
 
 
@@ -162,7 +164,7 @@ def cuts_dimensions(config: RunConfig) -> bool:
     """Whether `matryoshka_dims` of the file holds for this loss too, as one among several: MatryoshkaLoss around it.
     UsageError where it can not."""
     name, options = config.loss, config.loss_options or {}
-    if not config.matryoshka_dims or name in (None, "", "infonce", LATE, SPARSE, MATRYOSHKA):
+    if not config.matryoshka_dims or name in (None, "", "infonce", LATE, MATRYOSHKA):
         return False
     if name == "siglip" or name in NOT_IN_MATRYOSHKA or options.get("projection_dim"):
         raise UsageError(

@@ -19,7 +19,6 @@ from hf_dist_ext.run.losses import (
     INFONCE_FIELDS,
     LATE,
     OWN,
-    SPARSE,
     check_loss,
     cuts_dimensions,
     label_column,
@@ -27,13 +26,8 @@ from hf_dist_ext.run.losses import (
     reads_pairs,
 )
 
-# Which of a model's several outputs per row a loss reads; all others read the dense one.
-DENSE = "dense"
-OUTPUTS = {LATE: "tokens", SPARSE: "sparse"}
-
 # What one of several losses, or a dataset, sets for itself; what all processes see is of the whole run.
 OF_A_LOSS = ("loss", "loss_options", *(name for name in INFONCE_FIELDS if not name.startswith("cross_device_")))
-SEVERAL = f'Give losses over all three, such as "infonce", "{SPARSE}" and "{LATE}", or one loss over vectors.'
 ABOVE_ZERO = {"exclusiveMinimum": 0}
 
 
@@ -57,12 +51,6 @@ def parts_of(config: RunConfig) -> list[Part]:
             Part(name if number == 1 else f"{name}_{number}", fields.get("weight", 1.0), with_loss(config, fields))
         )
     return parts
-
-
-def outputs_of(config: RunConfig) -> dict[str, str]:
-    """Name of a part -> the output that it reads, where a model gives several per row; {} where it gives one."""
-    found = {part.name: OUTPUTS.get(part.config.loss, DENSE) for part in parts_of(config)}
-    return found if len(set(found.values())) > 1 else {}
 
 
 def with_loss(config: RunConfig, fields: Mapping[str, Any]) -> RunConfig:
@@ -92,11 +80,6 @@ def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
     those of one dataset."""
     if config.losses is None:
         check_loss(config, given, INFONCE_FIELDS)
-        if config.loss == SPARSE:
-            raise UsageError(
-                f'loss="{SPARSE}" alone reads weights of terms, and a folder and its evaluations need one vector per '
-                f"row. {SEVERAL}"
-            )
         _check_columns(config)
         return
     if not config.losses:
@@ -117,7 +100,7 @@ def check_parts(config: RunConfig, given: Mapping[str, Any]) -> None:
         cuts_dimensions(part.config)
     if config.label_column and not any(reads_label(part.config.loss, part.config.loss_options) for part in parts):
         raise UsageError(f"label_column={show(config.label_column)}: none of losses reads a label. Remove it.")
-    _check_outputs(config, parts)
+    check_rows_are_alike([part.config for part in parts], "losses")
     _check_columns(config)
     useless = [name for name in INFONCE_FIELDS if given.get(name) is not None]
     if useless and all(part.config.loss != "infonce" for part in parts):
@@ -134,28 +117,8 @@ def _check_columns(config: RunConfig) -> None:
         )
 
 
-def _check_outputs(config: RunConfig, parts: Sequence[Part]) -> None:
-    outputs = [OUTPUTS.get(part.config.loss, DENSE) for part in parts]
-    if set(outputs) <= {"tokens"}:
-        return
-    if missing := {DENSE, *OUTPUTS.values()} - {*outputs} if set(outputs) - {DENSE} else set():
-        raise UsageError(
-            f"losses read {' and '.join(dict.fromkeys(outputs))} of a row, and a model of several outputs has "
-            f"{' and '.join(sorted(missing))} too, which nothing would train. {SEVERAL}"
-        )
-    if outputs[0] != DENSE:
-        raise UsageError(
-            f"losses begin with {show(parts[0].config.loss)}, and evaluations compare as the first loss does, by one "
-            "vector per row. Put infonce, or another loss over one vector, first."
-        )
-    if set(outputs) - {DENSE} and config.use_lora:
-        raise UsageError(
-            "use_lora with losses over several outputs per row is not done: their heads train whole. Remove it."
-        )
-
-
 def check_rows_are_alike(configs: Sequence[RunConfig], field: str) -> None:
-    """A model gives one vector per row, or one per token, to all of the datasets."""
+    """A model gives one vector per row, or one per token, to all losses of a run."""
     others = [config.loss for config in configs if config.loss != LATE]
     if 0 < len(others) < len(configs):
         raise UsageError(

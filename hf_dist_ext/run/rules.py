@@ -15,7 +15,7 @@ from hf_dist_ext.run.evaluations import parse_evaluations
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.files import looks_like_a_path
 from hf_dist_ext.run.losses import INFONCE_FIELDS
-from hf_dist_ext.run.parts import check_parts, outputs_of
+from hf_dist_ext.run.parts import check_parts
 from hf_dist_ext.run.sources import NUM_PAIR_COLUMNS, check_sources
 
 CONTRASTIVE_FIELDS = [
@@ -26,7 +26,7 @@ CONTRASTIVE_FIELDS = [
 OF_TASK = {
     "embedding": [
         *CONTRASTIVE_FIELDS,
-        *"is_causal pooling projection_dim token_dim normalize id_column image_columns no_duplicates_in_batch".split(),
+        *"is_causal pooling projection_dim normalize id_column image_columns no_duplicates_in_batch".split(),
         *"evaluations datasets datasets_temperature processing_kwargs load_in_4bit".split(),
     ],
     "image-text-to-text": ["generate_max_new_tokens"],
@@ -65,11 +65,6 @@ def check_rules(run: Run) -> None:
             f"train_sampling_strategy={show(order)} orders rows by a length that the rows of a run file do not have. "
             "Remove it; with a loss over embeddings the rows of a batch are sorted by length before they are cut into "
             "chunks."
-        )
-    if config.token_dim is not None and not outputs_of(config):
-        raise UsageError(
-            f"token_dim={show(config.token_dim)} is of a model of several outputs per row, and this run's has one. "
-            'For "late_interaction" alone the dimensions of token vectors are projection_dim.'
         )
     if given.get("max_steps") == 0:
         raise UsageError(

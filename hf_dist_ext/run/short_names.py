@@ -148,6 +148,7 @@ MEANINGS = {
     "group_by_length": "Remove it: rows of a batch are sorted by length before they are cut (gradient_cache_sort).",
     "logging_dir": "Logs go to output_dir/runs; the environment variable TENSORBOARD_LOGGING_DIR moves them.",
     "no_cuda": 'Use "use_cpu": true.',
+    "token_dim": 'Use "loss": "late_interaction" with projection_dim: the dimensions of token vectors.',
     "save_safetensors": "Weights are always saved as safetensors; remove it.",
     "lr": "Use learning_rate.",
     "mini_batch_size": _CHUNK,

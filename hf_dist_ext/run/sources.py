@@ -24,7 +24,6 @@ from hf_dist_ext.run.parts import (
     check_entry,
     check_parts,
     check_rows_are_alike,
-    outputs_of,
     parts_of,
     with_loss,
 )
@@ -148,12 +147,6 @@ def check_sources(run: Run) -> None:
     if given.get("loss") and all("loss" in fields for fields in config.datasets):
         raise UsageError(f"loss={show(given['loss'])}, but every one of datasets has a loss of its own. Remove it.")
     check_rows_are_alike([source.config for source in sources], "datasets")
-    own = next((source.name for source in sources if source.has_own_loss), None)
-    if own is not None and outputs_of(config):
-        raise UsageError(
-            f'datasets: "{own}" has a loss of its own, and losses of the file read several outputs of a row. Let all '
-            "datasets have these."
-        )
     for source, fields in zip(sources, config.datasets, strict=True):
         if source.config.loss in (None, "none"):
             raise UsageError(f'datasets: "{source.name}" has no loss. Give its name, such as "infonce".')

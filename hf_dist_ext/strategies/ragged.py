@@ -1,11 +1,11 @@
 """Several outputs per row of all ranks: of token vectors the real ones travel, and no padding.
 
-A mapping of outputs (engine/outputs.py) may hold groups of keys, "tokens.vectors" and "tokens.mask": the group is what
-stands before the last dot, or nothing. Of a group with a mask only what the mask marks as real is sent:
+A mapping of outputs (engine/outputs.py) may hold a "mask" (B, T). Of its tensors of three axes, (B, T, D), only what
+the mask marks as real is sent:
 
 (1) every row's number of real entries; how many a rank sends in all, and its longest row, the ranks tell each other
     between their CPUs. Where the host knows a row's tokens, and these are its entries, no device is waited for; else
-    the two numbers are read back, once per group
+    the two numbers are read back
 (2) the real entries of all rows end to end
 (3) they are laid into rows again, at the front, as wide as the longest row of all ranks
 
@@ -27,11 +27,11 @@ MASK = "mask"
 
 
 class GatheredOutputs(Mapping):
-    """key -> (N, ...), differentiable. A group is gathered when one of its keys is first asked for.
+    """key -> (N, ...), differentiable. Each is gathered when it is first asked for, what the mask is of at once.
 
     gather: (entries of this rank, the number of entries of each rank) -> those of all, as `Rows.gather`.
     exchange: numbers of this rank's host -> those of each rank.
-    lengths: (B,) real entries of every own row in every group; None: the masks tell.
+    lengths: (B,) real entries of every own row; None: the mask tells.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class GatheredOutputs(Mapping):
 
     def __getitem__(self, key: str) -> Tensor:
         if key not in self._gathered:
-            group, dot, _ = key.rpartition(".")
-            if (mask := group + dot + MASK) in self._own:
-                self._gather_group(group, mask)
+            if key in (masked := self._masked()):
+                self._gather_masked(masked)
             else:
                 self._gathered[key] = self._gather(self._own[key], self._counts)
         return self._gathered[key]
@@ -61,8 +60,11 @@ class GatheredOutputs(Mapping):
     def __len__(self) -> int:
         return len(self._own)
 
-    def _gather_group(self, group: str, mask: str) -> None:
-        is_real = self._own[mask].bool()  # (B, T)
+    def _masked(self) -> list[str]:
+        return [key for key, one in self._own.items() if key == MASK or one.dim() > 2] if MASK in self._own else []
+
+    def _gather_masked(self, masked: list[str]) -> None:
+        is_real = self._own[MASK].bool()  # (B, T)
         lengths = is_real.sum(dim=1)  # (B,)
         if self._lengths is None:
             longest = torch.cat([lengths, lengths.new_zeros(1)]).amax()
@@ -77,8 +79,8 @@ class GatheredOutputs(Mapping):
         width = max(widths) or is_real.shape[1]
         real = torch.arange(width, device=lengths.device) < lengths[:, None]  # (N, T)
         own, places = places_of(is_real, numbers[0]), places_of(real, sum(of_rank))
-        self._gathered[mask] = real
-        for key in (one for one in self._own if one != mask and one.rpartition(".")[0] == group):
+        self._gathered[MASK] = real
+        for key in (one for one in masked if one != MASK):
             entries = self._own[key].flatten(0, 1).index_select(0, own)
             everyone = self._gather(entries, of_rank) if sum(of_rank) else entries  # (2): (n, ...)
             empty = everyone.new_zeros(real.numel(), *everyone.shape[1:])

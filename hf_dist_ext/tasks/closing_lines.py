@@ -18,7 +18,6 @@ from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.load import FILE_FORMATS
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.losses import LATE
-from hf_dist_ext.run.parts import outputs_of
 from hf_dist_ext.run.sources import CODE_SEARCH, all_parts, sources_of
 from hf_dist_ext.tasks import image_pairs, routes
 
@@ -26,15 +25,15 @@ ASK = "hf-dist search --model {quoted}"
 
 
 def lines(run: Run) -> list[str]:
-    config, several = run.options, bool(outputs_of(run.options))
+    config = run.options
     if routes.has_routes(config):
         return [_to_load("TowerModel"), _to_use("SentenceTransformer")]
     if image_pairs.has_towers(config):
         return [_to_load("TowerModel"), _to_use("SentenceTransformer"), _to_try(run)]
-    if not several and any(part.config.loss == LATE for part in all_parts(config)):
+    if any(part.config.loss == LATE for part in all_parts(config)):
         return [_to_load("EmbeddingModel"), _to_use("MultiVectorEncoder")]
     return [
-        _to_load("HybridEmbeddingModel" if several else "EmbeddingModel"),
+        _to_load("EmbeddingModel"),
         *_lengths(config),
         _to_use("SentenceTransformer"),
         _to_try(run),

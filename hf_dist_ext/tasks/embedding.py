@@ -22,14 +22,13 @@ from hf_dist_ext.models import static_backbone
 from hf_dist_ext.models.backbones import load_tokenizer, one_line
 from hf_dist_ext.models.embedder import set_is_causal
 from hf_dist_ext.models.embedding_model import EmbeddingModel, lengths_by_role
-from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 from hf_dist_ext.models.model_folder import DOCUMENT_NAMES, read_model_folder, resolve_folder
 from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.losses import LATE, MATRYOSHKA, OWN
-from hf_dist_ext.run.parts import label_column_of, outputs_of, takes_negatives_as_columns
+from hf_dist_ext.run.parts import label_column_of, takes_negatives_as_columns
 from hf_dist_ext.run.sources import CODE_SEARCH, all_parts
 from hf_dist_ext.strategies import choose
 from hf_dist_ext.tasks import closing_lines, image_pairs, routes, vision_language
@@ -162,7 +161,7 @@ def _figures(loss: Any, sources: LoadedSources | None) -> Sequence[str]:
 
 
 def _is_late(config: RunConfig) -> bool:
-    """Whether a loss reads token vectors; all losses of a run do, but for a model of several outputs per row."""
+    """Whether the losses of a run, all of them, read token vectors."""
     return any(part.config.loss == LATE for part in all_parts(config))
 
 
@@ -315,7 +314,6 @@ def _distributed_config(run: Run, args: Any) -> Any:
     given = {
         "loss=null": config.loss is None,
         "towers": image_pairs.has_towers(config),
-        "losses over several outputs of a row": bool(outputs_of(config)),
     }
     if wrong := [name for name, is_given in given.items() if is_given]:
         raise UsageError(
@@ -333,9 +331,7 @@ def build_model(
     quantization_config: Any = None,
 ) -> EmbeddingModel:
     config = run.options
-    several = outputs_of(config)
-    pooling = {"pooling": TOKENS} if _is_late(config) and not several else {}  # whatever the folder says
-    model_class = HybridEmbeddingModel if several else EmbeddingModel
+    pooling = {"pooling": TOKENS} if _is_late(config) else {}  # whatever the folder says
     options = {
         "pooling": config.pooling, "projection_dim": config.projection_dim, "normalize": config.normalize,
         "matryoshka_dims": config.matryoshka_dims, "dtype": config.dtype,
@@ -347,9 +343,8 @@ def build_model(
         else:
             vocabulary = {"vocab_size": len(processor), "pad_token_id": processor.pad_token_id}
             model_config = vocabulary | config.model_config
-        more = pooling | _of_heads(config, processor)
-        return model_class.from_config(model_config, distributed_config=distributed_config, **options | more)
-    return model_class.from_pretrained(
+        return EmbeddingModel.from_config(model_config, distributed_config=distributed_config, **options | pooling)
+    return EmbeddingModel.from_pretrained(
         config.model_name_or_path,
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
@@ -359,18 +354,5 @@ def build_model(
         # What is not given is as the folder says, but for the precision: trained weights are kept in float32.
         **{name: value for name, value in options.items() if name in run.given}
         | {"dtype": config.dtype or "float32"}
-        | pooling
-        | _of_heads(config, processor),
+        | pooling,
     )
-
-
-def _of_heads(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
-    """Options of a `HybridEmbeddingModel` alone."""
-    if not outputs_of(config):
-        return {}
-    if getattr(tokenizer, "cls_token_id", None) is None:
-        raise UsageError(
-            "losses read several outputs of a row, as of bge-m3, whose rows begin with a cls token that has no vector "
-            "among the token vectors; this model's tokenizer has no cls token. Use an encoder, such as XLM-RoBERTa."
-        )
-    return {"special_ids": tokenizer.all_special_ids, "token_dim": config.token_dim}

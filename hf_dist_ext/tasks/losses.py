@@ -11,18 +11,16 @@ from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
-from hf_dist_ext.engine.sparse_loss import SparseLoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, MATRYOSHKA, SPARSE, cuts_dimensions
-from hf_dist_ext.run.parts import outputs_of, parts_of
+from hf_dist_ext.run.losses import INFONCE_FIELDS, LATE, MATRYOSHKA, cuts_dimensions
+from hf_dist_ext.run.parts import parts_of
 from hf_dist_ext.run.sources import sources_of
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 
 # Those of this project with options of their own.
 OWN = {
     "siglip": (SigmoidLoss, ("scale", "bias", "learnable", "mask_false_negatives", "cross_device_exchange")),
-    SPARSE: (SparseLoss, ("temperature", "mask_false_negatives", "queries_per_tile")),
     LATE: (LateInteractionLoss, ("temperature", "mask_false_negatives", "queries_per_tile", "documents_per_tile")),
 }
 
@@ -55,7 +53,7 @@ def _sum_of_parts(config: RunConfig, *more: Any) -> nn.Module:
     made = {part.name: _build(part.config, *more) for part in parts}
     if config.losses is None:
         return made[parts[0].name]
-    return SumOfLosses(made, {part.name: part.weight for part in parts}, outputs_of(config))
+    return SumOfLosses(made, {part.name: part.weight for part in parts})
 
 
 def _build(
@@ -72,7 +70,7 @@ def _build(
         kind, known = OWN[config.loss]
         if useless := sorted({*options} - {*known}):
             raise UsageError(f"loss_options: {config.loss} has no option {useless[0]}. It has {', '.join(known)}.")
-        return kind(**options) if config.loss == SPARSE else kind(**options, normalize=normalize)
+        return kind(**options, normalize=normalize)
     lengths = max_length.values() if isinstance(max_length, Mapping) else [max_length]
     longest = max(filter(None, lengths), default=getattr(tokenizer, "model_max_length", None))
     name = config.loss

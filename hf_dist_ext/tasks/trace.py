@@ -138,15 +138,11 @@ def cast_weights(model: nn.Module, cast: Cast) -> None:
 def _embedding_model(config: Any, fields: Any, work: Workload, options: dict[str, Any]) -> nn.Module:
     from hf_dist_ext.models.backbones import build_backbone
     from hf_dist_ext.models.embedding_model import EmbeddingModel
-    from hf_dist_ext.models.hybrid_model import HybridEmbeddingModel
 
     backbone = build_backbone(config, **options)
     if work.is_in_4_bits:
         half = torch.bfloat16 if work.autocast_bytes else torch.float32
         backbone = trace_4bit.in_4_bits(backbone, half)
-    if work.token_dim is not None:
-        heads = {"special_ids": (), "token_dim": work.token_dim, "projection_dim": fields.projection_dim}
-        return HybridEmbeddingModel(backbone, pooling=fields.pooling, **heads)
     pooling = policy.TOKENS if work.leaves_tokens else fields.pooling
     return EmbeddingModel(backbone, pooling=pooling, projection_dim=fields.projection_dim)
 
@@ -192,7 +188,7 @@ def split_layers(model: nn.Module, ways: int) -> Iterator[None]:
 
 def sizes_to_split(run: Any, work: Workload, model: nn.Module) -> list[int]:
     """How many devices can share the model's layers, by the rules of a run (strategies/plans.py)."""
-    is_whole = not work.is_embedding or work.token_dim is not None or work.is_in_4_bits
+    is_whole = not work.is_embedding or work.is_in_4_bits
     return [] if is_whole else [size for size in range(2, MOST_WAYS + 1) if _can_be_split(run, model, size)]
 
 

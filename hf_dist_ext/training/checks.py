@@ -266,7 +266,7 @@ def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
 
 
 def check_outputs(model: nn.Module, loss: Any) -> None:
-    """The losses of this project, and the model's rows: one vector each, token vectors, or several outputs."""
+    """The losses of this project, and the model's rows: one vector each, or token vectors."""
     embedder, reads_many = embedder_of(model), metrics.similarity_of(loss) == "maxsim"
     many = embedder.has_token_vectors
     name = type(loss).__name__
@@ -274,11 +274,6 @@ def check_outputs(model: nn.Module, loss: Any) -> None:
         raise UsageError(
             f'the model gives token vectors (pooling="{TOKENS}"), and {name} reads one vector per row. Use '
             '"loss": "late_interaction", or another pooling.'
-        )
-    if not (many or embedder.gives_one_vector or getattr(loss, "outputs", None)):
-        raise UsageError(
-            f"{type(model).__name__} gives several outputs of a row, and {name} does not say which it reads. Use "
-            'SumOfLosses({"infonce": ..., ...}, outputs={"infonce": "dense", ...}).'
         )
     if reads_many and many is False:
         raise UsageError(

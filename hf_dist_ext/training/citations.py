@@ -46,14 +46,6 @@ OF_LOSS = {
     archivePrefix={arXiv},
     primaryClass={cs.IR}
 }""",
-    "SparseLoss": """@misc{chen2024m3,
-    title={BGE M3-Embedding: Multi-Lingual, Multi-Functionality, Multi-Granularity Text Embeddings},
-    author={Jianlv Chen and Shitao Xiao and Peitian Zhang and Kun Luo and Defu Lian and Zheng Liu},
-    year={2024},
-    eprint={2402.03216},
-    archivePrefix={arXiv},
-    primaryClass={cs.CL}
-}""",
 }
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.nn.functional import normalize, pad
 
-from hf_dist_ext.engine.outputs import part_of
 from hf_dist_ext.engine.real_tokens import RealTokens, best_matches
 from hf_dist_ext.strategies.ragged import MASK
 from hf_dist_ext.strategies.rows import Rows
@@ -80,8 +79,6 @@ Compared = torch.Tensor | TokenVectors
 
 def compared(output: Any, loss: Any) -> Compared:
     """What a column encodes to, as the loss compares it."""
-    if (name := getattr(loss, "evaluated_output", None)) is not None:
-        output = part_of(output, name)
     if isinstance(output, torch.Tensor):
         return output
     vectors = output[VECTORS]

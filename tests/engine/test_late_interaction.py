@@ -192,7 +192,7 @@ def batch_of(rows: int = 11) -> dict:
 
 
 def weighted(embeddings: dict) -> tuple:
-    """Dense and multi-vector losses and a term of the numbers, as bge-m3 adds up its outputs."""
+    """Dense and multi-vector losses and a term of the numbers."""
     dense = InfoNCELoss(0.2)({name: one["dense"] for name, one in embeddings.items()}).loss
     many = LateInteractionLoss(0.5)(embeddings).loss
     return dense + 0.7 * many + 0.01 * sum(one["number"].square().sum() for one in embeddings.values()), {}

@@ -114,7 +114,6 @@ PACKED_RUN = {"attn_implementation": "flash_attention_2", "gradient_cache_chunk_
     (False, BERT, PACKED_RUN | {"gradient_cache_packing": False}),
     (False, BERT, PACKED_RUN | {"gradient_cache_chunk_tokens": None}),
     (False, BERT, PACKED_RUN | {"torch_compile": True}),
-    (False, BERT, PACKED_RUN | {"losses": [{"loss": "infonce"}, {"loss": "sparse"}, {"loss": "late_interaction"}]}),
     (False, CLIP, PACKED_RUN),
     (False, EXPERTS, PACKED_RUN),
 ])  # fmt: skip

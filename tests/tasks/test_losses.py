@@ -4,18 +4,12 @@ import json
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
-from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.combined_losses import LossPerSource, SumOfLosses
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.hybrid_model import HEADS, HybridEmbeddingModel
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
-from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
-from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks.losses import build_loss
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.step import EmbeddingStep
@@ -112,13 +106,7 @@ def test_each_dataset_has_its_loss_and_its_figures(main, run_file, made, tmp_pat
 
 
 LATE = {"loss": "late_interaction"}
-M3 = [
-    {"loss": "infonce", "temperature": 0.1},
-    {"loss": "sparse", "weight": 0.3, "loss_options": {"temperature": 0.2}},
-    LATE | {"loss_options": {"temperature": 0.5}},
-]
 SOURCE = {"dataset_name": "code-search"}
-FROM_FOLDER = {"model_config": ..., "projection_dim": ..., "tokenizer_name": ...}
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -131,16 +119,12 @@ FROM_FOLDER = {"model_config": ..., "projection_dim": ..., "tokenizer_name": ...
     ({"losses": [{"loss": "infonces"}]}, 'loss="infonces" is no loss'),
     ({"losses": [{"loss": "CoSENTLoss", "temperature": 0.1}]}, "temperature=0.1 is an option of infonce"),
     ({"losses": [{"loss": "CoSENTLoss"}], "temperature": 0.1}, "is an option of infonce, and losses has none"),
-    ({"losses": [{"loss": "infonce"}, LATE]}, "read dense and tokens of a row, .* has sparse too"),
-    ({"losses": [{"loss": "sparse"}]}, "read sparse of a row, .* has dense and tokens too"),
-    ({"losses": [LATE, {"loss": "sparse"}, {"loss": "infonce"}]}, 'losses begin with "late_interaction", and eval'),
-    ({"losses": M3, "use_lora": True}, "use_lora with losses over several outputs per row"),
-    ({"losses": M3, "pooling": "tokens"}, 'pooling="tokens" leaves a vector of every token'),
-    ({"loss": "sparse"}, 'loss="sparse" alone reads weights of terms'),
-    ({"token_dim": 8}, "token_dim=8 is of a model of several outputs"),
-    ({"losses": [LATE], "token_dim": 8}, 'For "late_interaction" alone'),
-    ({"losses": M3, "datasets": [SOURCE, SOURCE | {"loss": "infonce", "name": "b"}]}, '"b" has a loss of its own'),
-    ({"datasets": [SOURCE | {"loss": "sparse"}]}, 'loss="sparse" alone reads weights of terms'),
+    ({"losses": [{"loss": "infonce"}, LATE]}, 'losses: "late_interaction" reads a vector of every token, and '),
+    ({"losses": SUM, "pooling": "tokens"}, 'pooling="tokens" leaves a vector of every token'),
+    ({"loss": "sparse"}, 'loss="sparse" can not be trained here: it reads a weight of each term.* SparseEncoder'),
+    ({"losses": [*SUM, {"loss": "sparse"}]}, 'loss="sparse" can not be trained here'),
+    ({"datasets": [SOURCE | {"loss": "sparse"}]}, 'loss="sparse" can not be trained here'),
+    ({"token_dim": 8}, 'Unknown field "token_dim" .* "late_interaction" with projection_dim'),
     ({"losses": [{"loss": "infonce"}], "label_column": "score"}, "none of losses reads a label"),
     ({"losses": SUM, "cross_device_negatives": False}, "cross_device_negatives=false with losses"),
     ({"datasets": [SOURCE | {"name": "a"}, SOURCE | LATE | {"name": "b"}]}, "datasets: .*reads a vector of every"),
@@ -155,76 +139,6 @@ def test_what_can_not_be_is_refused_before_anything_is_read(fields, message, run
     more = {"dataset_name": ..., "eval_holdout": ...} if "datasets" in fields else {}
     with pytest.raises(UsageError, match=message):
         load_run(["--config", run_file(**PLAIN | more | fields)])
-
-
-def test_three_outputs_of_a_row_are_trained_saved_and_trained_on(main, run_file, made, tmp_path):  # noqa: F811
-    """From a plain encoder, whose heads are new, then from what that run has made, whose heads are not."""
-    rows = {"dataset_name": written(tmp_path, "rated", RATED)}
-    main(["--config", run_file(losses=M3, token_dim=6, pooling="cls", learning_rate=1e-2, **PLAIN, **rows)])
-    (loss,) = made
-    assert loss.outputs == {"infonce": "dense", "sparse": "sparse", "late_interaction": "tokens"}
-    for line in (one for one in lines_of(tmp_path) if "loss" in one):
-        total = line["infonce_loss"] + 0.3 * line["sparse_loss"] + line["late_interaction_loss"]
-        assert line["loss"] == pytest.approx(total, rel=1e-3)
-    report = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert 0 < report["after"]["mrr@10"] < 1 and report["before"] != report["after"]
-    first = HybridEmbeddingModel.from_pretrained(tmp_path / "out")
-    assert first.token_dim == 6 and len(first.special_ids) > 2
-    assert SentenceTransformer(str(tmp_path / "out"), device="cpu").get_embedding_dimension() == 16
-
-    again = {"model_name_or_path": str(tmp_path / "out"), "output_dir": str(tmp_path / "again"), **FROM_FOLDER}
-    main(["--config", run_file(losses=M3, **PLAIN | rows | again, max_steps=1, learning_rate=1e-3)])
-    second = HybridEmbeddingModel.from_pretrained(tmp_path / "again").state_dict()
-    for name, weights in first.state_dict().items():
-        moved = (second[name] - weights).abs().max()
-        assert moved <= 1.1e-3, f"{name} began anew"
-        assert moved > 0 or "linear" not in name, f"{name} was not trained"
-
-
-@pytest.mark.slow
-def test_a_run_of_three_outputs_that_was_stopped_goes_on_bit_for_bit(main, run_file, tmp_path):  # noqa: F811
-    rows = {"dataset_name": written(tmp_path, "rated", RATED)}
-    fields = PLAIN | rows | {"losses": M3, "token_dim": 6, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    main(["--config", run_file(**fields)])
-    whole = HybridEmbeddingModel.from_pretrained(tmp_path / "out").state_dict()
-    checkpoint = str(tmp_path / "out" / "checkpoint-2")
-    main(["--config", run_file(**fields, output_dir=str(tmp_path / "on"), resume_from_checkpoint=checkpoint)])
-    on = HybridEmbeddingModel.from_pretrained(tmp_path / "on").state_dict()
-    at_two = HybridEmbeddingModel.from_pretrained(checkpoint).state_dict()
-    assert whole.keys() == on.keys() and all(torch.equal(on[name], whole[name]) for name in whole)
-    assert all(not torch.equal(at_two[f"{name}.weight"], on[f"{name}.weight"]) for name in HEADS)
-
-
-@pytest.mark.slow
-def test_heads_alone_are_trained_and_put_together_with_their_base(main, run_file, tmp_path):  # noqa: F811
-    EmbeddingModel.from_config(model_config("bert")).save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
-    fields = PLAIN | FROM_FOLDER | {"model_name_or_path": str(tmp_path / "model"), "token_dim": 6}
-    fields["dataset_name"] = written(tmp_path, "rated", RATED)
-    main(["--config", run_file(losses=M3, trainable_modules=[*HEADS], **fields)])
-    merge(tmp_path / "out", tmp_path / "whole")
-    model = HybridEmbeddingModel.from_pretrained(tmp_path / "whole")
-    base = EmbeddingModel.from_pretrained(tmp_path / "model").state_dict()
-    assert all(torch.equal(model.state_dict()[name], weights) for name, weights in base.items())
-    assert model.token_dim == 6
-
-
-def test_a_plan_counts_the_heads_of_three_outputs(run_file):  # noqa: F811
-    run = load_run(["--config", run_file(losses=M3, token_dim=6, projection_dim=5, **PLAIN)])
-    work = traced(run)
-    counted = {name: parameter.elements for name, parameter in work.parameters().items()}
-    built = {name: p.numel() for name, p in trace.build(run, work).named_parameters()}
-    assert {name: counted[name] for name in counted if "backbone" not in name} == {
-        name: built[name] for name in built if "backbone" not in name
-    }
-    assert "colbert_linear.bias" in counted and "projection.weight" in counted
-
-    def is_split(losses: list) -> bool:
-        config = model_config("qwen3", num_attention_heads=8, num_key_value_heads=8)
-        run = load_run(["--config", run_file(model_config=config, losses=losses, **PLAIN)])
-        options = make_plan(run, hardware_of(8, 8.0, 2, None)).options
-        return any(option.strategy.is_tensor_parallel for option in options)
-
-    assert is_split(M3[:1]) and not is_split(M3)
 
 
 def test_two_of_the_same_loss_have_different_names(run_file):  # noqa: F811

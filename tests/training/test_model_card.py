@@ -12,7 +12,7 @@ from sentence_transformers.sentence_transformer.losses import CoSENTLoss
 
 from hf_dist_ext.engine.combined_losses import SumOfLosses
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.engine.sparse_loss import SparseLoss
+from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.training import model_card
 from hf_dist_ext.training.card_metadata import metadata
@@ -158,8 +158,8 @@ def test_what_is_cited_is_the_loss_and_what_is_inside_of_it():
     assert names_of(theirs) == ["MatryoshkaLoss", "CoSENTLoss"] and len(entries) == 2
     assert CoSENTLoss(None).citation.strip() in entries and "kusupati" in entries[0]
     assert citations_of(None, False) == names_of(None) == []
-    several = SumOfLosses({"dense": InfoNCELoss(), "terms": SparseLoss(), "scores": theirs})
-    assert names_of(several)[:2] == ["InfoNCELoss", "SparseLoss"] and names_of(several)[2:] == names_of(theirs)
+    several = SumOfLosses({"dense": InfoNCELoss(), "second": SigmoidLoss(), "scores": theirs})
+    assert names_of(several)[:2] == ["InfoNCELoss", "SigmoidLoss"] and names_of(several)[2:] == names_of(theirs)
     assert citations_of(several, False) == [
-        *citations_of(InfoNCELoss(), False), *citations_of(SparseLoss(), False), *citations_of(theirs, False)
+        *citations_of(InfoNCELoss(), False), *citations_of(SigmoidLoss(), False), *citations_of(theirs, False)
     ]  # fmt: skip
