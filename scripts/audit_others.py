@@ -4,7 +4,7 @@
     python scripts/audit_others.py --libraries GradCache --environments envs --json others.json
 
 (1) venv and pip make an environment per library, from PyPI
-(2) in it the library's own trainer takes two steps on a tiny random model in float64 (audit_others_cases.py), with
+(2) in it the library's own trainer takes a step or two on a tiny random model in float64 (audit_others_cases.py), with
     settings that its pages document, on one process and then on two (gloo). Gradients are read before the optimizer
 (3) the same rows go through a copy of the same weights at once, on one process, in one graph without a cache
 
