@@ -85,6 +85,7 @@ class Health(TrainerCallback):
         self.was_preempted = False
         self.inputs: list[Any] = []  # micro-batches of the update that runs
         self.replay_error: float | None = None  # the largest since it was logged
+        self.refuse: Callable[..., Any] = replay.refuse  # a step whose passes differ
         self._loss_of_update: torch.Tensor | None = None
         self._replays: list[ReplayError] = []  # those of the update that runs
         self._rounding = 0.0  # the largest that explains one of them
@@ -234,7 +235,7 @@ class Health(TrainerCallback):
         if wrong:
             rank = max(wrong, key=errors.__getitem__)
             _, columns = max((one.worst() for one in replays), default=(0.0, ()), key=lambda worst: worst[0])
-            replay.refuse(step, errors[rank], most[rank], collectives.texts_of(" and ".join(columns), [rank])[0])
+            self.refuse(step, errors[rank], most[rank], collectives.texts_of(" and ".join(columns), [rank])[0])
 
     def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}
