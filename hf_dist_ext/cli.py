@@ -263,6 +263,7 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _audit(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.launch import is_launched
     from hf_dist_ext.tasks.audit import QUIET, audit, folder_of_all
     from hf_dist_ext.train import main
 
@@ -270,7 +271,7 @@ def _audit(arguments: argparse.Namespace, overrides: list[str]) -> None:
     own = [*(["--rows", str(arguments.rows)] if arguments.rows else []), *(["--json"] if arguments.json else [])]
     program = ("--module", "hf_dist_ext.cli", "audit", *own, "--reference", arguments.reference)
     act = partial(audit, rows=arguments.rows, reference=arguments.reference, as_json=arguments.json)
-    main(["--config", arguments.run, *overrides], program, act, **QUIET, output_dir=folder_of_all())
+    main(["--config", arguments.run, *overrides], program, act, **QUIET, output_dir=folder_of_all(is_launched()))
 
 
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -26,16 +26,18 @@ QUIET: dict[str, Any] = {
 }  # fmt: skip
 
 
-def folder_of_all() -> str:
+def folder_of_all(is_launched: bool) -> str:
     """In the place of the run's own folder: the same for all processes that one launcher has started here."""
-    number = os.getppid() if launched.is_launched() else os.getpid()
+    number = os.getppid() if is_launched else os.getpid()
     return str(Path(tempfile.gettempdir(), f"hf_dist_audit-{number}"))
 
 
 def audit(run: Run, rows: int | None, reference: str, as_json: bool) -> None:
     """Ends the process with 1 where something is wrong."""
     if run.stages:
-        raise UsageError("an audit takes a run of one stage. Write each stage of this run file into a file of its own.")
+        raise UsageError(
+            "an audit takes a run of one stage. Write each stage of this run file into a file of its own."
+        )
     is_main = launched.rank() == 0
     logging.basicConfig(level=logging.WARNING if is_main else logging.ERROR, format="%(message)s")
     transformers_logging.disable_progress_bar()

@@ -18,7 +18,7 @@ import json
 import math
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer
 
 # Relative to the largest: what rounding explains at least, of a gradient and of a loss.
-GRADIENT_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 LOSS_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 LOSS_MOVES = {torch.float64: 1e-3, torch.float32: 3e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}  # along a direction
-TIMES = 4  # so many times what the plain step itself rounds
+TIMES = 4  # so many times what the plain step itself rounds: a group of parameters,
+TIMES_OF_ALL = 2  # and all together, where rounding of single numbers cancels
 SMALL = 1e-3  # of the whole norm: a group with less is measured by this, as nothing but rounding may be left of it
 DIRECTIONS, LINES = 2, 12
 LARGE = 5e13  # floating point operations, from which on a CPU takes many minutes in float64
@@ -141,9 +142,10 @@ class _Audit(TrainerCallback):
         kept = [(buffer, buffer.clone()) for buffer in self._buffers()]
         changed: dict[str, Any] = {"max_grad_norm": math.inf, "max_steps": 10**6, "eval_on_start": False}
         changed |= {"resume_from_checkpoint": None, "step_timeout": None}
+        rows = trainer._train_batch_size
         if self.num_rows is not None:
-            of_all = trainer.strategy.rows.size * args.gradient_accumulation_steps
-            changed["per_device_train_batch_size"] = max(1, min(args.train_batch_size, self.num_rows // of_all))
+            rows = min(rows, max(1, self.num_rows // (trainer.strategy.rows.size * args.gradient_accumulation_steps)))
+            changed["per_device_train_batch_size"] = rows
         handler, updates = trainer.callback_handler, self.updates()
         self._next = lambda: next(updates)
         with ExitStack() as entered:
@@ -156,7 +158,7 @@ class _Audit(TrainerCallback):
             entered.enter_context(_meanwhile(trainer.step, _score=self._scoring(trainer.step._score)))
             hooks = {"get_batch_samples": self._again, "training_step": self._watched, "_run_epoch": self._long}
             hooks = {name: around(getattr(trainer, name)) for name, around in hooks.items()}
-            entered.enter_context(_meanwhile(trainer, **hooks))
+            entered.enter_context(_meanwhile(trainer, _train_batch_size=rows, **hooks))
             try:
                 trainer.train()
             except _Done:
@@ -393,9 +395,9 @@ class _Audit(TrainerCallback):
         groups: dict[str, list[str]] = {}
         for name in sorted({*whole, *exact}):
             groups.setdefault(group_of(name), []).append(name)
-        floor, all_of_it = GRADIENT_ROUNDING[self.coarsest()], [*whole]
-        lines = [self._beside(name, names, whole, exact, rounded, floor) for name, names in groups.items()]
-        of_all = self._beside("all parameters", all_of_it, whole, exact, rounded, floor)
+        floor, given = GRADIENT_ROUNDING[self.coarsest()], (whole, exact, rounded)
+        lines = [_beside(name, names, *given, floor, TIMES) for name, names in groups.items()]
+        of_all = _beside("all parameters", [*whole], *given, floor / TIMES, TIMES_OF_ALL)
         lines.sort(key=lambda line: -(line.found or 0) / (line.allowed or 1))
         left = len(lines) - LINES
         self.checks += [of_all, *lines[:LINES]]
@@ -413,21 +415,6 @@ class _Audit(TrainerCallback):
             return device, nullcontext, torch.float32
         self.add("plain step", True, note="in float64 on the CPU")
         return torch.device("cpu"), nullcontext, torch.float64
-
-    def _beside(
-        self, name: str, names: Sequence[str], whole: Mapping, exact: Mapping, rounded: Mapping, floor: float
-    ) -> Check:
-        def norm(of: Mapping[str, torch.Tensor], less: Mapping[str, torch.Tensor] | None = None) -> float:
-            parts = [of[n] - less.get(n, 0) if less else of[n] for n in names if n in of]
-            parts += [less[n] for n in names if less and n in less and n not in of]
-            return math.sqrt(sum(part.square().sum().item() for part in parts))
-
-        everything = math.sqrt(sum(grad.square().sum().item() for grad in exact.values()))
-        scale = max(norm(exact), SMALL * everything, 1e-30)
-        error, of_rounding = norm(whole, exact) / scale, norm(rounded, exact) / scale
-        allowed = max(TIMES * of_rounding, floor)
-        note = f"norm {norm(exact):.2e}; the plain step rounds {of_rounding:.1e}"
-        return Check(f"gradient of {name}", error <= allowed, error, allowed, note)
 
     def coarsest(self, with_loss: bool = False) -> torch.dtype:
         """Of what is computed in, or sent."""
@@ -545,6 +532,24 @@ def without_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+def _beside(
+    name: str, names: Sequence[str], whole: Mapping, exact: Mapping, rounded: Mapping, floor: float, times: float
+) -> Check:
+    """Gradients by name: the run's, the plain step's, and the plain step's in the run's precision."""
+    zero = torch.zeros(())
+
+    def norm(of: Mapping[str, torch.Tensor], less: Mapping[str, torch.Tensor], names: Iterable[str] = names) -> float:
+        parts = [of.get(n, zero) - less.get(n, zero) for n in names]
+        return math.sqrt(sum(part.double().square().sum().item() for part in parts))
+
+    size = norm(exact, {})
+    scale = max(size, SMALL * norm(exact, {}, exact), 1e-30)
+    error, of_rounding = norm(whole, exact) / scale, norm(rounded, exact) / scale
+    allowed = max(times * of_rounding, floor)
+    note = f"norm {size:.2e}; the plain step rounds {of_rounding:.1e}"
+    return Check(f"gradient of {name}", error <= allowed, error, allowed, note)
 
 
 def group_of(name: str) -> str:
