@@ -35,6 +35,7 @@ from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import held_here, is_split, num_parts, put, split_as
+from hf_dist_ext.training.meter import StepMeter
 from hf_dist_ext.training.plain_step import PlainStep, on, trained
 from hf_dist_ext.training.step import split
 
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 
 # Relative to the largest: what rounding explains at least, of a gradient and of a loss.
 GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-LOSS_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-LOSS_MOVES = {torch.float64: 1e-3, torch.float32: 3e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}  # along a direction
+LOSS_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+LOSS_MOVES = {torch.float64: 1e-3, torch.float32: 3e-2, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # along a direction
 TIMES = 4  # so many times what the plain step itself rounds: a group of parameters,
 TIMES_OF_ALL = 2  # and all together, where rounding of single numbers cancels
 SMALL = 1e-3  # of the whole norm: a group with less is measured by this, as nothing but rounding may be left of it
@@ -138,7 +139,7 @@ class _Audit(TrainerCallback):
 
     def run(self) -> AuditReport:
         trainer, args = self.trainer, self.trainer.args
-        before, state = RandomState(), trainer.state
+        before, state, made = RandomState(), trainer.state, (trainer.optimizer, trainer.lr_scheduler)
         kept = [(buffer, buffer.clone()) for buffer in self._buffers()]
         changed: dict[str, Any] = {"max_grad_norm": math.inf, "max_steps": 10**6, "eval_on_start": False}
         changed |= {"resume_from_checkpoint": None, "step_timeout": None}
@@ -172,7 +173,11 @@ class _Audit(TrainerCallback):
         for parameter in trained(trainer.bare_model, trainer.loss).values():
             parameter.grad = None
         before.restore()
-        trainer.state, trainer.step = state, trainer._make_step()
+        trainer.optimizer, trainer.lr_scheduler = made
+        may_pack = trainer.step.sizes.may_pack
+        trainer.state, trainer.step = state, trainer._make_step()  # which has measured nothing yet
+        trainer.step.sizes.may_pack, trainer.meter = may_pack, StepMeter(lambda: trainer.strategy.rows)
+        trainer.clock.read()
         return AuditReport(self.described(), collectives.told_by_first(self.checks))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -228,12 +228,17 @@ TOGETHER = {  # what is planted -> lines that are wrong
 }  # fmt: skip
 
 
+def drawn_alike() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny()
+
+
 def audits_of_all(folder) -> dict[str, list[str]]:
     said = {}
     for fault, (options, names) in TOGETHER.items():
         options = {"collator": triples, **options}
         patch = options.pop("patch", None)
-        made = trainer(folder, Tiny(), **options)
+        made = trainer(folder, drawn_alike(), **options)
         if patch == "own":
             if isinstance(made.strategy, FSDP):
                 continue
@@ -242,6 +247,11 @@ def audits_of_all(folder) -> dict[str, list[str]]:
         with mock.patch.object(*patch) if patch else nullcontext():
             report = made.audit()
         expected = [name for name in names if not (isinstance(made.strategy, FSDP) and name == "gradient equal")]
+        if fault == "nothing":
+            weights = [
+                one.whole_weights() for one in (made, trainer(folder, drawn_alike(), collator=triples)) if one.train()
+            ]
+            assert rank() or all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
         said[fault] = [found(report, *expected) == expected, bool(names) != report.is_right, str(report)]
     return said
 
@@ -253,6 +263,8 @@ def differ(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp-full"])
 def test_an_audit_of_two_processes_compares_with_one_that_has_all_rows(tmp_path, mode):
+    """And training goes on from there as without one."""
+
     def target(say) -> str:
         signal.alarm(300)
         said = audits_of_all(tmp_path / "run")
