@@ -1,43 +1,38 @@
 """`trainer.audit()` and `hf-dist audit`: is the gradient of this run right, with its model, rows and processes?
 
-(1) Trainer's own loop runs the first update again and again, on the same rows and the same random numbers; in place of
-    the optimizer's step `Audit.updates` looks at what it has made, and prepares the next one
-(2) as the run makes it: the replay, the random numbers, what trained, the gradient of all ranks
+(1) the first update runs again and again (repeated_update.py); `_Audit.updates` looks at what it has made
+(2) as the run makes it: both passes, the random numbers, what trained, the gradient of all ranks
 (3) the loss itself moves by <gradient, direction> when the weights move a little; this needs no second model
-(4) without dropout, whose masks a second model would draw anew: the gradient beside the plain step's (plain_step.py)
-    on rank 0, which has the rows of all ranks
-(5) rows and labels: which rank has which rows, and which row the loss takes for the positive
+(4) without dropout, whose masks a second model would draw anew: the gradient beside that of the plain step
+    (plain_step.py), on rank 0, which is given the rows of all ranks
+(5) which rank has which rows, and which row the loss takes for the positive (audit_rows.py)
 
-Afterwards weights, buffers and random numbers are as they were, and nothing was written into the run's folder.
+Afterwards weights, buffers and random numbers are as they were, and the run's folder holds what it held.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import TrainerCallback
 
 from hf_dist_ext.data.collator import CUTS
 from hf_dist_ext.data.epoch_order import StandIn
-from hf_dist_ext.engine.flat import first_rows, num_rows
-from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import held_here, is_split, num_parts, put, split_as
-from hf_dist_ext.training.meter import StepMeter
+from hf_dist_ext.training import audit_rows
+from hf_dist_ext.training.audit_rows import digest_of
 from hf_dist_ext.training.plain_step import PlainStep, on, trained
-from hf_dist_ext.training.step import split
+from hf_dist_ext.training.repeated_update import RepeatedUpdate
 
 if TYPE_CHECKING:
     from hf_dist_ext.training.trainer import DistTrainer
@@ -50,6 +45,7 @@ TIMES = 4  # so many times what the plain step itself rounds: a group of paramet
 TIMES_OF_ALL = 2  # and all together, where rounding of single numbers cancels
 SMALL = 1e-3  # of the whole norm: a group with less is measured by this, as nothing but rounding may be left of it
 DIRECTIONS, LINES = 2, 12
+ROWS, LABELS = "every rank has rows of its own", "the loss takes a row's own positive"
 LARGE = 5e13  # floating point operations, from which on a CPU takes many minutes in float64
 REFERENCES = ("auto", "float64", "float32")
 
@@ -102,22 +98,17 @@ def audit(trainer: DistTrainer, num_rows: int | None = None, reference: str = "a
     return _Audit(trainer, num_rows, reference).run()
 
 
-class _Done(Exception):
-    """The loop is left."""
-
-
-class _Audit(TrainerCallback):
+class _Audit:
     def __init__(self, trainer: DistTrainer, num_rows: int | None, reference: str):
-        self.trainer, self.num_rows, self.reference = trainer, num_rows, reference
+        self.trainer, self.reference = trainer, reference
+        self.repeated = RepeatedUpdate(trainer, num_rows)
         self.is_first = collectives.rank() == 0
-        self.batches: list[Any] | None = None  # of the update, as the loader gave them
-        self.loss = torch.zeros((), dtype=torch.float64)  # of the update, on this rank
-        self.scored: list[tuple[Any, ...]] = []  # what the loss was given, as `EmbeddingStep._score` has it
-        self.refused: tuple[Any, ...] | None = None  # by the comparison of both passes
-        self.random: RandomState | None = None  # before the update
-        self.buffers: list[torch.Tensor] = []
         self.plain, self.why_no_plain = self._copy()
         self.checks: list[Check] = []
+
+    def run(self) -> AuditReport:
+        self.repeated.run(self.updates())
+        return AuditReport(self.described(), collectives.told_by_first(self.checks))
 
     def _copy(self) -> tuple[PlainStep | None, str]:
         """Before the model is wrapped."""
@@ -137,124 +128,21 @@ class _Audit(TrainerCallback):
 
     # ---- (1) ----
 
-    def run(self) -> AuditReport:
-        trainer, args = self.trainer, self.trainer.args
-        before, state, made = RandomState(), trainer.state, (trainer.optimizer, trainer.lr_scheduler)
-        kept = [(buffer, buffer.clone()) for buffer in self._buffers()]
-        changed: dict[str, Any] = {"max_grad_norm": math.inf, "max_steps": 10**6, "eval_on_start": False}
-        changed |= {"resume_from_checkpoint": None, "step_timeout": None}
-        rows = trainer._train_batch_size
-        if self.num_rows is not None:
-            rows = min(rows, max(1, self.num_rows // (trainer.strategy.rows.size * args.gradient_accumulation_steps)))
-            changed["per_device_train_batch_size"] = rows
-        handler, updates = trainer.callback_handler, self.updates()
-        self._next = lambda: next(updates)
-        with ExitStack() as entered:
-            folder = entered.enter_context(tempfile.TemporaryDirectory())
-            changed["output_dir"] = collectives.told_by_first(folder)
-            changed = {name: value for name, value in changed.items() if hasattr(args, name)}
-            entered.enter_context(_meanwhile(args, **changed))
-            entered.enter_context(_meanwhile(handler, callbacks=[self]))
-            entered.enter_context(_meanwhile(trainer.health, refuse=self._note_refusal))
-            entered.enter_context(_meanwhile(trainer.step, _score=self._scoring(trainer.step._score)))
-            hooks = {"get_batch_samples": self._again, "training_step": self._watched, "_run_epoch": self._long}
-            hooks = {name: around(getattr(trainer, name)) for name, around in hooks.items()}
-            entered.enter_context(_meanwhile(trainer, _train_batch_size=rows, **hooks))
-            try:
-                trainer.train()
-            except _Done:
-                pass
-            finally:
-                for stepping in (trainer.optimizer, trainer.lr_scheduler):
-                    vars(stepping or self).pop("step", None)
-            collectives.everyones(None)  # the folder is left together
-        for buffer, content in kept:
-            buffer.data.copy_(content)
-        for parameter in trained(trainer.bare_model, trainer.loss).values():
-            parameter.grad = None
-        before.restore()
-        trainer.optimizer, trainer.lr_scheduler = made
-        may_pack = trainer.step.sizes.may_pack
-        trainer.state, trainer.step = state, trainer._make_step()  # which has measured nothing yet
-        trainer.step.sizes.may_pack, trainer.meter = may_pack, StepMeter(lambda: trainer.strategy.rows)
-        trainer.clock.read()
-        return AuditReport(self.described(), collectives.told_by_first(self.checks))
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        scaler = getattr(self.trainer.accelerator, "scaler", None)
-        stays = lambda *given, **more: scaler and scaler.update(scaler.get_scale())  # noqa: E731
-        vars(self.trainer.optimizer)["step"] = vars(self.trainer.lr_scheduler)["step"] = stays
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self.random is None:
-            self.random, self.buffers = RandomState(), [buffer.clone() for buffer in self._buffers()]
-        self.random.restore()
-        for buffer, before in zip(self._buffers(), self.buffers, strict=True):
-            buffer.data.copy_(before)
-        self.loss, self.scored, self.refused, self.trainer.health.replay_error = self.loss * 0, [], None, None
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        try:
-            with torch.no_grad():
-                self._next()
-        except StopIteration:
-            raise _Done from None
-
-    def _again(self, load: Callable) -> Callable:
-        def again(*given: Any) -> Any:
-            if self.batches is None:
-                self.batches, self.items = load(*given)
-            return self.batches, self.items
-
-        return again
-
-    def _watched(self, step: Callable) -> Callable:
-        def watched(*given: Any) -> torch.Tensor:
-            loss = step(*given)
-            self.loss += loss.detach().to(self.loss)
-            return loss
-
-        return watched
-
-    def _scoring(self, score: Callable) -> Callable:
-        def scoring(embeddings: Any, facts: Any, layout: Any, *more: Any) -> Any:
-            self.scored.append((embeddings, facts, layout))
-            return score(embeddings, facts, layout, *more)
-
-        self.score = score
-        return scoring
-
-    def _long(self, run_epoch: Callable) -> Callable:
-        """An epoch of one dataset may be too short for all updates."""
-
-        def long(**options: Any) -> None:
-            most = min(options["steps_in_epoch"], self.trainer.args.gradient_accumulation_steps)
-            with _meanwhile(self.trainer.args, gradient_accumulation_steps=most):
-                run_epoch(**options | {"steps_in_epoch": 10**6 * most, "num_update_steps_per_epoch": 10**6})
-
-        return long
-
-    def _buffers(self) -> list[torch.Tensor]:
-        own = self.trainer.loss.buffers() if isinstance(self.trainer.loss, nn.Module) else ()
-        return [*self.trainer.bare_model.buffers(), *own]
-
-    def _note_refusal(self, *given: Any) -> None:
-        self.refused = given
-
-    # ---- what is looked at ----
-
     def updates(self) -> Iterator[None]:
         """Called after every update; up to the next `yield` lies what is between two of them."""
         trainer, strategy = self.trainer, self.trainer.strategy
         model = trainer.bare_model
         self.parameters = trained(model, trainer.loss)
-        self.check_rows()
-        drawn = [*self.random.drawn_since()]
+        is_right, note = audit_rows.rows_of_ranks(self.repeated.batches, strategy.rows)
+        self.add(ROWS, is_right, note=note)
+        drawn = [*self.repeated.random.drawn_since()]
         self.check_replay(drawn)
         if not math.isfinite(loss := self.whole_loss()):
             self.add("loss", False, note=f"it is {loss}: the update would be skipped")
             return
-        self.check_labels()
+        scored = self.repeated.scored[-1] if self.repeated.scored else None
+        is_right, note = audit_rows.labels(scored, self.repeated.score, strategy.rows)
+        self.add(LABELS, is_right, note=note)
         if not strategy.holds_gradients:
             self.add("gradient", None, note=self.why_no_plain)
             return
@@ -269,7 +157,7 @@ class _Audit(TrainerCallback):
         with without_dropout(parts):
             if collectives.told_by_first(bool(drawn)):
                 yield
-                whole, drawn = self.gathered(), self.random.drawn_since()
+                whole, drawn = self.gathered(), self.repeated.random.drawn_since()
                 self.add("dropout is off from here on", True, note="as the plain step would draw other masks")
             if any(collectives.everyones(bool(drawn))):
                 why = f"the forward draws numbers from {', '.join(drawn)} beside dropout, and a second model others"
@@ -282,7 +170,7 @@ class _Audit(TrainerCallback):
 
     def whole_loss(self) -> float:
         rows = self.trainer.strategy.rows
-        return sum(rows.one_of_each(collectives.everyones(self.loss.item()))) / rows.size
+        return sum(rows.one_of_each(collectives.everyones(self.repeated.loss.item()))) / rows.size
 
     def gathered(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """Whole gradients (or `tensors`, by the same names) in float64, on rank 0."""
@@ -295,13 +183,13 @@ class _Audit(TrainerCallback):
     # ---- (2) ----
 
     def check_replay(self, drawn: Sequence[str]) -> None:
-        error = self.trainer.health.replay_error
+        error = self.repeated.replay_error
         allowed = None if error is None else self.trainer.step.rounding
         note = "every graph is kept: nothing is encoded twice" if error is None else ""
-        if self.refused:
-            _, error, allowed, note = self.refused
+        if self.repeated.refused:
+            _, error, allowed, note = self.repeated.refused
             note += ": the second pass gives other embeddings than the first. The run would end here, and says why"
-        self.add("both passes give the same embeddings", not self.refused, error, allowed, note=note)
+        self.add("both passes give the same embeddings", not self.repeated.refused, error, allowed, note=note)
         words = f"drawn from {', '.join(drawn)}, and drawn again" if drawn else "none are drawn"
         self.add("random numbers", True, note=words)
 
@@ -309,13 +197,12 @@ class _Audit(TrainerCallback):
         if collectives.world_size() == 1:
             return
         own = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and num_parts(p.grad) == 1}
-        digests = {name: _digest(held_here(grad)) for name, grad in own.items()}
+        digests = {name: digest_of(held_here(grad)) for name, grad in own.items()}
         everyone = collectives.everyones(digests)
         unequal = sorted({n for said in everyone for n in said if any(o.get(n, said[n]) != said[n] for o in everyone)})
         shards = len(self.parameters) - len(own)
-        note = (
-            f"not {_few(unequal)}" if unequal else f"{shards} of {len(self.parameters)} are shards" if shards else ""
-        )
+        of_shards = f"{shards} of {len(self.parameters)} tensors are shards" if shards else ""
+        note = f"not {_few(unequal)}" if unequal else of_shards
         self.add("gradient equal on all ranks", not unequal, note=note)
 
     def check_what_trains(self, whole: Mapping[str, torch.Tensor]) -> None:
@@ -388,8 +275,11 @@ class _Audit(TrainerCallback):
     # ---- (4) ----
 
     def check_plain(self, whole: Mapping[str, torch.Tensor]) -> None:
-        of_ranks = collectives.everyones([_as_sent(batch) for batch in self.batches or ()])
-        update = [[one for one in given if one] for given in zip(*self._one_of_each(of_ranks), strict=True)]
+        of_ranks = collectives.everyones([_as_sent(batch) for batch in self.repeated.batches or ()])
+        update = [
+            [one for one in given if one]
+            for given in zip(*self.trainer.strategy.rows.one_of_each(of_ranks), strict=True)
+        ]
         if self.plain is None:
             collectives.told_by_first()
             return
@@ -433,69 +323,6 @@ class _Audit(TrainerCallback):
         known = [dtype for dtype in GRADIENT_ROUNDING if dtype in dtypes]
         return max(known, key=GRADIENT_ROUNDING.__getitem__, default=torch.bfloat16)
 
-    # ---- (5) ----
-
-    def _one_of_each(self, of_ranks: Sequence[Any]) -> list[Any]:
-        return self.trainer.strategy.rows.one_of_each(of_ranks)
-
-    def check_rows(self) -> None:
-        """Which rows every rank has, by their content."""
-        own = [digest for batch in self.batches or () for digest in row_digests(batch)]
-        everyone, shared_by = collectives.everyones(own), self.trainer.strategy.rows.shared_by
-        alike = all(rows == everyone[i - i % shared_by] for i, rows in enumerate(everyone))
-        groups = self._one_of_each(everyone)
-        same = [
-            f"{i} and {j}"
-            for j in range(len(groups))
-            for i in range(j)
-            if groups[i] and groups[j] and not ({*groups[j]} - {*groups[i]} and {*groups[i]} - {*groups[j]})
-        ]
-        note = f"{' + '.join(str(len(rows)) for rows in groups)} in {len(self.batches or ())} micro-batch(es)"
-        if same:
-            note = f"groups of ranks {', '.join(same)} train on the same rows"
-        if not alike:
-            note = f"ranks that share a model have other rows than each other, in groups of {shared_by}"
-        self.add("every rank has rows of its own", alike and not same, note=note)
-
-    def check_labels(self) -> None:
-        """Every row gets a vector of its own, its anchor and its positive the same one: the loss must be lower than
-        where positives are those of other rows."""
-        name, kinds = "the loss takes a row's own positive", collectives.everyones(bool(self.scored))
-        why = self._why_no_labels() if self.scored else ""
-        if any(reasons := collectives.everyones(why)):
-            self.add(name, None, note=next(filter(None, reasons)))
-            return
-        losses: list[float] = []
-        embeddings, facts, layout = self.scored[-1] if self.scored else ({}, None, None)
-        for shift in range(4) if any(kinds) else ():
-            if self.scored:
-                output, _ = self.score(self._vectors(embeddings, layout, shift), facts, layout)
-                losses.append(output.item())
-        own = next(iter(layout.counts.values()))[self.trainer.strategy.rows.index] if self.scored else 0
-        right, *others = losses or [0.0, 1.0]
-        is_lower = not own or right < min(others) - (max(others) - min(others))
-        wrong = [str(rank) for rank, said in enumerate(collectives.everyones(is_lower)) if not said]
-        note = f"on rank {', '.join(wrong)} another row's positive costs no more" if wrong else "by row, on every rank"
-        self.add(name, not wrong, note=note)
-
-    def _why_no_labels(self) -> str:
-        embeddings, facts, layout = self.scored[-1]
-        if facts.targets:
-            return "the loss compares with labels of the data"
-        if len(embeddings) < 2 or not all(isinstance(one, torch.Tensor) for one in embeddings.values()):
-            return "the loss does not compare one vector of an anchor with one of a positive"
-        return "one row has no other to compare with" if sum(next(iter(layout.counts.values()))) < 2 else ""
-
-    def _vectors(self, embeddings: Mapping[str, torch.Tensor], layout: Any, shift: int) -> dict[str, torch.Tensor]:
-        made, index = {}, self.trainer.strategy.rows.index
-        for place, (name, rows) in enumerate(embeddings.items()):
-            counts = layout.counts[name]
-            numbers = torch.arange(sum(counts[:index]), sum(counts[:index]) + len(rows))
-            numbers = (numbers + shift * (place == 1)) % sum(counts) + 10**6 * max(0, place - 1)
-            vectors = [torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(int(n))) for n in numbers]
-            made[name] = nn.functional.normalize(torch.stack(vectors), dim=1).to(rows) if vectors else rows
-        return made
-
     def described(self) -> str:
         trainer, sharding = self.trainer, self.trainer.strategy.name
         ranks = collectives.world_size()
@@ -507,19 +334,6 @@ class _Audit(TrainerCallback):
 
 
 # ---- small parts ----
-
-
-@contextmanager
-def _meanwhile(owner: Any, **values: Any) -> Iterator[None]:
-    """Attributes of one object have other values while inside."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            vars(owner).pop(name)
-        vars(owner).update(before)
 
 
 @contextmanager
@@ -562,30 +376,6 @@ def group_of(name: str) -> str:
     parts = name.split(".")[:-1] or [name]
     numbers = [place for place, part in enumerate(parts) if part.isdigit() and place]
     return ".".join(parts[: numbers[-1] + 1] if numbers else parts[:3])
-
-
-def row_digests(batch: Mapping[str, Any]) -> list[str]:
-    """One per anchor, of its own features and those of its positive."""
-    if isinstance(batch, StandIn):
-        return []
-    columns = list(split(batch)[0].values())[:2]
-    return ["".join(parts) for parts in zip(*map(_digests_of_rows, columns), strict=False)]
-
-
-def _digests_of_rows(features: Mapping[str, Any]) -> list[str]:
-    if "input_ids" in features and features["input_ids"].dim() < 3:
-        mask, ids = features.get("attention_mask"), first_rows(features, num_rows(features))
-        if mask is not None and mask.shape == features["input_ids"].shape:
-            ids = [[i for i, real in zip(*pair, strict=True) if real] for pair in zip(ids, mask.tolist(), strict=True)]
-        return [_digest(torch.tensor(row)) for row in ids]
-    tensors = [tensor for tensor in features.values() if isinstance(tensor, torch.Tensor) and tensor.dim()]
-    rows = min((len(tensor) for tensor in tensors), default=0)
-    return ["".join(_digest(tensor[i]) for tensor in tensors if len(tensor) == rows) for i in range(rows)]
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _as_sent(batch: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -103,7 +103,7 @@ def backward_not_divided(self, loss):
 
 
 PLANTED = {
-    "numpy noise": (dict(model=lambda: Tiny(Noisy(np.random.default_rng(0)))), [PASSES, DIRECTION]),
+    "numpy noise": (dict(model=lambda: Tiny(Noisy(np.random.default_rng(0)))), [PASSES]),
     "random noise": (dict(model=lambda: Tiny(OwnRandom(8, 8))), [PASSES]),
     "spectral norm": (dict(model=lambda: Tiny(FAULTS["spectral norm"]())), [PASSES, GRADIENT]),
     "a moving average": (dict(model=lambda: Tiny(Exponential())), [PASSES, GRADIENT]),
