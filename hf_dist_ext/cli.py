@@ -21,7 +21,7 @@ from hf_dist_ext.run import examples
 from hf_dist_ext.train import bars_on_a_terminal_only
 
 UNEXPECTED = "unexpected arguments: "
-TAKES_A_RUN = ("train", "plan", "config")
+TAKES_A_RUN = ("train", "plan", "config", "audit")
 GONE = {
     "export": 'sentence-transformers exports a folder: SentenceTransformer(DIR, backend="onnx").save_pretrained(OUT)',
 }
@@ -59,6 +59,15 @@ def main(argv: list[str] | None = None) -> None:
     resume = commands.add_parser("resume", help=summary, allow_abbrev=False)
     resume.add_argument("folder", metavar="DIR", help="the output_dir of a run")
     resume.set_defaults(act=_resume)
+
+    summary = "is the gradient of the run's first update right, with its model, rows, processes and precision"
+    audit = commands.add_parser("audit", help=summary, allow_abbrev=False)
+    _add_run(audit)
+    audit.add_argument("--rows", type=int, help="so many rows of the update, where the plain step would not fit")
+    audit.add_argument("--json", action="store_true", help="print JSON")
+    kinds = "the plain step: in float64 on the CPU, or in float32 on the device (default: as its size allows)"
+    audit.add_argument("--reference", choices=["auto", "float64", "float32"], default="auto", help=kinds)
+    audit.set_defaults(act=_audit)
 
     init = commands.add_parser("init", help="a run file to begin with and ten rows of data, which train as they are")
     kinds = "; ".join(f"{kind}: {meaning}" for kind, meaning in examples.KINDS.items())
@@ -251,6 +260,18 @@ def _train(arguments: argparse.Namespace, overrides: list[str]) -> None:
     from hf_dist_ext.train import MODULE, main
 
     main([*(["--config", arguments.run] if arguments.run else []), *overrides], MODULE)
+
+
+def _audit(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    from hf_dist_ext.launch import is_launched
+    from hf_dist_ext.tasks.audit import QUIET, audit, folder_of_all
+    from hf_dist_ext.train import main
+
+    _check_flags(arguments, overrides)
+    own = [*(["--rows", str(arguments.rows)] if arguments.rows else []), *(["--json"] if arguments.json else [])]
+    program = ("--module", "hf_dist_ext.cli", "audit", *own, "--reference", arguments.reference)
+    act = partial(audit, rows=arguments.rows, reference=arguments.reference, as_json=arguments.json)
+    main(["--config", arguments.run, *overrides], program, act, **QUIET, output_dir=folder_of_all(is_launched()))
 
 
 def _resume(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -43,10 +43,13 @@ if TYPE_CHECKING:
 MODULE = ("--module", "hf_dist_ext.train")  # how a launcher starts this file, wherever it is installed
 
 
-def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
+def main(
+    argv: list[str] | None = None, program: Sequence[str] = (), act: Callable[[Run], None] | None = None, **fields: Any
+) -> None:
     """`argv`: "--config", the run file and further fields; None is this process's own arguments.
 
-    `program`: what a launcher starts in every process; nothing is the script that this process runs.
+    `program`: what a launcher starts in every process; nothing is the script that this process runs. `act`: what every
+    process does with the run; None: train. `fields`: of training, over those of the run.
     """
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -54,10 +57,11 @@ def main(argv: list[str] | None = None, program: Sequence[str] = ()) -> None:
     bars_on_a_terminal_only()
     with exit_on_usage_error(), lease.all_released():
         run = load_run(argv)
+        run.training |= fields
         hand_over_if_needed(run, program, argv)  # (1)
         with StopSignals(), first_error_only():
             meet()
-            train(run)
+            (act or train)(run)
 
 
 def join_freed_memory() -> None:

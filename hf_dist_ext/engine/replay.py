@@ -109,21 +109,22 @@ def replayed(state: RandomState, drawn: Sequence[str]) -> Iterator[None]:
 class ReplayError:
     """How far embeddings of pass 3 lie from those of pass 1, relative to the largest magnitude of their chunk.
 
-    of_chunks: (n,) on the device, one for every chunk and output that was compared. columns: whose rows each has.
+    of_chunks: (n,) on the device, one for every chunk and output that was compared. places: which chunk each is of,
+    and whose rows that has, in words.
     """
 
     of_chunks: torch.Tensor
-    columns: list[Sequence[str]]
+    places: list[str]
 
     @property
     def largest(self) -> torch.Tensor:
         """(), on the device. What is not a number was none in pass 1 either, or came of a gradient that is none."""
         return self.of_chunks.nan_to_num(nan=0.0, posinf=math.inf).amax()
 
-    def worst(self) -> tuple[float, Sequence[str]]:
-        """The largest one and its columns; waits for the device."""
+    def worst(self) -> tuple[float, str]:
+        """The largest one and its place; waits for the device."""
         ratios = self.of_chunks.nan_to_num(nan=0.0, posinf=math.inf).tolist()
-        return max(zip(ratios, self.columns, strict=True), key=lambda pair: pair[0])
+        return max(zip(ratios, self.places, strict=True), key=lambda pair: pair[0])
 
 
 class Comparison:
@@ -132,7 +133,7 @@ class Comparison:
     def __init__(self, chunks: Sequence[Chunk], before: Sequence[Output]):
         self.chunks, self.before = chunks, before
         self._sizes: list[torch.Tensor] = []  # difference and magnitude, in turn
-        self._columns: list[Sequence[str]] = []
+        self._places: list[str] = []
 
     @torch.no_grad()
     def add(self, number: int, output: Output, gradients: Output) -> None:
@@ -147,14 +148,15 @@ class Comparison:
                 width = min(one.shape[1] for one in (now, first, gradient))
                 now, first, gradient = (one[:, :width] for one in (now, first, gradient))
             self._sizes += [_largest((now - first).masked_fill(gradient == 0, 0)), _largest(first)]
-            self._columns.append(self.chunks[number].columns)
+            columns = " and ".join(self.chunks[number].columns)
+            self._places.append(f"{columns}, chunk {number + 1} of {len(self.chunks)}")
 
     def result(self) -> ReplayError | None:
         """None: every graph was kept, and nothing was encoded twice."""
         if not self._sizes:
             return None
         differences, magnitudes = torch.stack(self._sizes).float().view(-1, 2).unbind(1)
-        return ReplayError(differences / magnitudes, self._columns)
+        return ReplayError(differences / magnitudes, self._places)
 
 
 def _tensors(output: Output, names: Sequence[str]) -> list[torch.Tensor]:
@@ -177,14 +179,15 @@ def rounding(dtypes: Iterable[torch.dtype], has_other_shapes: bool) -> float:
     return max(ROUNDING.get(dtype, ROUNDING[torch.bfloat16])[has_other_shapes] for dtype in dtypes)
 
 
-def refuse(step: int, ratio: float, most: float, columns: str) -> NoReturn:
+def refuse(step: int, ratio: float, most: float, place: str) -> NoReturn:
     raise RunError(
         f"step {step}: the gradient cache encodes every chunk twice, and the second embeddings differ from the first "
-        f"by {ratio:.2g} of their largest magnitude ({columns}), where rounding explains {most:.2g}. The gradient "
+        f"by {ratio:.2g} of their largest magnitude ({place}), where rounding explains {most:.2g}. The gradient "
         "would be wrong, so the update is not made. The usual causes, in this order: (1) the forward draws random "
         "numbers that come neither from torch nor from numpy.random or random: draw them there; (2) the forward "
         "writes a state that it reads (spectral_norm, observers of quantization, moving averages): switch that off, "
         "or do it once per step outside of the model; (3) tables follow the longest row (rotary embeddings of type "
         '"dynamic"): use another type; (4) a part changes its mode between forwards: set it once; (5) kernels have no '
-        "fixed order: torch.use_deterministic_algorithms(True). Without a gradient cache rows are encoded once."
+        "fixed order: torch.use_deterministic_algorithms(True). Without a gradient cache rows are encoded once. A "
+        f"model that can not be deterministic may say replay_tolerance={2 * ratio:.0e}: its gradient is off by that."
     )

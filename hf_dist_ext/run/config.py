@@ -222,6 +222,7 @@ _ABOVE_ZERO = (
     "datasets_temperature"
 ).split()
 _NOT_NEGATIVE = (
+    "replay_tolerance "
     "num_train_epochs learning_rate weight_decay max_grad_norm warmup_steps eval_delay eval_steps matryoshka_weights "
     "false_negative_margin dataloader_num_workers gradient_cache_keep_graph min_num_params"
 ).split()

@@ -141,12 +141,20 @@ def exchange_later(numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
+def everyones(content: Any) -> list[Any]:
+    """What every rank says, in rank order: anything that can be pickled. Slow. Every rank must call it."""
+    if world_size() == 1:
+        return [content]
+    said: list[Any] = [None] * world_size()
+    dist.all_gather_object(said, content, group=_group_of_cpus())
+    return said
+
+
 def texts_of(text: str, ranks: Iterable[int]) -> list[str]:
     """What the given ranks (none: rank 0) say, in words, on every rank. Slow; for reports. Every rank must call it."""
     if world_size() == 1:
         return [text]
-    everyone: list = [None] * world_size()
-    dist.all_gather_object(everyone, text)
+    everyone = everyones(text)
     return [f"rank {rank}: {everyone[rank]}" for rank in list(ranks) or [0]]
 
 

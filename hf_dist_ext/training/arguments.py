@@ -145,6 +145,12 @@ class DistTrainingArguments(TrainingArguments):
         "Null: such steps train, as in Trainer. 'auto': 20 in a run file, with a loss over embeddings and with "
         "frozen parts, else null.",
     )
+    replay_tolerance: float | None = option(
+        None,
+        "By how much of their largest magnitude the embeddings of a gradient cache's two passes may differ, for a "
+        "model that can not be deterministic; the gradient is then as far from that of the whole batch. Null: by what "
+        "rounding explains.",
+    )
     max_bad_rows: int | None = option(
         None,
         "Training rows per epoch, of all ranks, that may be unreadable: each is replaced by the next good one, "

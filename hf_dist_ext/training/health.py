@@ -85,6 +85,7 @@ class Health(TrainerCallback):
         self.was_preempted = False
         self.inputs: list[Any] = []  # micro-batches of the update that runs
         self.replay_error: float | None = None  # the largest since it was logged
+        self.refuse: Callable[..., Any] = replay.refuse  # a step whose passes differ
         self._loss_of_update: torch.Tensor | None = None
         self._replays: list[ReplayError] = []  # those of the update that runs
         self._rounding = 0.0  # the largest that explains one of them
@@ -233,13 +234,16 @@ class Health(TrainerCallback):
         wrong = [rank for rank, (error, bound) in enumerate(zip(errors, most, strict=True)) if error > bound]
         if wrong:
             rank = max(wrong, key=errors.__getitem__)
-            _, columns = max((one.worst() for one in replays), default=(0.0, ()), key=lambda worst: worst[0])
-            replay.refuse(step, errors[rank], most[rank], collectives.texts_of(" and ".join(columns), [rank])[0])
+            _, place = max((one.worst() for one in replays), default=(0.0, ""), key=lambda worst: worst[0])
+            self.refuse(step, errors[rank], most[rank], collectives.texts_of(place, [rank])[0])
 
     def for_log(self) -> dict[str, float]:
         found = {"nonfinite_steps": self.guard.total if self.guard is not None else 0, "bad_rows": self.bad_rows.count}
         error, self.replay_error = self.replay_error, None
-        return {name: n for name, n in found.items() if n} | ({} if error is None else {"replay_error": error})
+        again = {} if error is None else {"replay_error": error}
+        if again and (tolerance := getattr(self.args, "replay_tolerance", None)) is not None:
+            again["replay_tolerance"] = tolerance
+        return {name: n for name, n in found.items() if n} | again
 
     # ---- evaluation, checkpoints, the end ----
 

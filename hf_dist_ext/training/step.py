@@ -224,7 +224,8 @@ class EmbeddingStep:
                 dtypes.add(torch.get_autocast_dtype(kind))
         if kind == "cuda" and compiling.multiplies_in_tf32():
             dtypes.add(torch.float16)  # of the same epsilon
-        return rounding(dtypes, was_wider or self.args.torch_compile)
+        explained = rounding(dtypes, was_wider or self.args.torch_compile)
+        return max(explained, self.args.replay_tolerance or 0.0)
 
     def _sharing_casts(self) -> AbstractContextManager:
         return self.strategy().sharing_casts(is_checkpointed(self.sizes.model()))

@@ -51,6 +51,7 @@ from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.tensors import bare_optimizer
 from hf_dist_ext.training import (
     ahead,
+    audit,
     checks,
     compiling,
     learning_rate,
@@ -63,6 +64,7 @@ from hf_dist_ext.training import (
     sentence_trainer,
 )
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.audit import AuditReport
 from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.evaluations import Evaluations
@@ -531,6 +533,15 @@ class DistTrainer(Trainer):
             except LeaveEvaluation:  # the one before the first step: there is nothing to save
                 self.control.should_training_stop = True
                 return TrainOutput(self.state.global_step, 0.0, {})
+
+    def audit(self, num_rows: int | None = None, reference: str = "auto") -> AuditReport:
+        """Whether the gradient of this run's first update is right: `print(report)` is a table, `report.is_right` the
+        answer. Call it before `train()`, on every process. Weights, buffers and random numbers stay as they are.
+
+        num_rows: so many rows of the update instead of all. reference: the plain step in "float64" on the CPU or in
+        "float32" on the device; "auto": float64 where that takes minutes at most.
+        """
+        return audit.audit(self, num_rows, reference)
 
     def _check_same_run(self) -> None:
         if self._has_own_arguments:

@@ -66,7 +66,9 @@ def test_a_forward_that_can_not_be_repeated_ends_the_run_before_its_first_update
     model = Tiny(FAULTS[fault]())
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     made = trainer(tmp_path, model, gradient_accumulation_steps=accumulated)
-    with pytest.raises(RunError, match=r"step 1: .* by [0-9.]+ of .*\((query|positive).*moving averages"):
+    with pytest.raises(
+        RunError, match=r"step 1: .* by [0-9.]+ of .*\((query|positive).*, chunk \d of 6\).*moving averages"
+    ):
         made.train()
     assert made.state.global_step == 0
     assert all(torch.equal(before[name], weight) for name, weight in model.named_parameters())
@@ -97,6 +99,12 @@ def test_the_coarsest_micro_batch_says_what_rounding_explains_of_an_update(tmp_p
     )
     made.train()
     assert 5e-6 < logged(tmp_path)[0]["replay_error"] < 2e-5
+
+
+def test_a_model_that_can_not_be_deterministic_says_by_how_much(tmp_path):
+    trainer(tmp_path, Tiny(FAULTS["a generator of its own"]()), replay_tolerance=5.0).train()
+    lines = logged(tmp_path)
+    assert all(1e-5 < line["replay_error"] < line["replay_tolerance"] == 5.0 for line in lines) and len(lines) == 3
 
 
 def test_graphs_that_are_all_kept_are_not_compared(tmp_path):

@@ -1,0 +1,395 @@
+"""`trainer.audit()` and `hf-dist audit`: is the gradient of this run right, with its model, rows and processes?
+
+(1) the first update runs again and again (repeated_update.py); `_Audit.updates` looks at what it has made
+(2) as the run makes it: both passes, the random numbers, what trained, the gradient of all ranks
+(3) the loss itself moves by <gradient, direction> when the weights move a little; this needs no second model
+(4) without dropout, whose masks a second model would draw anew: the gradient beside that of the plain step
+    (plain_step.py), on rank 0, which is given the rows of all ranks
+(5) which rank has which rows, and which row the loss takes for the positive (audit_rows.py)
+
+Afterwards weights, buffers and random numbers are as they were, and the run's folder holds what it held.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from hf_dist_ext.data.collator import CUTS
+from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.tensors import held_here, is_split, num_parts, put, split_as
+from hf_dist_ext.training import audit_rows
+from hf_dist_ext.training.audit_rows import digest_of
+from hf_dist_ext.training.plain_step import PlainStep, on, trained
+from hf_dist_ext.training.repeated_update import RepeatedUpdate
+
+if TYPE_CHECKING:
+    from hf_dist_ext.training.trainer import DistTrainer
+
+# Relative to the largest: what rounding explains at least, of a gradient and of a loss.
+GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+LOSS_ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+LOSS_MOVES = {torch.float64: 1e-3, torch.float32: 3e-2, torch.float16: 5e-2, torch.bfloat16: 5e-2}  # along a direction
+TIMES = 4  # so many times what the plain step itself rounds: a group of parameters,
+TIMES_OF_ALL = 2  # and all together, where rounding of single numbers cancels
+SMALL = 1e-3  # of the whole norm: a group with less is measured by this, as nothing but rounding may be left of it
+DIRECTIONS, LINES = 2, 12
+ROWS, LABELS = "every rank has rows of its own", "the loss takes a row's own positive"
+LARGE = 5e13  # floating point operations, from which on a CPU takes many minutes in float64
+REFERENCES = ("auto", "float64", "float32")
+
+
+@dataclass
+class Check:
+    """A line of the table. is_right None: not looked at; `note` says why."""
+
+    name: str
+    is_right: bool | None
+    found: float | None = None
+    allowed: float | None = None
+    note: str = ""
+
+
+@dataclass
+class AuditReport:
+    """What an audit found, the same on every rank."""
+
+    run: str
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        return all(check.is_right is not False for check in self.checks)
+
+    def as_json(self) -> str:
+        return json.dumps({"is_right": self.is_right, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        lines, words = [self.run], {True: "ok", False: "WRONG", None: "-"}
+        width = max(len(check.name) for check in self.checks)
+        for one in self.checks:
+            found, allowed = (f"{n:.1e}" if n is not None else "" for n in (one.found, one.allowed))
+            lines.append(f"{words[one.is_right]:6}{one.name:{width}}  {found:>8}  {allowed:>8}  {one.note}".rstrip())
+        lines.insert(1, f"{'':6}{'':{width}}  {'found':>8}  {'allowed':>8}")
+        wrong = [check.name for check in self.checks if check.is_right is False]
+        lines.append(f"WRONG: {'; '.join(wrong)}" if wrong else "Nothing differs by more than rounding explains.")
+        return "\n".join(lines)
+
+
+def audit(trainer: DistTrainer, num_rows: int | None = None, reference: str = "auto") -> AuditReport:
+    """See `DistTrainer.audit`."""
+    if trainer.loss is None:
+        raise UsageError("an audit compares the gradient of a loss over embeddings, and this trainer has loss=None.")
+    if trainer.model_init is not None:
+        raise UsageError("model_init makes a model when training begins, so an audit has none. Give model instead.")
+    if reference not in REFERENCES:
+        raise UsageError(f'reference="{reference}": choose one of {", ".join(REFERENCES)}.')
+    return _Audit(trainer, num_rows, reference).run()
+
+
+class _Audit:
+    def __init__(self, trainer: DistTrainer, num_rows: int | None, reference: str):
+        self.trainer, self.reference = trainer, reference
+        self.repeated = RepeatedUpdate(trainer, num_rows)
+        self.is_first = collectives.rank() == 0
+        self.plain, self.why_no_plain = self._copy()
+        self.checks: list[Check] = []
+
+    def run(self) -> AuditReport:
+        self.repeated.run(self.updates())
+        return AuditReport(self.described(), collectives.told_by_first(self.checks))
+
+    def _copy(self) -> tuple[PlainStep | None, str]:
+        """Before the model is wrapped."""
+        model, strategy = self.trainer.bare_model, self.trainer.strategy
+        hook = getattr(self.trainer.args, "ddp_comm_hook", None)
+        if strategy.comes_with_model:
+            return None, "no process has the whole model; audit the run on one process, or under FSDP, too"
+        if any(is_split(parameter) for parameter in model.parameters()):
+            return None, "the model is sharded already: audit before train()"
+        if not strategy.holds_gradients:
+            return None, "DeepSpeed keeps no gradient: it takes the optimizer's step in the backward"
+        if hook is not None and hook not in ("fp16", "bf16"):
+            return None, f'ddp_comm_hook="{hook}" sends an approximation'
+        if not all(p.is_floating_point() for p in model.parameters()):
+            return None, "quantized weights have no copy in float64"
+        return (PlainStep(model, self.trainer.loss) if self.is_first else None), ""
+
+    # ---- (1) ----
+
+    def updates(self) -> Iterator[None]:
+        """Called after every update; up to the next `yield` lies what is between two of them."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        model = trainer.bare_model
+        self.parameters = trained(model, trainer.loss)
+        is_right, note = audit_rows.rows_of_ranks(self.repeated.batches, strategy.rows)
+        self.add(ROWS, is_right, note=note)
+        drawn = [*self.repeated.random.drawn_since()]
+        self.check_replay(drawn)
+        if not math.isfinite(loss := self.whole_loss()):
+            self.add("loss", False, note=f"it is {loss}: the update would be skipped")
+            return
+        scored = self.repeated.scored[-1] if self.repeated.scored else None
+        is_right, note = audit_rows.labels(scored, self.repeated.score, strategy.rows)
+        self.add(LABELS, is_right, note=note)
+        if not strategy.holds_gradients:
+            self.add("gradient", None, note=self.why_no_plain)
+            return
+        self.check_equal_on_ranks()
+        whole = self.gathered()
+        self.check_what_trains(whole)
+        yield from self.check_directions(whole, loss)
+        if self.why_no_plain:
+            self.add("gradient beside the plain step", None, note=self.why_no_plain)
+            return
+        parts = [model, *(self.plain.parts if self.plain else [])]
+        with without_dropout(parts):
+            if collectives.told_by_first(bool(drawn)):
+                yield
+                whole, drawn = self.gathered(), self.repeated.random.drawn_since()
+                self.add("dropout is off from here on", True, note="as the plain step would draw other masks")
+            if any(collectives.everyones(bool(drawn))):
+                why = f"the forward draws numbers from {', '.join(drawn)} beside dropout, and a second model others"
+                self.add("gradient beside the plain step", None, note=why)
+                return
+            self.check_plain(whole)
+
+    def add(self, name: str, is_right: bool | None, *figures: float | None, note: str = "") -> None:
+        self.checks.append(Check(name, is_right, *figures, note=note))
+
+    def whole_loss(self) -> float:
+        rows = self.trainer.strategy.rows
+        return sum(rows.one_of_each(collectives.everyones(self.repeated.loss.item()))) / rows.size
+
+    def gathered(self, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Whole gradients (or `tensors`, by the same names) in float64, on rank 0."""
+        if tensors is None:
+            own = {name: p.grad for name, p in self.parameters.items()}
+            tensors = {n: torch.zeros_like(p) if own[n] is None else own[n] for n, p in self.parameters.items()}
+        found = self.trainer.strategy.collected(tensors, keep=self.is_first)
+        return {name: tensor.double() for name, tensor in found.items()}
+
+    # ---- (2) ----
+
+    def check_replay(self, drawn: Sequence[str]) -> None:
+        error = self.repeated.replay_error
+        allowed = None if error is None else self.trainer.step.rounding
+        note = "every graph is kept: nothing is encoded twice" if error is None else ""
+        if self.repeated.refused:
+            _, error, allowed, note = self.repeated.refused
+            note += ": the second pass gives other embeddings than the first. The run would end here, and says why"
+        self.add("both passes give the same embeddings", not self.repeated.refused, error, allowed, note=note)
+        words = f"drawn from {', '.join(drawn)}, and drawn again" if drawn else "none are drawn"
+        self.add("random numbers", True, note=words)
+
+    def check_equal_on_ranks(self) -> None:
+        if collectives.world_size() == 1:
+            return
+        own = {n: p.grad for n, p in self.parameters.items() if p.grad is not None and num_parts(p.grad) == 1}
+        digests = {name: digest_of(held_here(grad)) for name, grad in own.items()}
+        everyone = collectives.everyones(digests)
+        unequal = sorted({n for said in everyone for n in said if any(o.get(n, said[n]) != said[n] for o in everyone)})
+        shards = len(self.parameters) - len(own)
+        of_shards = f"{shards} of {len(self.parameters)} tensors are shards" if shards else ""
+        note = f"not {_few(unequal)}" if unequal else of_shards
+        self.add("gradient equal on all ranks", not unequal, note=note)
+
+    def check_what_trains(self, whole: Mapping[str, torch.Tensor]) -> None:
+        without = sorted(name for name, grad in whole.items() if not grad.count_nonzero())
+        frozen = [p.grad is not None and bool(held_here(p.grad).count_nonzero()) for p in self._frozen()]
+        norm = math.sqrt(sum(grad.square().sum().item() for grad in whole.values()))
+        note = f"{len(whole)} tensors, gradient norm {norm:.3e}"
+        note += f"; zero in {_few(without)}" if without else ""
+        self.add("what trains", math.isfinite(norm) and norm > 0, note=note)
+        self.add("what is frozen has no gradient", not any(frozen), note=f"{len(frozen)} tensors")
+
+    def _frozen(self) -> list[nn.Parameter]:
+        return [p for p in self.trainer.bare_model.parameters() if not p.requires_grad]
+
+    # ---- (3) ----
+
+    def check_directions(self, whole: Mapping[str, torch.Tensor], loss: float) -> Iterator[None]:
+        """Central differences with two steps each, whose difference tells how curved the loss is."""
+        if any(p.dtype.itemsize < 4 for p in self.parameters.values()):
+            self.add("loss along two directions", None, note="weights in half precision can not move a little")
+            return
+        dtype = self.coarsest(with_loss=True)
+        norm = math.sqrt(sum(grad.square().sum().item() for grad in whole.values()))
+        norm = collectives.told_by_first(norm)
+        if not norm:
+            return
+        before = {name: held_here(p.detach()).clone() for name, p in self.parameters.items()}
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+        for number in range(DIRECTIONS):
+            direction = {n: self._direction(number, n, p, gradients[n], norm) for n, p in self.parameters.items()}
+            ours = sum((whole[n] * one).sum().item() for n, one in self.gathered(direction).items())
+            ours = collectives.told_by_first(ours)
+            step, found = LOSS_MOVES[dtype] * max(abs(loss), 1e-3) / abs(ours or norm), []
+            for size in (step, step / 2):
+                losses = []
+                for signed in (size, -size):
+                    for name, parameter in self.parameters.items():
+                        held_here(parameter.detach()).add_(held_here(direction[name]), alpha=signed)
+                    yield
+                    losses.append(self.whole_loss())
+                    for name, parameter in self.parameters.items():
+                        held_here(parameter.detach()).copy_(before[name])
+                found.append((losses[0] - losses[1]) / 2 / size)
+            measured = (4 * found[1] - found[0]) / 3
+            doubt = abs(found[1] - found[0]) + TIMES * LOSS_ROUNDING[dtype] * max(abs(loss), 1e-3) / step
+            error, allowed = abs(ours - measured) / max(abs(measured), 1e-30), doubt / max(abs(measured), 1e-30)
+            is_right, is_coarse = error <= allowed, allowed > 0.5 and error <= TIMES * allowed
+            note = f"<gradient, direction> {ours:.6g}, central differences {measured:.6g}"
+            note += ", too coarse in this precision to tell" if is_coarse else ""
+            self.add(f"loss along direction {number + 1}", None if is_coarse else is_right, error, allowed, note=note)
+
+    def _direction(
+        self, number: int, name: str, parameter: nn.Parameter, gradient: torch.Tensor | None, norm: float
+    ) -> torch.Tensor:
+        """Random, but for a share of the gradient in every tensor, by another factor in each: in so many dimensions a
+        direction without any would hardly change the loss."""
+        draw = torch.Generator().manual_seed(zlib.crc32(f"{number} {name}".encode()))
+        direction = torch.empty_like(parameter.detach())
+        everything = self._num_elements
+        put(direction, torch.randn(parameter.shape, generator=draw) / math.sqrt(everything))
+        if gradient is not None:
+            share = 0.5 + torch.rand((), generator=draw).item()
+            held_here(direction).add_(held_here(split_as(parameter, gradient)), alpha=share / norm)
+        return direction
+
+    @property
+    def _num_elements(self) -> int:
+        return sum(p.numel() for p in self.parameters.values())
+
+    # ---- (4) ----
+
+    def check_plain(self, whole: Mapping[str, torch.Tensor]) -> None:
+        of_ranks = collectives.everyones([_as_sent(batch) for batch in self.repeated.batches or ()])
+        update = [
+            [one for one in given if one]
+            for given in zip(*self.trainer.strategy.rows.one_of_each(of_ranks), strict=True)
+        ]
+        if self.plain is None:
+            collectives.told_by_first()
+            return
+        device = self.trainer.args.device
+        with torch.enable_grad():
+            exact = self.plain.gradients(update, *self._exactly(update))
+            rounded = self.plain.gradients(update, device, self.trainer._precision)
+        groups: dict[str, list[str]] = {}
+        for name in sorted({*whole, *exact}):
+            groups.setdefault(group_of(name), []).append(name)
+        floor, given = GRADIENT_ROUNDING[self.coarsest()], (whole, exact, rounded)
+        lines = [_beside(name, names, *given, floor, TIMES) for name, names in groups.items()]
+        of_all = _beside("all parameters", [*whole], *given, floor / TIMES, TIMES_OF_ALL)
+        lines.sort(key=lambda line: -(line.found or 0) / (line.allowed or 1))
+        left = len(lines) - LINES
+        self.checks += [of_all, *lines[:LINES]]
+        if left > 0:
+            self.add(f"{left} more groups", all(line.is_right for line in lines[LINES:]), note="closer than these")
+        collectives.told_by_first()
+
+    def _exactly(self, update: Any) -> tuple[torch.device, Callable, torch.dtype]:
+        """Where and in which numbers the reference is computed."""
+        tokens = sum(t.numel() for t in _tensors(update) if t.dtype == torch.int64)
+        work = 6 * tokens * sum(p.numel() for p in self.plain.model.parameters())
+        device = self.trainer.args.device
+        if self.reference == "float32" or (self.reference == "auto" and device.type != "cpu" and work > LARGE):
+            self.add("plain step", True, note=f"in float32 on {device}")
+            return device, nullcontext, torch.float32
+        self.add("plain step", True, note="in float64 on the CPU")
+        return torch.device("cpu"), nullcontext, torch.float64
+
+    def coarsest(self, with_loss: bool = False) -> torch.dtype:
+        """Of what is computed in, or sent."""
+        kind, dtypes = self.trainer.args.device.type, {p.dtype for p in self.trainer.bare_model.parameters()}
+        dtypes |= {p.dtype for p in self.trainer._loss_parameters()} if with_loss else set()
+        with self.trainer._precision():
+            if torch.is_autocast_enabled(kind):
+                dtypes.add(torch.get_autocast_dtype(kind))
+        sent = getattr(self.trainer.args, "ddp_comm_hook", None)
+        dtypes |= {{"fp16": torch.float16, "bf16": torch.bfloat16}[sent]} if sent in ("fp16", "bf16") else set()
+        known = [dtype for dtype in GRADIENT_ROUNDING if dtype in dtypes]
+        return max(known, key=GRADIENT_ROUNDING.__getitem__, default=torch.bfloat16)
+
+    def described(self) -> str:
+        trainer, sharding = self.trainer, self.trainer.strategy.name
+        ranks = collectives.world_size()
+        return (
+            f"audit of {type(trainer.bare_model).__name__}, {type(trainer.loss).__name__}, {ranks} process(es), "
+            f"{'one model each' if sharding == 'none' else sharding}, {trainer.args.device.type}, "
+            f"{str(self.coarsest()).removeprefix('torch.')}"
+        )
+
+
+# ---- small parts ----
+
+
+@contextmanager
+def without_dropout(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules and their rates that have "drop" in their names."""
+    before = []
+    for module in {id(one): one for model in models for one in model.modules()}.values():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, _DropoutNd))):
+                before.append((module, name, value))
+    for module, name, _ in before:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _beside(
+    name: str, names: Sequence[str], whole: Mapping, exact: Mapping, rounded: Mapping, floor: float, times: float
+) -> Check:
+    """Gradients by name: the run's, the plain step's, and the plain step's in the run's precision."""
+    zero = torch.zeros(())
+
+    def norm(of: Mapping[str, torch.Tensor], less: Mapping[str, torch.Tensor], names: Iterable[str] = names) -> float:
+        parts = [of.get(n, zero) - less.get(n, zero) for n in names]
+        return math.sqrt(sum(part.double().square().sum().item() for part in parts))
+
+    size = norm(exact, {})
+    scale = max(size, SMALL * norm(exact, {}, exact), 1e-30)
+    error, of_rounding = norm(whole, exact) / scale, norm(rounded, exact) / scale
+    allowed = max(times * of_rounding, floor)
+    note = f"norm {size:.2e}; the plain step rounds {of_rounding:.1e}"
+    return Check(f"gradient of {name}", error <= allowed, error, allowed, note)
+
+
+def group_of(name: str) -> str:
+    """Parameters of one layer belong together: the name up to its last number, or its first parts."""
+    parts = name.split(".")[:-1] or [name]
+    numbers = [place for place, part in enumerate(parts) if part.isdigit() and place]
+    return ".".join(parts[: numbers[-1] + 1] if numbers else parts[:3])
+
+
+def _as_sent(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    if isinstance(batch, StandIn):
+        return None
+    return {name: on(value, "cpu") for name, value in batch.items() if name != CUTS}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _tensors(one)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

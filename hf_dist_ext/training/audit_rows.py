@@ -1,0 +1,101 @@
+"""What an audit (audit.py) says of rows: which rank trains on which, and which row the loss takes for the positive."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dist_ext.data.epoch_order import StandIn
+from hf_dist_ext.engine.flat import first_rows, num_rows
+from hf_dist_ext.strategies import collectives
+from hf_dist_ext.strategies.rows import Rows
+from hf_dist_ext.training.step import split
+
+Answer = tuple[bool | None, str]  # whether it is right, None: not looked at; and a note
+SHIFTS = 3  # other arrangements of positives that the loss is asked about
+
+
+def rows_of_ranks(batches: Sequence[Mapping[str, Any]], ranks: Rows) -> Answer:
+    """By their content. No rank trains on the rows of another, but those that share a model."""
+    everyone = collectives.everyones([row for batch in batches for row in row_digests(batch)])
+    groups, size = ranks.one_of_each(everyone), ranks.shared_by
+    if any(rows != everyone[i - i % size] for i, rows in enumerate(everyone)):
+        return False, f"ranks that share a model, in groups of {size}, have other rows than each other"
+    pairs = [(i, j) for j in range(len(groups)) for i in range(j) if groups[i] and groups[j]]
+    same = [f"{i} and {j}" for i, j in pairs if {*groups[i]} <= {*groups[j]} or {*groups[j]} <= {*groups[i]}]
+    if same:
+        return False, f"ranks (or groups that share a model) {', '.join(same)} train on the same rows"
+    return True, f"{' + '.join(str(len(rows)) for rows in groups)} in {len(batches)} micro-batch(es)"
+
+
+def labels(scored: tuple[Any, ...] | None, score: Callable[..., tuple[torch.Tensor, Any]], ranks: Rows) -> Answer:
+    """Every row gets a vector of its own, its anchor and its positive the same one: the loss must be lower than where
+    positives are those of other rows.
+
+    scored: the arguments of `score` in the update; None on ranks of a pipeline that score nothing.
+    """
+    if reasons := [why for why in collectives.everyones(_why_no_labels(scored)) if why]:
+        return None, reasons[0]
+    is_lower = True
+    if scored is not None:
+        embeddings, facts, layout = scored
+        made = [_vectors(embeddings, layout.counts, ranks.index, shift) for shift in range(SHIFTS + 1)]
+        right, *others = [score(vectors, facts, layout)[0].item() for vectors in made]
+        has_rows = next(iter(layout.counts.values()))[ranks.index] > 0
+        is_lower = not has_rows or right < min(others) - (max(others) - min(others))
+    wrong = [str(rank) for rank, said in enumerate(collectives.everyones(is_lower)) if not said]
+    if wrong:
+        return False, f"on rank {', '.join(wrong)} the positive of another row costs no more"
+    return True, "made-up vectors, one per row"
+
+
+def _why_no_labels(scored: tuple[Any, ...] | None) -> str:
+    if scored is None:
+        return ""
+    embeddings, facts, layout = scored
+    if facts.targets:
+        return "the loss compares with labels of the data"
+    if len(embeddings) < 2 or not all(isinstance(one, torch.Tensor) for one in embeddings.values()):
+        return "the loss does not compare one vector of an anchor with one of a positive"
+    return "one row has no other to compare with" if sum(next(iter(layout.counts.values()))) < 2 else ""
+
+
+def _vectors(
+    embeddings: Mapping[str, torch.Tensor], counts: Mapping[str, list[int]], index: int, shift: int
+) -> dict[str, torch.Tensor]:
+    """In the places of the embeddings (R, D). The second column holds the positives: those of so many rows later."""
+    made = {}
+    for place, (name, rows) in enumerate(embeddings.items()):
+        before, of_all = sum(counts[name][:index]), sum(counts[name])
+        numbers = [(before + i + shift * (place == 1)) % of_all + 10**6 * max(0, place - 1) for i in range(len(rows))]
+        vectors = [torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(n)) for n in numbers]
+        made[name] = nn.functional.normalize(torch.stack(vectors), dim=1).to(rows) if vectors else rows
+    return made
+
+
+def row_digests(batch: Mapping[str, Any]) -> list[str]:
+    """One per anchor, of its own features and those of its positive."""
+    if isinstance(batch, StandIn):
+        return []
+    columns = list(split(batch)[0].values())[:2]
+    return ["".join(parts) for parts in zip(*map(_digests_of_rows, columns), strict=False)]
+
+
+def _digests_of_rows(features: Mapping[str, Any]) -> list[str]:
+    if "input_ids" in features and features["input_ids"].dim() < 3:
+        mask, ids = features.get("attention_mask"), first_rows(features, num_rows(features))
+        if mask is not None and mask.shape == features["input_ids"].shape:
+            ids = [[i for i, real in zip(*pair, strict=True) if real] for pair in zip(ids, mask.tolist(), strict=True)]
+        return [digest_of(torch.tensor(row)) for row in ids]
+    tensors = [tensor for tensor in features.values() if isinstance(tensor, torch.Tensor) and tensor.dim()]
+    rows = min((len(tensor) for tensor in tensors), default=0)
+    return ["".join(digest_of(tensor[i]) for tensor in tensors if len(tensor) == rows) for i in range(rows)]
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

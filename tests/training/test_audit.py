@@ -1,0 +1,305 @@
+"""An audit finds every fault that is planted here, reports none in a sound run, and changes nothing."""
+
+import json
+import random
+import signal
+from contextlib import nullcontext
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+
+from hf_dist_ext import cli
+from hf_dist_ext.engine import gradient_cache
+from hf_dist_ext.engine.losses import InfoNCELoss
+from hf_dist_ext.errors import UsageError
+from hf_dist_ext.strategies import rows as strategy_rows
+from hf_dist_ext.strategies.collectives import leave_together, rank
+from hf_dist_ext.strategies.fsdp import FSDP
+from hf_dist_ext.training import step as training_step
+from hf_dist_ext.training.arguments import DistTrainingArguments
+from hf_dist_ext.training.trainer import DistTrainer
+from tests.distributed.forked import Run
+from tests.sentence_models import text_model
+from tests.tiny_models import model_config, tiny_pairs
+from tests.training.test_replay import FAULTS, Noisy
+from tests.training.test_trainer import Tiny, collate, trainer
+
+PASSES, LABELS, ROWS = "both passes give", "the loss takes a row's own", "every rank has rows"
+GRADIENT, DIRECTION = "gradient of all parameters", "loss along direction 1"
+
+
+def triples(rows: list[int]) -> dict:
+    """Queries, positives and a hard negative each."""
+    batch, others = collate(rows), collate([row + 31 for row in rows])
+    return {"query": batch["query"], "positive": batch["positive"], "negative": others["positive"]}
+
+
+def wrong(report) -> set[str]:
+    return {check.name for check in report.checks if check.is_right is False}
+
+
+def found(report, *names: str) -> list[str]:
+    """Those of the names that begin a line that is wrong."""
+    return [name for name in names if any(line.startswith(name) for line in wrong(report))]
+
+
+# ---- planted faults ----
+
+
+class Exponential(nn.Module):
+    """A moving average of what a forward sees, which the forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, hidden):
+        self.mean.lerp_(hidden.detach().mean(0), 0.1)
+        return self.linear(hidden - self.mean.clone())
+
+
+class OwnRandom(nn.Linear):
+    """Noise from a generator that nobody can replay."""
+
+    generator = random.Random(0)
+
+    def forward(self, hidden):
+        return super().forward(hidden) * (1 + 0.1 * self.generator.random())
+
+
+class ShiftedByNegatives(InfoNCELoss):
+    """Its labels point at the hard negatives."""
+
+    def forward(self, own, everyone, **more):
+        def shifted(columns):
+            return columns and {name: columns[name] for name in ("query", "negative", "positive")}
+
+        return super().forward(shifted(own), shifted(everyone), **more)
+
+
+def with_rows_swapped(passes, i, output):
+    return gradient_cache.inner_product(output, passes._cache[i].flip(0))
+
+
+def with_columns_swapped(self, embeddings, *more, score=training_step.EmbeddingStep._score):
+    other = dict(zip(embeddings, [embeddings["query"], embeddings["negative"], embeddings["positive"]], strict=True))
+    return score(self, other, *more)
+
+
+def added_up_in_bfloat16(passes, terms, run=gradient_cache.Passes._run_backward):
+    run(passes, terms)
+    for parameter in passes.audited.parameters():
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.bfloat16())
+
+
+def backward_not_divided(self, loss):
+    self.strategy().backward(loss, self._own_loss)
+
+
+PLANTED = {
+    "numpy noise": (dict(model=lambda: Tiny(Noisy(np.random.default_rng(0)))), [PASSES]),
+    "random noise": (dict(model=lambda: Tiny(OwnRandom(8, 8))), [PASSES]),
+    "spectral norm": (dict(model=lambda: Tiny(FAULTS["spectral norm"]())), [PASSES, GRADIENT]),
+    "a moving average": (dict(model=lambda: Tiny(Exponential())), [PASSES, GRADIENT]),
+    "dropout is not replayed": (
+        dict(model=lambda: Tiny(nn.Sequential(nn.Dropout(0.3), nn.Linear(8, 8))),
+             patch=(gradient_cache, "replayed", lambda *given: nullcontext())), [PASSES]),
+    "rows of a chunk are swapped": (
+        dict(patch=(gradient_cache.Passes, "_term", with_rows_swapped)), [GRADIENT, DIRECTION]),
+    "columns are swapped": (
+        dict(patch=(training_step.EmbeddingStep, "_score", with_columns_swapped)), [GRADIENT]),
+    "accumulation is not divided": (
+        dict(gradient_accumulation_steps=2,
+             patch=(training_step.EmbeddingStep, "_backward", backward_not_divided)), [GRADIENT, DIRECTION]),
+    "labels are shifted by the negatives": (dict(loss=ShiftedByNegatives()), [LABELS]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_an_audit_finds_what_is_planted(tmp_path, fault):
+    options, names = PLANTED[fault]
+    options = {"collator": triples, **options}
+    patch = options.pop("patch", None)
+    options["model"] = options.get("model", Tiny)()
+    with mock.patch.object(*patch) if patch else nullcontext():
+        report = trainer(tmp_path, **options).audit()
+    assert found(report, *names) == names, str(report)
+    assert str(report).splitlines()[-1].startswith("WRONG: ")
+
+
+def test_gradients_that_are_added_up_in_half_precision_are_found(tmp_path):
+    """Beside what bfloat16 costs a plain step."""
+    options = {"num_rows": 64, "per_device_train_batch_size": 64, "gradient_cache_chunk_size": 1, "bf16": True}
+    sound, model = trainer(tmp_path, Tiny(), **options).audit(), Tiny()
+    assert sound.is_right, sound
+    with mock.patch.object(gradient_cache.Passes, "_run_backward", added_up_in_bfloat16):
+        with mock.patch.object(gradient_cache.Passes, "audited", model, create=True):
+            report = trainer(tmp_path, model, **options).audit()
+    assert found(report, GRADIENT) == [GRADIENT], str(report)
+
+
+def test_a_batch_norm_and_a_model_that_is_made_later_have_no_audit(tmp_path):
+    with pytest.raises(UsageError, match=r"'middle\.1'"):
+        trainer(tmp_path, Tiny(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))))
+    made = trainer(tmp_path)
+    made.loss = None
+    with pytest.raises(UsageError, match="loss=None"):
+        made.audit()
+
+
+# ---- sound runs ----
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bf16"])
+def test_a_sound_run_is_right(tmp_path, dtype):
+    model = Tiny(nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 8)))
+    model = model.double() if dtype == "float64" else model
+    options = {"gradient_accumulation_steps": 3, "max_grad_norm": 1e-3, "bf16": dtype == "bf16"}
+    report = trainer(tmp_path, model, collator=triples, **options).audit()
+    assert report.is_right and found(report, "") == [], str(report)
+    error = next(check.found for check in report.checks if check.name == GRADIENT)
+    assert 0 < error < {"float64": 1e-8, "float32": 1e-5, "bf16": 2e-2}[dtype]
+    assert [check.is_right for check in report.checks if check.name.startswith("loss along")] != [None, None]
+
+
+def sentence_trainer(folder, **more) -> DistTrainer:
+    texts = [" ".join(["red", "green", "blue", "two"][(i * 7 + k) % 4] for k in range(2 + i % 5)) for i in range(24)]
+    data = Dataset.from_dict({"anchor": texts, "positive": [f"{text} four" for text in texts]})
+    args = DistTrainingArguments(
+        str(folder / "run"), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2, save_strategy="no",
+        per_device_train_batch_size=12, gradient_cache_chunk_size=5, **more,
+    )  # fmt: skip
+    return DistTrainer(text_model(folder / "model"), args, loss=InfoNCELoss(), train_dataset=data)
+
+
+def test_training_after_an_audit_is_training_without_one(tmp_path):
+    """Of a SentenceTransformer: weights, random numbers and the order of rows; and the run's folder stays empty."""
+    weights = []
+    for audits in (False, True):
+        made = sentence_trainer(tmp_path)
+        if audits:
+            before = {name: weight.clone() for name, weight in made.model.state_dict().items()}
+            report = made.audit(num_rows=6)
+            assert report.is_right and "6 in 1 micro-batch" in str(report), str(report)
+            assert all(torch.equal(weight, before[name]) for name, weight in made.model.state_dict().items())
+            assert not any((tmp_path / "run").glob("*")) and made.state.global_step == 0
+        torch.manual_seed(1)
+        made.train()
+        weights.append({name: weight.clone() for name, weight in made.model.state_dict().items()})
+        assert made.state.global_step == 2
+        for file in (tmp_path / "run").glob("*.*"):
+            file.unlink()
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+# ---- several processes ----
+
+
+class NoGradient(torch.autograd.Function):
+    """A gather whose backward leaves out what other ranks say about a row."""
+
+    @staticmethod
+    def forward(ctx, own, counts, rows, begun):
+        ctx.counts, ctx.index = counts, rows.index
+        return strategy_rows.Gathering(own, counts, rows.peers).wait()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.split(ctx.counts)[ctx.index], None, None, None
+
+
+def of_first_rank(rows: list[int]) -> dict:
+    return triples([row % 8 for row in range(len(rows))])
+
+
+TOGETHER = {  # what is planted -> lines that are wrong
+    "nothing": ({}, []),
+    "a factor of the world size": (
+        {"patch": (training_step, "row_weight", lambda own, counts: 2.0)}, [GRADIENT]),
+    "a gather without gradient": ({"patch": (strategy_rows, "_GatherRows", NoGradient)}, [GRADIENT, DIRECTION]),
+    "rows of another rank": ({"collator": of_first_rank}, [ROWS]),
+    "a rank's gradient is its own": ({"patch": "own"}, ["gradient equal"]),
+}  # fmt: skip
+
+
+def drawn_alike() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny()
+
+
+def audits_of_all(folder) -> dict[str, list[str]]:
+    said = {}
+    for fault, (options, names) in TOGETHER.items():
+        options = {"collator": triples, **options}
+        patch = options.pop("patch", None)
+        made = trainer(folder, drawn_alike(), **options)
+        if patch == "own":
+            if isinstance(made.strategy, FSDP):
+                continue
+            add = made.strategy.finish_update
+            patch = (made.strategy, "finish_update", lambda own, made=made, add=add: (add(own), differ(made.model)))
+        with mock.patch.object(*patch) if patch else nullcontext():
+            report = made.audit()
+        expected = [name for name in names if not (isinstance(made.strategy, FSDP) and name == "gradient equal")]
+        if fault == "nothing":
+            weights = [
+                one.whole_weights() for one in (made, trainer(folder, drawn_alike(), collator=triples)) if one.train()
+            ]
+            assert rank() or all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+        said[fault] = [found(report, *expected) == expected, bool(names) != report.is_right, str(report)]
+    return said
+
+
+def differ(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(1 + rank())
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp-full"])
+def test_an_audit_of_two_processes_compares_with_one_that_has_all_rows(tmp_path, mode):
+    """And training goes on from there as without one."""
+
+    def target(say) -> str:
+        signal.alarm(300)
+        said = audits_of_all(tmp_path / "run")
+        leave_together()
+        return json.dumps(said)
+
+    said = json.loads(Run(mode, tmp_path / "log", target).result())
+    assert len(said) >= 4
+    assert [text for found_all, agrees, text in said.values() if not (found_all and agrees)] == []
+
+
+# ---- the command ----
+
+
+def run_file(folder, **more):
+    fields = tiny_pairs(folder) | {
+        "model_config": model_config("bert"),
+        "output_dir": str(folder / "run"),
+        "use_cpu": True,
+        "max_steps": 3,
+    }
+    fields |= {"per_device_train_batch_size": 8, "gradient_cache_chunk_size": 3, "eval_strategy": "steps"} | more
+    (folder / "run.json").write_text(json.dumps(fields))
+    return folder / "run.json"
+
+
+def test_the_command_ends_with_0_or_1_and_writes_nothing_into_the_folder(tmp_path, capsys, monkeypatch):
+    path = str(run_file(tmp_path, eval_holdout=4))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("here before")
+    cli.main(["audit", path, "--json", "--rows", "6"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_right"] and any(check["name"] == GRADIENT for check in report["checks"])
+    monkeypatch.setattr(gradient_cache.Passes, "_term", with_rows_swapped)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["audit", path, "--gradient_cache_chunk_size", "2"])
+    assert end.value.code == 1 and "WRONG gradient of all parameters" in capsys.readouterr().out
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["mine.txt"]
