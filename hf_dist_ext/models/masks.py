@@ -1,7 +1,7 @@
 """Masks of padded rows, without asking the device whether any row is padded.
 
-transformers reads every mask back to the host: where no row is padded, attention runs without one, in a faster kernel.
-The host waits for the device in every forward of a chunk. But whoever cut the chunk knows the answer (`Chunk.is_full`).
+transformers reads every mask back to the host, to run attention without one, in a faster kernel, where no row is
+padded. So the host waits for the device in every forward. Whoever cut the chunk knows the answer (`Chunk.is_full`).
 """
 
 from __future__ import annotations
