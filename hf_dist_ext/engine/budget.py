@@ -34,6 +34,8 @@ from hf_dist_ext.engine.peak import Peak, free_bytes, peak_bytes
 logger = logging.getLogger(__name__)
 
 MEASURING_ROWS = (8, 16)  # of the first two steps
+PROBED_CHUNKS = 64  # a first step of more chunks than that is not the one that measures
+SHARE_OF_FIRST_STEP = 0.5  # of free memory: probes hold neither the batch's embeddings nor the loss
 GROWTH = 2
 MARGIN = 0.05
 CHUNK_SHARE_WITH_KEPT_GRAPHS = 0.25
@@ -115,7 +117,7 @@ class ChunkBudget:
         self._wasted = 0  # bytes of the last step: Peak.wasted
         self._largest = self._largest_now = 0  # tokens of a chunk: of the last step, of the one that is measured
         self._agreed = self._limit = self._longest = 0  # tokens per chunk, as its limit, of a batch's longest row
-        self._has_line = self._has_warned = False
+        self._has_line = self._has_warned = self._may_settle = False
 
     @property
     def is_measuring(self) -> bool:
@@ -126,15 +128,23 @@ class ChunkBudget:
     def propose(self, may_settle: bool) -> None:
         """Sets `proposed`, this rank's tokens per chunk; 0 while rows are counted. To be called before the first
         micro-batch of an update, when there are no gradients. `may_settle`: the optimizer's state exists."""
-        if self.is_measuring and may_settle and self.num_measured_steps >= len(MEASURING_ROWS):
+        self._may_settle = may_settle
+        if self.is_measuring and self.num_measured_steps >= len(MEASURING_ROWS):
             self._settle()
         else:
             self.proposed = self.measured.tokens
+
+    def probes(self, rows: int) -> bool:
+        """Whether chunks are tried out by themselves before the step that begins, the first one. rows: of a rank's
+        batch, which as many chunks as that of the first sizes would take long."""
+        return self.finds_size and not self.num_measured_steps and rows > PROBED_CHUNKS * MEASURING_ROWS[0]
 
     def _settle(self) -> None:
         known = self.measured
         known.available = self.budget_bytes or int(free_bytes(self.device) * (1 - MARGIN))
         known.available -= GROWTH * self._wasted
+        if not self._may_settle:
+            known.available = int(known.available * SHARE_OF_FIRST_STEP)
         known.device = _name(self.device)
         of_chunk = known.available - known.intercept
         beside_loss = of_chunk - known.loss_bytes
@@ -143,7 +153,7 @@ class ChunkBudget:
         tokens = max(1, int(of_chunk / (known.bytes_per_token * known.graphs_at_once)))
         is_whole_batch = self._limit and self._largest <= self._limit / GROWTH
         self.proposed = min(tokens, GROWTH * self._largest)
-        if not self.finds_size or is_whole_batch or self.proposed == tokens:
+        if self._may_settle and (not self.finds_size or is_whole_batch or self.proposed == tokens):
             known.tokens = self.proposed = tokens
 
     def limits(self, longest_row: int, tokens: int, given: ChunkLimits, share: float = 1.0) -> ChunkLimits:
@@ -155,7 +165,7 @@ class ChunkBudget:
             share: of the size found, after a lack of memory.
         """
         known = self.measured
-        if 0 < tokens < self.proposed and tokens <= self._agreed:
+        if self._may_settle and 0 < tokens < self.proposed and tokens <= self._agreed:
             known.tokens = self.proposed  # another rank has less room: this one need not look further
         self._agreed = tokens
         self._longest = longest_row

@@ -36,9 +36,9 @@ class Chunk:
     that a rank without rows left takes part in a collective forward; its embeddings are dropped and its gradient is 0.
     `has_vision`: vision layers run. `width`: tokens of the longest row, padding included where there is any; 0 without
     a token axis. `num_tokens`: of all rows, as they are computed; rows without a token axis. `num_computed`: rows
-    that the model computes, those beyond `num_rows` to be dropped. `columns`: whose rows these are. `features` is what
-    the model takes; it is gathered anew at every access, so that tokens and pixels exist twice for the running chunk
-    only.
+    that the model computes, those beyond `num_rows` to be dropped. `columns`: whose rows these are. `is_full`: whether
+    none of its texts is padded; None: not known, or rows end to end. `features` is what the model takes; it is
+    gathered anew at every access, so that tokens and pixels exist twice for the running chunk only.
     """
 
     gather: Callable[[], dict[str, Any]]
@@ -53,6 +53,7 @@ class Chunk:
     has_vision: bool = False
     num_repeated: int = 0  # times the last row stands behind all others
     columns: Sequence[str] = ()
+    is_full: bool | None = None
 
     @property
     def num_computed(self) -> int:
@@ -171,12 +172,15 @@ class ChunkedBatch:
             window, tokens = table.window(start, stop, limits), table.cost(start, stop, limits)
             if packed := table.packed_for(limits):
                 width, places, columns = packed.width(start, stop), [], order.columns(start, stop)
+                is_full = None
             else:
                 place = int(np.flatnonzero(order.laid == table.order[start])[0]) if is_idle else start
                 width, places = window[1] - window[0], order.places(place, place + stop - start)
                 columns = [column for column, *_ in places]
+                is_full = table.is_full(start, stop, width)
             num_repeated = table.num_repeated(start, stop, limits)
-            yield Cut(source, start, stop, is_idle, has_vision, window, num_repeated, tokens, width, columns, places)
+            where = (source, start, stop, is_idle, has_vision, window)
+            yield Cut(*where, num_repeated, tokens, width, columns, places, is_full)
 
     def _chunk(self, index: int, cut: Cut) -> Chunk:
         table, order, multiple = self.tables[cut.source], self.orders[cut.source], self.limits.width_multiple
@@ -198,6 +202,7 @@ class ChunkedBatch:
             cut.has_vision,
             cut.num_repeated,
             [table.columns[column] for column in cut.columns],
+            cut.is_full,
         )
 
     def _like(self, empty: Table) -> int:

@@ -100,8 +100,10 @@ def order_of_chunks(
 def moved(numbers: np.ndarray | list[float], device: torch.device) -> torch.Tensor:
     """On the device, without waiting: a copy that waits costs as much as the one to the host. CUDA waits where the
     memory is not pinned, whatever is asked."""
-    is_pinned = device.type == "cuda" and torch.cuda.is_available()
-    return torch.tensor(numbers, pin_memory=is_pinned).to(device, non_blocking=True)
+    there = torch.tensor(numbers)  # which pins no array of numpy itself
+    if device.type == "cuda" and torch.cuda.is_available():
+        there = there.pin_memory()
+    return there.to(device, non_blocking=True)
 
 
 @dataclass

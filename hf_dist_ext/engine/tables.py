@@ -32,7 +32,8 @@ Bounds = list[tuple[int, int]]  # per chunk its first sorted row and one past th
 class Cut(NamedTuple):
     """What the host must know of a chunk's rows start..stop, those of table `source`, to gather them.
 
-    window: its token columns. columns: the numbers of those that it has rows of. places: of padded rows.
+    window: its token columns. columns: the numbers of those that it has rows of. places: of padded rows. is_full: of
+    these, whether none has padding; None: not known.
     """
 
     source: int
@@ -46,6 +47,7 @@ class Cut(NamedTuple):
     width: int
     columns: list[int]
     places: list[Places]
+    is_full: bool | None = None
 
 
 @dataclass
@@ -89,6 +91,13 @@ class Table:
         the table, or with buckets in what the model can read, if a mask tells it what is padding."""
         first, last = self.extents[start:stop].T
         return self._widened(int(first.min()), int(last.max()), limits)
+
+    def is_full(self, start: int, stop: int, width: int) -> bool | None:
+        """Whether rows start..stop have `width` real tokens each; None: not known."""
+        if not self.has_lengths or self.patches is not None or not width:
+            return None
+        first, last = self.extents[start:stop].T
+        return bool((last - first == width).all())
 
     def _widened(self, first: int, last: int, limits: ChunkLimits) -> tuple[int, int]:
         if not self.can_trim or self.width == 0:

@@ -23,8 +23,9 @@ from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.budget import ChunkBudget, longest_row
 from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.combined_losses import num_columns_of
+from hf_dist_ext.engine.gradient_cache import REPLAY, Phase
 from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.engine.outputs import Output, RowSize
+from hf_dist_ext.engine.outputs import Output, RowSize, tensors_of
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token, has_frozen_backbone
 from hf_dist_ext.models.embedder import Embedder
@@ -32,12 +33,21 @@ from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Batch, Cuts, Cutter, SharedWish, Wish, cut_ahead
-from hf_dist_ext.training.out_of_memory import ALL_GRAPHS, PLACES, FittingSizes, empty_cache, place_out_of_memory
+from hf_dist_ext.training.out_of_memory import (
+    ALL_GRAPHS,
+    PLACES,
+    FittingSizes,
+    costliest_chunks,
+    empty_cache,
+    is_lack_of_memory,
+    place_out_of_memory,
+)
 
 logger = logging.get_logger(__name__)
 
 # Bytes that a step may take on a CPU where nobody says how many: nobody knows what else will need its memory.
 MOST_ON_CPU, SHARE_ON_CPU = 2**30, 0.25
+MOST_PROBES = 20  # of chunks that double
 ALIKE = 1.05  # a step that needs so many times what was tried out, or less, is not tried out again
 
 
@@ -160,6 +170,9 @@ class StepSizes:
         """
         while True:
             layout = self.cut(batch, is_first, ahead)
+            if is_first and self._probes(layout) and (bare := self._to_probe(wrapped)) is not None:
+                self._probe(bare, encode, batch, ahead)
+                layout = self.cut(batch, is_first, ahead)
             if self.fitting is None or not is_first or not layout.is_larger:
                 return layout
             if (bare := self.strategy().bare_to_try(wrapped)) is None:
@@ -176,6 +189,42 @@ class StepSizes:
                 return layout
             left |= {"can_halve": any(row[1] for row in everyone), "num_kept": max(row[2] for row in everyone)}
             self.fitting.shrink(PLACES[everyone[failed[0]][0]], step + 1, failed, **left)
+
+    def _probes(self, layout: Layout) -> bool:
+        """Whether the size of chunks is looked for before the step. All ranks answer alike."""
+        if self.budget is None or self.strategy().forwards_are_collective or self.encodes_once(self.model()):
+            return False
+        return self.budget.probes(max(map(sum, zip(*layout.counts.values(), strict=True))))
+
+    def _to_probe(self, wrapped: nn.Module) -> nn.Module | None:
+        return wrapped if collectives.world_size() == 1 else self.strategy().bare_to_try(wrapped)
+
+    def _probe(self, bare: nn.Module, encode: Callable[..., Output], batch: Batch, ahead: Cuts | None) -> None:
+        """Forward and backward of one chunk of every kind, in ever larger chunks, while the budget measures; each
+        twice, since gradients are new the first time. Nothing of it stays."""
+        state, before, is_too_large = RandomState(), 0, False
+        for _ in range(MOST_PROBES):
+            chunked = self.cut(batch, is_first=True, ahead=ahead).chunked
+            tokens = chunked.limits.max_tokens  # None while rows are counted
+            if tokens and before and tokens < ALIKE * before:
+                break
+            before = tokens
+            try:
+                with self.budget.measured_step():
+                    for chunk in [chunk for chunk in costliest_chunks(chunked) for _ in range(2)]:
+                        with self.budget.phase(Phase(REPLAY, chunk)):
+                            outputs = [one for one in tensors_of(encode(bare, chunk)) if one.requires_grad]
+                            sum((one * 0.0).sum() for one in outputs).backward()
+            except Exception as error:
+                if not is_lack_of_memory(error):
+                    raise
+                is_too_large = True
+            for parameter in bare.parameters():
+                parameter.grad = None
+            if any(row[0] for row in collectives.exchange([is_too_large])):
+                break
+        state.restore()
+        empty_cache(self.args.device)
 
     def _place_out_of_memory(self, bare: nn.Module, encode: Callable[..., Output], layout: Layout) -> str | None:
         state, encodes_once = RandomState(), self.encodes_once(bare)

@@ -40,6 +40,7 @@ from hf_dist_ext.engine.replay import RandomState, rounding
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
 from hf_dist_ext.models.embedder import check_embeddings
+from hf_dist_ext.models.masks import padding_is_known
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
 from hf_dist_ext.training import all_columns, compiling
 from hf_dist_ext.training.ahead import Cuts
@@ -301,7 +302,9 @@ class EmbeddingStep:
 
     def _encode(self, model: nn.Module, chunk: Chunk, **more: Any) -> Output:
         constants = self._constants.get(chunk.columns[0]) if chunk.columns else None
-        with self.precision():
+        # What is compiled would be compiled again for each answer; a CPU answers at once.
+        is_asked = not self.args.torch_compile and self.args.device.type != "cpu"
+        with self.precision(), padding_is_known(chunk.is_full if is_asked else None):
             embeddings = self.sizes.embedder.call(model, chunk.features, chunk.column, constants, **more)
         check_embeddings(embeddings, self.sizes.model(), chunk.num_computed)
         if not self.args.torch_compile:

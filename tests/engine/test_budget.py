@@ -20,8 +20,10 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token
 from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.meter import memory_used
+from tests.distributed.forked import Run
 from tests.engine.test_gradient_cache import Encoder, gradients_of, naive_score, plain_step, text
 from tests.tiny_models import CHECKPOINTING, model_config
 from tests.training.test_trainer import trainer
@@ -535,3 +537,38 @@ def test_what_no_backward_reaches_is_held_as_long_as_its_result():
         assert peak.now() == 3 * 4000
         del results
         assert peak.now() == 0 and peak() == 3 * 4000
+
+
+def test_a_large_first_step_is_measured_on_single_chunks_before_it(tmp_path):
+    """And its updates are those of chunks that were given."""
+    many = dict(per_device_train_batch_size=600, num_rows=600, max_steps=2)
+    made = trainer(tmp_path, gradient_cache_chunk_size="auto", gradient_cache_memory_gib=1e-4, **many)
+    rows = []
+    made.model.register_forward_pre_hook(
+        lambda *given, **more: rows.append(len(given[2]["input_ids"])), with_kwargs=True
+    )
+    made.train()
+    steps = [line["num_chunks"] for line in made.state.log_history if "loss" in line]
+    assert rows[:4] == [8, 8, 16, 16] and rows[4] == rows[5] > 16, "two replays of each size"
+    assert 1 < steps[1] <= steps[0] < 1200 / 16 / 2
+    assert len(rows) < 2 * 20 + 2 * sum(steps)
+    given = trainer(tmp_path / "given", gradient_cache_chunk_size=50, **many)
+    given.train()
+    before = trainer(tmp_path / "before", **many).model
+    for one, other, first in zip(*(t.parameters() for t in (made.model, given.model, before)), strict=True):
+        torch.testing.assert_close(one, other)
+        assert not torch.equal(one.cpu(), first.cpu())
+
+
+def test_ranks_measure_chunks_of_one_size_before_a_large_first_step(tmp_path):
+    def train(say) -> str:
+        options = dict(gradient_cache_chunk_size="auto", gradient_cache_memory_gib=1e-4 * (1 + collectives.rank()))
+        made = trainer(tmp_path, per_device_train_batch_size=400, num_rows=800, max_steps=2, **options)
+        tried, probe = [], made.step.sizes.cut
+        made.step.sizes.cut = lambda *given, **more: tried.append((cut := probe(*given, **more)).chunked.limits) or cut
+        made.train()
+        numbers = [number or 0 for limits in tried for number in (limits.max_rows, limits.max_tokens)]
+        everyone = collectives.exchange(numbers)
+        return str(len(numbers) > 10 and all(row == numbers for row in everyone))
+
+    assert Run("ddp", tmp_path / "log", train).result() == "True"

@@ -12,7 +12,6 @@ from datetime import timedelta
 from unittest.mock import Mock
 
 import datasets
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.packing import PackedRows
 from hf_dist_ext.engine.replay import ReplayError
-from hf_dist_ext.engine.rows import moved, order_of_chunks
+from hf_dist_ext.engine.rows import order_of_chunks
 from hf_dist_ext.engine.tables import Table
 from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.failures import set_collective_timeout
@@ -60,16 +59,6 @@ def rows(count: int) -> list[dict]:
 
 def collator_of(flat: bool) -> ContrastiveCollator:
     return ContrastiveCollator(tiny_tokenizer(), COLUMNS, id_column="query", flat=flat)
-
-
-def test_numbers_of_the_host_are_pinned_before_a_copy_that_does_not_wait(monkeypatch):
-    made = Mock()
-    monkeypatch.setattr(torch, "tensor", made)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    numbers, device = np.arange(3), torch.device("cuda")
-    moved(numbers, device)
-    made.assert_called_once_with(numbers, pin_memory=True)
-    made.return_value.to.assert_called_once_with(device, non_blocking=True)
 
 
 def without_values(mode: FakeTensorMode, value: object) -> object:
