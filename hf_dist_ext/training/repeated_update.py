@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.meter import StepMeter
@@ -107,6 +108,12 @@ class RepeatedUpdate(TrainerCallback):
     def _buffers(self) -> list[torch.Tensor]:
         own = self.trainer.loss.buffers() if isinstance(self.trainer.loss, nn.Module) else ()
         return [*self.trainer.bare_model.buffers(), *own]
+
+    def written(self) -> list[str]:
+        """Names of the model's buffers that the update has changed."""
+        buffers = named(self.trainer.bare_model.named_buffers()).items()
+        pairs = zip(buffers, self._buffers_before, strict=False)  # those of the loss come last
+        return [name for (name, buffer), before in pairs if not torch.equal(buffer, before)]
 
     # ---- as Trainer calls them ----
 

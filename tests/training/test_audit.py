@@ -131,6 +131,8 @@ def test_an_audit_finds_what_is_planted(tmp_path, fault):
         report = trainer(tmp_path, **options).audit()
     assert found(report, *names) == names, str(report)
     assert str(report).splitlines()[-1].startswith("WRONG: ")
+    buffers = {"spectral norm": "middle.weight_u, middle.weight_v", "a moving average": "middle.mean"}
+    assert ("writes " + buffers[fault] in str(report)) if fault in buffers else "writes" not in str(report)
 
 
 def test_gradients_that_are_added_up_in_half_precision_are_found(tmp_path):
