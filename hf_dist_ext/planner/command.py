@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner import compare, cpu, grid
+from hf_dist_ext.planner import compare
 from hf_dist_ext.planner.catalog import Hardware
 from hf_dist_ext.planner.choose import make_plan
-from hf_dist_ext.planner.devices import hardware_of
+from hf_dist_ext.planner.devices import CPU, hardware_of, hardware_of_cpu
 from hf_dist_ext.planner.plan import Plan
-from hf_dist_ext.planner.report import print_plan, to_json, write_png
+from hf_dist_ext.planner.report import grid_json, print_grid, print_plan, to_json, write_png
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.read import load_run
 
@@ -37,7 +37,7 @@ def main(arguments: Any, overrides: Sequence[str]) -> None:
         return
     seen = compare.measured(folder) if folder else None
     counts = arguments.num_devices or [seen.processes if seen and seen.processes else run.options.num_processes]
-    of_run = [cpu.NAME] if seen and seen.device == cpu.NAME else [None]
+    of_run = [CPU] if seen and seen.device == CPU else [None]
     plan = _plan(
         run, arguments, overrides, counts[0], (arguments.device or of_run)[0], (arguments.price_per_hour or [None])[0]
     )
@@ -68,8 +68,8 @@ def _plan(
 
 
 def _hardware(run: Run, arguments: Any, num_devices: int | None, device: str | None) -> Hardware:
-    if device == cpu.NAME:
-        return cpu.hardware_of_cpu(run, num_devices, arguments.tflops)
+    if device == CPU:
+        return hardware_of_cpu(run, num_devices, arguments.tflops)
     return hardware_of(
         num_devices,
         arguments.device_memory_gib,
@@ -92,4 +92,4 @@ def _print_grid(run: Run, arguments: Any, overrides: Sequence[str]) -> None:
         for i, device in enumerate(devices)
         for count in arguments.num_devices or [run.options.num_processes]
     ]
-    print(grid.to_json(plans)) if arguments.json else grid.print_grid(plans)
+    print(grid_json(plans)) if arguments.json else print_grid(plans)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner import pictures
 from hf_dist_ext.planner.forward import Cost, Forward, Layer, Parameter, share_forward, share_parameter
-from hf_dist_ext.planner.knobs import Knobs
 
+BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+TWO_TOWERS = ("clip", "siglip")  # a model of texts beside one of pictures
 Cast = Literal["nothing", "products", "all"]  # the weights that a wrapper casts before autocast sees them
 
 
@@ -61,14 +61,14 @@ class Work:
 class Workload:
     """A run as the planner sees it."""
 
-    config: Mapping[str, Any]
+    given: Mapping[str, Any]  # fields of the run file
+    config: Mapping[str, Any]  # of the model, complete
     columns: tuple[Column, ...]
     chunk_rows: int | None  # None: not given
     chunk_tokens: int | None
     chunk_patches: int | None
     is_cached: bool
     finds_chunk: bool  # chunk size "auto"
-    keep_graph: int
     is_checkpointed: bool
     is_in_4_bits: bool  # the base below adapters
     accumulation: int
@@ -79,12 +79,6 @@ class Workload:
     projection_dim: int | None
     embedding_dim: int
     leaves_tokens: bool  # a vector of every token, for late interaction
-    bucket_view: bool
-    fsdp_mode: str
-    replicates_frozen: str
-    can_replicate: bool  # by freezing fields; adapters leave nothing whole
-    knobs: Knobs
-    has_feature_cache: bool
     is_embedding: bool
     has_tiled_loss: bool
     sees_all_rows: bool  # the loss, of all devices
@@ -100,6 +94,20 @@ class Workload:
     @property
     def batch(self) -> int:
         return self.columns[0].rows
+
+    @property
+    def fsdp_mode(self) -> str:
+        """Whether weights stay whole between the chunks of a step: "speed", "memory" or "auto"."""
+        by_sharding = {"FULL_SHARD": "memory", "SHARD_GRAD_OP": "speed"}.get(self.given.get("sharding") or "")
+        return by_sharding or self.given.get("gradient_cache_fsdp") or "auto"
+
+    @property
+    def pipeline_size(self) -> int:
+        return self.given.get("pipeline_parallel_size") or 1
+
+    @property
+    def has_feature_cache(self) -> bool:
+        return self.given.get("frozen_feature_cache") is not None
 
     def vectors(self, columns: Sequence[Column]) -> int:
         """Of the rows of a batch's columns: one each, or one for every token."""
@@ -134,7 +142,7 @@ class Workload:
 
     @property
     def has_towers(self) -> bool:
-        return self.config["model_type"] in pictures.TWO_TOWERS
+        return self.config["model_type"] in TWO_TOWERS
 
     def widening(self, is_checkpointed: bool) -> int:
         """How many times wider the chunks of the pass without a graph are."""
@@ -253,7 +261,7 @@ class Workload:
     def reduced_item(self) -> int:
         """Bytes per element of the gradients that FSDP adds up over backwards and reduces (strategies/fsdp.py)."""
         own = max(4, self.load_bytes) if self.is_embedding else self.compute_bytes
-        return self.knobs.reduce_bytes or own
+        return BYTES.get(self.given.get("reduce_dtype") or "", own)
 
     @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
     def forward(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Forward:
@@ -271,7 +279,7 @@ class Workload:
         parts = forward.parts
         largest = max(part.largest for part in parts)
         backward = sum(part.backward for part in parts)
-        return Work(forward.cost(), forward.cost(lambda layer: True), largest, self._products_of(parts), backward)
+        return Work(forward.cost(), forward.cost(is_checkpointed=True), largest, self._products_of(parts), backward)
 
     @functools.cache  # noqa: B019
     def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:

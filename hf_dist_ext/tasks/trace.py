@@ -5,7 +5,7 @@
 (1) the run's model is built on torch's meta device, with its adapters, and frozen as in training: a laptop traces a
     model that it could never hold. Where a group of devices can share its layers it is also traced as one of such a
     group has it
-(2) some rows of each column go forward, with pictures of the size that the model takes (planner/pictures.py)
+(2) some rows of each column go forward, with pictures of the size that the model takes (tasks/trace_pictures.py)
 (3) what is kept and computed is written down layer by layer (tasks/trace_record.py)
 
 It is a process of its own, since the planner imports no torch. Prints one line of JSON, which
@@ -33,14 +33,14 @@ from torch.utils._pytree import tree_leaves
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
-from hf_dist_ext.planner import pictures
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.model_files import config_file, processor_file
+from hf_dist_ext.planner.local_files import config_file, processor_file
 from hf_dist_ext.planner.workload import Cast, Column, Workload
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans
 from hf_dist_ext.strategies.layers import is_multiplied
 from hf_dist_ext.tasks import trace_4bit
+from hf_dist_ext.tasks import trace_pictures as pictures
 from hf_dist_ext.tasks.trace_record import Accelerator, Recorder, instead, layers_of, plain_name
 
 ROWS = 32  # what does not grow with rows, such as tables of positions, is spread over them
@@ -53,10 +53,13 @@ MOST_WAYS = 8  # of splitting layers over devices
 
 def complete_config(fields: Any) -> dict[str, Any]:
     """The configuration of a run's model as plain JSON, with the defaults of its class, the usual names of fields that
-    the class calls otherwise, and `tiles_of_picture` where its processor says so. Raises UsageError."""
+    the class calls otherwise, `tiles_of_picture` where its processor says so, and `picture`: what one comes to. Raises
+    UsageError."""
     found = _as_dict(_config(fields))
     tiles = _tiles_of_picture(found["model_type"], fields) if fields.model_config is None else None
-    return found if tiles is None else found | {"tiles_of_picture": tiles}
+    found |= {} if tiles is None else {"tiles_of_picture": tiles}
+    picture = pictures.facts(found)
+    return found if picture is None else found | {"picture": picture}
 
 
 def _config(fields: Any) -> Any:
