@@ -24,7 +24,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.engine.products import Products
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Softmax
-from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, Plan, tiled_infonce
+from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, InfoNCESetup, tiled_infonce
 from hf_dist_ext.errors import UsageError
 
 MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
@@ -221,7 +221,7 @@ class InfoNCELoss(nn.Module):
         num_candidates = max(sum(embeddings[i].shape[0] for i in direction.candidates) for direction in directions)
         most_rows = 512 if on_cpu else policy.LOSS_TILE_ROWS
         fitting_rows = self.rows_per_tile or policy.loss_tile_rows(num_candidates, most_rows, item)
-        plan = Plan(
+        plan = InfoNCESetup(
             directions=directions,
             prefixes=self.matryoshka or [(own[anchor].shape[1], 1.0)],
             keys=keys,

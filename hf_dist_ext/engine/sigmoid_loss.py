@@ -91,7 +91,7 @@ class SigmoidLoss(nn.Module):
         rows, columns = own[anchor], [everyone[name] for name in candidates]
         dtype = torch.promote_types(rows.dtype, torch.float32)
         heights = dict(zip(candidates, map(len, columns), strict=True))
-        plan = _Plan(
+        plan = _SigmoidSetup(
             keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
             row_offset=row_offset,
             normalize=self.normalize,
@@ -131,7 +131,7 @@ class SigmoidLoss(nn.Module):
         return f"scale={self.log_scale.exp().item():.4g}, bias={self.bias.item():.4g}"
 
 
-class _Plan(NamedTuple):
+class _SigmoidSetup(NamedTuple):
     keys: list[list[tuple[Tensor, Tensor]]]  # per column of candidates: (key of each of N rows, key of each candidate)
     row_offset: int  # own row i's positive is candidate row_offset + i of the first column
     normalize: bool
@@ -140,7 +140,7 @@ class _Plan(NamedTuple):
 
 
 def _loss_and_gradients(
-    plan: _Plan, scale: Tensor, bias: Tensor, rows: Tensor, *columns: Tensor, needs: list[bool]
+    plan: _SigmoidSetup, scale: Tensor, bias: Tensor, rows: Tensor, *columns: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics (3,) and the gradients of scale, bias, rows and columns."""
     num_rows, needs_gradients = len(rows), any(needs)

@@ -49,7 +49,7 @@ class Direction(NamedTuple):
     candidates: tuple[int, ...]
 
 
-class Plan(NamedTuple):
+class InfoNCESetup(NamedTuple):
     directions: list[Direction]  # the loss is their mean, the metrics are the first's
     prefixes: list[tuple[int, float]]  # (dimensions, weight), widest first: the loss is the weighted sum
     keys: list[list[tuple[Tensor, Tensor]]]  # per column of candidates: (key of each of N rows, key of each candidate)
@@ -61,7 +61,9 @@ class Plan(NamedTuple):
     products: Products = Products()
 
 
-def tiled_infonce(plan: Plan, inverse_temperature: Tensor, embeddings: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def tiled_infonce(
+    plan: InfoNCESetup, inverse_temperature: Tensor, embeddings: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Loss (scalar, mean over own rows) and detached metrics (3,): accuracy, masked share, positives' similarity.
 
     inverse_temperature: (1,), in the dtype that all of this is computed in. Gradients have their inputs' dtypes.
@@ -70,7 +72,7 @@ def tiled_infonce(plan: Plan, inverse_temperature: Tensor, embeddings: Sequence[
 
 
 def _loss_and_gradients(
-    plan: Plan, inverse_temperature: Tensor, *embeddings: Tensor, needs: list[bool]
+    plan: InfoNCESetup, inverse_temperature: Tensor, *embeddings: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics and the gradients (None where not needed) of the inverse temperature and of every embedding."""
     needs_temperature, *needs_embedding = needs
@@ -190,7 +192,7 @@ def softmax_of_tile(
     Adds the rows' loss (), and the number of right answers and of masked pairs (2,), up. Returns
     d(loss of a row) / d(score), (T, N) of every column.
 
-    keys: of `Plan`. first: the first row's positive is this candidate of the first column, and so on.
+    keys: of `InfoNCESetup`. first: the first row's positive is this candidate of the first column, and so on.
     """
     blocks = [Block(column, 0, values.shape[1], values) for column, values in enumerate(scores)]
     if keys:

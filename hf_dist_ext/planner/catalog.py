@@ -1,7 +1,8 @@
 """Ways to spread a run over devices, and what the fields of the run file make of them.
 
-A `Strategy` says what is split over devices and what is whole when, `Hardware` what the devices are. `adapted` gives a
-strategy as a run would have it (offload, frozen parts left whole), `refusal` says why it does not go with a field.
+A `StrategySpec` says what is split over devices and what is whole when, `Hardware` what the devices are. `adapted`
+gives a strategy as a run would have it (offload, frozen parts left whole), `refusal` says why it does not go with a
+field.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NETWORK = 3e9  # bytes per second that a machine sends to others where nobody sa
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineShape:
     """Consecutive devices that hold the same rows: `ranks` with stages of their own, each shared by `parts` devices
     (tensor parallelism). `sharding`: "FULL_SHARD" or "SHARD_GRAD_OP" where copies shard their stages (FSDP2)."""
 
@@ -49,7 +50,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategySpec:
     """How a run is spread. `shards`: what is split over devices: "" nothing, "o" optimizer state, "og" gradients too,
     "ogw" weights too. `keeps_whole`: gathered weights and gradients stay from chunk to chunk (speed)."""
 
@@ -62,28 +63,29 @@ class Strategy:
     is_hybrid: bool = False  # sharded inside a machine, copies between machines
     offloads: bool = False
     is_tensor_parallel: bool = False
-    pipeline: Pipeline | None = None
+    pipeline: PipelineShape | None = None
     in_words: str = ""
 
 
 _FROZEN_WHOLE = "what trains is sharded, what is frozen is whole"
+_HYBRID, _ON_CPU = "sharded in a machine, copies between them", "weights and state on the CPU"
 STRATEGIES = (
-    Strategy("single", "single_gpu", in_words="one device"),
-    Strategy("DDP", "multi_gpu_ddp", in_words="every device has everything"),
-    Strategy("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
-    Strategy("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
-    Strategy(
+    StrategySpec("single", "single_gpu", in_words="one device"),
+    StrategySpec("DDP", "multi_gpu_ddp", in_words="every device has everything"),
+    StrategySpec("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
+    StrategySpec("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
+    StrategySpec(
         "FSDP frozen whole", "multi_gpu_fsdp_frozen_replicated", "ogw", replicates_frozen=True, in_words=_FROZEN_WHOLE
     ),
-    Strategy("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words="sharded in a machine, copies between them"),
-    Strategy("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words="weights and state on the CPU"),
-    Strategy("ZeRO-1", "deepspeed_zero1", "o", is_deepspeed=True, in_words="optimizer state sharded"),
-    Strategy("ZeRO-2", "deepspeed_zero2", "og", is_deepspeed=True, in_words="gradients sharded too"),
-    Strategy("ZeRO-3", "deepspeed_zero3", "ogw", is_deepspeed=True, in_words="weights sharded too"),
-    Strategy(
+    StrategySpec("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words=_HYBRID),
+    StrategySpec("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words=_ON_CPU),
+    StrategySpec("ZeRO-1", "deepspeed_zero1", "o", is_deepspeed=True, in_words="optimizer state sharded"),
+    StrategySpec("ZeRO-2", "deepspeed_zero2", "og", is_deepspeed=True, in_words="gradients sharded too"),
+    StrategySpec("ZeRO-3", "deepspeed_zero3", "ogw", is_deepspeed=True, in_words="weights sharded too"),
+    StrategySpec(
         "ZeRO-3 offload", "deepspeed_zero3_offload", "ogw", is_deepspeed=True, offloads=True, in_words="on the CPU"
     ),
-    Strategy(
+    StrategySpec(
         "TP", "multi_gpu_tp", "ogw", is_tensor_parallel=True, in_words="each layer split in groups, FSDP over them"
     ),
 )
@@ -133,7 +135,7 @@ class Hardware:
         return self.given_host_bytes or max(64 * GIB, 2 * self.per_node * self.memory_bytes)
 
 
-def tensor_parallel_size(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
+def tensor_parallel_size(strategy: StrategySpec, work: Workload, hardware: Hardware) -> int:
     """The preset's groups where layers can be split over them; 1: layers are whole."""
     if strategy.pipeline is not None:
         return strategy.pipeline.parts
@@ -146,7 +148,7 @@ def splits_layers(work: Workload, hardware: Hardware, parts: int) -> bool:
     return parts in work.sizes_to_split and hardware.per_node % parts == 0
 
 
-def is_fsdp(strategy: Strategy) -> bool:
+def is_fsdp(strategy: StrategySpec) -> bool:
     return "w" in strategy.shards and not strategy.is_deepspeed and not strategy.is_tensor_parallel
 
 
@@ -163,7 +165,7 @@ def leaves_frozen_whole(work: Workload, hardware: Hardware) -> bool:
     return can_leave_frozen_whole(work) and (work.given.get("frozen_parts_fsdp") == "replicate" or is_small)
 
 
-def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:
+def adapted(strategy: StrategySpec, work: Workload, hardware: Hardware) -> StrategySpec:
     """As the run's own fields have it."""
     if not is_fsdp(strategy):
         return strategy
@@ -177,7 +179,7 @@ def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:
     )
 
 
-def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
+def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
     """ "" where every field of the run file has a meaning."""
     hook, sharding = (work.given.get(name) for name in ("ddp_comm_hook", "sharding"))
     if work.is_in_4_bits and (strategy.shards or strategy.pipeline):
@@ -205,7 +207,7 @@ def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
     return "cpu_offload is false" if work.given.get("cpu_offload") is False and strategy.offloads else ""
 
 
-def _stages_not_sharded(pipeline: Pipeline, work: Workload, hardware: Hardware) -> str:
+def _stages_not_sharded(pipeline: PipelineShape, work: Workload, hardware: Hardware) -> str:
     """As strategies/sharded_stages.py refuses them."""
     given = f'sharding="{work.given["sharding"]}" in a pipeline'
     if not pipeline.sharding:

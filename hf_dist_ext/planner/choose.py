@@ -26,7 +26,7 @@ from hf_dist_ext.planner.catalog import (
     PER_NODE,
     STRATEGIES,
     Hardware,
-    Strategy,
+    StrategySpec,
     adapted,
     can_leave_frozen_whole,
     leaves_frozen_whole,
@@ -172,7 +172,7 @@ def _pipelines(work: Workload, hardware: Hardware, available: Collection[str]) -
     return found
 
 
-def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool:
+def _has_meaning(strategy: StrategySpec, work: Workload, hardware: Hardware) -> bool:
     if strategy.name == "single":
         return True
     if hardware.num_devices == 1:
@@ -188,7 +188,7 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     return not strategy.keeps_whole or work.is_embedding  # without our loss nothing keeps weights whole
 
 
-def _preset(strategy: Strategy, hardware: Hardware, available: Collection[str]) -> str:
+def _preset(strategy: StrategySpec, hardware: Hardware, available: Collection[str]) -> str:
     for_nodes = {"multi_gpu_ddp": "multi_node_ddp", "multi_gpu_hsdp": "multi_node_hsdp"}.get(strategy.preset)
     if hardware.num_nodes > 1 and for_nodes in available:
         return for_nodes
@@ -198,7 +198,7 @@ def _preset(strategy: Strategy, hardware: Hardware, available: Collection[str]) 
     return strategy.preset
 
 
-def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: Collection[str]) -> Option:
+def _option(work: Workload, strategy: StrategySpec, hardware: Hardware, available: Collection[str]) -> Option:
     preset = _preset(strategy, hardware, available)
     given = Estimate(work, strategy, hardware, Settings(is_checkpointed=work.is_checkpointed))
     checkpointed = given.with_settings(is_checkpointed=True)
@@ -215,7 +215,9 @@ def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: C
     return option
 
 
-def _why_not(work: Workload, strategy: Strategy, preset: str, hardware: Hardware, available: Collection[str]) -> str:
+def _why_not(
+    work: Workload, strategy: StrategySpec, preset: str, hardware: Hardware, available: Collection[str]
+) -> str:
     if strategy.pipeline is not None and (reason := pipelines.why_none(work)):
         return reason
     if strategy.pipeline is None and work.pipeline_size > 1:
@@ -243,7 +245,7 @@ def _make_fit(option: Option, needs_chunk: bool) -> None:
             return
 
 
-def _can_be_8_bit(work: Workload, strategy: Strategy) -> bool:
+def _can_be_8_bit(work: Workload, strategy: StrategySpec) -> bool:
     """Not where layers are split, nor with the optimizers of the CPU and of DeepSpeed."""
     is_other = strategy.offloads or strategy.is_deepspeed or strategy.is_tensor_parallel or strategy.pipeline
     return not is_other and work.optimizer.startswith("adamw_torch") and "bit" not in work.optimizer

@@ -24,7 +24,7 @@ SHORT = 0.1  # seconds of a step in which starting kernels and reading data show
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunFigures:
     """Of a step and of the process that needs most memory. `seconds` or, in mid-run, `rows_per_second`: of all columns
     and processes, the median of the logged lines but the first, which has the start in it. `allocated`: bytes of an
     accelerator, `process`: of a CPU's process with all that it loaded; None where it is not counted."""
@@ -45,19 +45,19 @@ def run_file(folder: Path) -> Path:
     return path
 
 
-def measured(folder: Path) -> Measured:
+def measured(folder: Path) -> RunFigures:
     path = folder / "measured.json"
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
         of_memory = [found["memory"].get(name) for name in ("allocated", "process")]
-        return Measured(found["seconds_per_step"], None, *of_memory, found["device"], found["processes"])
+        return RunFigures(found["seconds_per_step"], None, *of_memory, found["device"], found["processes"])
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     rates = [line["rows_per_second"] for line in lines if "rows_per_second" in line]
     if not rates:
         raise UsageError(f"{path} has no line with rows_per_second yet. Let the run log once (logging_steps).")
     peaks = [line["peak_memory_gib"] * GIB for line in lines if "peak_memory_gib" in line]
-    return Measured(None, statistics.median(rates[1:] or rates), max(peaks, default=None))
+    return RunFigures(None, statistics.median(rates[1:] or rates), max(peaks, default=None))
 
 
 def compared(plan: Plan, folder: Path) -> dict[str, Any]:

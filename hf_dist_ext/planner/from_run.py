@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner import lengths
-from hf_dist_ext.planner.workload import BYTES, TWO_TOWERS, Column, Workload
+from hf_dist_ext.planner.workload import BYTES, TWO_TOWERS, BatchColumn, Workload
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
 from hf_dist_ext.run.sources import GLYPH_SEARCH, all_parts, sources_of
@@ -84,7 +84,7 @@ def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str |
     return asked is True or not policy.why_many_calls(attention, policy.VARLEN_CAPABILITY, is_half, config.get)
 
 
-def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:
+def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[BatchColumn, ...]:
     fields, given = run.options, run.given
     rows = given.get("per_device_train_batch_size") or 8
     has_towers, text = config["model_type"] in TWO_TOWERS, config.get("text_config") or config
@@ -97,7 +97,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
             length = min(longest, per_image + DEFAULT_LENGTH)
             notes.append(f"max_length is not given: counted with rows of {length} tokens.")
         notes += [picture["assumption"]] * bool(picture["assumption"])
-        return (Column("rows", rows, length, images=1 if per_image else 0),)
+        return (BatchColumn("rows", rows, length, images=1 if per_image else 0),)
     names, per_picture = _names(fields, notes), config.get("picture", {}).get("tokens", 0)
     pictured = set() if has_towers else _pictured(fields, names, config, notes)
     limits = {name: lengths.limit_of(fields, name, i == 0) for i, name in enumerate(names)}
@@ -110,7 +110,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
         if has_towers and (is_image or (i == 1 and "image" not in str(names))):
             patches = config["picture"]["patches"]
-            columns.append(Column(name, count, patches, tower="image", images=1, patches=patches))
+            columns.append(BatchColumn(name, count, patches, tower="image", images=1, patches=patches))
             continue
         length, of_data = limits[name], seen.get(name)
         if of_data is not None:
@@ -125,7 +125,7 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
             length = min(longest, -(-length // multiple) * multiple)
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
         patches = config["picture"]["patches"] if images else 0
-        columns.append(Column(name, count, length, tower, images, patches, of_data and of_data.mean))
+        columns.append(BatchColumn(name, count, length, tower, images, patches, of_data and of_data.mean))
     return tuple(columns)
 
 

@@ -1,6 +1,6 @@
 """Bytes per device for every way to spread a run.
 
-`estimate` adds up what a model has (planner/workload.py) as a `Strategy` splits it (planner/catalog.py): weights,
+`estimate` adds up what a model has (planner/workload.py) as a `StrategySpec` splits it (planner/catalog.py): weights,
 master weights, gradients, optimizer, activations of a chunk, embeddings of the batch, buffers of the collectives, the
 framework; the optimizer's own scratch counts only while no activation lives.
 
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner.catalog import GIB, Hardware, Strategy, tensor_parallel_size
+from hf_dist_ext.planner.catalog import GIB, Hardware, StrategySpec, tensor_parallel_size
 from hf_dist_ext.planner.forward import TEMPORARY_VALUES, Cost, Parameter
-from hf_dist_ext.planner.workload import Cast, Column, Work, Workload
+from hf_dist_ext.planner.workload import BatchColumn, Cast, Work, Workload
 
 # What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
 # allocator can not use. Measured by nobody here: no GPU was at hand.
@@ -62,7 +62,7 @@ class Bytes:
 
 
 @dataclass
-class Sizes:
+class ParameterSums:
     """Sums over parameters. Elements; `..._stored` in bytes, `gathered...` in those that FSDP makes whole.
     `largest_unpacked`: bytes of a matrix in 4 bits while it is multiplied; `unused...`: of what trains and gets no
     gradient, as the layers of a tower behind the one that is read."""
@@ -106,19 +106,19 @@ class Sizes:
 class Model:
     """All parameters, and unit by unit: the layers, and under None what belongs to no layer (FSDP's root)."""
 
-    whole: Sizes = field(default_factory=Sizes)
-    units: dict[str | None, Sizes] = field(default_factory=dict)
+    whole: ParameterSums = field(default_factory=ParameterSums)
+    units: dict[str | None, ParameterSums] = field(default_factory=dict)
 
     def add(self, parameter: Parameter, unit: str | None, work: Workload) -> None:
         self.whole.add(parameter, work)
-        self.units.setdefault(unit, Sizes()).add(parameter, work)
+        self.units.setdefault(unit, ParameterSums()).add(parameter, work)
 
     @property
-    def root(self) -> Sizes:
-        return self.units.get(None, Sizes())
+    def root(self) -> ParameterSums:
+        return self.units.get(None, ParameterSums())
 
     @property
-    def layers(self) -> list[Sizes]:
+    def layers(self) -> list[ParameterSums]:
         return [unit for name, unit in self.units.items() if name is not None]
 
 
@@ -139,7 +139,7 @@ class Case:
     """A run as a strategy spreads it over devices, with the settings that make it fit."""
 
     work: Workload
-    strategy: Strategy
+    strategy: StrategySpec
     hardware: Hardware
     settings: Settings
 
@@ -184,7 +184,7 @@ class Case:
         whole = self.model.whole.trained * work.compute_bytes
         return whole < policy.KEPT_WHOLE_SHARE * self.hardware.memory_bytes
 
-    def whole_bytes(self, unit: Sizes) -> float:
+    def whole_bytes(self, unit: ParameterSums) -> float:
         """Of a sharded unit's weights while they are whole."""
         if self.strategy.is_deepspeed:
             return unit.elements * self.work.compute_bytes
@@ -192,14 +192,14 @@ class Case:
             return unit.stored  # transformers gathers what is stored, and autocast casts it
         return unit.gathered_trained if self.strategy.replicates_frozen else unit.gathered
 
-    def reduced_bytes(self, unit: Sizes) -> float:
+    def reduced_bytes(self, unit: ParameterSums) -> float:
         """Of a sharded unit's gradients as they are reduced, and as they wait for it."""
         if self.strategy.is_tensor_parallel:
             return unit.trained_stored
         return unit.trained * (self.work.compute_bytes if self.strategy.is_deepspeed else self.work.reduced_item)
 
 
-def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
+def estimate(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Bytes:
     """Peak bytes of one device."""
     case = Case(work, strategy, hardware, settings)
     whole, shards = case.model.whole, case.shards
@@ -250,7 +250,7 @@ def _replicated(case: Case) -> Bytes:
     return needed
 
 
-def copy_bytes(work: Workload, units: Sequence[Sizes]) -> Bytes:
+def copy_bytes(work: Workload, units: Sequence[ParameterSums]) -> Bytes:
     """Of weights, gradients and state that no device shares with others."""
     stored, trained = sum(unit.trained_stored for unit in units), sum(unit.trained for unit in units)
     has_masters = stored > trained * work.compute_bytes
@@ -342,7 +342,7 @@ def kept_by_hook(work: Workload, world: int) -> float:
 # ---- activations ----
 
 
-def cast_by(strategy: Strategy, work: Workload) -> Cast:
+def cast_by(strategy: StrategySpec, work: Workload) -> Cast:
     """The weights that the strategy hands to a forward in the precision of the computation."""
     if strategy.is_tensor_parallel:
         return "nothing"
@@ -386,7 +386,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(sum, zip(*map(astuple, costs), strict=True)))
 
 
-def _without_graph(column: Column, rows: float, cost: Work, work: Workload, settings: Settings) -> float:
+def _without_graph(column: BatchColumn, rows: float, cost: Work, work: Workload, settings: Settings) -> float:
     """Of the pass without a graph, which takes wider chunks."""
     wide = min(rows * work.widening(settings.is_checkpointed), work.rows_beside(column))
     return wide * cost.largest * TEMPORARY_VALUES
@@ -396,7 +396,7 @@ EVERY = "", False
 
 
 def _hold_features(
-    of_tower: dict[tuple[str, bool], Cost], column: Column, cost: Work, work: Workload, settings: Settings
+    of_tower: dict[tuple[str, bool], Cost], column: BatchColumn, cost: Work, work: Workload, settings: Settings
 ) -> None:
     """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
     through the projection together, with one graph. `cost.plain` is the projection's, its input included."""

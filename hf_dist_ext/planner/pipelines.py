@@ -19,20 +19,20 @@ from itertools import accumulate
 from typing import Any
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, Strategy, splits_layers
+from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, PipelineShape, StrategySpec, splits_layers
 from hf_dist_ext.planner.forward import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Forward, Layer
 from hf_dist_ext.planner.memory import (
     Bytes,
     Model,
+    ParameterSums,
     Settings,
-    Sizes,
     copy_bytes,
     framework_bytes,
     loss_bytes,
     scratch_bytes,
 )
 from hf_dist_ext.planner.traffic import Traffic, between_copies, inside_layers, links_of, speed
-from hf_dist_ext.planner.workload import Column, Workload
+from hf_dist_ext.planner.workload import BatchColumn, Workload
 
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
 # As strategies/pipeline_options.py refuses them.
@@ -60,7 +60,7 @@ def _is_known_in_stages(work: Workload) -> bool:
     return work.config["model_type"] in policy.IN_STAGES and "auto_map" not in work.config
 
 
-def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
+def candidates(work: Workload, hardware: Hardware) -> list[StrategySpec]:
     """Pipelines that the devices can be dealt to: of the size that the run asks for, else of every size."""
     asked, devices, found = work.pipeline_size, hardware.num_devices, []
     if devices < 2 or work.has_towers or work.leaves_tokens or not _is_known_in_stages(work):
@@ -91,10 +91,10 @@ def why_not_dealt(work: Workload, hardware: Hardware) -> str:
     return f"{num_layers(work)} layers{cut} do not make {stages} stages of at least one layer each"
 
 
-def _pipeline(work: Workload, ranks: int, parts: int) -> Pipeline:
+def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
     given, sharding = work.given, work.given.get("sharding")
     schedule, split = given.get("pipeline_schedule") or policy.PIPELINE_SCHEDULE, given.get("pipeline_split")
-    return Pipeline(
+    return PipelineShape(
         ranks,
         schedule,
         policy.stages_per_rank(schedule, given.get("pipeline_stages_per_rank")),
@@ -104,18 +104,18 @@ def _pipeline(work: Workload, ranks: int, parts: int) -> Pipeline:
     )
 
 
-def _can_be_cut(work: Workload, pipeline: Pipeline) -> bool:
+def _can_be_cut(work: Workload, pipeline: PipelineShape) -> bool:
     if pipeline.split is not None and len(pipeline.split) != len(pipeline.places) - 1:
         return False
     return len(pipeline.places) <= num_layers(work) and all(count > 0 for count in layers_of(work, pipeline))
 
 
-def _strategy(pipeline: Pipeline, copies: int) -> Strategy:
+def _strategy(pipeline: PipelineShape, copies: int) -> StrategySpec:
     sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "FSDP" if pipeline.sharding else "DP": copies}
     name = " x ".join(f"{what} {size}" for what, size in sizes.items() if size > 1)
     shared = "layers split in groups, " if pipeline.parts > 1 else ""
     words = f"{shared}layers over {pipeline.ranks} devices, one after another"
-    return Strategy(name, PIPELINE_PRESETS[pipeline.parts > 1], pipeline=pipeline, in_words=words)
+    return StrategySpec(name, PIPELINE_PRESETS[pipeline.parts > 1], pipeline=pipeline, in_words=words)
 
 
 # ---- (2) ----
@@ -125,7 +125,7 @@ def num_layers(work: Workload) -> int:
     return len(work.forward(work.columns[0]).layers)
 
 
-def layers_of(work: Workload, pipeline: Pipeline) -> list[int]:
+def layers_of(work: Workload, pipeline: PipelineShape) -> list[int]:
     """Layers per stage, as a run would have them."""
     count = num_layers(work)
     if pipeline.split is not None:
@@ -142,7 +142,7 @@ def head_in_layers(work: Workload) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def models_of_stages(work: Workload, pipeline: Pipeline) -> list[Model]:
+def models_of_stages(work: Workload, pipeline: PipelineShape) -> list[Model]:
     """Parameters stage by stage, of one device of several that share layers."""
     layers, counts = work.forward(work.columns[0]).layers, layers_of(work, pipeline)
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
@@ -169,7 +169,7 @@ class Left:
 
 
 @functools.lru_cache(maxsize=256)
-def left_on_stages(work: Workload, pipeline: Pipeline, column: Column, is_checkpointed: bool) -> list[Left]:
+def left_on_stages(work: Workload, pipeline: PipelineShape, column: BatchColumn, is_checkpointed: bool) -> list[Left]:
     """Stage by stage, of one row of a column."""
     forward = work.forward(column, "nothing", pipeline.parts)
     firsts = [0, *accumulate(layers_of(work, pipeline))]
@@ -220,7 +220,7 @@ class Staged:
     """A run in one pipeline or copies of it, with its settings. `own`: the stages of a rank. Bytes are those of one
     step."""
 
-    def __init__(self, work: Workload, pipeline: Pipeline, settings: Settings, copies: int = 1):
+    def __init__(self, work: Workload, pipeline: PipelineShape, settings: Settings, copies: int = 1):
         self.work, self.pipeline, self.copies = work, pipeline, copies
         self.layers, self.models = layers_of(work, pipeline), models_of_stages(work, pipeline)
         chunks = work.num_chunks(settings.chunk_rows)
@@ -251,7 +251,7 @@ class Staged:
         times = (1 if self.pipeline.sharding else 2) * (self.copies - 1) / self.copies
         return times * self.num_reductions * self.gradients
 
-    def units(self, own: Iterable[int]) -> list[Sizes]:
+    def units(self, own: Iterable[int]) -> list[ParameterSums]:
         return [unit for stage in own for unit in self.models[stage].units.values()]
 
     @functools.cached_property
@@ -366,7 +366,7 @@ class Staged:
         }
 
 
-def staged(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Staged:
+def staged(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Staged:
     assert strategy.pipeline is not None
     return Staged(work, strategy.pipeline, settings, hardware.num_devices // strategy.pipeline.devices)
 
@@ -376,13 +376,13 @@ def _and_before(own: Sequence[int]) -> list[int]:
     return [stage for stage in (min(own) - 1, *own) if stage >= 0]
 
 
-def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
+def estimate(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Bytes:
     """Of the rank that needs most."""
     ranks = staged(work, strategy, hardware, settings).ranks
     return max((rank.needed for rank in ranks), key=lambda needed: needed.total)
 
 
-def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
+def traffic(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Traffic:
     """Of one optimizer step, and of the device that does most of each. Arithmetic takes longer by what ranks wait."""
     one, sums, (inside, across) = staged(work, strategy, hardware, settings), Traffic(), links_of(hardware)
     pipeline = one.pipeline

@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_dist_ext.planner import memory, pipelines
 from hf_dist_ext.planner import traffic as on_links
-from hf_dist_ext.planner.catalog import Hardware, Strategy
+from hf_dist_ext.planner.catalog import Hardware, StrategySpec
 from hf_dist_ext.planner.memory import Bytes, Case, is_cut, model_of
 from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.planner.traffic import Traffic
@@ -81,7 +81,7 @@ class Option:
         self.pipeline = pipelines.staged(self.given.work, one.strategy, one.hardware, one.settings)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> StrategySpec:
         return self.given.strategy
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_dist_ext.planner.catalog import NETWORK, Hardware, Strategy
+from hf_dist_ext.planner.catalog import NETWORK, Hardware, StrategySpec
 from hf_dist_ext.planner.devices import CARDS
 from hf_dist_ext.planner.memory import Case, Settings, encodes_once, is_cut, sent_by_hook
 from hf_dist_ext.planner.workload import Workload
@@ -95,7 +95,7 @@ class Traffic:
         }
 
 
-def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
+def traffic(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Traffic:
     """Collectives, bytes and seconds of one optimizer step."""
     case, sums = Case(work, strategy, hardware, settings), Traffic()
     parts, shards, whole, send = case.parts, case.shards, case.model.whole, sums.send

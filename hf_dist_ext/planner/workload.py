@@ -20,7 +20,7 @@ Cast = Literal["nothing", "products", "all"]  # the weights that a wrapper casts
 
 
 @dataclass(frozen=True)
-class Column:
+class BatchColumn:
     """One column of the batch: `rows` per device, each `length` tokens at most; `tower` names whose forward it is."""
 
     name: str
@@ -41,7 +41,7 @@ class Column:
 class Chunks:
     """So many chunks alike, of rows as long as a column's; shorter rows of other columns may be among them."""
 
-    column: Column
+    column: BatchColumn
     rows: int
     number: int
 
@@ -63,7 +63,7 @@ class Workload:
 
     given: Mapping[str, Any]  # fields of the run file
     config: Mapping[str, Any]  # of the model, complete
-    columns: tuple[Column, ...]
+    columns: tuple[BatchColumn, ...]
     chunk_rows: int | None  # None: not given
     chunk_tokens: int | None
     chunk_patches: int | None
@@ -109,7 +109,7 @@ class Workload:
     def has_feature_cache(self) -> bool:
         return self.given.get("frozen_feature_cache") is not None
 
-    def vectors(self, columns: Sequence[Column]) -> int:
+    def vectors(self, columns: Sequence[BatchColumn]) -> int:
         """Of the rows of a batch's columns: one each, or one for every token."""
         return sum(one.rows * (one.length if self.leaves_tokens else 1) for one in columns)
 
@@ -149,7 +149,7 @@ class Workload:
         return policy.widening(self.config.get("num_hidden_layers"), is_checkpointed)
 
     @functools.cached_property
-    def longest_column(self) -> Column:
+    def longest_column(self) -> BatchColumn:
         return max(self.columns, key=lambda column: column.length)
 
     @property
@@ -173,10 +173,10 @@ class Workload:
         return fields.get("gradient_cache_chunk_size"), fields.get("gradient_cache_chunk_tokens")
 
     @functools.cached_property
-    def tables(self) -> list[list[Column]]:
+    def tables(self) -> list[list[BatchColumn]]:
         """The columns whose rows share chunks, the longest rows first: those of one tower, apart from those with
         pictures (engine/layout.py)."""
-        tables: dict[Any, list[Column]] = {}
+        tables: dict[Any, list[BatchColumn]] = {}
         for column in sorted(self.columns, key=lambda one: -one.length):
             tables.setdefault(column.name if self.has_towers else column.images > 0, []).append(column)
         return list(tables.values())
@@ -186,7 +186,7 @@ class Workload:
         """That one chunk could have."""
         return max(sum(column.rows for column in table) for table in self.tables)
 
-    def rows_of_chunk(self, column: Column, chunk_rows: int | None = None) -> int:
+    def rows_of_chunk(self, column: BatchColumn, chunk_rows: int | None = None) -> int:
         """Of rows like a column's, at most all that share chunks. `chunk_rows`: as for `chunk_fields`."""
         most, tokens = self._limits(chunk_rows)
         rows = self.most_rows
@@ -196,7 +196,7 @@ class Workload:
             rows = min(rows, max(1, self.chunk_patches // column.patches))
         return rows if most is None else min(rows, most)
 
-    def rows_beside(self, column: Column) -> int:
+    def rows_beside(self, column: BatchColumn) -> int:
         """Those that may stand in a chunk as long as the rows of a column: its own, and shorter ones."""
         table = next(table for table in self.tables if column in table)
         return sum(one.rows for one in table[table.index(column) :])
@@ -216,7 +216,7 @@ class Workload:
                 first += (number - 1) * rows + last
         return found
 
-    def held_rows(self, column: Column, chunk_rows: int | None = None) -> float:
+    def held_rows(self, column: BatchColumn, chunk_rows: int | None = None) -> float:
         """Rows of a column's length that are as many tokens as the chunk which has most. A packed chunk is filled with
         shorter rows up to its limit, so this is no whole number."""
         beside = self.rows_beside(column)
@@ -264,7 +264,7 @@ class Workload:
         return BYTES.get(self.given.get("reduce_dtype") or "", own)
 
     @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
-    def forward(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Forward:
+    def forward(self, column: BatchColumn, cast: Cast = "nothing", tensor_parallel: int = 1) -> Forward:
         """Of one row of a column, by a model some of whose weights a wrapper has cast, or by one device of several
         that share its layers."""
         if tensor_parallel == 1:
@@ -273,7 +273,7 @@ class Workload:
         return share_forward(whole, of_one, self.found["split"]["ways"], tensor_parallel)
 
     @functools.cache  # noqa: B019
-    def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
+    def work(self, column: BatchColumn, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
         """Of one row of a column."""
         forward = self.forward(column, cast, tensor_parallel)
         parts = forward.parts
@@ -290,7 +290,7 @@ class Workload:
         ways = self.found["split"]["ways"]
         return {name: share_parameter(one, of_one[name], ways, tensor_parallel) for name, one in whole.items()}
 
-    def _columns_of(self, found: Mapping[str, Any], column: Column, cast: Cast = "nothing") -> Mapping[str, Any]:
+    def _columns_of(self, found: Mapping[str, Any], column: BatchColumn, cast: Cast = "nothing") -> Mapping[str, Any]:
         by_cast = found["columns" if self.has_padding else "packed"][column.name]
         return by_cast.get(cast) or by_cast["nothing"]  # without autocast nothing is cast
 

@@ -72,7 +72,7 @@ class Pipeline(Strategy):
     comes_with_model = is_cut = saves_by_name = syncs_replicated = True
     pads_rows = "the stages of a pipeline send each other rows of one width"
     can_redo = False
-    cut_kind, staged = stages.Cut, staticmethod(stages.staged)
+    cut_kind, staged = stages.StagedModel, staticmethod(stages.staged)
     has_first_pass = True  # of chunks, without graphs
 
     def __init__(self, model: nn.Module | None, args: Any):
@@ -82,7 +82,7 @@ class Pipeline(Strategy):
         self.shape, self.schedule, self.per_rank = mesh.shape_of(args), schedule_of(args), per_rank_of(args)
         if self.shape.parts > 1:
             splitting.check_what_trains(model, args)
-        self.cut: stages.Cut | None = None
+        self.cut: stages.StagedModel | None = None
         self.line: Line | None = None
         self.mesh: mesh.Mesh | None = None
         self.sharded: sharded_stages.ShardedStages | None = None

@@ -29,7 +29,7 @@ from hf_dist_ext.engine.gradient_cache import Door, refuse_nothing_trains
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives, own_loss_stages
 from hf_dist_ext.strategies.mesh import STAGES
-from hf_dist_ext.strategies.own_loss_stages import OwnLossCut, Score
+from hf_dist_ext.strategies.own_loss_stages import Score, StagedModelWithLoss
 from hf_dist_ext.strategies.pipeline import Pipeline
 from hf_dist_ext.strategies.pipeline_options import places_of
 from hf_dist_ext.strategies.pipeline_passes import Flow, Line, first_row
@@ -37,7 +37,7 @@ from hf_dist_ext.strategies.tensors import held_here, split_as
 
 
 class OwnLossPipeline(Pipeline):
-    cut_kind, staged = OwnLossCut, staticmethod(own_loss_stages.staged)
+    cut_kind, staged = StagedModelWithLoss, staticmethod(own_loss_stages.staged)
     has_first_pass = False
 
     def __init__(self, model: nn.Module | None, args: Any):

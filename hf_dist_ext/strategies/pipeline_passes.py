@@ -45,7 +45,7 @@ from hf_dist_ext.engine.gradient_cache import (
 )
 from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.strategies import schedules
-from hf_dist_ext.strategies.stages import Cut
+from hf_dist_ext.strategies.stages import StagedModel
 
 
 class Line:
@@ -61,7 +61,7 @@ class Line:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedModel,
         schedule: str,
         per_rank: int,
         group: Any,

@@ -35,7 +35,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.local_files import config_file, processor_file
-from hf_dist_ext.planner.workload import Cast, Column, Workload
+from hf_dist_ext.planner.workload import BatchColumn, Cast, Workload
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans
 from hf_dist_ext.strategies.layers import is_multiplied
@@ -209,7 +209,7 @@ def _can_be_split(run: Any, model: nn.Module, size: int) -> bool:
 # ---- (2) ----
 
 
-def features(work: Workload, column: Column, rows: int) -> dict[str, Any]:
+def features(work: Workload, column: BatchColumn, rows: int) -> dict[str, Any]:
     """Inputs of some rows: ids and mask, and pictures for the rows that have one."""
     if column.tower == "image":
         return {"column": column.name, **_pictures(work.config, rows)}
@@ -261,7 +261,9 @@ def _windows(module: nn.Module, grid: torch.Tensor) -> dict[str, torch.Tensor]:
 # ---- (3) ----
 
 
-def record(mode: FakeTensorMode, model: nn.Module, work: Workload, column: Column) -> tuple[dict[str, Any], set[str]]:
+def record(
+    mode: FakeTensorMode, model: nn.Module, work: Workload, column: BatchColumn
+) -> tuple[dict[str, Any], set[str]]:
     """One forward of a column by a model from the meta device -> its layers: copies of weights, everything else per
     row; and the names of the parameters that its backward gives a gradient to."""
     rows = ROWS_OF_PICTURES if column.images else ROWS

@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 NAME = "measured.json"
 
 
-class Measured(TrainerCallback):
+class MeasurementCallback(TrainerCallback):
     """Comes after `scaling` among the callbacks; a run of one update, or of none, writes nothing."""
 
     def __init__(self, scaling: Scaling):

@@ -67,7 +67,7 @@ from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
-from hf_dist_ext.training.measured import Measured
+from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.own_loss import OwnLossStep
@@ -298,7 +298,7 @@ class DistTrainer(Trainer):
             self.add_callback(self.freeze_watch)
         if self._has_own_arguments:
             self.keeper.at_begin.append(partial(remove_mark, str(self.args.output_dir)))
-        for watcher in [MetricsFile(), self.scaling, Measured(self.scaling)] if is_ours else []:
+        for watcher in [MetricsFile(), self.scaling, MeasurementCallback(self.scaling)] if is_ours else []:
             self.add_callback(watcher)
         if not is_ours and getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)

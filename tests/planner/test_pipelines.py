@@ -13,13 +13,13 @@ from hf_dist_ext import cli, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import auto, pipelines
-from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, Pipeline
+from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, PipelineShape
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.memory import Settings, model_of
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans, schedules, stages
-from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
+from hf_dist_ext.strategies.own_loss_stages import StagedModelWithLoss
 from tests.planner.test_choose import DECODER, filled, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import model_config
 
@@ -60,12 +60,12 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # n
     model = EmbeddingModel.from_config(config, pooling="mean", projection_dim=8).train().to(getattr(torch, dtype))
     if checkpointed:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
-    whole = stages.Cut(model, [0, 1], [0, 1])
+    whole = stages.StagedModel(model, [0, 1], [0, 1])
     ids = torch.randint(4, 32, (4, 16))
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
     weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), ids, mask)}
-    predicted = pipelines.left_on_stages(work, Pipeline(2, "1f1b", 1, (1,)), work.columns[0], checkpointed)
+    predicted = pipelines.left_on_stages(work, PipelineShape(2, "1f1b", 1, (1,)), work.columns[0], checkpointed)
     hidden = None
     for stage, left in enumerate(predicted):
         kept = {}
@@ -93,7 +93,7 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # n
 def test_embeddings_lie_on_the_first_stage_and_what_follows_on_the_last(make_run):  # noqa: F811
     run = make_run(DECODER, **LARGE)
     work = workload(run)
-    sizes = [model.whole for model in pipelines.models_of_stages(work, Pipeline(4, "1f1b", 1))]
+    sizes = [model.whole for model in pipelines.models_of_stages(work, PipelineShape(4, "1f1b", 1))]
     words, projection = 151936 * 2048, 64 * 2048
     of_layers = [size.elements - end for size, end in zip(sizes, [words, 0, 0, projection + 2048], strict=True)]
     assert of_layers == [of_layers[0]] * 4 and of_layers[0] > 0  # 7 layers each
@@ -113,11 +113,11 @@ def test_the_rank_that_needs_most_decides(make_run):  # noqa: F811
 def test_a_large_vocabulary_behind_the_layers_takes_layers_from_the_last_stage(make_run):  # noqa: F811
     embedder = workload(make_run(DECODER, **LARGE | {"projection_dim": None}))
     causal = dataclasses.replace(embedder, is_embedding=False)
-    pipeline = Pipeline(4, "1f1b", 1)
+    pipeline = PipelineShape(4, "1f1b", 1)
     assert pipelines.layers_of(embedder, pipeline) == [7, 7, 7, 7]
     assert pipelines.head_in_layers(causal) == pytest.approx(151936 * 2048 / (2048 * (3 * 6144 + 2 * 2048 + 2 * 1024)))
     assert pipelines.head_in_layers(causal) == pytest.approx(
-        OwnLossCut.head_in_layers(SimpleNamespace(**causal.config))
+        StagedModelWithLoss.head_in_layers(SimpleNamespace(**causal.config))
     )
     assert pipelines.layers_of(causal, pipeline) == [8, 9, 9, 2]
 
@@ -154,7 +154,7 @@ def test_messages_are_those_of_the_schedule(make_run, schedule):  # noqa: F811
 def test_chunks_of_a_stage_that_is_freed_behind_each_hold_copies_of_its_weights_for_themselves(make_run):  # noqa: F811
     work = workload(make_run(DECODER, **LARGE))
     (saved, shared), (saved_too, own) = (
-        pipelines.Staged(work, Pipeline(2, "1f1b", 1, sharding=sharding), Settings()).held([0], [(3,)])
+        pipelines.Staged(work, PipelineShape(2, "1f1b", 1, sharding=sharding), Settings()).held([0], [(3,)])
         for sharding in ("SHARD_GRAD_OP", "FULL_SHARD")
     )
     assert own == 3 * shared > 0 and saved_too == saved
