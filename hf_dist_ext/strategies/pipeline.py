@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.gradient_cache import Door, Embeddings
+from hf_dist_ext.engine.gradient_cache import Embeddings, PhaseContext
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import adapters, collectives, mesh, plans, sharded_stages, splitting, stages
 from hf_dist_ext.strategies.base import Strategy, meanwhile
@@ -188,7 +188,7 @@ class Pipeline(Strategy):
     def make_passes(self, *arguments: Any) -> PipelinePasses:
         return PipelinePasses(self.line, *arguments)
 
-    def encoded(self, batch: ChunkedBatch, encode: Any, phase: Door) -> Embeddings:
+    def encoded(self, batch: ChunkedBatch, encode: Any, phase: PhaseContext) -> Embeddings:
         chunks = batch.chunks()
         outputs = self.line.forward(chunks, phase)
         if self.sharded is not None:
