@@ -115,7 +115,7 @@ class Keeper:
         for action in self.at_begin:
             action()
 
-    def tell_best(self, state: Any) -> None:
+    def restore_best_checkpoint(self, state: Any) -> None:
         """`state`: of a checkpoint, as Trainer has read it. Trainer looks for the best one where it lay once, and says
         that it ignores one that lies elsewhere now."""
         if state.best_model_checkpoint is None and self.best_checkpoint and self.args.process_index == 0:

@@ -190,7 +190,7 @@ class DistTrainer(Trainer):
             sizes=fitting,
             progress=self.progress,
             rows=lambda: self.strategy.rows,
-            take_begun=lambda: self.data_position.take_begun("bad_rows"),
+            pop_resumed=lambda: self.data_position.pop_resumed("bad_rows"),
             go_back=self.keeper.go_back,
         )
         self.keeper.is_guarded = self.health.guard is not None
@@ -600,7 +600,7 @@ class DistTrainer(Trainer):
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *more: Any):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
         if self._has_own_arguments:
-            self.keeper.tell_best(self.state)
+            self.keeper.restore_best_checkpoint(self.state)
         return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names
