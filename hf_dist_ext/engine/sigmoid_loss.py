@@ -8,7 +8,7 @@ For row i and candidate j with similarity c_ij, scale s, bias b, and z_ij = 1 fo
     dloss_i / dl_ij = sigmoid(l_ij) - [z_ij = 1]
 
 No row needs a sum over its candidates, so a tile is done with at once: loss and gradient are made in the forward pass
-(by_hand.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as InfoNCE's do
+(manual_gradient.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as InfoNCE's do
 (ring.py).
 
 Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of a tile.
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, keys_of, ring_of
+from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.products import Products
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Sigmoid

@@ -1,6 +1,6 @@
 """The arithmetic of InfoNCE in tiles, gradient included: the full batch's loss without the full batch's logits.
 
-The one thing to know: the gradient is made during the forward pass (by_hand.py).
+The one thing to know: the gradient is made during the forward pass (manual_gradient.py).
 
 For row i with its positive p, scale s = 1 / temperature and similarities c:
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hf_dist_ext.engine.by_hand import with_gradients
+from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.products import Products
 
 MASKED = -1e30  # a logit that weighs nothing; finite, because -inf - -inf is NaN in a row whose others are all masked
