@@ -4,7 +4,7 @@ Begin with `gradient_cache.py`, the three passes. `layout.py` lays a batch of co
 (`tables.py`), `chunks.py` cuts these into chunks within `limits.py` and puts their embeddings back into the batch's
 order, with `assembly.py` while later ones are encoded; `columns.py`, `rows.py` and `images.py` say which axis of a
 feature is the row, the token or the picture, `units.py` cuts pictures, and `families.py` says what a model makes of
-one. `flat.py` reads rows that travel end to end, and with `travelling.py` the cuts of a batch travel beside it.
+one. `flat.py` reads rows that travel end to end, and with `cut_transfer.py` the cuts of a batch travel beside it.
 `losses.py` and `tiled_infonce.py` hold the loss and its gradient, `sigmoid_loss.py` and `late_interaction.py` (over
 `real_tokens.py`) other losses. `ring.py` computes the first two where candidates go round the
 processes, `ring_scores.py` has their formulas there, `products.py` the matrix products. `manual_gradient.py` hands gradients

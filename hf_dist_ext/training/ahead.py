@@ -25,9 +25,9 @@ from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors
 from hf_dist_ext.engine.layout import have_many_chunks, lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import packing
 
