@@ -27,7 +27,7 @@ from torch.nn.functional import softplus
 
 from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, keys_of, ring_of
 from hf_dist_ext.engine.manual_gradient import with_gradients
-from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Sigmoid
 from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
@@ -118,7 +118,7 @@ class SigmoidLoss(nn.Module):
             margin=None,
             normalize=self.normalize,
             tile=(max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile),
-            products=Products(),
+            matmul=Matmul(),
         )
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
         return self._output(*scored_in_ring(plan, scale, bias, plan.own_rows(own, names)), scale, bias)

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hf_dist_ext.engine.manual_gradient import with_gradients
-from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.matmul import Matmul
 
 MASKED = -1e30  # a logit that weighs nothing; finite, because -inf - -inf is NaN in a row whose others are all masked
 
@@ -58,7 +58,7 @@ class InfoNCESetup(NamedTuple):
     normalize: bool
     rows_per_tile: int
     candidates_per_tile: int | None  # None = whole columns
-    products: Products = Products()
+    matmul: Matmul = Matmul()
 
 
 def tiled_infonce(
@@ -87,7 +87,7 @@ def _loss_and_gradients(
 
     # (1) per prefix and embedding: unit vectors with their inverse norms, and the gradient of the unit vectors
     units = [[normalized(e[:, :dim], plan.normalize, loss.dtype) for e in embeddings] for dim, _ in plan.prefixes]
-    factors = [[plan.products.factor(unit) for unit, _ in row] for row in units]
+    factors = [[plan.matmul.factor(unit) for unit, _ in row] for row in units]
     buffers = [
         [torch.zeros_like(unit) if needed else None for (unit, _), needed in zip(row, needs_embedding, strict=True)]
         for row in units
@@ -106,7 +106,7 @@ def _loss_and_gradients(
                 scaled_rows = unit_rows * inverse_temperature
                 columns = [factors[prefix][i] for i in direction.candidates]
                 blocks = _blocks(logits_buffer, rows, heights[which], plan.candidates_per_tile)
-                positives = _score(plan.products, blocks, scaled_rows, columns, first)  # (3)
+                positives = _score(plan.matmul, blocks, scaled_rows, columns, first)  # (3)
                 threshold = None if plan.margin is None else positives - plan.margin * inverse_temperature
                 num_masked, highest = mask_blocks(blocks, masks, threshold)
                 total = torch.zeros_like(positives)
@@ -125,7 +125,7 @@ def _loss_and_gradients(
                 column_buffers = [buffers[prefix][i] for i in direction.candidates]
                 weighted_rows = scaled_rows * factor
                 row_gradient = _add_gradients(
-                    plan.products, blocks, weighted_rows, columns, column_buffers, first, total
+                    plan.matmul, blocks, weighted_rows, columns, column_buffers, first, total
                 )  # (5)
                 row_gradient *= factor * inverse_temperature
                 row_buffer = buffers[prefix][direction.rows]
@@ -214,11 +214,11 @@ def softmax_of_tile(
     return weights
 
 
-def _score(products: Products, blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
+def _score(matmul: Matmul, blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
     """Write the logits; return those of the positives (T,), which are masked in the blocks."""
-    positives, row_factors = scaled_rows.new_empty(scaled_rows.shape[0]), products.factor(scaled_rows)
+    positives, row_factors = scaled_rows.new_empty(scaled_rows.shape[0]), matmul.factor(scaled_rows)
     for block in blocks:
-        products.write(row_factors, columns[block.column][block.low : block.high].T, block.values)
+        matmul.write(row_factors, columns[block.column][block.low : block.high].T, block.values)
         rows, entries = block.positives(first)
         positives[rows] = entries
         entries.fill_(MASKED)
@@ -243,7 +243,7 @@ def mask_blocks(blocks: list[Block], masks: list[Block], threshold: Tensor | Non
 
 
 def _add_gradients(
-    products: Products,
+    matmul: Matmul,
     blocks: list[Block],
     weighted_rows: Tensor,
     columns: list[Tensor],
@@ -252,15 +252,15 @@ def _add_gradients(
     total: Tensor,
 ) -> Tensor:
     """Add the candidates' gradients to their buffers; return the rows' (T, d) but for the factor per row."""
-    row_gradient, row_factors = torch.zeros_like(weighted_rows), products.factor(weighted_rows)
+    row_gradient, row_factors = torch.zeros_like(weighted_rows), matmul.factor(weighted_rows)
     for block in blocks:
         rows, entries = block.positives(first)
         entries.copy_(-total[rows])
         candidates = slice(block.low, block.high)
-        products.add(row_gradient, block.values, columns[block.column][candidates])
+        matmul.add(row_gradient, block.values, columns[block.column][candidates])
         column_buffer = column_buffers[block.column]
         if column_buffer is not None:
-            products.add(column_buffer[candidates], block.values.T, row_factors)
+            matmul.add(column_buffer[candidates], block.values.T, row_factors)
     return row_gradient
 
 
