@@ -8,8 +8,8 @@ For row i and candidate j with similarity c_ij, scale s, bias b, and z_ij = 1 fo
     dloss_i / dl_ij = sigmoid(l_ij) - [z_ij = 1]
 
 No row needs a sum over its candidates, so a tile is done with at once: loss and gradient are made in the forward pass
-(manual_gradient.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as InfoNCE's do
-(ring.py).
+(manual_gradient.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as
+InfoNCE's do (ring.py).
 
 Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of a tile.
 """

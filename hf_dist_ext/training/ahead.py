@@ -127,7 +127,7 @@ class Cutter:
         return self._decided(lay_out(batch, request.limits, **self.options), request)
 
     def cut_again(self, cuts: Cuts, batch: Batch, request: CutRequest) -> Cuts:
-        """The same sorted rows as now wished; or the batch, where other limits keep columns apart or together."""
+        """The same sorted rows as now asked for; or the batch, where other limits keep columns apart or together."""
         if cuts.request.limits != request.limits:
             if self._keeps_apart(cuts, cuts.request.limits) != self._keeps_apart(cuts, request.limits):
                 return self.cut(batch, request)
