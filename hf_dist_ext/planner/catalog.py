@@ -98,7 +98,7 @@ PIPELINE_PRESETS = ("multi_gpu_pp", "multi_gpu_3d")  # of whole layers, of layer
 @dataclass(frozen=True)
 class Hardware:
     """`num_devices` over all machines; `memory_bytes` per device, `host_bytes` of a machine's own memory, `network` in
-    bytes per second that a machine sends to others. `card`: its name in planner/cards.py."""
+    bytes per second that a machine sends to others. `card`: its name in planner/devices.py."""
 
     num_devices: int = 1
     memory_bytes: float = 80 * GIB

@@ -46,15 +46,15 @@ class Layer:
     saved: float = 0.0
     casts: float = 0.0
     frozen_casts: float = 0.0  # those among them of frozen weights
-    products: float = 0.0  # multiply-adds of one forward
-    backward: float = 0.0  # and of its backward
+    multiply_adds: float = 0.0  # of one forward
+    backward: float = 0.0  # multiply-adds of its backward
     largest: float = 0.0  # bytes of the largest value made
     beside: float = 0.0  # what a checkpoint holds beside `input`, such as a mask: with the first layer that takes it
     keeps_input: bool = False  # its input is among what is saved
     is_of_images: bool = False
 
     def add(self, other: Layer) -> None:
-        for name in ("saved", "casts", "frozen_casts", "products", "backward"):
+        for name in ("saved", "casts", "frozen_casts", "multiply_adds", "backward"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
 

@@ -165,7 +165,7 @@ class Left:
     working: float  # while one chunk's backward runs
     working_casts: float  # copies of weights, meanwhile
     message: float  # to the next stage; the gradient that comes back has as many
-    products: float  # of all passes and the backward
+    multiply_adds: float  # of all passes and the backward
 
 
 @functools.lru_cache(maxsize=256)
@@ -197,8 +197,8 @@ def _left_on(work: Workload, whole: Forward, first: int, end: int, is_checkpoint
     came_in = 0.0 if first == 0 or layers[0].keeps_input or layers[0] in again else layers[0].input
     saved += (message or 4.0 * work.embedding_dim) + came_in
     passes = 2 + bool(again)  # without a graph, with one, and once more
-    products = sum(passes * part.products + part.backward for part in parts)
-    return Left(saved, own_casts, casts - own_casts, working, working_casts, message, products)
+    multiply_adds = sum(passes * part.multiply_adds + part.backward for part in parts)
+    return Left(saved, own_casts, casts - own_casts, working, working_casts, message, multiply_adds)
 
 
 # ---- (3) ----
@@ -334,7 +334,9 @@ class Staged:
     def operations(self, own: Sequence[int]) -> float:
         """Floating-point operations of a rank's step; a multiply-add is two."""
         rows = 2 * self.work.accumulation
-        return sum(rows * column.rows * left[stage].products for stage in own for column, left in self.left.items())
+        return sum(
+            rows * column.rows * left[stage].multiply_adds for stage in own for column, left in self.left.items()
+        )
 
     def send_to_copies(self, sums: Traffic, hardware: Hardware) -> None:
         """Of the rank that has most: gradients once per update; where copies share weights, these once per update, or

@@ -16,7 +16,8 @@ from hf_dist_ext.planner.forward import Cost, Forward, Layer, Parameter, share_f
 
 BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 TWO_TOWERS = ("clip", "siglip")  # a model of texts beside one of pictures
-Cast = Literal["nothing", "products", "all"]  # the weights that a wrapper casts before autocast sees them
+# the weights that a wrapper casts before autocast sees them: none, those of matrix products, all
+Cast = Literal["nothing", "matmul", "all"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Workload:
         """Whether a step reads pooled output from frozen_feature_cache instead."""
         return self.has_feature_cache and self.has_frozen_backbone
 
-    def _products_of(self, parts: list[Layer]) -> float:
+    def _multiply_adds_of(self, parts: list[Layer]) -> float:
         """Multiply-adds of one forward in a step; frozen_feature_cache takes the frozen leading part out of it."""
         if self.reads_features:
             parts = parts[-1:]
@@ -138,7 +139,7 @@ class Workload:
             parts = parts if any(part.backward for part in parts) else []
         elif self.has_feature_cache and not self.is_embedding:  # the image encoder
             parts = [part for part in parts if part.backward or not part.is_of_images]
-        return sum(part.products for part in parts)
+        return sum(part.multiply_adds for part in parts)
 
     @property
     def has_towers(self) -> bool:
@@ -248,11 +249,11 @@ class Workload:
         """What FSDP casts: with a loss over embeddings what autocast does, else every weight (strategies/fsdp.py)."""
         if not self.autocast_bytes:
             return "nothing"
-        return "products" if self.is_embedding else "all"
+        return "matmul" if self.is_embedding else "all"
 
     def gathered_item(self, parameter: Parameter) -> int:
         """Bytes per element of a parameter that FSDP has made whole."""
-        if self.gathered_as == "all" or (self.gathered_as == "products" and parameter.is_multiplied):
+        if self.gathered_as == "all" or (self.gathered_as == "matmul" and parameter.is_multiplied):
             return self.compute_bytes
         # accelerate keeps what trains under mixed precision in float32
         return 4 if parameter.trains and self.autocast_bytes else parameter.item
@@ -279,7 +280,9 @@ class Workload:
         parts = forward.parts
         largest = max(part.largest for part in parts)
         backward = sum(part.backward for part in parts)
-        return Work(forward.cost(), forward.cost(is_checkpointed=True), largest, self._products_of(parts), backward)
+        return Work(
+            forward.cost(), forward.cost(is_checkpointed=True), largest, self._multiply_adds_of(parts), backward
+        )
 
     @functools.cache  # noqa: B019
     def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:

@@ -131,7 +131,7 @@ def build(run: Any, work: Workload) -> nn.Module:
 
 
 def cast_weights(model: nn.Module, cast: Cast) -> None:
-    """To half precision, those that FSDP ("products" with a loss over embeddings, else "all") or DeepSpeed ("all")
+    """To half precision, those that FSDP ("matmul" with a loss over embeddings, else "all") or DeepSpeed ("all")
     hand to a forward so."""
     for name, parameter in model.named_parameters():
         if cast == "all" or is_multiplied(model.get_submodule(name.rpartition(".")[0]), parameter):
@@ -280,7 +280,7 @@ def record(
         if id(one) in leaves or (one.device.type == "meta" and any(own.startswith(f"{layer}.") for layer in layers)):
             reached.add(own)
     for part in forward.parts:
-        for name in ("input", "beside", "saved", "products", "backward", "largest"):
+        for name in ("input", "beside", "saved", "multiply_adds", "backward", "largest"):
             setattr(part, name, getattr(part, name) / rows)
     return asdict(forward), reached
 
@@ -334,7 +334,7 @@ def shape(run: Any, work: Workload) -> dict[str, Any]:
     found: dict[str, Any] = {"embedding_dim": width, "split": None, "whole": _found(mode, model, work)}
     if sizes := sizes_to_split(run, work, model):
         found["split"] = {"sizes": sizes, "ways": sizes[0], **_split(mode, run, work, model, sizes[0])}
-    for cast in ("products", "all") if work.is_embedding else ("all",):  # the last casts most
+    for cast in ("matmul", "all") if work.is_embedding else ("all",):  # the last casts most
         if work.autocast_bytes and not work.is_in_4_bits:
             cast_weights(model, cast)
             _add(found["whole"], mode, model, work, cast)

@@ -310,7 +310,7 @@ def test_of_four_devices_that_share_layers_each_has_what_two_and_one_tell(small_
         whole = work.forward(column)
         for mine, found, undivided in zip(ours.layers, theirs["layers"], whole.layers, strict=True):
             assert 2**10 < mine.saved < undivided.saved
-            for name in ("saved", "products", "backward", "input"):
+            for name in ("saved", "multiply_adds", "backward", "input"):
                 assert getattr(mine, name) == pytest.approx(found[name])
 
 
