@@ -33,7 +33,7 @@ from hf_dist_ext.planner.catalog import (
     refusal,
     tensor_parallel_size,
 )
-from hf_dist_ext.planner.memory import Settings, is_cut, model_of
+from hf_dist_ext.planner.memory import Settings, is_chunked, model_of
 from hf_dist_ext.planner.plan import MOST_ROWS, Estimate, Most, Option, Plan, changes_for
 from hf_dist_ext.planner.reasons import explain, explain_halves, explain_stages
 from hf_dist_ext.planner.traced import traced
@@ -257,7 +257,7 @@ def _levers(work: Workload, best: Option) -> dict[str, float]:
     batch = now.work.batch
     if not now.settings.is_checkpointed:
         changes["checkpointing"] = now.with_settings(is_checkpointed=True)
-    if is_cut(work, now.settings):
+    if is_chunked(work, now.settings):
         rows = work.rows_of_chunk(work.longest_column, now.settings.chunk_rows)
         if rows > 1:
             changes["half as wide chunks"] = now.with_settings(chunk_rows=rows // 2)
@@ -307,7 +307,7 @@ def _most(work: Workload, best: Option) -> Most | None:
             step //= 2
         return upper
 
-    if work.is_embedding and is_cut(work, fitted.settings):
+    if work.is_embedding and is_chunked(work, fitted.settings):
         own = work.rows_of_chunk(work.longest_column, fitted.settings.chunk_rows)
         chunk = largest(own, work.most_rows, lambda rows: as_fitted.with_settings(chunk_rows=rows).fits)
     most = largest(batch, MOST_ROWS, lambda rows: replace(as_fitted, work=with_batch(as_fitted.work, rows)).fits)

@@ -170,7 +170,7 @@ class Case:
     @functools.cached_property
     def num_backwards(self) -> int:
         """Of one update."""
-        is_one = encodes_once(self.work, self.settings) or not is_cut(self.work, self.settings)
+        is_one = encodes_once(self.work, self.settings) or not is_chunked(self.work, self.settings)
         return self.work.accumulation * (1 if is_one else self.num_chunks)
 
     @functools.cached_property
@@ -356,7 +356,7 @@ def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int 
     of a vision-language model one with pictures and one without; without chunks all columns' graphs are alive at once.
     """
     of_tower: dict[tuple[str, bool], Cost] = {}
-    cut = is_cut(work, settings)
+    cut = is_chunked(work, settings)
     for column in work.columns:
         cost = work.work(column, cast, parts)
         if encodes_once(work, settings):
@@ -408,14 +408,14 @@ def _hold_features(
     of_tower[EVERY] = Cost(saved, before.casts, max(0.0, max(before.activations, forward) - saved))
 
 
-def is_cut(work: Workload, settings: Settings) -> bool:
+def is_chunked(work: Workload, settings: Settings) -> bool:
     """Whether the batch goes through in chunks: the run has a gradient cache, or the settings give it one."""
     return work.is_cached or settings.chunk_rows is not None
 
 
 def encodes_once(work: Workload, settings: Settings) -> bool:
     """Whether a frozen backbone runs once per step, or never, and the projection goes on from its pooled vectors."""
-    return work.reads_features or (work.has_frozen_backbone and is_cut(work, settings))
+    return work.reads_features or (work.has_frozen_backbone and is_chunked(work, settings))
 
 
 def loss_bytes(work: Workload, world: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 from hf_dist_ext.planner import memory, pipelines
 from hf_dist_ext.planner import traffic as on_links
 from hf_dist_ext.planner.catalog import Hardware, StrategySpec
-from hf_dist_ext.planner.memory import Bytes, Case, is_cut, model_of
+from hf_dist_ext.planner.memory import Bytes, Case, is_chunked, model_of
 from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload
@@ -50,7 +50,7 @@ class Estimate(Case):
     def seconds(self) -> float:
         """Of so many steps. Arithmetic takes longer in small chunks."""
         work, rows = self.work, self.work.batch
-        if is_cut(work, self.settings):
+        if is_chunked(work, self.settings):
             rows = work.rows_of_chunk(work.longest_column, self.settings.chunk_rows)
         waiting = 1 + self.hardware.half_speed_tokens / (rows * work.longest)
         return (self.traffic.seconds + self.traffic.arithmetic_seconds * waiting) * self.turns

@@ -12,7 +12,7 @@ from typing import Any
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB
 from hf_dist_ext.planner.devices import CARDS
-from hf_dist_ext.planner.memory import Settings, is_cut, model_of
+from hf_dist_ext.planner.memory import Settings, is_chunked, model_of
 from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.planner.plan import MOST_ROWS, Option, Plan, changes_to_fit
 from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
@@ -154,7 +154,7 @@ def pipeline_line(found: Staged, name: str) -> str:
 def _chunk(plan: Plan, option: Option) -> str:
     """Rows of the longest column at once."""
     settings = option.fitted.settings if option.fitted else Settings()
-    if not is_cut(plan.work, settings):
+    if not is_chunked(plan.work, settings):
         return str((option.fitted or option.given).work.batch)
     return str(plan.work.rows_of_chunk(plan.work.longest_column, settings.chunk_rows))
 

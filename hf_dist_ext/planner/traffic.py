@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_dist_ext.planner.catalog import NETWORK, Hardware, StrategySpec
 from hf_dist_ext.planner.devices import CARDS
-from hf_dist_ext.planner.memory import Case, Settings, encodes_once, is_cut, sent_by_hook
+from hf_dist_ext.planner.memory import Case, Settings, encodes_once, is_chunked, sent_by_hook
 from hf_dist_ext.planner.workload import Workload
 
 # Bytes per second that a device sends inside a machine, well below the data sheets; what a machine sends to others is
@@ -161,7 +161,7 @@ def _sharded(case: Case) -> tuple[Sent, Sent]:
     root, *layers = map(case.whole_bytes, (model.root, *model.layers))
     num_gathered, size = sum(1 for layer in layers if layer), sum(layers)
     num_reduced = sum(1 for unit in [*model.layers, model.root] if unit.trained)
-    passes = 3 if is_cut(work, case.settings) else 2  # the root stays whole from a forward to its backward
+    passes = 3 if is_chunked(work, case.settings) else 2  # the root stays whole from a forward to its backward
     runs = backwards = case.num_chunks * work.accumulation
     if case.strategy.keeps_whole:  # only our step keeps them over micro-batches
         passes, runs = 1, 1 if work.is_embedding else work.accumulation
@@ -177,7 +177,7 @@ def _sharded(case: Case) -> tuple[Sent, Sent]:
 def inside_layers(work: Workload, settings: Settings, num_layers: int) -> Sent:
     """All-reduces of activations under tensor parallelism: two per layer and forward, and as many per backward."""
     width = (work.config.get("text_config") or work.config)["hidden_size"]
-    passes = (3 if is_cut(work, settings) else 2) + settings.is_checkpointed
+    passes = (3 if is_chunked(work, settings) else 2) + settings.is_checkpointed
     times = 2 * num_layers * passes * work.accumulation
     size = sum(column.rows * column.length for column in work.columns) * width * work.compute_bytes
     return times * work.num_chunks(settings.chunk_rows), times * size
@@ -189,7 +189,7 @@ def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:
     for column in work.columns:
         cost = work.work(column, "nothing", parts)
         runs_again = cost.backward > 0 and not encodes_once(work, settings)
-        forwards = 1 + (is_cut(work, settings) + settings.is_checkpointed) * runs_again
+        forwards = 1 + (is_chunked(work, settings) + settings.is_checkpointed) * runs_again
         usual = column.rows * column.usual / column.length  # rows of the greatest length
         total += 2 * usual * work.accumulation * (forwards * cost.forward + cost.backward)
     return total

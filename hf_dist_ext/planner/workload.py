@@ -204,8 +204,8 @@ class Workload:
 
     def chunks(self, chunk_rows: int | None = None, are_apart: bool = False) -> list[Chunks]:
         """As engine/layout.py makes them of a batch with sorted rows. `are_apart`: none has rows of two columns."""
-        found, is_cut = [], self.is_cached or chunk_rows is not None
-        for table in self.tables if is_cut and not are_apart else [[one] for one in self.columns]:
+        found, is_chunked = [], self.is_cached or chunk_rows is not None
+        for table in self.tables if is_chunked and not are_apart else [[one] for one in self.columns]:
             first, end, total = 0, 0, sum(column.rows for column in table)
             for column in table:
                 end += column.rows
