@@ -243,15 +243,15 @@ class StepSizes:
     def _cutter(self) -> Cutter:
         model = self.model()
         config = getattr(model, "config", None)
-        is_cut = self.args.uses_gradient_cache
+        is_chunked = self.args.uses_gradient_cache
         options = {
-            "shares_tower": is_cut and not self.takes_column,
+            "shares_tower": is_chunked and not self.takes_column,
             "pad_values": {"input_ids": _padding_token(config)},
-            "can_trim": is_cut,
+            "can_trim": is_chunked,
             "can_shift": getattr(config, "rope_parameters", None) is not None,
-            "sort": is_cut and self.args.gradient_cache_sort,
-            "candidates_first": is_cut and self.gathers_early,
-            "separates_columns": is_cut and self.gathers_early,
+            "sort": is_chunked and self.args.gradient_cache_sort,
+            "candidates_first": is_chunked and self.gathers_early,
+            "separates_columns": is_chunked and self.gathers_early,
             "model_config": _configs_by_column(model) or config,
         }
         return Cutter(options, self.args.gradient_cache_packing)
