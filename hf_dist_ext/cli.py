@@ -311,8 +311,7 @@ def _config(arguments: argparse.Namespace, overrides: list[str]) -> None:
         print(json.dumps(json_schema(), indent=2))
         return
     from hf_dist_ext.launch import in_words
-    from hf_dist_ext.planner.data_seen import WRONG
-    from hf_dist_ext.planner.resolved import words
+    from hf_dist_ext.planner.described import WRONG, words
     from hf_dist_ext.run.read import load_run
 
     run = load_run(["--config", arguments.run, *overrides])

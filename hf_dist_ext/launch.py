@@ -25,7 +25,8 @@ from typing import Any
 from hf_dist_ext import launched
 from hf_dist_ext.checkpoints.folder import check_output_dir
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner import auto, data_seen
+from hf_dist_ext.planner import auto
+from hf_dist_ext.planner.described import check_data
 from hf_dist_ext.planner.devices import count_devices
 from hf_dist_ext.run import deepspeed_install, lease, optimizers, record, trackers
 from hf_dist_ext.run.config import Run
@@ -77,7 +78,7 @@ def _check_before_ranks(run: Run) -> None:
 
 def _check_data(run: Run) -> None:
     for one in run.stages or [run]:
-        data_seen.check(one)
+        check_data(one)
 
 
 def is_launched() -> bool:

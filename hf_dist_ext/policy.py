@@ -82,9 +82,9 @@ def ring_bytes(
         return max(map(sum, zip(*columns, strict=True)))
 
     factor = 2 if has_bf16_products else 4  # bytes of what travels, and is multiplied
-    travelling = factor * min(2, len(counts[0]) - 1)
+    in_flight = factor * min(2, len(counts[0]) - 1)
     candidates, rows, own = counts[0 if is_symmetric else 1 :], counts[: 2 if is_symmetric else 1], most(counts)
-    rounds = 4 * most(rows) + travelling * most(candidates), 4 * own + travelling * most(rows)
+    rounds = 4 * most(rows) + in_flight * most(candidates), 4 * own + in_flight * most(rows)
     tile_rows, tile_candidates = ring_tile(max(map(max, counts)), max(1, LOSS_TILE_ROWS >> tile_halvings))
     tile = 4 * tile_rows * (LOSS_TILE_BUFFERS * tile_candidates + dimensions)
     return dimensions * ((4 + factor) * own + max(rounds)) + tile

@@ -35,7 +35,7 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints import host_memory
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.failures import activity
-from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies import collectives, consensus
 
 logger = logging.get_logger(__name__)
 
@@ -140,7 +140,7 @@ class Background:
         where one has not. Every rank calls it."""
         if is_sharded:  # every machine copies its part
             needed = needed * collectives.processes_here() // collectives.world_size()
-        available = min(agreed.together(host_memory.available_bytes))
+        available = min(consensus.together(host_memory.available_bytes))
         if available < needed and not self._has_said_sync:
             self._has_said_sync = True
             if collectives.rank() == 0:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.tensors import num_elements
 
 logger = logging.get_logger(__name__)
@@ -55,7 +55,7 @@ def check_free_space(output_dir: Path, folder: Path, tensors: Iterable[torch.Ten
             )
         return needed
 
-    return agreed.together(look)[0]
+    return consensus.together(look)[0]
 
 
 def begin(args: Any, output_dir: Path, folder: Path) -> int:
@@ -136,7 +136,7 @@ def commit(
         start = args.process_index // here * here
         shares = shares[start : start + here]
     files = {name: entry for share in shares for name, entry in share.items()}
-    words = agreed.wait_until_well(lambda: ", ".join(manifest.problems(folder, {"files": files}, hashes=False)))
+    words = consensus.wait_until_well(lambda: ", ".join(manifest.problems(folder, {"files": files}, hashes=False)))
     if words:
         raise RunError(
             f"{folder} is not complete where rank {args.process_index} runs, on {socket.gethostname()}: {words}. "

@@ -8,7 +8,7 @@ A save goes like this:
 (4) older complete checkpoints beyond the limit are deleted, but never the newest proved one; the checkpoint is pushed
 (5) the next finite update proves the checkpoint (checkpoints/manifest.py), and (4) deletes again
 
-An error of one rank in any of them ends all ranks with it (strategies/agreed.py). With `save_async`, (3) and (4)
+An error of one rank in any of them ends all ranks with it (strategies/consensus.py). With `save_async`, (3) and (4)
 happen while training goes on, and so does the writing of what is large in (2).
 """
 
@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints import async_save, commit, manifest, resume
 from hf_dist_ext.checkpoints.loss_state import LOSS_WEIGHTS, load_loss, settings, state_of, warn_of_settings
-from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy
 
 logger = logging.get_logger(__name__)
@@ -115,7 +115,7 @@ class Keeper:
         for action in self.at_begin:
             action()
 
-    def tell_best(self, state: Any) -> None:
+    def restore_best_checkpoint(self, state: Any) -> None:
         """`state`: of a checkpoint, as Trainer has read it. Trainer looks for the best one where it lay once, and says
         that it ignores one that lies elsewhere now."""
         if state.best_model_checkpoint is None and self.best_checkpoint and self.args.process_index == 0:
@@ -156,13 +156,13 @@ class Keeper:
             return  # asked for twice, as when an evaluation was left: to write it again would put it at risk
         self.background.collect(wait=True)
         folder = output_dir / f"checkpoint-{step}"
-        agreed.together(self.check_lease)
+        consensus.together(self.check_lease)
         needed = commit.check_free_space(output_dir, folder, tensors)  # (1)
         is_async = args.save_async and self.background.fits(needed, strategy.saves_shards)
         with ExitStack() as entered:
             entered.enter_context(commit.full_disk_in_words(output_dir, folder))
-            generation = agreed.together(lambda: commit.begin(args, output_dir, folder))[0]
-            entered.enter_context(agreed.ends_together(f"writing {folder.name}", args.ddp_timeout))
+            generation = consensus.together(lambda: commit.begin(args, output_dir, folder))[0]
+            entered.enter_context(consensus.ends_together(f"writing {folder.name}", args.ddp_timeout))
             self.writer = writer = async_save.Writer(is_async)
             entered.callback(setattr, self, "writer", async_save.Writer())
             write(folder)  # (2)
@@ -173,7 +173,7 @@ class Keeper:
         content["best"] = resume.identity_of_best(best, folder, content)
 
         def end(group: Any = None) -> None:
-            together = partial(agreed.together, group=group)
+            together = partial(consensus.together, group=group)
             with commit.full_disk_in_words(output_dir, folder):
                 together(lambda: async_save.make(writer.writes, group))
                 # (3)

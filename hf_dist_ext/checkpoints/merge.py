@@ -32,7 +32,7 @@ from hf_dist_ext.models.model_folder import read_model_folder, resolve_folder
 from hf_dist_ext.models.router_folder import is_router, read_routes
 from hf_dist_ext.models.towers import TowerModel, class_of_tower, load_route, load_tower
 from hf_dist_ext.models.weights import load_weights
-from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.tensors import gathered
 
 ADAPTER_FILES = [adapter_folder.CONFIG, adapter_folder.WEIGHTS]
@@ -297,7 +297,7 @@ def complete_adapters(
             model, state_dict, folder, run_facts.base_model(model), dtype_of_base, projection, tokenizer
         )
 
-    agreed.together(write)
+    consensus.together(write)
 
 
 def _without_adapters(model: Any, before: torch.Tensor | None) -> nn.Module:

@@ -21,7 +21,7 @@ from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
 from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
-from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy
 
 Save = Callable[..., None]  # takes a folder, and the whole weights when they are not the model's own
@@ -173,7 +173,7 @@ class ModelFiles:
             if self.args.should_save:
                 self._save_later(folder, whole, writer)
         elif self.are_adapters_alone:
-            agreed.together(partial(save, str(folder), whole))
+            consensus.together(partial(save, str(folder), whole))
             merge.complete_adapters(
                 self.bare_model(), whole, folder, self.processor(), self.dtype_of_base, self.args.should_save
             )
@@ -223,10 +223,10 @@ class ModelFiles:
     def save_at_end(self, folder: Path, save: Save, as_trainer: Save, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """`as_trainer`: Trainer's `save_model`, without its push; `facts`: of the manifest."""
         if not self.are_adapters_merged:
-            agreed.together(lambda: self._save_digests(folder))
+            consensus.together(lambda: self._save_digests(folder))
         if not self.ends_complete:
-            agreed.together(lambda: self._save_description(folder))
-            agreed.together(lambda: self._save_trainable(folder, False, Writer()))
+            consensus.together(lambda: self._save_description(folder))
+            consensus.together(lambda: self._save_trainable(folder, False, Writer()))
             self._commit(folder, [trainable.WEIGHTS, trainable.FROZEN], facts)
         elif self.are_adapters_alone:
             if self.is_sharded or self.strategy().split:
@@ -244,7 +244,7 @@ class ModelFiles:
         return True
 
     def _commit(self, folder: Path, names: list[str], facts: Callable[[], Mapping[str, Any]]) -> None:
-        agreed.together(lambda: None)  # all have written
+        consensus.together(lambda: None)  # all have written
         if self.args.should_save:
             commit.commit_model(folder, names, facts())
 

@@ -30,7 +30,7 @@ from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, los
 from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection, weights_in_memory_names
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.models.weights import check_weights
-from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.tensors import is_split, put
@@ -48,7 +48,7 @@ def choose(args: Any, asked: bool | str | None) -> tuple[Path | None, bool | str
     asked."""
     output_dir = Path(args.output_dir)
     _check_shared(args)
-    asked = agreed.together(lambda: asked)[0]
+    asked = consensus.together(lambda: asked)[0]
     if args.resume_weights_only and asked in (None, False):
         raise UsageError("resume_weights_only=true says how to resume; give resume_from_checkpoint too.")
     passed_over: dict[Path, str] = {}
@@ -85,7 +85,7 @@ def _decided(args: Any, decide: Callable[[], Path | None]) -> Path | None:
         # machines may see the output folder under different paths
         return str(folder.relative_to(output_dir) if folder.is_relative_to(output_dir) else folder.absolute())
 
-    name = agreed.together(on_first_rank)[0]
+    name = consensus.together(on_first_rank)[0]
     if name is not None:
         wait_to_see(args, output_dir / name)
     return None if name is None else output_dir / name
@@ -109,7 +109,7 @@ def best_checkpoint(args: Any, best: str | None) -> str | None:
 
 def wait_to_see(args: Any, folder: Path) -> None:
     """Returns when all machines see this folder as rank 0 does, down to its manifest; UsageError when they do not."""
-    wanted = agreed.together(lambda: _identity(folder, args) if args.process_index == 0 else None)[0]
+    wanted = consensus.together(lambda: _identity(folder, args) if args.process_index == 0 else None)[0]
 
     def look() -> str:
         try:
@@ -120,7 +120,7 @@ def wait_to_see(args: Any, folder: Path) -> None:
             return str(error)
         return broken if found == wanted else f"{found[0]} instead of {wanted[0]}"
 
-    if words := agreed.unseen(look):
+    if words := consensus.unseen(look):
         raise UsageError(
             f"rank 0 goes on from {folder}, which other machines do not see as rank 0 does: {words}. Give an "
             "output_dir that all machines share."
@@ -156,8 +156,8 @@ def _check_shared(args: Any) -> None:
         probe.touch()
         return probe.name
 
-    probe = Path(args.output_dir, agreed.together(write)[0])
-    words = agreed.unseen(lambda: "" if probe.is_file() else f"no {probe.name}")
+    probe = Path(args.output_dir, consensus.together(write)[0])
+    words = consensus.unseen(lambda: "" if probe.is_file() else f"no {probe.name}")
     if args.process_index == 0:
         probe.unlink()
     if words:
@@ -195,7 +195,7 @@ def _altered(args: Any, folder: Path) -> list[str]:
 
 def _everyones(look: Callable[[], list[str]]) -> list[str]:
     """The words of all ranks, each once, in order: what makes one rank stop must stop all."""
-    return list(dict.fromkeys(word for words in agreed.together(look) for word in words))
+    return list(dict.fromkeys(word for words in consensus.together(look) for word in words))
 
 
 # ---- whether it holds all ----
@@ -429,7 +429,7 @@ def begin_or_continue_run(
             return history.run, False
         return manifest.begin_run(output_dir, folder, has_weights_only), True
 
-    run, is_new = agreed.together(decide)[0]
+    run, is_new = consensus.together(decide)[0]
     if is_new:
         _write_on_each_node(args, run)
     history = manifest.History(output_dir) if is_new and collectives.rank() == 0 else None
@@ -462,7 +462,7 @@ def go_back(args: Any, is_proved: bool) -> str:
         words = f"{proved[-1].name} is good: resume from it. {ruined}: it is not resumed unless it is named."
         return manifest.begin_run(output_dir, proved[-1]), words
 
-    run, words = agreed.together(decide)[0]
+    run, words = consensus.together(decide)[0]
     if run is not None:
         _write_on_each_node(args, run)
     return words

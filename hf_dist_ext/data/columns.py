@@ -5,7 +5,6 @@ The order of the columns of a run has a meaning: the first is the query, the sec
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +17,7 @@ from datasets.table import CastError
 
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS, RESERVED, as_list, is_empty
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.sources import query_column
+from hf_dist_ext.run.sources import query_column, refuse_no_pair, require_column
 
 if TYPE_CHECKING:
     from hf_dist_ext.run.config import RunConfig
@@ -72,10 +71,7 @@ def resolve_columns(columns: Mapping[str, Source] | None, available: list[str], 
         if len(columns) < NUM_PAIR_COLUMNS or list(columns)[1] != "positive":
             if len(available) == 1 and (sign := next((one for one in ";\t" if one in available[0]), None)):
                 raise UsageError(f"{name}: its columns seem to be divided by {sign!r}. Save it with commas.")
-            raise UsageError(
-                f"{name} has the columns {', '.join(available)}, not query and positive. "
-                'Map them: columns={"query": "...", "positive": "..."}.'
-            )
+            refuse_no_pair(available, name)
     if len(columns) < NUM_PAIR_COLUMNS:
         raise UsageError(f"columns={dict(columns)} names {len(columns)} column. A query and its positive are needed.")
     for index, (column, source) in enumerate(columns.items()):
@@ -119,13 +115,6 @@ def check_parts(column: str, source: Mapping[str, str], available: list[str], na
         )
     for part, dataset_column in source.items():
         require_column(dataset_column, available, name, f'columns["{column}"]["{part}"]')
-
-
-def require_column(column: str, available: list[str], name: str, option: str) -> None:
-    if column not in available:
-        nearest = difflib.get_close_matches(column, available, n=1)
-        hint = f' Closest: "{nearest[0]}".' if nearest else ""
-        raise UsageError(f'{option}: {name} has no column "{column}". Columns: {", ".join(available)}.{hint}')
 
 
 def rename(dataset: AnyDataset, columns: dict[str, Source], available: list[str]) -> AnyDataset:

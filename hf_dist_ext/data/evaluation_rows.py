@@ -20,7 +20,7 @@ from hf_dist_ext.data.items import Items, choose_split
 from hf_dist_ext.data.load import loading_errors, open_splits, opened
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.evaluations import COLUMNS, Reranking, Rows, Similarity, Triplet
+from hf_dist_ext.run.evaluations import COLUMNS, Reranking, RowsEvaluation, Similarity, Triplet
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def read_reranking(options: Reranking) -> RerankingData:
     return RerankingData(options, queries, documents, asked, np.split(numbers, ends[:-1]), num_right)
 
 
-def _read(options: Rows) -> dict[str, list]:
+def _read(options: RowsEvaluation) -> dict[str, list]:
     """The columns by their names here."""
     scores = (options.columns or {}).get("score")
     config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=scores)

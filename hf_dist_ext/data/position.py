@@ -135,7 +135,7 @@ class DataPosition:
         if self.stream is not None:
             stream_order.save(self.stream, folder)
 
-    def take_begun(self, name: str) -> Any:
+    def pop_resumed(self, name: str) -> Any:
         """What the resumed checkpoint tells of the epoch it was written in; once, as the next epoch is another."""
         return self._begun.pop(name, None)
 
@@ -371,7 +371,7 @@ class DataPosition:
                 f"the processes do not draw the same order of epoch {order.epoch} from {sampler}, so rows would be "
                 f"repeated and others skipped. {as_it_should}"
             )
-        begun = self.take_begun("order_digest")
+        begun = self.pop_resumed("order_digest")
         if begun is None or begun == digest or self.used.rows == 0:
             return
         text = (

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers.utils import logging
 
 from hf_dist_ext.data.mixture import MixedStream
-from hf_dist_ext.data.stream_readers import Block, Blocks, Readers, fingerprint, number_of_readers
+from hf_dist_ext.data.stream_readers import Blocks, Readers, StreamBlock, fingerprint, number_of_readers
 from hf_dist_ext.errors import UsageError
 
 logger = logging.get_logger(__name__)
@@ -135,7 +135,7 @@ def describe_readers(stream: Any, readers: int, ranks: Ranks) -> str | None:
     )
 
 
-def _as_it_is(block: Block) -> Block:
+def _as_it_is(block: StreamBlock) -> StreamBlock:
     return block
 
 
@@ -258,13 +258,13 @@ class Dealer(Sampler[list[Dealt]]):
                     raise UsageError("the training stream has no rows. Look at the dataset and its filters.")
                 state, left = StreamState(state.epoch + 1, readers=state.readers), list(everyone)
 
-    def _sources(self, start: StreamState) -> dict[int, Iterator[Block]]:
+    def _sources(self, start: StreamState) -> dict[int, Iterator[StreamBlock]]:
         """Gives for each reader who reads its blocks: this process, or a loader worker that reads ahead."""
         own = [r for r in range(self.readers.count) if self.ranks.reads(r)]
         blocks = partial(Blocks, self.readers, epoch=start.epoch, number=start.round, states=start.states)
         if not self.num_workers:
             return dict.fromkeys(own, iter(blocks(own)))
-        sources: dict[int, Iterator[Block]] = {}
+        sources: dict[int, Iterator[StreamBlock]] = {}
         for i in range(min(self.num_workers, len(own))):
             part = own[i :: self.num_workers]
             loader = DataLoader(

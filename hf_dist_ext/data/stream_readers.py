@@ -110,7 +110,7 @@ def digest(row: Any) -> str:
 # ---- readers and their blocks ----
 
 
-class Block(NamedTuple):
+class StreamBlock(NamedTuple):
     reader: int
     state: Any  # what `datasets` says of the reader before it reads the block
     rows: list
@@ -166,14 +166,14 @@ class _Open:
         self.readers, self.reader, self.epoch, self.number, self.state = readers, reader, epoch, number, state
         self.shards, self.rows = None, None
 
-    def block(self) -> Block:
+    def block(self) -> StreamBlock:
         before = self.state
         rows = with_retries(self._read, f"the stream's shards of reader {self.reader}")
         if self.readers.seed is not None:
             seed = (self.readers.seed, self.epoch, self.reader, self.number)
             rows = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
         self.number += 1
-        return Block(self.reader, before, rows, digest([len(rows), *rows[:1]]))
+        return StreamBlock(self.reader, before, rows, digest([len(rows), *rows[:1]]))
 
     def _read(self) -> list:
         # `datasets`, and generators of users, would give a loader worker a share of these shards.
@@ -213,7 +213,7 @@ class Blocks(IterableDataset):
     number: int
     states: dict[int, Any] | None
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[StreamBlock]:
         if get_worker_info() is not None:
             fsspec.asyn.reset_lock()  # as `datasets` does: files over the network would hang in a forked process
         states, number = self.states, self.number

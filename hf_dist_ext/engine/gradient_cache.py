@@ -71,7 +71,7 @@ class Phase:
         return self.kind in (KEEP, REPLAY, BACKWARD)
 
 
-Door = Callable[[Phase], AbstractContextManager]
+PhaseContext = Callable[[Phase], AbstractContextManager]
 
 
 @dataclass
@@ -92,7 +92,7 @@ def cached_step(
     encode: Encode,
     score: Score,
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
-    phase: Door = nullcontext,
+    phase: PhaseContext = nullcontext,
     loss_parameters: Iterable[torch.nn.Parameter] = (),
     keep_graph: int = 0,
     backward_together: bool = True,
@@ -147,7 +147,7 @@ def cached_step(
 
 
 def encode_without_graph(
-    batch: ChunkedBatch, encode: Encode, phase: Door, on_column: OnColumn | None = None
+    batch: ChunkedBatch, encode: Encode, phase: PhaseContext, on_column: OnColumn | None = None
 ) -> Embeddings:
     """Column -> (rows, D) in the batch's order: pass 1 alone, for rows whose features train nothing."""
     chunks = batch.chunks()
@@ -201,7 +201,7 @@ class Passes:
         order: _Order,
         encode: Encode,
         backward: Callable[[torch.Tensor], None],
-        phase: Door,
+        phase: PhaseContext,
     ):
         self.batch, self.chunks, self.order = batch, chunks, order
         self.encode, self.backward, self.phase = encode, backward, phase

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import LossOutput, keys_of
+from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.real_tokens import RealTokens, best_matches
 from hf_dist_ext.engine.tiled_infonce import gradient_of_raw, normalized, softmax_of_tile
 from hf_dist_ext.errors import UsageError
@@ -98,7 +98,7 @@ class LateInteractionLoss(nn.Module):
         queries, documents = own[anchor], [everyone[name] for name in (positive, *negatives)]
         dtype = torch.promote_types(queries["vectors"].dtype, torch.float32)
         heights = {name: len(one["mask"]) for name, one in zip((positive, *negatives), documents, strict=True)}
-        plan = _Plan(
+        plan = _MaxSimSetup(
             keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
             row_offset=row_offset,
             inverse_temperature=1 / self.temperature,
@@ -114,7 +114,7 @@ class LateInteractionLoss(nn.Module):
         return f"temperature={self.temperature}, normalize={self.normalize}"
 
 
-class _Plan(NamedTuple):
+class _MaxSimSetup(NamedTuple):
     keys: list[list[tuple[Tensor, Tensor]]]  # per column of documents: (key of each of N rows, key of each document)
     row_offset: int
     inverse_temperature: float
@@ -124,7 +124,7 @@ class _Plan(NamedTuple):
 
 
 def _loss_and_gradients(
-    plan: _Plan, *vectors: Tensor, needs: list[bool]
+    plan: _MaxSimSetup, *vectors: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics (2,), and the gradients of the queries and of every column of documents."""
     dtype, needs_gradients = torch.promote_types(vectors[0].dtype, torch.float32), any(needs)
@@ -168,7 +168,7 @@ def _loss_and_gradients(
     return loss, metrics, gradients
 
 
-def _real_tokens(plan: _Plan) -> list[RealTokens]:
+def _real_tokens(plan: _MaxSimSetup) -> list[RealTokens]:
     numbers = torch.cat([mask.sum(dim=1) for mask in plan.masks]).tolist()
     lengths = np.split(np.array(numbers, dtype=np.int64), np.cumsum([len(mask) for mask in plan.masks])[:-1])
     per_tile = [None] + [plan.tile[1]] * (len(plan.masks) - 1)

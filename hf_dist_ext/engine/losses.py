@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from hf_dist_ext import policy
-from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Softmax
-from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, Plan, tiled_infonce
+from hf_dist_ext.engine.tiled_infonce import MASKED, Direction, InfoNCESetup, tiled_infonce
 from hf_dist_ext.errors import UsageError
 
 MAX_INVERSE_TEMPERATURE = 100.0  # CLIP's bound (https://huggingface.co/papers/2103.00020, section 2.5)
@@ -71,7 +71,7 @@ class InfoNCELoss(nn.Module):
         cross_device_exchange: "gather": every rank holds all candidates; three products per pair. "ring": candidates
             go round (ring.py); a rank holds two blocks of the others' at most, four products. "auto": the ring
             where the gathered ones would take more than policy.LOSS_TILE_BYTES. The gradient is the same.
-        bf16_products: factors of matrix products are rounded to bfloat16 (products.py), sums stay in float32.
+        bf16_products: factors of matrix products are rounded to bfloat16 (matmul.py), sums stay in float32.
         normalize: L2-normalise here, which is harmless when the embeddings are normalised already. A vector of zeros
             stays zeros and gets no gradient: it has no direction to turn.
         rows_per_tile: memory is at most 4 buffers of this times the candidates. None: 512 on a CPU (fastest or within
@@ -221,7 +221,7 @@ class InfoNCELoss(nn.Module):
         num_candidates = max(sum(embeddings[i].shape[0] for i in direction.candidates) for direction in directions)
         most_rows = 512 if on_cpu else policy.LOSS_TILE_ROWS
         fitting_rows = self.rows_per_tile or policy.loss_tile_rows(num_candidates, most_rows, item)
-        plan = Plan(
+        plan = InfoNCESetup(
             directions=directions,
             prefixes=self.matryoshka or [(own[anchor].shape[1], 1.0)],
             keys=keys,
@@ -230,7 +230,7 @@ class InfoNCELoss(nn.Module):
             normalize=self.normalize,
             rows_per_tile=max(1, fitting_rows >> self.tile_halvings),
             candidates_per_tile=self.candidates_per_tile or (512 if on_cpu else None),
-            products=Products(self.bf16_products),
+            matmul=Matmul(self.bf16_products),
         )
         return tiled_infonce(plan, inverse_temperature, embeddings)  # (3)
 
@@ -290,7 +290,7 @@ class InfoNCELoss(nn.Module):
             margin=self.false_negative_margin,
             normalize=self.normalize,
             tile=(tile_rows, min(candidates, self.candidates_per_tile or most[1] or candidates)),
-            products=Products(self.bf16_products),
+            matmul=Matmul(self.bf16_products),
         )
         return scored_in_ring(plan, inverse_temperature, None, plan.own_rows(own, columns))
 

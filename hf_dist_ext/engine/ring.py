@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring_scores import Score, Side
 from hf_dist_ext.engine.tiled_infonce import (
     MASKED,
@@ -62,7 +62,7 @@ class RingPlan(NamedTuple):
     margin: float | None
     normalize: bool
     tile: tuple[int, int]  # rows, candidates
-    products: Products
+    matmul: Matmul
 
     @property
     def directions(self) -> list[Direction]:
@@ -139,7 +139,7 @@ class _Rounds:
         self.travellers = range(0 if plan.is_symmetric else 1, len(counts))  # columns of candidates
         self.movers = range(2 if plan.is_symmetric else 1)  # columns of rows
         widest = plan.prefixes[0][0]
-        self.packed = scale.new_empty(sum(map(len, own)), widest, dtype=plan.products.dtype(scale.dtype))
+        self.packed = scale.new_empty(sum(map(len, own)), widest, dtype=plan.matmul.dtype(scale.dtype))
         z = plan.columns_of(self.packed, range(len(counts)), index)
         for column, raw in enumerate(own):
             for tile in self._row_tiles(len(raw)):
@@ -182,7 +182,7 @@ class _Rounds:
             size = shape[0] * shape[1]
             low, high = offset + which.start, offset + which.stop
             block = Block(place, low, high, self.logits[:size].view(shape))
-            self.plan.products.write(rows, candidates[which].T, block.values)
+            self.plan.matmul.write(rows, candidates[which].T, block.values)
             if self.bias is not None:
                 block.values.add_(self.bias)
             block.positives(first)[1].fill_(MASKED)
@@ -203,7 +203,7 @@ class _Rounds:
             positives = side.z[side.direction.candidates[0]]
             for tile in self._row_tiles(self.num_rows):
                 logits = self.scale.new_empty(tile.stop - tile.start, tile.stop - tile.start)
-                plan.products.write(side.rows[tile], positives[tile].T, logits)  # as rounded as the others' logits
+                plan.matmul.write(side.rows[tile], positives[tile].T, logits)  # as rounded as the others' logits
                 side.positives[tile] = logits.diagonal() if self.bias is None else logits.diagonal() + self.bias
         for rank, block in plan.ring.visits(self._part(self.travellers), plan.heights(self.travellers)):
             columns = plan.columns_of(block, self.travellers, rank)
@@ -241,7 +241,7 @@ class _Rounds:
             weights, shrink = self.plan.score.absorb(side, tile, logits, highest)
             if side.gradient is not None:
                 gradient = side.gradient[tile] if shrink is None else side.gradient[tile].mul_(shrink[:, None])
-                self.plan.products.add(gradient, weights, candidates[which])
+                self.plan.matmul.add(gradient, weights, candidates[which])
         return num_masked
 
     # ---- (3) and (4) ----
@@ -299,7 +299,7 @@ class _Rounds:
                 rows = side.z[column] if rank == index else self._prefix(columns[column], side.dim)
                 for tile in self._row_tiles(len(rows)):
                     threshold = self._threshold(positives[0][tile]) if positives else None
-                    weighted = plan.products.factor(rows[tile] * factor[tile, None])
+                    weighted = plan.matmul.factor(rows[tile] * factor[tile, None])
                     for place, candidates in enumerate(side.direction.candidates):
                         buffer = buffers[number // len(plan.directions)][candidates]
                         if buffer is None:
@@ -308,7 +308,7 @@ class _Rounds:
                         met = self._met(rows[tile], first + tile.start, z, place, offset, threshold)
                         for which, logits, _, _ in met:
                             weights = plan.score.weights(logits, level[tile])
-                            plan.products.add(buffer[which], weights.T, weighted)
+                            plan.matmul.add(buffer[which], weights.T, weighted)
         for number, side in enumerate(self.sides):  # own positives
             buffer = buffers[number // len(plan.directions)][side.direction.candidates[0]]
             if buffer is not None:

@@ -8,8 +8,8 @@ For row i and candidate j with similarity c_ij, scale s, bias b, and z_ij = 1 fo
     dloss_i / dl_ij = sigmoid(l_ij) - [z_ij = 1]
 
 No row needs a sum over its candidates, so a tile is done with at once: loss and gradient are made in the forward pass
-(by_hand.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as InfoNCE's do
-(ring.py).
+(manual_gradient.py). Blocks and normalisation are those of tiled_infonce.py. Candidates go round the processes as
+InfoNCE's do (ring.py).
 
 Shapes: B own rows, N all ranks' rows, D embedding, T tile rows, C candidates of a tile.
 """
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from hf_dist_ext.engine.by_hand import with_gradients
 from hf_dist_ext.engine.losses import Exchange, LossOutput, check_exchange, checked_columns, keys_of, ring_of
-from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.manual_gradient import with_gradients
+from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring, RingPlan, scored_in_ring
 from hf_dist_ext.engine.ring_scores import Sigmoid
 from hf_dist_ext.engine.tiled_infonce import Block, compare_keys, gradient_of_raw, normalized
@@ -91,7 +91,7 @@ class SigmoidLoss(nn.Module):
         rows, columns = own[anchor], [everyone[name] for name in candidates]
         dtype = torch.promote_types(rows.dtype, torch.float32)
         heights = dict(zip(candidates, map(len, columns), strict=True))
-        plan = _Plan(
+        plan = _SigmoidSetup(
             keys=keys_of(names, heights, ids, dtype) if ids and self.mask_false_negatives else [],
             row_offset=row_offset,
             normalize=self.normalize,
@@ -118,7 +118,7 @@ class SigmoidLoss(nn.Module):
             margin=None,
             normalize=self.normalize,
             tile=(max(1, self.rows_per_tile >> self.tile_halvings), self.candidates_per_tile),
-            products=Products(),
+            matmul=Matmul(),
         )
         scale, bias = self.log_scale.to(dtype).exp(), self.bias.to(dtype)
         return self._output(*scored_in_ring(plan, scale, bias, plan.own_rows(own, names)), scale, bias)
@@ -131,7 +131,7 @@ class SigmoidLoss(nn.Module):
         return f"scale={self.log_scale.exp().item():.4g}, bias={self.bias.item():.4g}"
 
 
-class _Plan(NamedTuple):
+class _SigmoidSetup(NamedTuple):
     keys: list[list[tuple[Tensor, Tensor]]]  # per column of candidates: (key of each of N rows, key of each candidate)
     row_offset: int  # own row i's positive is candidate row_offset + i of the first column
     normalize: bool
@@ -140,7 +140,7 @@ class _Plan(NamedTuple):
 
 
 def _loss_and_gradients(
-    plan: _Plan, scale: Tensor, bias: Tensor, rows: Tensor, *columns: Tensor, needs: list[bool]
+    plan: _SigmoidSetup, scale: Tensor, bias: Tensor, rows: Tensor, *columns: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics (3,) and the gradients of scale, bias, rows and columns."""
     num_rows, needs_gradients = len(rows), any(needs)

@@ -1,6 +1,6 @@
 """The arithmetic of InfoNCE in tiles, gradient included: the full batch's loss without the full batch's logits.
 
-The one thing to know: the gradient is made during the forward pass (by_hand.py).
+The one thing to know: the gradient is made during the forward pass (manual_gradient.py).
 
 For row i with its positive p, scale s = 1 / temperature and similarities c:
 
@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hf_dist_ext.engine.by_hand import with_gradients
-from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.manual_gradient import with_gradients
+from hf_dist_ext.engine.matmul import Matmul
 
 MASKED = -1e30  # a logit that weighs nothing; finite, because -inf - -inf is NaN in a row whose others are all masked
 
@@ -49,7 +49,7 @@ class Direction(NamedTuple):
     candidates: tuple[int, ...]
 
 
-class Plan(NamedTuple):
+class InfoNCESetup(NamedTuple):
     directions: list[Direction]  # the loss is their mean, the metrics are the first's
     prefixes: list[tuple[int, float]]  # (dimensions, weight), widest first: the loss is the weighted sum
     keys: list[list[tuple[Tensor, Tensor]]]  # per column of candidates: (key of each of N rows, key of each candidate)
@@ -58,10 +58,12 @@ class Plan(NamedTuple):
     normalize: bool
     rows_per_tile: int
     candidates_per_tile: int | None  # None = whole columns
-    products: Products = Products()
+    matmul: Matmul = Matmul()
 
 
-def tiled_infonce(plan: Plan, inverse_temperature: Tensor, embeddings: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def tiled_infonce(
+    plan: InfoNCESetup, inverse_temperature: Tensor, embeddings: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Loss (scalar, mean over own rows) and detached metrics (3,): accuracy, masked share, positives' similarity.
 
     inverse_temperature: (1,), in the dtype that all of this is computed in. Gradients have their inputs' dtypes.
@@ -70,7 +72,7 @@ def tiled_infonce(plan: Plan, inverse_temperature: Tensor, embeddings: Sequence[
 
 
 def _loss_and_gradients(
-    plan: Plan, inverse_temperature: Tensor, *embeddings: Tensor, needs: list[bool]
+    plan: InfoNCESetup, inverse_temperature: Tensor, *embeddings: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Loss, metrics and the gradients (None where not needed) of the inverse temperature and of every embedding."""
     needs_temperature, *needs_embedding = needs
@@ -85,7 +87,7 @@ def _loss_and_gradients(
 
     # (1) per prefix and embedding: unit vectors with their inverse norms, and the gradient of the unit vectors
     units = [[normalized(e[:, :dim], plan.normalize, loss.dtype) for e in embeddings] for dim, _ in plan.prefixes]
-    factors = [[plan.products.factor(unit) for unit, _ in row] for row in units]
+    factors = [[plan.matmul.factor(unit) for unit, _ in row] for row in units]
     buffers = [
         [torch.zeros_like(unit) if needed else None for (unit, _), needed in zip(row, needs_embedding, strict=True)]
         for row in units
@@ -104,7 +106,7 @@ def _loss_and_gradients(
                 scaled_rows = unit_rows * inverse_temperature
                 columns = [factors[prefix][i] for i in direction.candidates]
                 blocks = _blocks(logits_buffer, rows, heights[which], plan.candidates_per_tile)
-                positives = _score(plan.products, blocks, scaled_rows, columns, first)  # (3)
+                positives = _score(plan.matmul, blocks, scaled_rows, columns, first)  # (3)
                 threshold = None if plan.margin is None else positives - plan.margin * inverse_temperature
                 num_masked, highest = mask_blocks(blocks, masks, threshold)
                 total = torch.zeros_like(positives)
@@ -123,7 +125,7 @@ def _loss_and_gradients(
                 column_buffers = [buffers[prefix][i] for i in direction.candidates]
                 weighted_rows = scaled_rows * factor
                 row_gradient = _add_gradients(
-                    plan.products, blocks, weighted_rows, columns, column_buffers, first, total
+                    plan.matmul, blocks, weighted_rows, columns, column_buffers, first, total
                 )  # (5)
                 row_gradient *= factor * inverse_temperature
                 row_buffer = buffers[prefix][direction.rows]
@@ -190,7 +192,7 @@ def softmax_of_tile(
     Adds the rows' loss (), and the number of right answers and of masked pairs (2,), up. Returns
     d(loss of a row) / d(score), (T, N) of every column.
 
-    keys: of `Plan`. first: the first row's positive is this candidate of the first column, and so on.
+    keys: of `InfoNCESetup`. first: the first row's positive is this candidate of the first column, and so on.
     """
     blocks = [Block(column, 0, values.shape[1], values) for column, values in enumerate(scores)]
     if keys:
@@ -212,11 +214,11 @@ def softmax_of_tile(
     return weights
 
 
-def _score(products: Products, blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
+def _score(matmul: Matmul, blocks: list[Block], scaled_rows: Tensor, columns: list[Tensor], first: int) -> Tensor:
     """Write the logits; return those of the positives (T,), which are masked in the blocks."""
-    positives, row_factors = scaled_rows.new_empty(scaled_rows.shape[0]), products.factor(scaled_rows)
+    positives, row_factors = scaled_rows.new_empty(scaled_rows.shape[0]), matmul.factor(scaled_rows)
     for block in blocks:
-        products.write(row_factors, columns[block.column][block.low : block.high].T, block.values)
+        matmul.write(row_factors, columns[block.column][block.low : block.high].T, block.values)
         rows, entries = block.positives(first)
         positives[rows] = entries
         entries.fill_(MASKED)
@@ -241,7 +243,7 @@ def mask_blocks(blocks: list[Block], masks: list[Block], threshold: Tensor | Non
 
 
 def _add_gradients(
-    products: Products,
+    matmul: Matmul,
     blocks: list[Block],
     weighted_rows: Tensor,
     columns: list[Tensor],
@@ -250,15 +252,15 @@ def _add_gradients(
     total: Tensor,
 ) -> Tensor:
     """Add the candidates' gradients to their buffers; return the rows' (T, d) but for the factor per row."""
-    row_gradient, row_factors = torch.zeros_like(weighted_rows), products.factor(weighted_rows)
+    row_gradient, row_factors = torch.zeros_like(weighted_rows), matmul.factor(weighted_rows)
     for block in blocks:
         rows, entries = block.positives(first)
         entries.copy_(-total[rows])
         candidates = slice(block.low, block.high)
-        products.add(row_gradient, block.values, columns[block.column][candidates])
+        matmul.add(row_gradient, block.values, columns[block.column][candidates])
         column_buffer = column_buffers[block.column]
         if column_buffer is not None:
-            products.add(column_buffer[candidates], block.values.T, row_factors)
+            matmul.add(column_buffer[candidates], block.values.T, row_factors)
     return row_gradient
 
 

@@ -28,8 +28,8 @@ from torch import nn
 
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.agreed import together
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.consensus import together
 
 
 @dataclass(eq=False)

@@ -22,8 +22,8 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.encoder import SharedEncoder, asking, in_eval_mode
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.agreed import together
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.consensus import together
 
 logger = logging.get_logger(__name__)
 

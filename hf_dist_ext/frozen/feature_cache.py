@@ -30,7 +30,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.leading_part import FEATURES, ImageEncoder, frozen_leading_part
-from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies import collectives, consensus
 
 logger = logging.get_logger(__name__)
 
@@ -209,7 +209,7 @@ def filled(
     shards the others do not gather.
     """
     cache = FeatureCache(model, args)
-    agreed.together(lambda: cache.fill(model, dataset, collate, args, autocast))
+    consensus.together(lambda: cache.fill(model, dataset, collate, args, autocast))
     cache.load_everyones()
     part = cache.part
     if isinstance(part, ImageEncoder) and stand_in is not None:

@@ -54,7 +54,7 @@ def choose(run: Run, devices: int) -> Choice:
 def _of_plan(plan: Plan) -> Choice:
     if plan.best is None:  # where every preset is refused, that of one process says why when it starts
         here = [option for option in plan.options if not option.why_not] or plan.options[:1]
-        preset = min(here, key=lambda option: option.given.total).preset
+        preset = min(here, key=lambda option: option.bytes.total).preset
         warnings = [f"{preset} needs least and is started all the same."]
     else:
         preset, settings = plan.best.preset, {**plan.changes}

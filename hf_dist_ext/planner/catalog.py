@@ -1,7 +1,8 @@
-"""Ways to spread a run over devices, and what the run file's knobs make of them.
+"""Ways to spread a run over devices, and what the fields of the run file make of them.
 
-A `Strategy` says what is split over devices and what is whole when, `Hardware` what the devices are. `adapted` gives a
-strategy as a run would have it (offload, frozen parts left whole), `refusal` says why it does not go with the knobs.
+A `StrategySpec` says what is split over devices and what is whole when, `Hardware` what the devices are. `adapted`
+gives a strategy as a run would have it (offload, frozen parts left whole), `refusal` says why it does not go with a
+field.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NETWORK = 3e9  # bytes per second that a machine sends to others where nobody sa
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineShape:
     """Consecutive devices that hold the same rows: `ranks` with stages of their own, each shared by `parts` devices
     (tensor parallelism). `sharding`: "FULL_SHARD" or "SHARD_GRAD_OP" where copies shard their stages (FSDP2)."""
 
@@ -49,7 +50,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategySpec:
     """How a run is spread. `shards`: what is split over devices: "" nothing, "o" optimizer state, "og" gradients too,
     "ogw" weights too. `keeps_whole`: gathered weights and gradients stay from chunk to chunk (speed)."""
 
@@ -62,40 +63,42 @@ class Strategy:
     is_hybrid: bool = False  # sharded inside a machine, copies between machines
     offloads: bool = False
     is_tensor_parallel: bool = False
-    pipeline: Pipeline | None = None
+    pipeline: PipelineShape | None = None
     in_words: str = ""
 
 
 _FROZEN_WHOLE = "what trains is sharded, what is frozen is whole"
+_HYBRID, _ON_CPU = "sharded in a machine, copies between them", "weights and state on the CPU"
 STRATEGIES = (
-    Strategy("single", "single_gpu", in_words="one device"),
-    Strategy("DDP", "multi_gpu_ddp", in_words="every device has everything"),
-    Strategy("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
-    Strategy("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
-    Strategy(
+    StrategySpec("single", "single_gpu", in_words="one device"),
+    StrategySpec("DDP", "multi_gpu_ddp", in_words="every device has everything"),
+    StrategySpec("FSDP speed", "multi_gpu_fsdp", "ogw", keeps_whole=True, in_words="weights gathered once per step"),
+    StrategySpec("FSDP memory", "multi_gpu_fsdp", "ogw", in_words="weights gathered layer by layer"),
+    StrategySpec(
         "FSDP frozen whole", "multi_gpu_fsdp_frozen_replicated", "ogw", replicates_frozen=True, in_words=_FROZEN_WHOLE
     ),
-    Strategy("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words="sharded in a machine, copies between them"),
-    Strategy("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words="weights and state on the CPU"),
-    Strategy("ZeRO-1", "deepspeed_zero1", "o", is_deepspeed=True, in_words="optimizer state sharded"),
-    Strategy("ZeRO-2", "deepspeed_zero2", "og", is_deepspeed=True, in_words="gradients sharded too"),
-    Strategy("ZeRO-3", "deepspeed_zero3", "ogw", is_deepspeed=True, in_words="weights sharded too"),
-    Strategy(
+    StrategySpec("HSDP", "multi_gpu_hsdp", "ogw", is_hybrid=True, in_words=_HYBRID),
+    StrategySpec("FSDP offload", "multi_gpu_fsdp_offload", "ogw", offloads=True, in_words=_ON_CPU),
+    StrategySpec("ZeRO-1", "deepspeed_zero1", "o", is_deepspeed=True, in_words="optimizer state sharded"),
+    StrategySpec("ZeRO-2", "deepspeed_zero2", "og", is_deepspeed=True, in_words="gradients sharded too"),
+    StrategySpec("ZeRO-3", "deepspeed_zero3", "ogw", is_deepspeed=True, in_words="weights sharded too"),
+    StrategySpec(
         "ZeRO-3 offload", "deepspeed_zero3_offload", "ogw", is_deepspeed=True, offloads=True, in_words="on the CPU"
     ),
-    Strategy(
+    StrategySpec(
         "TP", "multi_gpu_tp", "ogw", is_tensor_parallel=True, in_words="each layer split in groups, FSDP over them"
     ),
 )
 
 TENSOR_PARALLEL_GROUP = 2  # of the presets multi_gpu_tp and multi_gpu_3d
+OF_FSDP = ("sharding", "sharding_group_size", "cpu_offload", "min_num_params", "reduce_dtype")  # fields
 PIPELINE_PRESETS = ("multi_gpu_pp", "multi_gpu_3d")  # of whole layers, of layers that are split too
 
 
 @dataclass(frozen=True)
 class Hardware:
     """`num_devices` over all machines; `memory_bytes` per device, `host_bytes` of a machine's own memory, `network` in
-    bytes per second that a machine sends to others. `card`: its name in planner/cards.py."""
+    bytes per second that a machine sends to others. `card`: its name in planner/devices.py."""
 
     num_devices: int = 1
     memory_bytes: float = 80 * GIB
@@ -132,7 +135,7 @@ class Hardware:
         return self.given_host_bytes or max(64 * GIB, 2 * self.per_node * self.memory_bytes)
 
 
-def tensor_parallel_size(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
+def tensor_parallel_size(strategy: StrategySpec, work: Workload, hardware: Hardware) -> int:
     """The preset's groups where layers can be split over them; 1: layers are whole."""
     if strategy.pipeline is not None:
         return strategy.pipeline.parts
@@ -140,96 +143,77 @@ def tensor_parallel_size(strategy: Strategy, work: Workload, hardware: Hardware)
     return TENSOR_PARALLEL_GROUP if is_split else 1
 
 
-def devices_per_row(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
-    """Devices that hold the same rows, so that fewer meet in the loss."""
-    return strategy.pipeline.devices if strategy.pipeline else tensor_parallel_size(strategy, work, hardware)
-
-
 def splits_layers(work: Workload, hardware: Hardware, parts: int) -> bool:
     """Whether the model's layers and the devices of a machine can be dealt to groups of so many."""
     return parts in work.sizes_to_split and hardware.per_node % parts == 0
 
 
-def shard_count(strategy: Strategy, work: Workload, hardware: Hardware) -> int:
-    """Devices that share one copy of what is sharded."""
-    if not strategy.shards:
-        return 1
-    if strategy.is_hybrid:
-        return work.knobs.sharding_group_size or hardware.per_node
-    if strategy.is_tensor_parallel:
-        return max(1, hardware.num_devices // tensor_parallel_size(strategy, work, hardware))
-    return hardware.num_devices
-
-
-def sends_early(strategy: Strategy, work: Workload, hardware: Hardware) -> bool:
-    """Whether a column travels to other devices while others are encoded, as training/sizes.py decides. With weights
-    that are gathered only columns of several towers do, which have chunks of their own anyway."""
-    is_shared = hardware.num_devices > 1 and strategy.name != "single" and work.sees_all_rows
-    return is_shared and "w" not in strategy.shards and strategy.pipeline is None
-
-
-def is_fsdp(strategy: Strategy) -> bool:
+def is_fsdp(strategy: StrategySpec) -> bool:
     return "w" in strategy.shards and not strategy.is_deepspeed and not strategy.is_tensor_parallel
+
+
+def can_leave_frozen_whole(work: Workload) -> bool:
+    """By freezing fields; adapters leave nothing whole."""
+    freezes = work.given.get("trainable_modules") or work.given.get("frozen_modules")
+    return bool(freezes) and work.given.get("frozen_parts_fsdp") != "shard"
 
 
 def leaves_frozen_whole(work: Workload, hardware: Hardware) -> bool:
     """Whether FSDP does so by the run's own fields (frozen_parts_fsdp)."""
-    if not work.can_replicate or work.replicates_frozen == "shard":
-        return False
     frozen = sum(one.elements * one.item for one in work.parameters().values() if not one.trains)
-    return work.replicates_frozen == "replicate" or frozen <= policy.KEPT_WHOLE_SHARE * hardware.memory_bytes
+    is_small = frozen <= policy.KEPT_WHOLE_SHARE * hardware.memory_bytes
+    return can_leave_frozen_whole(work) and (work.given.get("frozen_parts_fsdp") == "replicate" or is_small)
 
 
-def adapted(strategy: Strategy, work: Workload, hardware: Hardware) -> Strategy:
+def adapted(strategy: StrategySpec, work: Workload, hardware: Hardware) -> StrategySpec:
+    """As the run's own fields have it."""
     if not is_fsdp(strategy):
         return strategy
-    knobs = work.knobs
+    has_groups = strategy.is_hybrid and work.given.get("sharding") == "HYBRID_SHARD"
     return replace(
         strategy,
         # the run file makes the groups, over whatever number of devices there are
-        preset="multi_gpu_fsdp" if strategy.is_hybrid and knobs.sharding == "HYBRID_SHARD" else strategy.preset,
-        offloads=strategy.offloads or bool(knobs.cpu_offload),
+        preset="multi_gpu_fsdp" if has_groups else strategy.preset,
+        offloads=strategy.offloads or bool(work.given.get("cpu_offload")),
         replicates_frozen=strategy.replicates_frozen or leaves_frozen_whole(work, hardware),
     )
 
 
-def refusal(strategy: Strategy, work: Workload, hardware: Hardware) -> str:
-    """ "" where everything has a meaning."""
-    knobs = work.knobs
+def refusal(strategy: StrategySpec, work: Workload, hardware: Hardware) -> str:
+    """ "" where every field of the run file has a meaning."""
+    hook, sharding = (work.given.get(name) for name in ("ddp_comm_hook", "sharding"))
     if work.is_in_4_bits and (strategy.shards or strategy.pipeline):
         return "load_in_4bit keeps the base whole in every process"
     if tensor_parallel_size(strategy, work, hardware) > 1 and work.optimizer not in policy.SPLIT_OPTIMIZERS:
         return f"split layers do not go with optim={work.optimizer}"
-    if knobs.hook is not None and strategy.name != "DDP":
-        return f'ddp_comm_hook="{knobs.hook}" is for DDP'
-    if strategy.pipeline is not None and knobs.sharding not in (None, "NO_SHARD"):
+    if hook is not None and strategy.name != "DDP":
+        return f'ddp_comm_hook="{hook}" is for DDP'
+    if strategy.pipeline is not None and sharding not in (None, "NO_SHARD"):
         return _stages_not_sharded(strategy.pipeline, work, hardware)
     if not is_fsdp(strategy):
-        return f"{knobs.of_fsdp[0]} has no meaning without FSDP" if knobs.of_fsdp else ""
-    if knobs.sharding == "NO_SHARD":
+        given = [name for name in OF_FSDP if work.given.get(name) is not None]
+        alone = [name for name in given if not (name == "sharding" and sharding == "NO_SHARD")]
+        return f"{alone[0]} has no meaning without FSDP" if alone else ""
+    if sharding == "NO_SHARD":
         return 'sharding="NO_SHARD" makes it DDP'
-    if knobs.sharding == "HYBRID_SHARD":
-        group = knobs.sharding_group_size or hardware.per_node
+    if sharding == "HYBRID_SHARD":
+        group = work.given.get("sharding_group_size") or hardware.per_node
         if not strategy.is_hybrid:
             return 'sharding="HYBRID_SHARD" makes groups'
         if hardware.num_devices % group or group in (1, hardware.num_devices):
             return f"{hardware.num_devices} devices in groups of {group} are not two or more groups of two or more"
-    elif knobs.sharding is not None and strategy.is_hybrid:
-        return f'sharding="{knobs.sharding}" shards over all devices'
-    if knobs.cpu_offload is False and strategy.offloads:
-        return "cpu_offload is false"
-    return ""
+    elif sharding is not None and strategy.is_hybrid:
+        return f'sharding="{sharding}" shards over all devices'
+    return "cpu_offload is false" if work.given.get("cpu_offload") is False and strategy.offloads else ""
 
 
-def _stages_not_sharded(pipeline: Pipeline, work: Workload, hardware: Hardware) -> str:
+def _stages_not_sharded(pipeline: PipelineShape, work: Workload, hardware: Hardware) -> str:
     """As strategies/sharded_stages.py refuses them."""
-    given = f'sharding="{work.knobs.sharding}" in a pipeline'
+    given = f'sharding="{work.given["sharding"]}" in a pipeline'
     if not pipeline.sharding:
         return f"{given} is over all copies: FULL_SHARD or SHARD_GRAD_OP"
     if hardware.num_devices == pipeline.devices:
         return f"{given} is over copies, and there is one"
     if pipeline.frees and pipeline.schedule in policy.CUT_BACKWARDS:
         return f"{given} does not go with {pipeline.schedule}"
-    if work.optimizer not in policy.SPLIT_OPTIMIZERS:
-        return f"{given} does not go with optim={work.optimizer}"
-    return ""
+    return "" if work.optimizer in policy.SPLIT_OPTIMIZERS else f"{given} does not go with optim={work.optimizer}"

@@ -20,25 +20,23 @@ from dataclasses import replace
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner import memory, pipelines
-from hf_dist_ext.planner import traffic as on_links
+from hf_dist_ext.planner import pipelines
 from hf_dist_ext.planner.catalog import (
     GIB,
     PER_NODE,
     STRATEGIES,
     Hardware,
-    Strategy,
+    StrategySpec,
     adapted,
-    devices_per_row,
+    can_leave_frozen_whole,
     leaves_frozen_whole,
     refusal,
     tensor_parallel_size,
 )
-from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
-from hf_dist_ext.planner.plan import MOST_ROWS, Larger, Most, Option, Plan, changes_for, waits_for_links
+from hf_dist_ext.planner.memory import Settings, is_chunked, model_of
+from hf_dist_ext.planner.plan import MOST_ROWS, Estimate, Most, Option, Plan, changes_for
 from hf_dist_ext.planner.reasons import explain, explain_halves, explain_stages
 from hf_dist_ext.planner.traced import traced
-from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload, with_batch
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.run.config import Run
@@ -91,14 +89,14 @@ def _plan_stages(run: Run, hardware: Hardware, available: Collection[str] | None
     """Each stage by itself; the plan of the one that needs most where nothing is sharded, since the processes are
     those of the whole run."""
     plans = [make_plan(stage, hardware, available, may_halve_frozen) for stage in run.stages]
-    largest = max(plans, key=lambda plan: plan.simplest.given.total)
+    largest = max(plans, key=lambda plan: plan.simplest.bytes.total)
     for plan in plans:
         chosen = plan.option(largest.best.strategy.name) if largest.best is not None else None
         largest.stages.append(
             {
                 "name": plan.run.name,
-                "needs": round(plan.simplest.given.total),
-                "needs_with": None if chosen is None else round(chosen.given.total),
+                "needs": round(plan.simplest.bytes.total),
+                "needs_with": None if chosen is None else round(chosen.bytes.total),
                 "fits": None if chosen is None else chosen.fits,
                 "set": {} if chosen is None else changes_for(plan, chosen),
             }
@@ -117,14 +115,12 @@ def plan_workload(work: Workload, hardware: Hardware, available: Collection[str]
     options += _pipelines(work, hardware, available)
     best = _best(options)
     plan = Plan(work, hardware, options, best, notes=list(work.notes))
-    if best is None and not any(option.settings for option in options):
+    if best is None and not any(option.fitted for option in options):
         plan.enough = _enough(work, hardware, available)
     if best is not None and best.strategy.is_deepspeed and (reason := deepspeed_install.why_unusable()):
         plan.notes.append(reason)
     if best is not None:
-        plan.larger = _larger(work, best, hardware)
-        plan.levers = _levers(work, best, hardware)
-        plan.most = _most(work, best, hardware)
+        plan.larger, plan.levers, plan.most = _larger(work, best), _levers(work, best), _most(work, best)
     if hardware.memory_is_assumed:
         plan.notes.append(
             f"no device is visible here: {hardware.memory_bytes / GIB:.0f} GiB per device are assumed. "
@@ -162,38 +158,29 @@ def _enough(work: Workload, hardware: Hardware, available: Collection[str]) -> P
 
 def _pipelines(work: Workload, hardware: Hardware, available: Collection[str]) -> list[Option]:
     """The best pipeline of whole layers, and the best one whose layers are split too."""
-    asked, found = work.knobs.pipeline_size, []
+    asked, found = work.pipeline_size, []
     possible = [_option(work, one, hardware, available) for one in pipelines.candidates(work, hardware)]
     for is_split in (False, True):
         of_kind = [option for option in possible if (option.strategy.pipeline.parts > 1) == is_split]
         if of_kind:
-            order = [(not o.fits, o.settings is None, o.seconds, o.given.total) for o in of_kind]
+            order = [(not o.fits, o.fitted is None, o.seconds, o.bytes.total) for o in of_kind]
             found.append(of_kind[order.index(min(order))])
-            found[-1].add_pipeline(work, hardware)
+            found[-1].add_pipeline()
     if asked > 1 and (not found or pipelines.why_none(work)):
         why = pipelines.why_none(work) or pipelines.why_not_dealt(work, hardware)
         raise UsageError(f"pipeline_parallel_size={asked}: {why}. Remove it to see what the other ways take.")
     return found
 
 
-def _needed(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
-    return (pipelines if strategy.pipeline else memory).estimate(work, strategy, hardware, settings)
-
-
-def _sent(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
-    return (pipelines if strategy.pipeline else on_links).traffic(work, strategy, hardware, settings)
-
-
-def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool:
+def _has_meaning(strategy: StrategySpec, work: Workload, hardware: Hardware) -> bool:
     if strategy.name == "single":
         return True
     if hardware.num_devices == 1:
         return strategy.offloads
     if strategy.replicates_frozen:  # where the run's own field does so, the other rows do
-        is_possible = work.can_replicate and work.replicates_frozen != "shard"
-        return is_possible and not leaves_frozen_whole(work, hardware)
+        return can_leave_frozen_whole(work) and not leaves_frozen_whole(work, hardware)
     if strategy.is_hybrid:
-        return hardware.num_nodes > 1 or work.knobs.sharding == "HYBRID_SHARD"
+        return hardware.num_nodes > 1 or work.given.get("sharding") == "HYBRID_SHARD"
     if strategy.is_tensor_parallel:
         return work.is_embedding and tensor_parallel_size(strategy, work, hardware) > 1
     if strategy.preset == "multi_gpu_fsdp" and work.fsdp_mode != "auto":
@@ -201,7 +188,7 @@ def _has_meaning(strategy: Strategy, work: Workload, hardware: Hardware) -> bool
     return not strategy.keeps_whole or work.is_embedding  # without our loss nothing keeps weights whole
 
 
-def _preset(strategy: Strategy, hardware: Hardware, available: Collection[str]) -> str:
+def _preset(strategy: StrategySpec, hardware: Hardware, available: Collection[str]) -> str:
     for_nodes = {"multi_gpu_ddp": "multi_node_ddp", "multi_gpu_hsdp": "multi_node_hsdp"}.get(strategy.preset)
     if hardware.num_nodes > 1 and for_nodes in available:
         return for_nodes
@@ -211,42 +198,30 @@ def _preset(strategy: Strategy, hardware: Hardware, available: Collection[str]) 
     return strategy.preset
 
 
-def _option(work: Workload, strategy: Strategy, hardware: Hardware, available: Collection[str]) -> Option:
+def _option(work: Workload, strategy: StrategySpec, hardware: Hardware, available: Collection[str]) -> Option:
     preset = _preset(strategy, hardware, available)
-    as_given = Settings(is_checkpointed=work.is_checkpointed)
-    turns = hardware.num_devices if strategy.name == "single" else devices_per_row(strategy, work, hardware)
-    sent = _sent(work, strategy, hardware, as_given)
-    option = Option(
-        strategy,
-        preset,
-        refusal(strategy, work, hardware) or _why_not(work, strategy, preset, hardware, available),
-        _needed(work, strategy, hardware, as_given),
-        _needed(work, strategy, hardware, Settings(is_checkpointed=True)),
-        _needed(work, strategy, hardware, Settings(is_checkpointed=False)),
-        sent,
-        hardware,
-        turns,
-        Bytes(),
-        _seconds(work, as_given, sent, hardware) * turns,
-    )
-    option.least = min(option.given, option.checkpointed, key=lambda needed: needed.total)
+    given = Estimate(work, strategy, hardware, Settings(is_checkpointed=work.is_checkpointed))
+    checkpointed = given.with_settings(is_checkpointed=True)
+    why_not = refusal(strategy, work, hardware) or _why_not(work, strategy, preset, hardware, available)
+    option = Option(preset, why_not, given, min(given.needed, checkpointed.needed, key=lambda one: one.total))
     needs_chunk = strategy.pipeline is not None and not work.is_cached
     if work.finds_chunk or needs_chunk or not option.fits:
-        _make_fit(option, work, hardware, needs_chunk)
+        _make_fit(option, needs_chunk)
     else:
-        option.settings, option.batch, option.fitted, option.sent = as_given, work.batch, option.given, option.traffic
-        option.optimizer = work.optimizer
-        option.seconds = option.given_seconds
-    if work.finds_chunk and option.settings is not None and option.settings.is_checkpointed == work.is_checkpointed:
-        option.given = option.fitted or option.given  # the run finds this size itself
+        option.fitted = given
+    fitted = option.fitted
+    if work.finds_chunk and fitted is not None and fitted.settings.is_checkpointed == work.is_checkpointed:
+        option.found = fitted.needed
     return option
 
 
-def _why_not(work: Workload, strategy: Strategy, preset: str, hardware: Hardware, available: Collection[str]) -> str:
+def _why_not(
+    work: Workload, strategy: StrategySpec, preset: str, hardware: Hardware, available: Collection[str]
+) -> str:
     if strategy.pipeline is not None and (reason := pipelines.why_none(work)):
         return reason
-    if strategy.pipeline is None and work.knobs.pipeline_size > 1:
-        return f"the run file asks for pipelines of {work.knobs.pipeline_size} (pipeline_parallel_size)"
+    if strategy.pipeline is None and work.pipeline_size > 1:
+        return f"the run file asks for pipelines of {work.pipeline_size} (pipeline_parallel_size)"
     if strategy.name == "single" and hardware.num_devices > 1:
         return f"it would use one of {hardware.num_devices} devices"
     if preset not in available:
@@ -255,109 +230,88 @@ def _why_not(work: Workload, strategy: Strategy, preset: str, hardware: Hardware
     return ""
 
 
-def _make_fit(option: Option, work: Workload, hardware: Hardware, needs_chunk: bool) -> None:
+def _make_fit(option: Option, needs_chunk: bool) -> None:
     """(2) The quickest of: smaller chunks, checkpointing, both; where none of it helps, with an 8-bit optimizer."""
+    work = option.given.work
     others = [EIGHT_BIT] if _can_be_8_bit(work, option.strategy) else []
     for variant in (work, *(replace(work, optimizer=other) for other in others)):
         for is_checkpointed in dict.fromkeys([work.is_checkpointed, True]):
             for smaller, settings in _smaller(variant, is_checkpointed, needs_chunk):
-                _take_if_quicker(option, smaller, settings, hardware)
-        if option.settings is not None:
+                tried = replace(option.given, work=smaller, settings=settings)
+                option.least = min(option.least, tried.needed, key=lambda one: one.total)
+                if tried.fits and tried.seconds < option.seconds:
+                    option.fitted = tried
+        if option.fitted is not None:
             return
 
 
-def _take_if_quicker(option: Option, work: Workload, settings: Settings, hardware: Hardware) -> None:
-    needed = _needed(work, option.strategy, hardware, settings)
-    option.least = min(option.least, needed, key=lambda one: one.total)
-    if not hardware.holds(needed.total, needed.host):
-        return
-    sent = _sent(work, option.strategy, hardware, settings)
-    seconds = _seconds(work, settings, sent, hardware) * option.turns
-    if seconds < option.seconds:
-        option.settings, option.batch, option.fitted, option.optimizer = settings, work.batch, needed, work.optimizer
-        option.seconds, option.sent = seconds, sent
-
-
-def _can_be_8_bit(work: Workload, strategy: Strategy) -> bool:
+def _can_be_8_bit(work: Workload, strategy: StrategySpec) -> bool:
     """Not where layers are split, nor with the optimizers of the CPU and of DeepSpeed."""
     is_other = strategy.offloads or strategy.is_deepspeed or strategy.is_tensor_parallel or strategy.pipeline
     return not is_other and work.optimizer.startswith("adamw_torch") and "bit" not in work.optimizer
 
 
-def _levers(work: Workload, best: Option, hardware: Hardware) -> dict[str, float]:
+def _levers(work: Workload, best: Option) -> dict[str, float]:
     """Bytes of a device that one more change would save, the largest first."""
-    settings, as_fitted = best.settings or Settings(), replace(work, optimizer=best.optimizer)
-    if best.batch != work.batch:
-        as_fitted = with_batch(as_fitted, best.batch)
-    changes = {}
-    if not settings.is_checkpointed:
-        changes["checkpointing"] = as_fitted, replace(settings, is_checkpointed=True)
-    if is_cut(work, settings):
-        rows = work.rows_of_chunk(work.longest_column, settings.chunk_rows)
+    now, changes = best.fitted or best.given, {}
+    batch = now.work.batch
+    if not now.settings.is_checkpointed:
+        changes["checkpointing"] = now.with_settings(is_checkpointed=True)
+    if is_chunked(work, now.settings):
+        rows = work.rows_of_chunk(work.longest_column, now.settings.chunk_rows)
         if rows > 1:
-            changes["half as wide chunks"] = as_fitted, replace(settings, chunk_rows=rows // 2)
-    elif best.batch > 1:
-        changes["half the batch"] = with_batch(as_fitted, best.batch // 2), settings
-    if best.optimizer != EIGHT_BIT and _can_be_8_bit(work, best.strategy):
-        changes["an 8-bit optimizer"] = replace(as_fitted, optimizer=EIGHT_BIT), settings
-    now = best.shown.total
-    saved = {
-        what: now - _needed(variant, best.strategy, hardware, one).total for what, (variant, one) in changes.items()
-    }
-    whole, shown = model_of(work).whole, best.shown
+            changes["half as wide chunks"] = now.with_settings(chunk_rows=rows // 2)
+    elif batch > 1:
+        changes["half the batch"] = replace(now, work=with_batch(now.work, batch // 2))
+    if now.work.optimizer != EIGHT_BIT and _can_be_8_bit(work, best.strategy):
+        changes["an 8-bit optimizer"] = replace(now, work=replace(now.work, optimizer=EIGHT_BIT))
+    shown, whole = best.shown, model_of(work).whole
+    saved = {what: shown.total - changed.needed.total for what, changed in changes.items()}
     if whole.trained == whole.elements:  # adapters are small beside the model; they save activations too
         saved[LORA] = shown.gradients + shown.optimizer + (shown.buffers if best.strategy.name == "DDP" else 0.0)
     return dict(sorted(((what, size) for what, size in saved.items() if size > 0), key=lambda one: -one[1]))
 
 
-def _larger(work: Workload, best: Option, hardware: Hardware) -> Larger | None:
+def _larger(work: Workload, best: Option) -> Estimate | None:
     """The largest gain by wider chunks, where the run names a size that is smaller than the memory allows."""
-    settings = best.settings
-    if settings is None or not work.is_cached or work.finds_chunk or best.fitted is None:
+    if best.fitted is None or not work.is_cached or work.finds_chunk:
         return None
-    longest, most = work.longest_column, work.most_rows
-    own, found = work.rows_of_chunk(longest, settings.chunk_rows), None
-    for rows in (own << power for power in range(1, most.bit_length())):
-        wider = replace(settings, chunk_rows=min(rows, most))
-        needed = _needed(work, best.strategy, hardware, wider)
-        if not hardware.holds(needed.total, needed.host):
+    found, most = None, work.most_rows
+    own = work.rows_of_chunk(work.longest_column, best.fitted.settings.chunk_rows)
+    for rows in (min(own << power, most) for power in range(1, most.bit_length())):
+        wider = replace(best.fitted, work=work).with_settings(chunk_rows=rows)
+        if not wider.fits:
             break
-        sent = _sent(work, best.strategy, hardware, wider)
-        seconds = _seconds(work, wider, sent, hardware) * best.turns
-        if seconds < WORTH * (found.seconds if found else best.seconds):
-            found = Larger(min(rows, most), needed.total, seconds, sent.bytes)
+        if wider.seconds < WORTH * (found.seconds if found else best.seconds):
+            found = wider
         if rows >= most:
             break
     return found
 
 
-def _most(work: Workload, best: Option, hardware: Hardware) -> Most | None:
+def _most(work: Workload, best: Option) -> Most | None:
     """The largest chunk, and the largest batch of a device, by halving the range in which they lie."""
-    settings = best.settings
-    if settings is None or best.strategy.pipeline is not None:
+    fitted = best.fitted
+    if fitted is None or best.strategy.pipeline is not None:
         return None
-    as_fitted = replace(with_batch(work, best.batch), optimizer=best.optimizer)
+    batch, chunk = fitted.work.batch, None
+    as_fitted = replace(fitted, work=replace(with_batch(work, batch), optimizer=fitted.work.optimizer))
 
-    def fits(variant: Workload, chosen: Settings) -> bool:
-        needed = _needed(variant, best.strategy, hardware, chosen)
-        return hardware.holds(needed.total, needed.host)
-
-    def largest(known: int, limit: int, holds: Callable[[int], bool]) -> int:
+    def largest(known: int, limit: int, fits: Callable[[int], bool]) -> int:
         upper = known
-        while upper < limit and holds(min(limit, 2 * upper)):
+        while upper < limit and fits(min(limit, 2 * upper)):
             upper = min(limit, 2 * upper)
         step = upper // 2
         while step > upper // 64:  # to about 2 %
-            upper += step if upper + step <= limit and holds(upper + step) else 0
+            upper += step if upper + step <= limit and fits(upper + step) else 0
             step //= 2
         return upper
 
-    chunk = None
-    if work.is_embedding and is_cut(work, settings):
-        longest, most = work.longest_column, work.most_rows
-        own = work.rows_of_chunk(longest, settings.chunk_rows)
-        chunk = largest(own, most, lambda rows: fits(as_fitted, replace(settings, chunk_rows=rows)))
-    return Most(chunk, largest(best.batch, MOST_ROWS, lambda rows: fits(with_batch(as_fitted, rows), settings)))
+    if work.is_embedding and is_chunked(work, fitted.settings):
+        own = work.rows_of_chunk(work.longest_column, fitted.settings.chunk_rows)
+        chunk = largest(own, work.most_rows, lambda rows: as_fitted.with_settings(chunk_rows=rows).fits)
+    most = largest(batch, MOST_ROWS, lambda rows: replace(as_fitted, work=with_batch(as_fitted.work, rows)).fits)
+    return Most(chunk, most)
 
 
 def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[tuple[Workload, Settings]]:
@@ -374,24 +328,15 @@ def _smaller(work: Workload, is_checkpointed: bool, needs_chunk: bool) -> list[t
     return whole + [(work, Settings(rows, is_checkpointed)) for rows in sizes]
 
 
-def _seconds(work: Workload, settings: Settings, sent: Traffic, hardware: Hardware) -> float:
-    """Of one step."""
-    longest, is_whole = work.longest, not is_cut(work, settings)
-    rows = work.batch if is_whole else work.rows_of_chunk(work.longest_column, settings.chunk_rows)
-    waiting = 1 + hardware.half_speed_tokens / (
-        rows * longest
-    )  # arithmetic takes so many times longer in small chunks
-    return sent.seconds + sent.arithmetic_seconds * waiting
-
-
 def _best(options: list[Option]) -> Option | None:
     """(3) Of what asks least of the run, the shortest step; of steps about as short the simplest strategy: the table
     goes from simple to involved."""
-    possible = [option for option in options if not option.why_not and option.settings is not None]
+    possible = [option for option in options if not option.why_not and option.fitted is not None]
     if deepspeed_install.why_unusable():  # then only what fits by nothing but the CPU's memory is worth installing it
         of_torch = [option for option in possible if not option.strategy.is_deepspeed]
         possible = of_torch if any(not option.strategy.offloads for option in of_torch) else possible
-    wants_pipelines = waits_for_links([option for option in possible if not option.strategy.pipeline])
+    quickest = min((o for o in possible if not o.strategy.pipeline), key=lambda o: o.seconds, default=None)
+    wants_pipelines = quickest is not None and quickest.sending > quickest.seconds / 2
     least = min((_effort(option, wants_pipelines) for option in possible), default=0)
     possible = [option for option in possible if _effort(option, wants_pipelines) == least]
     shortest = min((option.seconds for option in possible), default=0.0)
@@ -413,4 +358,4 @@ def _effort(option: Option, wants_pipelines: bool) -> int:
         return 3
     if option.fits:
         return 0
-    return 2 if option.optimizer == EIGHT_BIT else 1
+    return 2 if option.fitted and option.fitted.work.optimizer == EIGHT_BIT else 1

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner import cpu
 from hf_dist_ext.planner.catalog import GIB
+from hf_dist_ext.planner.devices import CPU
 from hf_dist_ext.planner.plan import Option, Plan
 from hf_dist_ext.planner.report import duration, rounded
 
@@ -23,7 +24,7 @@ SHORT = 0.1  # seconds of a step in which starting kernels and reading data show
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunFigures:
     """Of a step and of the process that needs most memory. `seconds` or, in mid-run, `rows_per_second`: of all columns
     and processes, the median of the logged lines but the first, which has the start in it. `allocated`: bytes of an
     accelerator, `process`: of a CPU's process with all that it loaded; None where it is not counted."""
@@ -44,35 +45,35 @@ def run_file(folder: Path) -> Path:
     return path
 
 
-def measured(folder: Path) -> Measured:
+def measured(folder: Path) -> RunFigures:
     path = folder / "measured.json"
     if path.is_file():
         found = json.loads(path.read_text(encoding="utf-8"))
         of_memory = [found["memory"].get(name) for name in ("allocated", "process")]
-        return Measured(found["seconds_per_step"], None, *of_memory, found["device"], found["processes"])
+        return RunFigures(found["seconds_per_step"], None, *of_memory, found["device"], found["processes"])
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
     rates = [line["rows_per_second"] for line in lines if "rows_per_second" in line]
     if not rates:
         raise UsageError(f"{path} has no line with rows_per_second yet. Let the run log once (logging_steps).")
     peaks = [line["peak_memory_gib"] * GIB for line in lines if "peak_memory_gib" in line]
-    return Measured(None, statistics.median(rates[1:] or rates), max(peaks, default=None))
+    return RunFigures(None, statistics.median(rates[1:] or rates), max(peaks, default=None))
 
 
 def compared(plan: Plan, folder: Path) -> dict[str, Any]:
     """Predicted and measured figures, as the run stood. Raises UsageError."""
     found, option = measured(folder), _option_of(plan, folder)
-    work, needed = plan.work, option.given
+    work, needed = plan.work, option.bytes
     rows = sum(column.rows for column in work.columns) * work.accumulation * plan.hardware.num_devices
     seconds = found.seconds or rows / (found.rows_per_second or 1)
     allocated = needed.total - needed.framework
     return {
         "strategy": option.strategy.name,
-        "predicted": _figures(option.given_seconds, rows) | {"allocated": allocated},
+        "predicted": _figures(option.given.seconds, rows) | {"allocated": allocated},
         "measured": _figures(seconds, rows) | {"allocated": found.allocated, "process": found.process},
         # what a device's arithmetic would have to be, if a step did nothing else
-        "arithmetic_per_second": option.traffic.arithmetic * option.turns / seconds,
-        "is_mostly_overhead": seconds < SHORT or (found.device == cpu.NAME and (found.processes or 1) > 1),
+        "arithmetic_per_second": option.given.traffic.arithmetic * option.given.turns / seconds,
+        "is_mostly_overhead": seconds < SHORT or (found.device == CPU and (found.processes or 1) > 1),
     }
 
 
@@ -100,22 +101,23 @@ def _option_of(plan: Plan, folder: Path) -> Option:
 def lines_of(found: dict[str, Any]) -> list[str]:
     """For people."""
     predicted, seen = found["predicted"], found["measured"]
-    lines = [f"{found['strategy']}, predicted beside measured:"]
-    seconds, real = predicted["seconds_per_step"], seen["seconds_per_step"]
-    lines.append(f"  a step: {duration(seconds)} / {duration(real)} ({seconds / real - 1:+.0%})")
-    rate, real = predicted["rows_per_second"], seen["rows_per_second"]
-    lines.append(f"  rows per second, of all columns: {rounded(rate)} / {rounded(real)} ({rate / real - 1:+.0%})")
-    planned = _size(predicted["allocated"])
+
+    def both(name: str, words: Callable[[float], str]) -> str:
+        return f"{words(predicted[name])} / {words(seen[name])} ({predicted[name] / seen[name] - 1:+.0%})"
+
+    memory = f"{_size(predicted['allocated'])} / not counted by the device of the run"
     if seen["allocated"] is not None:
-        error = predicted["allocated"] / seen["allocated"] - 1
-        real = f"{_size(seen['allocated'])} ({error:+.0%}), without what torch does not allocate"
-        lines.append(f"  memory: {planned} / {real}")
+        memory = f"{both('allocated', _size)}, without what torch does not allocate"
     elif seen["process"] is not None:
-        real = f"{_size(seen['process'])} of the process with all of its libraries"
-        lines.append(f"  memory: {planned} of tensors / {real}")
-    else:
-        lines.append(f"  memory: {planned} / not counted by the device of the run")
-    lines.append(f"  arithmetic of a device, as measured: {found['arithmetic_per_second'] / 1e12:.3g} TFLOP/s")
+        libraries = f"{_size(seen['process'])} of the process with all of its libraries"
+        memory = f"{_size(predicted['allocated'])} of tensors / {libraries}"
+    lines = [
+        f"{found['strategy']}, predicted beside measured:",
+        f"  a step: {both('seconds_per_step', duration)}",
+        f"  rows per second, of all columns: {both('rows_per_second', rounded)}",
+        f"  memory: {memory}",
+        f"  arithmetic of a device, as measured: {found['arithmetic_per_second'] / 1e12:.3g} TFLOP/s",
+    ]
     if found["is_mostly_overhead"]:
         lines.append("  overheads outside of the model's arithmetic dominate such a step; a plan does not count them")
     return lines

@@ -1,7 +1,15 @@
-"""What this machine's devices are, asked of the driver and not of torch: how many are visible, their memory and links.
+"""What a plan's devices are: those here, asked of the driver and not of torch; cards by name; this machine's CPU.
 
 The memory is the least of the visible devices', from nvidia-smi or the kernel's files of AMD. The links are NVLink
-where the driver names one between two devices, else PCIe.
+where the driver names one between two devices, else PCIe. The CPU's memory is shared by the processes of the run, and
+its arithmetic is measured in place: tasks/speed.py runs a layer of the model's sizes for a second.
+
+Of cards, memory as the driver shows it, peak arithmetic and links, from their makers' data sheets: `half` counts dense
+bfloat16 products of the matrix units that are added up in float32 (float16 where a card has no bfloat16), `single`
+float32 without TF32, which torch leaves off; both per second, a multiply-add as two. Data sheets mostly give products
+of sparse matrices, twice as many. Runs reach a share of a peak: HALF_REACHED and SINGLE_REACHED are assumptions, so
+times are good for comparing, and for orders of magnitude. `memory_mib` is what nvidia-smi shows with ECC as the cards
+are delivered; of the V100 it is the data sheet's 32 GiB.
 """
 
 from __future__ import annotations
@@ -12,14 +20,82 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner.cards import card_named, card_of
 from hf_dist_ext.planner.catalog import GIB, NETWORK, PER_NODE, Hardware
+from hf_dist_ext.planner.traced import config_of
+from hf_dist_ext.run.config import Run
 
 ASSUMED_GIB = 80.0  # where no device is at hand and none is named
 NVLINK_GIB = 40.0
+HALF_REACHED, SINGLE_REACHED = 0.4, 0.7
+CPU = "cpu"
+TOKENS = 4096  # of the CPU's measured layer's rows: enough to be busy, few enough for a second
+
+
+# ---- cards by name ----
+
+
+@dataclass(frozen=True)
+class Card:
+    memory_mib: int
+    half: float
+    single: float
+    interconnect: str
+    source: str  # of `half` and `single`
+    words: tuple[str, ...]  # in the driver's name of the card
+
+    @property
+    def memory_gib(self) -> float:
+        return self.memory_mib / 1024
+
+    def speed(self, item: int) -> float:
+        """Operations per second of a run that computes with so many bytes per element."""
+        return self.half * HALF_REACHED if item < 4 else self.single * SINGLE_REACHED
+
+
+AMPERE = "NVIDIA Ampere GA102 architecture white paper"
+ADA = "NVIDIA Ada architecture white paper"
+BLACKWELL = "NVIDIA Blackwell architecture technical brief, HGX B200 at 1,000 W"
+CARDS = {  # the first one counts whose words are all in a driver's name
+    "b200": Card(183359, 2250e12, 80e12, "nvlink", BLACKWELL, ("B200",)),
+    "h200": Card(143771, 989e12, 67e12, "nvlink", "NVIDIA H200 data sheet, SXM", ("H200",)),
+    "h100-pcie": Card(81559, 756e12, 51e12, "pcie", "NVIDIA H100 data sheet, PCIe", ("H100", "PCIe")),
+    "h100": Card(81559, 989e12, 67e12, "nvlink", "NVIDIA H100 data sheet, SXM", ("H100",)),
+    "a100-80": Card(81920, 312e12, 19.5e12, "nvlink", "NVIDIA A100 data sheet", ("A100", "80GB")),
+    "a100-40": Card(40960, 312e12, 19.5e12, "nvlink", "NVIDIA A100 data sheet", ("A100", "40GB")),
+    "l40s": Card(46068, 362e12, 91.6e12, "pcie", "NVIDIA L40S data sheet", ("L40S",)),
+    "l4": Card(23034, 121e12, 30.3e12, "pcie", "NVIDIA L4 data sheet", ("L4",)),
+    "a10": Card(23028, 125e12, 31.2e12, "pcie", "NVIDIA A10 data sheet", ("A10",)),
+    "4090": Card(24564, 165.2e12, 82.6e12, "pcie", ADA, ("4090",)),
+    "3090": Card(24576, 71e12, 35.6e12, "pcie", AMPERE, ("3090",)),
+    "v100-32": Card(32768, 125e12, 15.7e12, "nvlink", "NVIDIA V100 data sheet, SXM2", ("V100", "32GB")),
+    "t4": Card(15360, 65e12, 8.1e12, "pcie", "NVIDIA T4 data sheet", ("T4",)),
+}
+
+
+def card_named(name: str) -> Card:
+    if name not in CARDS:
+        raise UsageError(
+            f"--device {name} is not known. Choose one of {', '.join(CARDS)}, or give --device_memory_gib."
+        )
+    return CARDS[name]
+
+
+def card_of(driver_name: str) -> str | None:
+    """The card that a driver calls so, such as "NVIDIA A100-SXM4-80GB"; None for others."""
+    words = set(re.split(r"[\s-]+", driver_name.strip()))
+    return next((name for name, card in CARDS.items() if words.issuperset(card.words)), None)
+
+
+# ---- what is here ----
 
 
 def count_devices() -> int:
@@ -125,3 +201,44 @@ def hardware_of(
         card,
         tflops * 1e12 if tflops else None,
     )
+
+
+# ---- the CPU ----
+
+
+def hardware_of_cpu(run: Run, num_processes: int | None, tflops: float | None = None) -> Hardware:
+    """`tflops`: of a process, where it is known. Raises UsageError."""
+    processes = num_processes or 1
+    if processes < 1:
+        raise UsageError(f"{processes} processes: give a positive number.")
+    memory = psutil.virtual_memory().total
+    speed = tflops * 1e12 if tflops else measured_cpu(run) / processes
+    return Hardware(
+        processes, memory / processes, interconnect="ethernet", given_host_bytes=memory, card=CPU, reached=speed
+    )
+
+
+def measured_cpu(run: Run) -> float:
+    """Floating-point operations per second of a layer like the run's, on all threads of a process."""
+    run = run.stages[0] if run.stages else run
+    fields = run.options
+    command = [sys.executable, "-m", "hf_dist_ext.tasks.speed"]
+    for name, value in _layer(config_of(run), fields.max_length).items():
+        command += [f"--{name}", str(value)]
+    if run.given.get("bf16") or run.given.get("fp16"):
+        command.append("--half")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UsageError(f"the CPU's arithmetic could not be measured: {done.stderr.strip()[-300:]}. Give --tflops.")
+    return float(done.stdout)
+
+
+def _layer(config: Mapping[str, Any], max_length: Any) -> dict[str, float]:
+    text = config.get("text_config") or config
+    width, heads = text.get("hidden_size") or 512, text.get("num_attention_heads") or 8
+    lengths = max_length.values() if isinstance(max_length, dict) else [max_length or 128]
+    length = min(max(lengths), text.get("max_position_embeddings") or max(lengths))
+    heads = heads if width % heads == 0 else 1
+    inner = text.get("intermediate_size") or 4 * width
+    sizes = {"width": width, "inner": inner, "heads": heads, "length": length, "rows": max(1, TOKENS // length)}
+    return sizes | {"dropout": text.get("attention_probs_dropout_prob") or text.get("attention_dropout") or 0.0}

@@ -19,29 +19,18 @@ PACKAGES = (
     "hf_dist_ext", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "safetensors",
     "huggingface_hub", "numpy", "sentence-transformers", "deepspeed", "bitsandbytes", "flash-attn", "mteb",
 )  # fmt: skip
-SETTINGS = (
-    "ACCELERATE_",
-    "CUDA_",
-    "GLOO_",
-    "HF_",
-    "HIP_",
-    "NCCL_",
-    "OMP_",
-    "ROCR_",
-    "SLURM_JOB_NUM",
-    "TORCH",
-)
+SETTINGS = tuple("ACCELERATE_ CUDA_ GLOO_ HF_ HIP_ NCCL_ OMP_ ROCR_ SLURM_JOB_NUM TORCH".split())
 
 
 def lines() -> list[str]:
     """`name: value`, a line each."""
     found = [f"{name}: {_version(name)}" for name in PACKAGES]
+    has_threads = hasattr(os, "sched_getaffinity")
+    threads = f" ({len(os.sched_getaffinity(0))} threads for this process)" if has_threads else ""
     found += [
         f"python: {sys.version.split()[0]}",
         f"system: {platform.platform()}",
-        f"cores: {psutil.cpu_count(logical=False)} ({len(os.sched_getaffinity(0))} threads for this process)"
-        if hasattr(os, "sched_getaffinity")
-        else f"cores: {psutil.cpu_count(logical=False)}",
+        f"cores: {psutil.cpu_count(logical=False)}{threads}",
         f"memory: {psutil.virtual_memory().total / GIB:.1f} GiB",
         f"visible GPUs: {devices.count_devices()}",
     ]

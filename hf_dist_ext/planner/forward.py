@@ -6,7 +6,7 @@ elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -46,15 +46,15 @@ class Layer:
     saved: float = 0.0
     casts: float = 0.0
     frozen_casts: float = 0.0  # those among them of frozen weights
-    products: float = 0.0  # multiply-adds of one forward
-    backward: float = 0.0  # and of its backward
+    multiply_adds: float = 0.0  # of one forward
+    backward: float = 0.0  # multiply-adds of its backward
     largest: float = 0.0  # bytes of the largest value made
     beside: float = 0.0  # what a checkpoint holds beside `input`, such as a mask: with the first layer that takes it
     keeps_input: bool = False  # its input is among what is saved
     is_of_images: bool = False
 
     def add(self, other: Layer) -> None:
-        for name in ("saved", "casts", "frozen_casts", "products", "backward"):
+        for name in ("saved", "casts", "frozen_casts", "multiply_adds", "backward"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest = max(self.largest, other.largest)
 
@@ -95,12 +95,12 @@ class Forward:
     def parts(self) -> list[Layer]:
         return [self.before, *self.layers, self.after]
 
-    def cost(self, checkpointed: Callable[[str], bool] = lambda layer: False) -> Cost:
+    def cost(self, is_checkpointed: bool = False) -> Cost:
         """The peak: with checkpointing, all inputs and either what comes after the layers, whose backward is first, or
         the one layer whose backward runs."""
         # a layer through which no gradient flows is run once, without a checkpoint that holds its input
-        again = [layer for layer in self.layers if checkpointed(layer.name) and layer.saved]
-        plain = [layer for layer in self.layers if not checkpointed(layer.name)]
+        again = [layer for layer in self.layers if is_checkpointed and layer.saved]
+        plain = [] if is_checkpointed else self.layers
         inputs = sum(layer.input + layer.beside for layer in again)
         widest = max(again, key=lambda layer: layer.saved + layer.casts, default=Layer("", 0.0))
         recomputed = widest.saved - (widest.input if widest.keeps_input else 0.0)

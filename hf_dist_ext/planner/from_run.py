@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner import lengths, pictures
-from hf_dist_ext.planner.knobs import knobs_of
-from hf_dist_ext.planner.workload import Column, Workload
+from hf_dist_ext.planner import lengths
+from hf_dist_ext.planner.workload import BYTES, TWO_TOWERS, BatchColumn, Workload
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.run.losses import LATE, compares_all_pairs
 from hf_dist_ext.run.sources import GLYPH_SEARCH, all_parts, sources_of
 
-BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 PAIR = {"query": "query", "positive": "positive"}
 DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
 
@@ -25,16 +23,14 @@ DEFAULT_LENGTH = 512  # where neither the run nor the model bounds it sooner
 def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     """A parsed run (`config.Run`) and its complete configuration (`config_of`, planner/traced.py) -> Workload."""
     given, fields = run.given, run.options
-    knobs = knobs_of(given)
     notes: list[str] = []
     is_embedding = fields.task == "embedding"
     columns = _columns(run, config, is_embedding, notes)
-    size = given.get("gradient_cache_chunk_size")
-    tokens, patches = given.get("gradient_cache_chunk_tokens"), given.get("gradient_cache_chunk_patches")
+    limits = [given.get(f"gradient_cache_chunk_{unit}") for unit in ("size", "tokens", "patches")]
+    size, is_cached = limits[0], limits != [None] * 3
     half = given.get("bf16") or given.get("fp16")
-    trainable, frozen = given.get("trainable_modules"), given.get("frozen_modules")
-    keep = given.get("gradient_cache_keep_graph", 0)
-    has_frozen_part = trainable is not None or frozen is not None or bool(given.get("use_lora"))
+    freezes = any(given.get(name) is not None for name in ("trainable_modules", "frozen_modules"))
+    has_frozen_part = freezes or bool(given.get("use_lora"))
     keeps_files = policy.keeps_precision_of_files(
         fields.dtype, bool(fields.model_name_or_path), has_frozen_part, bool(half)
     )
@@ -44,20 +40,19 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
     text = config.get("text_config") or config
     width = text.get("hidden_size") or 0
     parts = [part.config for part in all_parts(fields)] if is_embedding else []
-    is_cached = size is not None or tokens is not None or patches is not None
     is_half = bool(half) or dtype in ("bfloat16", "float16")
     packs = is_embedding and is_cached and _packs(given, config, fields.attn_implementation, is_half)
     if packs:
         notes.append("chunks are packed: counted without padding (gradient_cache_packing).")
     return Workload(
+        given=given,
         config=config,
         columns=columns,
         chunk_rows=size if isinstance(size, int) else None,
-        chunk_tokens=tokens,
-        chunk_patches=patches,
+        chunk_tokens=limits[1],
+        chunk_patches=limits[2],
         is_cached=is_cached,
         finds_chunk=size == "auto",
-        keep_graph=keep if isinstance(keep, int) else 0,
         is_checkpointed=bool(given.get("gradient_checkpointing") or given.get("activation_checkpointing")),
         is_in_4_bits=fields.load_in_4bit,
         accumulation=given.get("gradient_accumulation_steps") or 1,
@@ -68,12 +63,6 @@ def workload_of(run: Any, config: Mapping[str, Any]) -> Workload:
         projection_dim=fields.projection_dim,
         leaves_tokens=any(part.loss == LATE for part in parts),
         embedding_dim=fields.projection_dim or config.get("projection_dim") or width,
-        bucket_view=bool(given.get("ddp_gradient_as_bucket_view")),
-        fsdp_mode=knobs.fsdp_mode or given.get("gradient_cache_fsdp") or "auto",
-        replicates_frozen=given.get("frozen_parts_fsdp") or "auto",
-        can_replicate=bool(trainable or frozen),
-        knobs=knobs,
-        has_feature_cache=given.get("frozen_feature_cache") is not None,
         is_embedding=is_embedding,
         has_tiled_loss=not any(compares_all_pairs(part.loss, part.loss_options) for part in parts),
         sees_all_rows=any(_sees_all_rows(part) for part in parts),
@@ -95,35 +84,33 @@ def _packs(given: Mapping[str, Any], config: Mapping[str, Any], attention: str |
     return asked is True or not policy.why_many_calls(attention, policy.VARLEN_CAPABILITY, is_half, config.get)
 
 
-def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[Column, ...]:
+def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: list[str]) -> tuple[BatchColumn, ...]:
     fields, given = run.options, run.given
     rows = given.get("per_device_train_batch_size") or 8
-    has_towers, text = config["model_type"] in pictures.TWO_TOWERS, config.get("text_config") or config
+    has_towers, text = config["model_type"] in TWO_TOWERS, config.get("text_config") or config
     longest = text.get("max_position_embeddings") or DEFAULT_LENGTH
     if not is_embedding:
-        per_image = pictures.image_tokens(config) if config.get("vision_config") else 0
+        picture = config.get("picture") or {"tokens": 0, "assumption": ""}
+        per_image = picture["tokens"]
         length = fields.max_length
         if not isinstance(length, int):
             length = min(longest, per_image + DEFAULT_LENGTH)
             notes.append(f"max_length is not given: counted with rows of {length} tokens.")
-        if per_image and (said := pictures.assumption(config)):
-            notes.append(said)
-        return (Column("rows", rows, length, images=1 if per_image else 0),)
-    names = _names(fields, notes)
+        notes += [picture["assumption"]] * bool(picture["assumption"])
+        return (BatchColumn("rows", rows, length, images=1 if per_image else 0),)
+    names, per_picture = _names(fields, notes), config.get("picture", {}).get("tokens", 0)
     pictured = set() if has_towers else _pictured(fields, names, config, notes)
     limits = {name: lengths.limit_of(fields, name, i == 0) for i, name in enumerate(names)}
     for name, length in limits.items():
-        limits[name] = min(
-            longest, length or DEFAULT_LENGTH + (pictures.image_tokens(config) if name in pictured else 0)
-        )
+        limits[name] = min(longest, length or DEFAULT_LENGTH + per_picture * (name in pictured))
     texts = {name: limit for name, limit in limits.items() if name not in pictured}
     seen, columns = lengths.sampled(fields, names, texts), []
     for i, (name, source) in enumerate(names.items()):
         count = rows * (len(source) if isinstance(source, list) and i > 1 else 1)
         is_image = "image" in (name, source) or name in (given.get("image_columns") or ())
         if has_towers and (is_image or (i == 1 and "image" not in str(names))):
-            patches = pictures.num_patches(config["vision_config"])
-            columns.append(Column(name, count, patches, tower="image", images=1, patches=patches))
+            patches = config["picture"]["patches"]
+            columns.append(BatchColumn(name, count, patches, tower="image", images=1, patches=patches))
             continue
         length, of_data = limits[name], seen.get(name)
         if of_data is not None:
@@ -137,8 +124,8 @@ def _columns(run: Any, config: Mapping[str, Any], is_embedding: bool, notes: lis
         else:
             length = min(longest, -(-length // multiple) * multiple)
         tower, images = "text" if has_towers else "backbone", int(name in pictured)
-        patches = pictures.patches_of_picture(config) if images else 0
-        columns.append(Column(name, count, length, tower, images, patches, of_data and of_data.mean))
+        patches = config["picture"]["patches"] if images else 0
+        columns.append(BatchColumn(name, count, length, tower, images, patches, of_data and of_data.mean))
     return tuple(columns)
 
 
@@ -155,11 +142,10 @@ def _pictured(fields: RunConfig, names: Mapping[str, Any], config: Mapping[str, 
             'no column is said to hold pictures (image_columns, or "image" in columns): counted as texts alone.'
         )
         return set()
-    if config["model_type"] not in pictures.KINDS:
+    if not config.get("picture", {}).get("is_known"):
         notes.append(f'pictures of a "{config["model_type"]}" can not be counted: what they take comes on top.')
         return set()
-    if said := pictures.assumption(config):
-        notes.append(said)
+    notes += [config["picture"]["assumption"]] * bool(config["picture"]["assumption"])
     notes.append(f"every row of {', '.join(sorted(found))} is counted with one picture.")
     return found
 

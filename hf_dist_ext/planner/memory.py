@@ -1,6 +1,6 @@
 """Bytes per device for every way to spread a run.
 
-`estimate` adds up what a model has (planner/workload.py) as a `Strategy` splits it (planner/catalog.py): weights,
+`estimate` adds up what a model has (planner/workload.py) as a `StrategySpec` splits it (planner/catalog.py): weights,
 master weights, gradients, optimizer, activations of a chunk, embeddings of the batch, buffers of the collectives, the
 framework; the optimizer's own scratch counts only while no activation lives.
 
@@ -12,20 +12,21 @@ devices share one copy of what is sharded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner.catalog import GIB, Hardware, Strategy, sends_early, shard_count, tensor_parallel_size
+from hf_dist_ext.planner.catalog import GIB, Hardware, StrategySpec, tensor_parallel_size
 from hf_dist_ext.planner.forward import TEMPORARY_VALUES, Cost, Parameter
-from hf_dist_ext.planner.knobs import kept_by_hook
-from hf_dist_ext.planner.workload import Cast, Column, Work, Workload
+from hf_dist_ext.planner.workload import BatchColumn, Cast, Work, Workload
 
 # What is not a tensor of ours: the device's context and libraries, a communicator's buffers, and a share that the
 # allocator can not use. Measured by nobody here: no GPU was at hand.
 CONTEXT_BYTES = 0.75 * GIB
 COMMUNICATOR_BYTES = 0.4 * GIB
 FRAGMENTATION = 0.03
+SPARSE = ("top_k", "random_k")  # hooks of DDP that send some elements
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Bytes:
 
 
 @dataclass
-class Sizes:
+class ParameterSums:
     """Sums over parameters. Elements; `..._stored` in bytes, `gathered...` in those that FSDP makes whole.
     `largest_unpacked`: bytes of a matrix in 4 bits while it is multiplied; `unused...`: of what trains and gets no
     gradient, as the layers of a tower behind the one that is read."""
@@ -77,6 +78,10 @@ class Sizes:
     largest_unpacked: float = 0.0
     unused_stored: float = 0.0
     unused_optimizer: float = 0.0
+
+    @property
+    def stored(self) -> float:
+        return self.trained_stored + self.frozen_stored
 
     def add(self, parameter: Parameter, work: Workload) -> None:
         self.elements += parameter.elements
@@ -101,15 +106,19 @@ class Sizes:
 class Model:
     """All parameters, and unit by unit: the layers, and under None what belongs to no layer (FSDP's root)."""
 
-    whole: Sizes = field(default_factory=Sizes)
-    units: dict[str | None, Sizes] = field(default_factory=dict)
+    whole: ParameterSums = field(default_factory=ParameterSums)
+    units: dict[str | None, ParameterSums] = field(default_factory=dict)
+
+    def add(self, parameter: Parameter, unit: str | None, work: Workload) -> None:
+        self.whole.add(parameter, work)
+        self.units.setdefault(unit, ParameterSums()).add(parameter, work)
 
     @property
-    def root(self) -> Sizes:
-        return self.units.get(None, Sizes())
+    def root(self) -> ParameterSums:
+        return self.units.get(None, ParameterSums())
 
     @property
-    def layers(self) -> list[Sizes]:
+    def layers(self) -> list[ParameterSums]:
         return [unit for name, unit in self.units.items() if name is not None]
 
 
@@ -121,66 +130,101 @@ def model_of(work: Workload, tensor_parallel: int = 1, min_num_params: int = 0) 
     for parameter in parameters:
         counts[parameter.layer] = counts.get(parameter.layer, 0) + parameter.elements
     for parameter in parameters:
-        unit = parameter.layer if counts[parameter.layer] >= min_num_params else None
-        model.whole.add(parameter, work)
-        model.units.setdefault(unit, Sizes()).add(parameter, work)
+        model.add(parameter, parameter.layer if counts[parameter.layer] >= min_num_params else None, work)
     return model
 
 
-def whole_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
-    """Of a sharded unit's weights while they are whole."""
-    if strategy.is_deepspeed:
-        return unit.elements * work.compute_bytes
-    if strategy.is_tensor_parallel:
-        return unit.trained_stored + unit.frozen_stored  # transformers gathers what is stored, and autocast casts it
-    return unit.gathered_trained if strategy.replicates_frozen else unit.gathered
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A run as a strategy spreads it over devices, with the settings that make it fit."""
+
+    work: Workload
+    strategy: StrategySpec
+    hardware: Hardware
+    settings: Settings
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """Devices that share a layer."""
+        return tensor_parallel_size(self.strategy, self.work, self.hardware)
+
+    @functools.cached_property
+    def model(self) -> Model:
+        return model_of(self.work, self.parts, self.work.given.get("min_num_params") or 0)
+
+    @functools.cached_property
+    def shards(self) -> int:
+        """Devices that share one copy of what is sharded."""
+        if self.strategy.is_hybrid:
+            return self.work.given.get("sharding_group_size") or self.hardware.per_node
+        return max(1, self.hardware.num_devices // self.parts) if self.strategy.shards else 1
+
+    @functools.cached_property
+    def num_chunks(self) -> int:
+        """Of a micro-batch and device. A column travels to other devices while others are encoded, as
+        training/sizes.py decides. With weights that are gathered only columns of several towers do, which have chunks
+        of their own anyway."""
+        is_shared = self.hardware.num_devices > 1 and self.strategy.name != "single" and self.work.sees_all_rows
+        return self.work.num_chunks(self.settings.chunk_rows, is_shared and "w" not in self.strategy.shards)
+
+    @functools.cached_property
+    def num_backwards(self) -> int:
+        """Of one update."""
+        is_one = encodes_once(self.work, self.settings) or not is_chunked(self.work, self.settings)
+        return self.work.accumulation * (1 if is_one else self.num_chunks)
+
+    @functools.cached_property
+    def reduces_once(self) -> bool:
+        """ZeRO-2 and 3: whether gradients stay whole until the one reduction of an update (strategies/zero.py)."""
+        work = self.work
+        if not self.strategy.is_deepspeed or "g" not in self.strategy.shards or self.num_backwards == 1:
+            return False
+        if work.fsdp_mode != "auto" or not work.is_embedding:
+            return work.is_embedding and work.fsdp_mode == "speed"
+        whole = self.model.whole.trained * work.compute_bytes
+        return whole < policy.KEPT_WHOLE_SHARE * self.hardware.memory_bytes
+
+    def whole_bytes(self, unit: ParameterSums) -> float:
+        """Of a sharded unit's weights while they are whole."""
+        if self.strategy.is_deepspeed:
+            return unit.elements * self.work.compute_bytes
+        if self.strategy.is_tensor_parallel:
+            return unit.stored  # transformers gathers what is stored, and autocast casts it
+        return unit.gathered_trained if self.strategy.replicates_frozen else unit.gathered
+
+    def reduced_bytes(self, unit: ParameterSums) -> float:
+        """Of a sharded unit's gradients as they are reduced, and as they wait for it."""
+        if self.strategy.is_tensor_parallel:
+            return unit.trained_stored
+        return unit.trained * (self.work.compute_bytes if self.strategy.is_deepspeed else self.work.reduced_item)
 
 
-def reduced_bytes(work: Workload, strategy: Strategy, unit: Sizes) -> float:
-    """Of a sharded unit's gradients as they are reduced, and as they wait for it."""
-    if strategy.is_tensor_parallel:
-        return unit.trained_stored
-    return unit.trained * (work.compute_bytes if strategy.is_deepspeed else work.reduced_item)
-
-
-def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
+def estimate(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Bytes:
     """Peak bytes of one device."""
-    parts = tensor_parallel_size(strategy, work, hardware)
-    model = model_of(work, parts, work.knobs.min_num_params or 0)
-    shards = shard_count(strategy, work, hardware)
-    needed, whole = Bytes(), model.whole
+    case = Case(work, strategy, hardware, settings)
+    whole, shards = case.model.whole, case.shards
+    of_state = shards if "o" in strategy.shards else 1
     # Under FSDP and DeepSpeed the weights that compute are half precision already, so autocast copies none.
     casts_itself = "w" in strategy.shards or strategy.is_deepspeed
     # DeepSpeed's chunks are padded always.
-    of_chunk = held(work if strategy.is_deepspeed else work.packed, settings, cast_by(strategy, work), parts)
+    of_chunk = held(work if strategy.is_deepspeed else work.packed, settings, cast_by(strategy, work), case.parts)
+    needed = (_deepspeed if strategy.is_deepspeed else _fsdp if strategy.shards else _replicated)(case)
+    if not strategy.is_deepspeed:
+        needed.weights += of_chunk.casts
     # The gradient of the largest matrix is whole before it is added to what earlier chunks left.
     needed.activations = max(of_chunk.activations, 0 if casts_itself else whole.largest_trained)
-    needed.embeddings = loss_bytes(work, hardware.num_devices // parts)
-    needed.optimizer = whole.optimizer / (shards if "o" in strategy.shards else 1)
-    stays_whole = reduces_once(work, strategy, model, hardware, settings)
-    if strategy.is_deepspeed:
-        _deepspeed(needed, work, strategy, model, shards, stays_whole)
-    elif strategy.shards:
-        _fsdp(needed, work, strategy, model, shards)
-        needed.weights += of_chunk.casts
-    else:
-        needed.gradients = whole.trained_stored
-        has_masters = whole.trained_stored > whole.trained * work.compute_bytes
-        needed.weights = whole.frozen_stored + whole.largest_unpacked + of_chunk.casts
-        needed.weights += 0 if has_masters else whole.trained_stored
-        needed.master_weights = whole.trained_stored if has_masters else 0.0
-        if strategy.name == "DDP":
-            needed.buffers = 0.0 if work.bucket_view else whole.trained_stored  # the reducer's buckets
-            needed.buffers += kept_by_hook(work.knobs, work.parameters().values(), hardware.num_devices)
+    needed.embeddings = loss_bytes(work, hardware.num_devices // case.parts)
+    needed.optimizer = whole.optimizer / of_state
     if strategy.name != "DDP" and not strategy.is_deepspeed:  # there what is not used has a gradient of zero
         needed.gradients -= whole.unused_stored / shards
         needed.optimizer -= whole.unused_optimizer / shards
-    needed.scratch = scratch_bytes(work, whole.trained / (shards if "o" in strategy.shards else 1))
+    needed.scratch = scratch_bytes(work, whole.trained / of_state)
     if strategy.offloads:  # shards and state live on the CPU, one unit's gradients at a time on the device
-        needed.host += needed.master_weights + needed.gradients / (shards if stays_whole else 1) + needed.optimizer
+        needed.host += needed.master_weights + needed.gradients / (shards if case.reduces_once else 1)
+        needed.host += needed.optimizer
         needed.master_weights = needed.optimizer = needed.scratch = 0.0
-        of_unit = whole if stays_whole else max(model.units.values(), key=lambda unit: unit.trained, default=whole)
-        needed.gradients = reduced_bytes(work, strategy, of_unit)
+        largest = max(case.model.units.values(), key=lambda unit: unit.trained, default=whole)
+        needed.gradients = case.reduced_bytes(whole if case.reduces_once else largest)
     needed.framework = framework_bytes(needed, hardware.num_devices == 1 or strategy.name == "single")
     return needed
 
@@ -195,15 +239,39 @@ def framework_bytes(needed: Bytes, is_alone: bool) -> float:
     return CONTEXT_BYTES + (0 if is_alone else COMMUNICATOR_BYTES) + FRAGMENTATION * needed.total
 
 
-def _fsdp(needed: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int) -> None:
+def _replicated(case: Case) -> Bytes:
+    """Everything on each device; DDP's buckets, and what its hook keeps."""
+    work, whole = case.work, case.model.whole
+    needed = copy_bytes(work, [whole])
+    needed.weights += whole.largest_unpacked
+    if case.strategy.name == "DDP":
+        needed.buffers = 0.0 if work.given.get("ddp_gradient_as_bucket_view") else whole.trained_stored
+        needed.buffers += kept_by_hook(work, case.hardware.num_devices)
+    return needed
+
+
+def copy_bytes(work: Workload, units: Sequence[ParameterSums]) -> Bytes:
+    """Of weights, gradients and state that no device shares with others."""
+    stored, trained = sum(unit.trained_stored for unit in units), sum(unit.trained for unit in units)
+    has_masters = stored > trained * work.compute_bytes
+    return Bytes(
+        weights=sum(unit.frozen_stored for unit in units) + (0.0 if has_masters else stored),
+        master_weights=stored if has_masters else 0.0,
+        gradients=stored,
+        optimizer=sum(unit.optimizer for unit in units),
+    )
+
+
+def _fsdp(case: Case) -> Bytes:
     """Shards; whole units in the computing precision: all (speed), or the root and two layers; buffers."""
-    whole, is_half = model.whole, work.autocast_bytes is not None
+    strategy, model, shards, needed = case.strategy, case.model, case.shards, Bytes()
+    whole, is_half = model.whole, case.work.autocast_bytes is not None
     stored = whole.trained * 4 if is_half else whole.trained_stored
-    root, *units = (whole_bytes(work, strategy, unit) for unit in (model.root, *model.layers))
+    root, *units = map(case.whole_bytes, (model.root, *model.layers))
     largest = max(units, default=0.0)
-    reduced = max((reduced_bytes(work, strategy, unit) for unit in model.units.values()), default=0.0)
-    live = root + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
-    needed.weights, resting = live, 0 if is_half else stored / shards
+    reduced = max(map(case.reduced_bytes, model.units.values()), default=0.0)
+    needed.weights = root + (sum(units) if strategy.keeps_whole else min(sum(units), 2 * largest))
+    resting = 0 if is_half else stored / shards
     if strategy.replicates_frozen:  # FSDP never moves them
         needed.weights += whole.frozen_stored
     else:
@@ -213,52 +281,68 @@ def _fsdp(needed: Bytes, work: Workload, strategy: Strategy, model: Model, shard
     else:
         needed.weights += resting
     needed.master_weights = stored / shards if is_half else 0.0
-    between = reduced_bytes(work, strategy, whole) if strategy.keeps_whole else 0.0
-    needed.gradients = stored / shards + between
+    needed.gradients = stored / shards + (case.reduced_bytes(whole) if strategy.keeps_whole else 0.0)
     # all-gather: flat output before it is copied out; reduce-scatter: its input, and the next unit's
     needed.buffers = max(largest, root) + (1 if strategy.keeps_whole else 2) * reduced
-    if strategy.is_hybrid:
-        needed.buffers += stored / shards
+    needed.buffers += stored / shards if strategy.is_hybrid else 0.0
+    return needed
 
 
-def reduces_once(work: Workload, strategy: Strategy, model: Model, hardware: Hardware, settings: Settings) -> bool:
-    """ZeRO-2 and 3: whether gradients stay whole until the one reduction of an update (strategies/zero.py)."""
-    is_one = num_backwards(work, strategy, hardware, settings) == 1
-    if not strategy.is_deepspeed or "g" not in strategy.shards or is_one:
-        return False
-    if work.fsdp_mode != "auto" or not work.is_embedding:
-        return work.is_embedding and work.fsdp_mode == "speed"
-    return model.whole.trained * work.compute_bytes < policy.KEPT_WHOLE_SHARE * hardware.memory_bytes
-
-
-def num_chunks(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> int:
-    """Of a micro-batch and device."""
-    return work.num_chunks(settings.chunk_rows, sends_early(strategy, work, hardware))
-
-
-def num_backwards(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> int:
-    """Of one update."""
-    is_one = encodes_once(work, settings) or not is_cut(work, settings)
-    return work.accumulation * (1 if is_one else num_chunks(work, strategy, hardware, settings))
-
-
-def _deepspeed(
-    needed: Bytes, work: Workload, strategy: Strategy, model: Model, shards: int, stays_whole: bool
-) -> None:
+def _deepspeed(case: Case) -> Bytes:
     """Weights in the computing precision, float32 masters in partitions, gradients whole (1) or in partitions."""
-    whole, computes_in = model.whole, work.compute_bytes
-    root, *units = (unit.elements * computes_in for unit in (model.root, *model.layers))
+    strategy, model, shards, needed = case.strategy, case.model, case.shards, Bytes()
+    whole, computes_in = model.whole, case.work.compute_bytes
     needed.weights = whole.elements * computes_in
     if "w" in strategy.shards:
+        root, *units = map(case.whole_bytes, (model.root, *model.layers))
         resting = needed.weights / shards
         needed.weights = root + min(sum(units), 2 * max(units, default=0.0)) + (0 if strategy.offloads else resting)
         needed.host = resting if strategy.offloads else 0.0
     needed.master_weights = whole.trained * 4 / shards
-    needed.gradients = whole.trained * computes_in / (shards if "g" in strategy.shards and not stays_whole else 1)
+    is_shared = "g" in strategy.shards and not case.reduces_once
+    needed.gradients = whole.trained * computes_in / (shards if is_shared else 1)
     needed.buffers = 2 * min(whole.trained, 2e8) * computes_in  # of two buckets
+    return needed
 
 
-def cast_by(strategy: Strategy, work: Workload) -> Cast:
+# ---- hooks of DDP ----
+
+
+def sent_by_hook(work: Workload, hook: str | None) -> float:
+    """Bytes of the trained parameters' gradients that a process hands to DDP's collective: a reduction, or with top_k
+    a gather of what all processes hand over."""
+    trained = [one for one in work.parameters().values() if one.trains]
+    if hook in ("fp16", "bf16"):
+        return sum(2 * one.elements for one in trained)
+    if hook in SPARSE:
+        place, share = 4 * (hook == "top_k"), work.given.get("ddp_compression_ratio") or policy.SENT_SHARE
+        return sum(math.ceil(share * one.elements) * (one.item + place) for one in trained)
+    rank = (work.given.get("ddp_power_sgd_rank") or 1) if hook else None
+    return sum(_factors(one, rank) * one.item for one in trained)
+
+
+def _factors(parameter: Parameter, rank: int | None) -> float:
+    """Elements that PowerSGD sends: a matrix is sent whole where its factors are not half as large."""
+    if not parameter.columns or rank is None:
+        return parameter.elements
+    rows = parameter.elements / parameter.columns
+    factors = (rows + parameter.columns) * min(rank, rows, parameter.columns)
+    return factors if 2 * factors < parameter.elements else parameter.elements
+
+
+def kept_by_hook(work: Workload, world: int) -> float:
+    """Bytes beside DDP's buckets: what is sent, and gathered (fp16 and bf16: a copy of half the size; PowerSGD: two
+    factors of each large matrix), and what a lossy hook has left out."""
+    if (hook := work.given.get("ddp_comm_hook")) is None:
+        return 0.0
+    left_out = 0.0 if hook in ("fp16", "bf16") else sent_by_hook(work, None)
+    return left_out + sent_by_hook(work, hook) * (1 + world * (hook == "top_k"))
+
+
+# ---- activations ----
+
+
+def cast_by(strategy: StrategySpec, work: Workload) -> Cast:
     """The weights that the strategy hands to a forward in the precision of the computation."""
     if strategy.is_tensor_parallel:
         return "nothing"
@@ -272,14 +356,14 @@ def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int 
     of a vision-language model one with pictures and one without; without chunks all columns' graphs are alive at once.
     """
     of_tower: dict[tuple[str, bool], Cost] = {}
-    cut = is_cut(work, settings)
+    cut = is_chunked(work, settings)
     for column in work.columns:
         cost = work.work(column, cast, parts)
         if encodes_once(work, settings):
             _hold_features(of_tower, column, cost, work, settings)
             continue
         rows = work.held_rows(column, settings.chunk_rows) if cut else column.rows
-        graphs = max(1, work.keep_graph) if cut else 1  # kept graphs are gone before the others are replayed
+        graphs = kept_graphs(work) if cut else 1  # kept graphs are gone before the others are replayed
         of_row = cost.checkpointed if settings.is_checkpointed else cost.plain
         of_column = Cost(rows * of_row.saved * graphs, of_row.casts * graphs, rows * of_row.temporary)
         tower = column.tower, column.images > 0
@@ -293,11 +377,16 @@ def held(work: Workload, settings: Settings, cast: Cast = "nothing", parts: int 
     return _sum(of_tower.values())
 
 
+def kept_graphs(work: Workload) -> int:
+    keep = work.given.get("gradient_cache_keep_graph", 0)
+    return max(1, keep) if isinstance(keep, int) else 1
+
+
 def _sum(costs: Iterable[Cost]) -> Cost:
     return Cost(*map(sum, zip(*map(astuple, costs), strict=True)))
 
 
-def _without_graph(column: Column, rows: float, cost: Work, work: Workload, settings: Settings) -> float:
+def _without_graph(column: BatchColumn, rows: float, cost: Work, work: Workload, settings: Settings) -> float:
     """Of the pass without a graph, which takes wider chunks."""
     wide = min(rows * work.widening(settings.is_checkpointed), work.rows_beside(column))
     return wide * cost.largest * TEMPORARY_VALUES
@@ -307,7 +396,7 @@ EVERY = "", False
 
 
 def _hold_features(
-    of_tower: dict[tuple[str, bool], Cost], column: Column, cost: Work, work: Workload, settings: Settings
+    of_tower: dict[tuple[str, bool], Cost], column: BatchColumn, cost: Work, work: Workload, settings: Settings
 ) -> None:
     """Over a frozen backbone: chunks are encoded without a graph and pooled; the pooled vectors of all columns then go
     through the projection together, with one graph. `cost.plain` is the projection's, its input included."""
@@ -319,14 +408,14 @@ def _hold_features(
     of_tower[EVERY] = Cost(saved, before.casts, max(0.0, max(before.activations, forward) - saved))
 
 
-def is_cut(work: Workload, settings: Settings) -> bool:
+def is_chunked(work: Workload, settings: Settings) -> bool:
     """Whether the batch goes through in chunks: the run has a gradient cache, or the settings give it one."""
     return work.is_cached or settings.chunk_rows is not None
 
 
 def encodes_once(work: Workload, settings: Settings) -> bool:
     """Whether a frozen backbone runs once per step, or never, and the projection goes on from its pooled vectors."""
-    return work.reads_features or (work.has_frozen_backbone and is_cut(work, settings))
+    return work.reads_features or (work.has_frozen_backbone and is_chunked(work, settings))
 
 
 def loss_bytes(work: Workload, world: int) -> float:

@@ -1,8 +1,10 @@
 """Pipelines of a run on a machine: which there could be, bytes of their largest rank, what they send and wait.
 
 (1) how many ranks a pipeline may have, and over how many devices each may split its layers
-(2) bytes rank by rank: its stages' weights, gradients and state, and the chunks that are alive at once (policy.py)
-(3) per step: messages between stages, one reduction over the copies, and the time that ranks wait
+(2) what lies on a stage, and what a chunk leaves there. Word embeddings are on the first stage; the norm, pooling,
+    projection or head behind the layers on the last one
+(3) bytes rank by rank: its stages' weights, gradients and state, and the chunks that are alive at once (policy.py)
+(4) per step: messages between stages, one reduction over the copies, and the time that ranks wait
 
 A rank holds the chunks that leave most, as many as its schedule keeps alive. Copies of a pipeline stand beside each
 other and average gradients once per update.
@@ -10,18 +12,35 @@ other and average gradients once per update.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, Pipeline, Strategy, splits_layers
-from hf_dist_ext.planner.cut import Left, layers_of, left_on_stages, models_of_stages, num_layers
-from hf_dist_ext.planner.memory import Bytes, Settings, Sizes, framework_bytes, loss_bytes, scratch_bytes
-from hf_dist_ext.planner.traffic import Links, Traffic, between_copies, inside_layers, links_of, speed
-from hf_dist_ext.planner.workload import Chunks, Workload
+from hf_dist_ext.planner.catalog import PIPELINE_PRESETS, Hardware, PipelineShape, StrategySpec, splits_layers
+from hf_dist_ext.planner.forward import TEMPORARY_VALUES, TEMPORARY_VALUES_CHECKPOINTED, Forward, Layer
+from hf_dist_ext.planner.memory import (
+    Bytes,
+    Model,
+    ParameterSums,
+    Settings,
+    copy_bytes,
+    framework_bytes,
+    loss_bytes,
+    scratch_bytes,
+)
+from hf_dist_ext.planner.traffic import Traffic, between_copies, inside_layers, links_of, speed
+from hf_dist_ext.planner.workload import BatchColumn, Workload
 
 MOST_PARTS = 8  # devices that share layers; more do not pay even inside a machine
+# As strategies/pipeline_options.py refuses them.
+NOT_IN_PIPELINES = (
+    "fp16", "torch_compile", "gradient_cache_keep_graph", "frozen_feature_cache", "save_async", "ddp_comm_hook",
+    "reduce_dtype", "cpu_offload", "min_num_params", "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha",
+    "use_liger_kernel",
+)  # fmt: skip
 
 
 # ---- (1) ----
@@ -33,24 +52,20 @@ def why_none(work: Workload) -> str:
         return f"a pipeline can not be made of {work.config['model_type']}"
     if not work.is_embedding:
         return "a pipeline needs a loss over embeddings"
-    if work.knobs.no_pipeline:
-        return f"a pipeline does not go with {work.knobs.no_pipeline}"
-    return ""
+    alien = next((name for name in NOT_IN_PIPELINES if work.given.get(name) not in (None, False, 0)), "")
+    return f"a pipeline does not go with {alien}" if alien else ""
 
 
 def _is_known_in_stages(work: Workload) -> bool:
     return work.config["model_type"] in policy.IN_STAGES and "auto_map" not in work.config
 
 
-def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
+def candidates(work: Workload, hardware: Hardware) -> list[StrategySpec]:
     """Pipelines that the devices can be dealt to: of the size that the run asks for, else of every size."""
-    if hardware.num_devices < 2 or work.has_towers or work.leaves_tokens:
+    asked, devices, found = work.pipeline_size, hardware.num_devices, []
+    if devices < 2 or work.has_towers or work.leaves_tokens or not _is_known_in_stages(work):
         return []
-    if not _is_known_in_stages(work):
-        return []
-    asked, devices = work.knobs.pipeline_size, hardware.num_devices
     sizes = [size for size in range(2, devices + 1) if devices % size == 0]
-    found = []
     for ranks in [asked] if asked > 1 else sizes:
         for parts in (1, *(size for size in sizes if size <= MOST_PARTS and splits_layers(work, hardware, size))):
             pipeline = _pipeline(work, ranks, parts)
@@ -61,7 +76,7 @@ def candidates(work: Workload, hardware: Hardware) -> list[Strategy]:
 
 def why_not_dealt(work: Workload, hardware: Hardware) -> str:
     """Where the run asks for a pipeline, and there are no `candidates` of a model that can be cut."""
-    asked, devices = work.knobs.pipeline_size, hardware.num_devices
+    asked, devices = work.pipeline_size, hardware.num_devices
     if devices % asked:
         return f"pipelines of {asked} can not be made of {devices} device(s); --num_devices says how many there are"
     if work.has_towers:
@@ -76,27 +91,117 @@ def why_not_dealt(work: Workload, hardware: Hardware) -> str:
     return f"{num_layers(work)} layers{cut} do not make {stages} stages of at least one layer each"
 
 
-def _pipeline(work: Workload, ranks: int, parts: int) -> Pipeline:
-    knobs = work.knobs
-    sharding = knobs.sharding if knobs.sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else ""
-    return Pipeline(ranks, knobs.pipeline_schedule, knobs.stages_per_rank, knobs.pipeline_split, parts, sharding)
+def _pipeline(work: Workload, ranks: int, parts: int) -> PipelineShape:
+    given, sharding = work.given, work.given.get("sharding")
+    schedule, split = given.get("pipeline_schedule") or policy.PIPELINE_SCHEDULE, given.get("pipeline_split")
+    return PipelineShape(
+        ranks,
+        schedule,
+        policy.stages_per_rank(schedule, given.get("pipeline_stages_per_rank")),
+        None if split is None else tuple(split),
+        parts,
+        sharding if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") else "",
+    )
 
 
-def _can_be_cut(work: Workload, pipeline: Pipeline) -> bool:
+def _can_be_cut(work: Workload, pipeline: PipelineShape) -> bool:
     if pipeline.split is not None and len(pipeline.split) != len(pipeline.places) - 1:
         return False
     return len(pipeline.places) <= num_layers(work) and all(count > 0 for count in layers_of(work, pipeline))
 
 
-def _strategy(pipeline: Pipeline, copies: int) -> Strategy:
+def _strategy(pipeline: PipelineShape, copies: int) -> StrategySpec:
     sizes = {"TP": pipeline.parts, "PP": pipeline.ranks, "FSDP" if pipeline.sharding else "DP": copies}
     name = " x ".join(f"{what} {size}" for what, size in sizes.items() if size > 1)
     shared = "layers split in groups, " if pipeline.parts > 1 else ""
     words = f"{shared}layers over {pipeline.ranks} devices, one after another"
-    return Strategy(name, PIPELINE_PRESETS[pipeline.parts > 1], pipeline=pipeline, in_words=words)
+    return StrategySpec(name, PIPELINE_PRESETS[pipeline.parts > 1], pipeline=pipeline, in_words=words)
 
 
 # ---- (2) ----
+
+
+def num_layers(work: Workload) -> int:
+    return len(work.forward(work.columns[0]).layers)
+
+
+def layers_of(work: Workload, pipeline: PipelineShape) -> list[int]:
+    """Layers per stage, as a run would have them."""
+    count = num_layers(work)
+    if pipeline.split is not None:
+        return [end - first for first, end in zip((0, *pipeline.split), (*pipeline.split, count), strict=True)]
+    return policy.layers_of_stages(count, pipeline.places, head_in_layers(work))
+
+
+def head_in_layers(work: Workload) -> float:
+    """Work of a vocabulary's matrix behind the layers; 0 for an embedding model, which has none."""
+    if work.is_embedding:
+        return 0.0
+    matrices = sum(p.elements for p in work.parameters().values() if p.layer is not None and p.is_multiplied)
+    return work.config["vocab_size"] * work.config["hidden_size"] * num_layers(work) / matrices
+
+
+@functools.lru_cache(maxsize=64)
+def models_of_stages(work: Workload, pipeline: PipelineShape) -> list[Model]:
+    """Parameters stage by stage, of one device of several that share layers."""
+    layers, counts = work.forward(work.columns[0]).layers, layers_of(work, pipeline)
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    stage_of = dict(zip((layer.name for layer in layers), stages, strict=True))
+    models, stage = [Model() for _ in counts], 0
+    for parameter in work.parameters(pipeline.parts).values():  # in order: before the layers, in them, behind them
+        stage = stage_of[parameter.layer] if parameter.layer else stage and len(counts) - 1
+        models[stage].add(parameter, parameter.layer, work)
+    return models
+
+
+@dataclass(frozen=True)
+class Left:
+    """On one stage by one row, but for copies of weights in the precision of the computation. Bytes, but for
+    multiply-adds. Chunks share the copies of trained weights (strategies/pipeline_passes.py)."""
+
+    saved: float  # until the row's backward, with what came in and what was given
+    casts: float  # copies of weights, which a chunk has for as long
+    shared_casts: float  # and those that all chunks of a pass share, unless FSDP2 reduces behind every backward
+    working: float  # while one chunk's backward runs
+    working_casts: float  # copies of weights, meanwhile
+    message: float  # to the next stage; the gradient that comes back has as many
+    multiply_adds: float  # of all passes and the backward
+
+
+@functools.lru_cache(maxsize=256)
+def left_on_stages(work: Workload, pipeline: PipelineShape, column: BatchColumn, is_checkpointed: bool) -> list[Left]:
+    """Stage by stage, of one row of a column."""
+    forward = work.forward(column, "nothing", pipeline.parts)
+    firsts = [0, *accumulate(layers_of(work, pipeline))]
+    return [
+        _left_on(work, forward, first, end, is_checkpointed) for first, end in zip(firsts, firsts[1:], strict=False)
+    ]
+
+
+def _left_on(work: Workload, whole: Forward, first: int, end: int, is_checkpointed: bool) -> Left:
+    """On the stage with the layers from `first` to `end`."""
+    layers, following = whole.layers[first:end], whole.layers[end : end + 1]
+    parts: list[Layer] = [whole.before] * (first == 0) + [whole.after] * (not following) + layers
+    again = [layer for layer in layers if is_checkpointed and layer.saved]
+    largest = max(part.largest for part in parts)
+    kept = [part for part in parts if part not in again]
+    saved = sum(part.saved for part in kept) + sum(layer.input for layer in again)
+    casts, working, working_casts = sum(part.casts for part in kept), TEMPORARY_VALUES * largest, 0.0
+    own_casts = casts if again else sum(part.frozen_casts for part in kept)
+    if again:
+        saved += max(layer.beside for layer in whole.layers)
+        widest = max(layer.saved - layer.input * layer.keeps_input for layer in again)
+        working = widest + TEMPORARY_VALUES_CHECKPOINTED * largest
+        working_casts = max(layer.casts for layer in again)
+    message = following[0].input if following else 0.0
+    came_in = 0.0 if first == 0 or layers[0].keeps_input or layers[0] in again else layers[0].input
+    saved += (message or 4.0 * work.embedding_dim) + came_in
+    passes = 2 + bool(again)  # without a graph, with one, and once more
+    multiply_adds = sum(passes * part.multiply_adds + part.backward for part in parts)
+    return Left(saved, own_casts, casts - own_casts, working, working_casts, message, multiply_adds)
+
+
+# ---- (3) ----
 
 
 @dataclass(frozen=True)
@@ -111,242 +216,185 @@ class Rank:
         return {"layers": self.layers, "live_chunks": self.live_chunks, "bytes": self.needed.as_dict()}
 
 
-def estimate(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Bytes:
-    """Of the rank that needs most."""
-    ranks = ranks_of(work, strategy.pipeline, hardware, settings)
-    return max((rank.needed for rank in ranks), key=lambda needed: needed.total)
+class Staged:
+    """A run in one pipeline or copies of it, with its settings. `own`: the stages of a rank. Bytes are those of one
+    step."""
 
+    def __init__(self, work: Workload, pipeline: PipelineShape, settings: Settings, copies: int = 1):
+        self.work, self.pipeline, self.copies = work, pipeline, copies
+        self.layers, self.models = layers_of(work, pipeline), models_of_stages(work, pipeline)
+        chunks = work.num_chunks(settings.chunk_rows)
+        # of a micro-batch, with the idle ones that the schedule needs
+        self.num_chunks = policy.dealt_chunks(pipeline.schedule, pipeline.ranks, chunks)
+        self.left = {c: left_on_stages(work, pipeline, c, settings.is_checkpointed) for c in work.columns}
+        self.chunks = [(chunks, self.left[chunks.column]) for chunks in work.chunks(settings.chunk_rows)]
 
-def ranks_of(work: Workload, pipeline: Pipeline, hardware: Hardware, settings: Settings) -> list[Rank]:
-    counts, models = layers_of(work, pipeline), models_of_stages(work, pipeline)
-    chunks, copies = num_chunks(work, pipeline, settings), hardware.num_devices // pipeline.devices
-    found = []
-    for rank, own in enumerate(pipeline.stages_of_ranks):
-        units = [unit for stage in own for unit in models[stage].units.values()]
-        needed = _sharded(pipeline, units, copies) if pipeline.sharding else _whole(work, units, copies)
-        live = policy.live_chunks(pipeline.schedule, pipeline.ranks, pipeline.per_rank, chunks, rank)
-        saved, casts = held(work, pipeline, settings, own, live)
-        needed.weights += casts
-        needed.activations = saved + _working(work, pipeline, settings, own)
-        needed.buffers += _messages_under_way(work, pipeline, settings, own)
-        needed.embeddings = loss_bytes(work, copies) if len(counts) - 1 in own else 0.0
-        needed.scratch = scratch_bytes(work, sum(u.trained for u in units) / (copies if pipeline.sharding else 1))
-        needed.framework = framework_bytes(needed, is_alone=False)
-        found.append(Rank(sum(counts[stage] for stage in own), max(map(sum, live)), needed))
-    return found
+    @property
+    def bubble_share(self) -> float:
+        """As a run logs `bubble_share_expected`."""
+        pipeline = self.pipeline
+        return policy.idle_share(pipeline.schedule, pipeline.ranks, pipeline.per_rank, self.num_chunks)
 
+    @property
+    def num_reductions(self) -> int:
+        """Of a step's gradients over the copies: one per update, or behind every backward."""
+        return self.num_chunks * self.work.accumulation if self.pipeline.frees else 1
 
-def _whole(work: Workload, units: Sequence[Sizes], copies: int) -> Bytes:
-    """Weights, gradients and state of a rank whose copies average gradients, flat, once per update."""
-    stored, trained = sum(unit.trained_stored for unit in units), sum(unit.trained for unit in units)
-    has_masters = stored > trained * work.compute_bytes
-    return Bytes(
-        weights=sum(unit.frozen_stored for unit in units) + (0.0 if has_masters else stored),
-        master_weights=stored if has_masters else 0.0,
-        gradients=stored,
-        optimizer=sum(unit.optimizer for unit in units),
-        buffers=stored * min(1.0, policy.REDUCED_TOGETHER / max(trained, 1)) if copies > 1 else 0.0,
-    )
+    @property
+    def gradients(self) -> float:
+        """That the copies of a rank reduce together, of the rank with most."""
+        return max(sum(unit.trained_stored for unit in self.units(own)) for own in self.pipeline.stages_of_ranks)
 
+    @property
+    def reduced(self) -> float:
+        """That a device sends to others for it."""
+        times = (1 if self.pipeline.sharding else 2) * (self.copies - 1) / self.copies
+        return times * self.num_reductions * self.gradients
 
-def _sharded(pipeline: Pipeline, units: Sequence[Sizes], copies: int) -> Bytes:
-    """The same where copies share one set (strategies/sharded_stages.py). Weights are gathered as they are stored: all
-    for an update, or two units for a chunk; so are gradients."""
-    whole = sorted((unit.trained_stored + unit.frozen_stored for unit in units), reverse=True)
-    trained, largest = sum(unit.trained_stored for unit in units), max(unit.trained_stored for unit in units)
-    frees = pipeline.frees
-    return Bytes(
-        weights=sum(whole[:2]) if frees else sum(whole),
-        master_weights=sum(whole) / copies,
-        gradients=trained / copies + (0.0 if frees else trained),
-        optimizer=sum(unit.optimizer for unit in units) / copies,
-        buffers=whole[0] + (2 if frees else 1) * largest,
-    )
+    def units(self, own: Iterable[int]) -> list[ParameterSums]:
+        return [unit for stage in own for unit in self.models[stage].units.values()]
 
+    @functools.cached_property
+    def ranks(self) -> list[Rank]:
+        pipeline, work, copies, found = self.pipeline, self.work, self.copies, []
+        for rank, own in enumerate(pipeline.stages_of_ranks):
+            needed, units = self._state(own), self.units(own)
+            live = policy.live_chunks(pipeline.schedule, pipeline.ranks, pipeline.per_rank, self.num_chunks, rank)
+            saved, casts = self.held(own, live)
+            lefts = [(chunks.rows, left[stage]) for stage in own for chunks, left in self.chunks]
+            needed.weights += casts
+            needed.activations = saved + max(rows * left.working + left.working_casts for rows, left in lefts)
+            # messages that leave and one that arrives, forwards and back
+            ends = (chunks.rows * left[stage].message for chunks, left in self.chunks for stage in _and_before(own))
+            needed.buffers += 2 * (policy.MESSAGES_ON_THE_WAY + 1) * max(ends)
+            needed.embeddings = loss_bytes(work, copies) if len(self.layers) - 1 in own else 0.0
+            needed.scratch = scratch_bytes(work, sum(u.trained for u in units) / (copies if pipeline.sharding else 1))
+            needed.framework = framework_bytes(needed, is_alone=False)
+            found.append(Rank(sum(self.layers[stage] for stage in own), max(map(sum, live)), needed))
+        return found
 
-def num_chunks(work: Workload, pipeline: Pipeline, settings: Settings) -> int:
-    """Of a micro-batch, with the idle ones that its schedule needs."""
-    return policy.dealt_chunks(pipeline.schedule, pipeline.ranks, work.num_chunks(settings.chunk_rows))
+    def _state(self, own: Sequence[int]) -> Bytes:
+        """Weights, gradients and state. Copies that share one set (strategies/sharded_stages.py) gather weights as
+        they are stored: all for an update, or two units for a chunk; so are gradients. Others average gradients, flat,
+        once per update."""
+        units, pipeline, copies = self.units(own), self.pipeline, self.copies
+        needed, trained = copy_bytes(self.work, units), [unit.trained_stored for unit in units]
+        if not pipeline.sharding:
+            share = min(1.0, policy.REDUCED_TOGETHER / max(sum(unit.trained for unit in units), 1))
+            needed.buffers = sum(trained) * share if copies > 1 else 0.0
+            return needed
+        whole, frees = sorted((unit.stored for unit in units), reverse=True), pipeline.frees
+        return Bytes(
+            weights=sum(whole[:2]) if frees else sum(whole),
+            master_weights=sum(whole) / copies,
+            gradients=sum(trained) / copies + (0.0 if frees else sum(trained)),
+            optimizer=needed.optimizer / copies,
+            buffers=whole[0] + (2 if frees else 1) * max(trained),
+        )
 
+    def held(self, own: Sequence[int], live: Iterable[tuple[int, ...]]) -> tuple[float, float]:
+        """Bytes that a rank keeps until backwards: saved values, and copies of weights. `live`: its chunks at once,
+        per stage."""
+        cases, frees = [], self.pipeline.frees
+        for case in live:
+            saved = casts = 0.0
+            for stage, count in zip(own, case, strict=True):
+                if not frees:
+                    casts += max(left[stage].shared_casts for left in self.left.values())
+                for chunks, left in sorted(self.chunks, key=lambda one: -one[0].rows * one[1][stage].saved):  # noqa: B023
+                    taken = min(count, chunks.number)
+                    saved += taken * chunks.rows * left[stage].saved
+                    casts += taken * (left[stage].casts + left[stage].shared_casts * frees)
+                    count -= taken
+            cases.append((saved, casts))
+        return max(cases, key=sum)
 
-def held(
-    work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int], live: Iterable[tuple[int, ...]]
-) -> tuple[float, float]:
-    """Bytes that a rank with the stages `own` keeps until backwards: saved values, and copies of weights. `live`: its
-    chunks at once, per stage."""
-    cases = []
-    for case in live:
-        saved = casts = 0.0
-        for stage, count in zip(own, case, strict=True):
-            if not pipeline.frees:
-                casts += max(left.shared_casts for _, left in _left(work, pipeline, settings, stage))
-            chunks = sorted(_chunks(work, pipeline, settings, stage), key=lambda one: one[0], reverse=True)
-            for of_chunk, of_weights, number in chunks:
-                taken = min(count, number)
-                saved, casts, count = saved + taken * of_chunk, casts + taken * of_weights, count - taken
-        cases.append((saved, casts))
-    return max(cases, key=sum)
+    # ---- (4) ----
 
+    def messages(self, own: Sequence[int]) -> tuple[float, float]:
+        """How many a rank sends, and their bytes: what its stages give, in both passes, and gradients where an earlier
+        stage trains."""
+        places, number, size = self.pipeline.places, 0, 0.0
+        for stage in own:
+            if stage + 1 < len(places) and places[stage + 1] != places[stage]:
+                number, size = number + 2 * self.num_chunks, size + 2 * self._given(stage)
+            has_gradient = any(model.whole.trained for model in self.models[:stage])
+            if stage and places[stage - 1] != places[stage] and has_gradient:
+                number, size = number + self.num_chunks, size + self._given(stage - 1)
+        return number * self.work.accumulation, size * self.work.accumulation
 
-def _chunks(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[float, float, int]]:
-    """On a stage: what a chunk saves, its copies of weights, and how many such chunks there are."""
-    for chunks, left in _left_by(work, pipeline, settings, stage):
-        yield chunks.rows * left.saved, left.casts + left.shared_casts * pipeline.frees, chunks.number
+    @property
+    def most_messages(self) -> tuple[float, float]:
+        return max((self.messages(own) for own in self.pipeline.stages_of_ranks), key=lambda one: one[1])
 
+    def _given(self, stage: int) -> float:
+        """Bytes that all rows of a micro-batch take from a stage to the next."""
+        return sum(column.rows * left[stage].message for column, left in self.left.items())
 
-def _left(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[Any, Left]]:
-    key = Settings(is_checkpointed=settings.is_checkpointed)
-    return [(column, left_on_stages(work, pipeline, column, key)[stage]) for column in work.columns]
+    def operations(self, own: Sequence[int]) -> float:
+        """Floating-point operations of a rank's step; a multiply-add is two."""
+        rows = 2 * self.work.accumulation
+        return sum(
+            rows * column.rows * left[stage].multiply_adds for stage in own for column, left in self.left.items()
+        )
 
-
-def _left_by(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> Iterable[tuple[Chunks, Left]]:
-    lefts = dict(_left(work, pipeline, settings, stage))
-    return [(chunks, lefts[chunks.column]) for chunks in work.chunks(settings.chunk_rows)]
-
-
-def _working(work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int]) -> float:
-    return max(
-        chunks.rows * left.working + left.working_casts
-        for stage in own
-        for chunks, left in _left_by(work, pipeline, settings, stage)
-    )
-
-
-def _messages_under_way(work: Workload, pipeline: Pipeline, settings: Settings, own: Iterable[int]) -> float:
-    """Those that leave and one that arrives, forwards and back."""
-    largest = max(
-        chunks.rows * left.message
-        for stage in (min(own) - 1, *own)
-        if stage >= 0
-        for chunks, left in _left_by(work, pipeline, settings, stage)
-    )
-    return 2 * (policy.MESSAGES_ON_THE_WAY + 1) * largest
-
-
-# ---- (3) ----
-
-
-@dataclass(frozen=True)
-class Facts:
-    """A pipeline's own figures. Bytes are those of one step and of the device that sends most."""
-
-    ranks: int
-    parts: int
-    copies: int
-    schedule: str
-    layers: tuple[int, ...]  # per stage
-    chunks: int
-    bubble_share: float
-    sent_between_stages: float
-    reduced: float
-    of_ranks: tuple[Rank, ...]
+    def send_to_copies(self, sums: Traffic, hardware: Hardware) -> None:
+        """Of the rank that has most: gradients once per update; where copies share weights, these once per update, or
+        for every forward and backward of every chunk, and gradients once, or behind every backward."""
+        copies, links = self.copies, between_copies(hardware, self.pipeline.devices)
+        if not self.pipeline.sharding:
+            sums.send("all_reduce", 1, self.gradients, copies, links)
+            return
+        ranks = map(self.units, self.pipeline.stages_of_ranks)
+        units = max(ranks, key=lambda units: sum(unit.stored for unit in units))
+        gathers = 3 * self.num_reductions if self.pipeline.frees else 1
+        stored, trained = [unit.stored for unit in units], [unit.trained_stored for unit in units if unit.trained]
+        sums.send("all_gather", gathers * len(units), gathers * sum(stored), copies, links)
+        reductions = self.num_reductions
+        sums.send("reduce_scatter", reductions * len(trained), reductions * sum(trained), copies, links)
 
     def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {
-            "layers": list(self.layers),
+        return {
+            "ranks": self.pipeline.ranks,
+            "parts": self.pipeline.parts,
+            "copies": self.copies,
+            "schedule": self.pipeline.schedule,
+            "layers": self.layers,
+            "chunks": self.num_chunks,
             "bubble_share": round(self.bubble_share, 4),
-            "sent_between_stages": round(self.sent_between_stages),
+            "sent_between_stages": round(self.most_messages[1]),
             "reduced": round(self.reduced),
-            "of_ranks": [rank.as_dict() for rank in self.of_ranks],
+            "of_ranks": [rank.as_dict() for rank in self.ranks],
         }
 
 
-def facts_of(work: Workload, pipeline: Pipeline, hardware: Hardware, settings: Settings) -> Facts:
-    copies = hardware.num_devices // pipeline.devices
-    return Facts(
-        pipeline.ranks,
-        pipeline.parts,
-        copies,
-        pipeline.schedule,
-        tuple(layers_of(work, pipeline)),
-        num_chunks(work, pipeline, settings),
-        bubble_share(work, pipeline, settings),
-        max(_messages(work, pipeline, settings, own)[1] for own in pipeline.stages_of_ranks),
-        (1 if pipeline.sharding else 2)
-        * (copies - 1)
-        / copies
-        * _reductions(work, pipeline, settings)
-        * _reduced(work, pipeline),
-        tuple(ranks_of(work, pipeline, hardware, settings)),
-    )
+def staged(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Staged:
+    assert strategy.pipeline is not None
+    return Staged(work, strategy.pipeline, settings, hardware.num_devices // strategy.pipeline.devices)
 
 
-def bubble_share(work: Workload, pipeline: Pipeline, settings: Settings) -> float:
-    """As a run logs `bubble_share_expected`."""
-    chunks = num_chunks(work, pipeline, settings)
-    return policy.idle_share(pipeline.schedule, pipeline.ranks, pipeline.per_rank, chunks)
+def _and_before(own: Sequence[int]) -> list[int]:
+    """The stages of a rank, and the one before them."""
+    return [stage for stage in (min(own) - 1, *own) if stage >= 0]
 
 
-def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
+def estimate(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Bytes:
+    """Of the rank that needs most."""
+    ranks = staged(work, strategy, hardware, settings).ranks
+    return max((rank.needed for rank in ranks), key=lambda needed: needed.total)
+
+
+def traffic(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Traffic:
     """Of one optimizer step, and of the device that does most of each. Arithmetic takes longer by what ranks wait."""
-    pipeline, sums = strategy.pipeline, Traffic()
-    inside, across = links_of(hardware)
-    beside = between_copies(hardware, pipeline.devices)
-    copies, counts = hardware.num_devices // pipeline.devices, layers_of(work, pipeline)
-    messages = max(
-        (_messages(work, pipeline, settings, own) for own in pipeline.stages_of_ranks), key=lambda one: one[1]
-    )
-    sums.send("send", *messages, pipeline.ranks, inside if pipeline.devices <= hardware.per_node else across)
+    one, sums, (inside, across) = staged(work, strategy, hardware, settings), Traffic(), links_of(hardware)
+    pipeline = one.pipeline
+    is_inside = pipeline.devices <= hardware.per_node
+    sums.send("send", *one.most_messages, pipeline.ranks, inside if is_inside else across)
     if pipeline.parts > 1:
-        layers = max(sum(counts[stage] for stage in own) for own in pipeline.stages_of_ranks)
+        layers = max(sum(one.layers[stage] for stage in own) for own in pipeline.stages_of_ranks)
         sums.send("all_reduce", *inside_layers(work, settings, layers), pipeline.parts, inside)
-    if pipeline.sharding:
-        _send_shards(sums, work, pipeline, settings, copies, beside)
-    else:
-        sums.send("all_reduce", 1, _reduced(work, pipeline), copies, beside)
-    sums.send_embeddings(work, copies, beside)
-    most = max(_operations(work, pipeline, settings, own) for own in pipeline.stages_of_ranks)
-    busy = 1 - bubble_share(work, pipeline, settings)
-    sums.arithmetic = most
-    sums.arithmetic_seconds = most / speed(hardware, work.compute_bytes) / busy
+    one.send_to_copies(sums, hardware)
+    sums.send_embeddings(work, one.copies, between_copies(hardware, pipeline.devices))
+    sums.arithmetic = max(map(one.operations, pipeline.stages_of_ranks))
+    sums.arithmetic_seconds = sums.arithmetic / speed(hardware, work.compute_bytes) / (1 - one.bubble_share)
     return sums
-
-
-def _reductions(work: Workload, pipeline: Pipeline, settings: Settings) -> int:
-    """Of a step's gradients over the copies: one per update, or behind every backward."""
-    return num_chunks(work, pipeline, settings) * work.accumulation if pipeline.frees else 1
-
-
-def _reduced(work: Workload, pipeline: Pipeline) -> float:
-    models = models_of_stages(work, pipeline)
-    return max(sum(models[stage].whole.trained_stored for stage in own) for own in pipeline.stages_of_ranks)
-
-
-def _send_shards(
-    sums: Traffic, work: Workload, pipeline: Pipeline, settings: Settings, copies: int, links: Links
-) -> None:
-    """Of the rank that has most: weights once per update, or for every forward and backward of every chunk;
-    gradients once, or behind every backward."""
-    models = models_of_stages(work, pipeline)
-    ranks = [[unit for stage in own for unit in models[stage].units.values()] for own in pipeline.stages_of_ranks]
-    units = max(ranks, key=lambda units: sum(unit.trained_stored + unit.frozen_stored for unit in units))
-    backwards = _reductions(work, pipeline, settings)
-    gathers = 3 * backwards if pipeline.frees else 1
-    stored = sum(unit.trained_stored + unit.frozen_stored for unit in units)
-    sums.send("all_gather", gathers * len(units), gathers * stored, copies, links)
-    trained = [unit.trained_stored for unit in units if unit.trained]
-    sums.send("reduce_scatter", backwards * len(trained), backwards * sum(trained), copies, links)
-
-
-def _messages(work: Workload, pipeline: Pipeline, settings: Settings, own: Sequence[int]) -> tuple[float, float]:
-    """How many a rank sends, and their bytes: what its stages give, in both passes, and gradients where an earlier
-    stage trains."""
-    places, models, chunks = pipeline.places, models_of_stages(work, pipeline), num_chunks(work, pipeline, settings)
-    number, size = 0, 0.0
-    for stage in own:
-        if stage + 1 < len(places) and places[stage + 1] != places[stage]:
-            number, size = number + 2 * chunks, size + 2 * _given(work, pipeline, settings, stage)
-        if stage and places[stage - 1] != places[stage] and any(model.whole.trained for model in models[:stage]):
-            number, size = number + chunks, size + _given(work, pipeline, settings, stage - 1)
-    return number * work.accumulation, size * work.accumulation
-
-
-def _given(work: Workload, pipeline: Pipeline, settings: Settings, stage: int) -> float:
-    """Bytes that all rows of a micro-batch take from a stage to the next."""
-    return sum(column.rows * left.message for column, left in _left(work, pipeline, settings, stage))
-
-
-def _operations(work: Workload, pipeline: Pipeline, settings: Settings, own: Sequence[int]) -> float:
-    """Floating-point operations of a rank's step; a multiply-add is two."""
-    lefts = [one for stage in own for one in _left(work, pipeline, settings, stage)]
-    return sum(2 * column.rows * work.accumulation * (left.forward + left.backward) for column, left in lefts)

@@ -5,6 +5,7 @@ planner/choose.py makes plans, planner/reasons.py says why, planner/report.py pr
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_dist_ext.planner.catalog import Hardware, Strategy
-from hf_dist_ext.planner.memory import Bytes, Settings, model_of
-from hf_dist_ext.planner.pipelines import Facts, facts_of
+from hf_dist_ext.planner import memory, pipelines
+from hf_dist_ext.planner import traffic as on_links
+from hf_dist_ext.planner.catalog import Hardware, StrategySpec
+from hf_dist_ext.planner.memory import Bytes, Case, is_chunked, model_of
+from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload
 from hf_dist_ext.run.presets import find_preset
@@ -23,47 +26,91 @@ SPREAD_BY = ("accelerate_config", "gradient_cache_fsdp", "frozen_parts_fsdp", "p
 MOST_ROWS = 2**20  # of a device's batch, that are tried
 
 
+@dataclass(frozen=True, eq=False)
+class Estimate(Case):
+    """What a step takes of a device, and how long."""
+
+    @functools.cached_property
+    def needed(self) -> Bytes:
+        owner = pipelines if self.strategy.pipeline else memory
+        return owner.estimate(self.work, self.strategy, self.hardware, self.settings)
+
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        owner = pipelines if self.strategy.pipeline else on_links
+        return owner.traffic(self.work, self.strategy, self.hardware, self.settings)
+
+    @property
+    def turns(self) -> int:
+        """Steps that do what one step of devices with rows of their own does."""
+        pipeline, is_alone = self.strategy.pipeline, self.strategy.name == "single"
+        return self.hardware.num_devices if is_alone else pipeline.devices if pipeline else self.parts
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Of so many steps. Arithmetic takes longer in small chunks."""
+        work, rows = self.work, self.work.batch
+        if is_chunked(work, self.settings):
+            rows = work.rows_of_chunk(work.longest_column, self.settings.chunk_rows)
+        waiting = 1 + self.hardware.half_speed_tokens / (rows * work.longest)
+        return (self.traffic.seconds + self.traffic.arithmetic_seconds * waiting) * self.turns
+
+    @property
+    def fits(self) -> bool:
+        return self.hardware.holds(self.needed.total, self.needed.host)
+
+    def with_settings(self, **changes: Any) -> Estimate:
+        return replace(self, settings=replace(self.settings, **changes))
+
+
 @dataclass
 class Option:
-    """One strategy: as the run stands (`given`), with the other checkpointing, and with what makes it fit."""
+    """One strategy: as the run stands (`given`), and with what makes it fit (`fitted`; None: nothing does)."""
 
-    strategy: Strategy
     preset: str
     why_not: str  # "" when it can be chosen
-    given: Bytes
-    checkpointed: Bytes
-    unchecked: Bytes
-    traffic: Traffic
-    hardware: Hardware
-    turns: int  # steps that do what one step of devices with rows of their own does
+    given: Estimate
     least: Bytes  # of all that was tried
-    given_seconds: float  # of a step, as the run stands
-    settings: Settings | None = None  # None: nothing makes it fit
-    batch: int = 0
-    optimizer: str = ""  # that fits
-    fitted: Bytes | None = None
-    sent: Traffic | None = None  # as fitted
-    seconds: float = float("inf")
-    pipeline: Facts | None = None
+    fitted: Estimate | None = None
+    found: Bytes | None = None  # where the run finds its chunk size itself: with that
+    pipeline: Staged | None = None
 
-    def add_pipeline(self, work: Workload, hardware: Hardware) -> None:
+    def add_pipeline(self) -> None:
         """Its figures with the settings that fit, else as the run stands."""
-        settings = self.settings or Settings(is_checkpointed=work.is_checkpointed)
-        self.pipeline = facts_of(work, self.strategy.pipeline, hardware, settings)
+        one = self.fitted or self.given
+        self.pipeline = pipelines.staged(self.given.work, one.strategy, one.hardware, one.settings)
+
+    @property
+    def strategy(self) -> StrategySpec:
+        return self.given.strategy
+
+    @property
+    def seconds(self) -> float:
+        return self.fitted.seconds if self.fitted else float("inf")
+
+    @property
+    def sent(self) -> Traffic:
+        """With what makes it fit; as the run stands where nothing does."""
+        return (self.fitted or self.given).traffic
 
     @property
     def sending(self) -> float:
         """Of `seconds`."""
-        return 0.0 if self.sent is None else self.sent.seconds * self.turns
+        return self.fitted.traffic.seconds * self.fitted.turns if self.fitted else 0.0
+
+    @property
+    def bytes(self) -> Bytes:
+        """As the run stands."""
+        return self.found or self.given.needed
 
     @property
     def fits(self) -> bool:
-        return self.hardware.holds(self.given.total, self.given.host)
+        return self.given.hardware.holds(self.bytes.total, self.bytes.host)
 
     @property
     def shown(self) -> Bytes:
         """With what makes it fit; as the run stands where nothing does."""
-        return self.fitted or self.given
+        return self.fitted.needed if self.fitted else self.bytes
 
     @property
     def is_last_resort(self) -> bool:
@@ -71,17 +118,17 @@ class Option:
         rows, of which fewer then meet in the loss."""
         return self.strategy.offloads or self.strategy.is_tensor_parallel
 
-    @property
-    def headroom(self) -> float:
-        return self.hardware.memory_bytes - self.given.total
+    def activations(self, is_checkpointed: bool) -> float:
+        """As the run stands, but for checkpointing."""
+        return self.given.with_settings(is_checkpointed=is_checkpointed).needed.activations
 
     def as_dict(self) -> dict[str, Any]:
-        fitted = self.settings and {
-            "chunk_rows": self.settings.chunk_rows,
-            "checkpointing": self.settings.is_checkpointed,
-            "per_device_batch": self.batch,
-            "optimizer": self.optimizer,
-            "bytes": self.fitted.as_dict(),
+        fitted = self.fitted and {
+            "chunk_rows": self.fitted.settings.chunk_rows,
+            "checkpointing": self.fitted.settings.is_checkpointed,
+            "per_device_batch": self.fitted.work.batch,
+            "optimizer": self.fitted.work.optimizer,
+            "bytes": self.fitted.needed.as_dict(),
             "seconds_per_step": round(self.seconds, 6),
         }
         return {
@@ -90,30 +137,14 @@ class Option:
             "can_be_chosen": not self.why_not,
             "why_not": self.why_not or None,
             "fits": self.fits,
-            "headroom": round(self.headroom),
-            "bytes": self.given.as_dict(),
-            "activations_with_checkpointing": round(self.checkpointed.activations),
-            "activations_without_checkpointing": round(self.unchecked.activations),
-            "per_step": self.traffic.as_dict(),
+            "headroom": round(self.given.hardware.memory_bytes - self.bytes.total),
+            "bytes": self.bytes.as_dict(),
+            "activations_with_checkpointing": round(self.activations(True)),
+            "activations_without_checkpointing": round(self.activations(False)),
+            "per_step": self.given.traffic.as_dict(),
             "made_to_fit": fitted,
             "pipeline": self.pipeline and self.pipeline.as_dict(),
         }
-
-
-def waits_for_links(options: Sequence[Option]) -> bool:
-    """Whether the quickest of them sends longer than it computes."""
-    quickest = min(options, key=lambda option: option.seconds, default=None)
-    return quickest is not None and quickest.sending > quickest.seconds / 2
-
-
-@dataclass(frozen=True)
-class Larger:
-    """Wider chunks that fit too: bytes of a device, seconds of a step, bytes that a device sends in it."""
-
-    chunk_rows: int  # of the longest rows
-    needed: float
-    seconds: float
-    sent: float
 
 
 @dataclass(frozen=True)
@@ -122,13 +153,6 @@ class Most:
 
     chunk_rows: int | None
     batch: int | None  # rows of a device, MOST_ROWS where no limit was met
-
-
-def checkpoint_bytes(work: Workload) -> float:
-    """Of a checkpoint: weights (of a model with frozen parts, those that train), and the optimizer's state."""
-    whole = model_of(work).whole
-    frozen = 0.0 if whole.trained < whole.elements else whole.frozen_stored
-    return whole.trained_stored + frozen + whole.optimizer
 
 
 @dataclass(frozen=True)
@@ -152,24 +176,6 @@ class Time:
         }
 
 
-def time_of(plan: Plan, option: Option) -> Time:
-    """A step is as many rows as all devices take with rows of their own, whoever shares them."""
-    work, hardware = plan.work, plan.hardware
-    rows = work.batch * work.accumulation * hardware.num_devices
-    tokens = sum(one.rows * one.usual for one in work.columns) / work.batch
-    given = plan.run.given if plan.run is not None else {}
-    steps = given.get("max_steps") or 0
-    if steps <= 0 and plan.num_rows:
-        steps = plan.num_rows / rows * (given.get("num_train_epochs") or 3)  # transformers' own number
-    hours = steps * option.seconds / 3600 if steps > 0 else None
-    price = hours * plan.price_per_hour * hardware.num_devices if hours and plan.price_per_hour else None
-    return Time(option.seconds, rows / option.seconds, rows / option.seconds * tokens, hours, price)
-
-
-def _as_word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 @dataclass
 class Plan:
     work: Workload
@@ -186,15 +192,24 @@ class Plan:
     num_rows: int | None = None  # of the dataset
     price_per_hour: float | None = None  # of one device
     overrides: Sequence[str] = ()  # of the run file, as the command had them
-    larger: Larger | None = None
+    larger: Estimate | None = None  # with wider chunks that fit too
     most: Most | None = None
     enough: Plan | None = None  # where nothing fits: of so many more devices that something does
     levers: dict[str, float] = field(default_factory=dict)  # a change -> bytes of a device that it would save
 
     @property
     def time(self) -> Time:
+        """Of the best. A step is as many rows as all devices take with rows of their own, whoever shares them."""
         assert self.best is not None
-        return time_of(self, self.best)
+        work, seconds, devices = self.work, self.best.seconds, self.hardware.num_devices
+        rows = work.batch * work.accumulation * devices
+        tokens = sum(one.rows * one.usual for one in work.columns) / work.batch
+        steps = work.given.get("max_steps") or 0
+        if steps <= 0 and self.num_rows:
+            steps = self.num_rows / rows * (work.given.get("num_train_epochs") or 3)  # transformers' own number
+        hours = steps * seconds / 3600 if steps > 0 else None
+        price = hours * self.price_per_hour * devices if hours and self.price_per_hour else None
+        return Time(seconds, rows / seconds, rows / seconds * tokens, hours, price)
 
     @property
     def command(self) -> str:
@@ -204,7 +219,8 @@ class Plan:
         path = "RUN.json" if self.run is None else self.run.path
         fields = {} if self.stages else {k: v for k, v in self.changes.items() if k != "accelerate_config"}
         words = "".join(f" {word}" for word in _without(self.overrides, fields))
-        words += "".join(f" --{name} {_as_word(value)}" for name, value in fields.items())
+        values = {k: value if isinstance(value, str) else json.dumps(value) for k, value in fields.items()}
+        words += "".join(f" --{name} {value}" for name, value in values.items())
         pipeline = best.strategy.pipeline
         if hardware.num_nodes == 1 and not (pipeline and pipeline.parts > 1):
             preset = f" --accelerate_config {best.preset}" if "accelerate_config" in self.changes else ""
@@ -233,8 +249,10 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> float:
-        optimizer = self.best.optimizer if self.best is not None else self.work.optimizer
-        return checkpoint_bytes(replace(self.work, optimizer=optimizer))
+        """Weights (of a model with frozen parts, those that train), and the optimizer's state."""
+        whole = model_of(self.best.fitted.work if self.best and self.best.fitted else self.work).whole
+        frozen = 0.0 if whole.trained < whole.elements else whole.frozen_stored
+        return whole.trained_stored + frozen + whole.optimizer
 
     @property
     def parameters(self) -> float:
@@ -268,7 +286,13 @@ class Plan:
                 "time": self.time.as_dict(),
             },
             "levers": {what: round(size) for what, size in self.levers.items()},
-            "larger_chunks": self.larger and vars(self.larger),
+            "larger_chunks": self.larger
+            and {
+                "chunk_rows": self.larger.settings.chunk_rows,
+                "needed": self.larger.needed.total,
+                "seconds": self.larger.seconds,
+                "sent": self.larger.traffic.bytes,
+            },
             "largest": self.most and asdict(self.most),
             "checkpoint_bytes": round(self.checkpoint_bytes),
             "enough_devices": self.enough and self.enough.hardware.num_devices,
@@ -298,8 +322,8 @@ def changes_to_fit(plan: Plan, option: Option) -> dict[str, Any]:
 
 def changes_for(plan: Plan, best: Option) -> dict[str, Any]:
     """Fields of the run file that an option needs set."""
-    work, settings, changes = plan.work, best.settings, dict(plan.presumed)
-    if settings is None:
+    work, fitted, changes = plan.work, best.fitted, dict(plan.presumed)
+    if fitted is None:
         return {}
     if plan.hardware.num_devices > 1 or best.strategy.name != "single":
         changes["accelerate_config"] = best.preset
@@ -308,15 +332,15 @@ def changes_for(plan: Plan, best: Option) -> dict[str, Any]:
         changes["gradient_cache_fsdp"] = "speed" if best.strategy.keeps_whole else "memory"
     if best.strategy.name == "FSDP frozen whole" and best.preset == "multi_gpu_fsdp":
         changes["frozen_parts_fsdp"] = "replicate"
-    if settings.is_checkpointed and not work.is_checkpointed:
+    if fitted.settings.is_checkpointed and not work.is_checkpointed:
         changes["gradient_checkpointing"] = True
     if pipeline := best.strategy.pipeline:
         changes["pipeline_parallel_size"] = pipeline.ranks
-    if settings.chunk_rows is not None and (pipeline or not work.finds_chunk):
-        changes |= work.chunk_fields(settings.chunk_rows)
-    if best.optimizer != work.optimizer:
-        changes["optim"] = best.optimizer
-    if best.batch != work.batch:
-        changes["per_device_train_batch_size"] = best.batch
-        changes["gradient_accumulation_steps"] = work.accumulation * -(-work.batch // best.batch)
+    if fitted.settings.chunk_rows is not None and (pipeline or not work.finds_chunk):
+        changes |= work.chunk_fields(fitted.settings.chunk_rows)
+    if fitted.work.optimizer != work.optimizer:
+        changes["optim"] = fitted.work.optimizer
+    if (batch := fitted.work.batch) != work.batch:
+        changes["per_device_train_batch_size"] = batch
+        changes["gradient_accumulation_steps"] = work.accumulation * -(-work.batch // batch)
     return changes

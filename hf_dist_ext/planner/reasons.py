@@ -12,8 +12,7 @@ from typing import Any
 
 from hf_dist_ext import policy
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP
-from hf_dist_ext.planner.knobs import SPARSE
-from hf_dist_ext.planner.memory import is_cut, model_of
+from hf_dist_ext.planner.memory import SPARSE, is_chunked, model_of
 from hf_dist_ext.planner.plan import Option, Plan
 
 MUCH_WAITING = 0.1  # of the time
@@ -74,11 +73,11 @@ def explain(plan: Plan) -> None:
             f"{plan.work.batch * devices}."
         )
     if (wide := plan.larger) is not None:
-        sent = (best.sent or best.traffic).bytes
+        fields, less = plan.work.chunk_fields(wide.settings.chunk_rows or 0), wide.traffic.bytes
+        sending = f", sending {gib(less)} instead of {gib(best.sent.bytes)}" if less < 0.95 * best.sent.bytes else ""
         say(
-            f"Wider chunks fit: {in_json(plan.work.chunk_fields(wide.chunk_rows))} needs {gib(wide.needed)} and takes "
-            f"{_seconds(wide.seconds)} per step instead of {_seconds(best.seconds)}"
-            + (f", sending {gib(wide.sent)} instead of {gib(sent)}." if wide.sent < 0.95 * sent else ".")
+            f"Wider chunks fit: {in_json(fields)} needs {gib(wide.needed.total)} and takes {_seconds(wide.seconds)} "
+            f"per step instead of {_seconds(best.seconds)}{sending}."
         )
     if best.strategy.offloads:
         machine = f"{gib(best.shown.host * plan.hardware.per_node)} of {gib(plan.hardware.host_bytes)}"
@@ -108,12 +107,12 @@ def _trained(plan: Plan) -> str:
     if whole.trained < whole.elements:
         share = f"{100 * whole.trained / whole.elements:.2g}"
         trained = f"{count_of(whole.trained)} of {count_of(whole.elements)} parameters train ({share}%)"
-    given = simplest.given
+    given = simplest.bytes
     return f"{trained}: gradients {gib(given.gradients)}, optimizer state {gib(given.optimizer)}, before any sharding."
 
 
 def _as_it_stands(best: Option) -> str:
-    return "" if best.fits else f" with these fields set ({gib(best.given.total)} as the run stands)"
+    return "" if best.fits else f" with these fields set ({gib(best.bytes.total)} as the run stands)"
 
 
 def _why_whole(plan: Plan, best: Option) -> str:
@@ -121,7 +120,7 @@ def _why_whole(plan: Plan, best: Option) -> str:
     holds = f"{gib(best.shown.total)} of {gib(plan.hardware.memory_bytes)}{_as_it_stands(best)}"
     if best.strategy.name == "single":
         return f"One device is enough: {holds}."
-    sharded = [one for one in plan.options if one.strategy.shards and one.settings is not None and not one.why_not]
+    sharded = [one for one in plan.options if one.strategy.shards and one.fitted is not None and not one.why_not]
     sharded = [one for one in sharded if not one.is_last_resort and one.strategy.pipeline is None]
     quickest = min(sharded, key=_seconds_of, default=None)
     if quickest is None:
@@ -136,16 +135,15 @@ def _why_whole(plan: Plan, best: Option) -> str:
 
 
 def _why_shared(plan: Plan, best: Option) -> str:
-    simplest, fitted = plan.simplest, best.fitted or best.given
-    fixed = simplest.given.total - simplest.given.activations - simplest.given.embeddings
-    what = "fits only with changes" if simplest.settings is not None else "does not fit"
+    simplest, stands = plan.simplest, plan.simplest.bytes
+    fixed = stands.total - stands.activations - stands.embeddings
+    what = "fits only with changes" if simplest.fitted is not None else "does not fit"
     if simplest.fits:
         what = "fits too, but its step is longer"
     return (
-        f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(simplest.given.total)} in "
+        f"{simplest.strategy.name} {what}: {gib(fixed)} before any activation, {gib(stands.total)} in "
         f"all, of {gib(plan.hardware.memory_bytes)}. {best.strategy.name} ({best.strategy.in_words}) needs "
-        f"{gib(fitted.total)}{_as_it_stands(best)} and sends {gib((best.sent or best.traffic).bytes)} per device and "
-        "step."
+        f"{gib(best.shown.total)}{_as_it_stands(best)} and sends {gib(best.sent.bytes)} per device and step."
     )
 
 
@@ -154,18 +152,20 @@ def _explain_pipeline(plan: Plan, best: Option) -> None:
     found, say, name = best.pipeline, plan.reasons.append, best.strategy.name
     assert found is not None and best.fitted is not None
     say(
-        f"{name} ({best.strategy.in_words}): {few(found.layers)} layers; {found.schedule} holds "
-        f"{few(rank.live_chunks for rank in found.of_ranks)} of {found.chunks} chunks and waits "
-        f"{found.bubble_share:.1%} of the time. The largest rank needs {gib(best.fitted.total)} of "
+        f"{name} ({best.strategy.in_words}): {few(found.layers)} layers; {found.pipeline.schedule} holds "
+        f"{few(rank.live_chunks for rank in found.ranks)} of {found.num_chunks} chunks and waits "
+        f"{found.bubble_share:.1%} of the time. The largest rank needs {gib(best.shown.total)} of "
         f"{gib(plan.hardware.memory_bytes)}."
     )
     if found.bubble_share > MUCH_WAITING:
-        enough = ENOUGH_CHUNKS * found.ranks
-        share = policy.idle_share(found.schedule, found.ranks, best.strategy.pipeline.per_rank, enough)
+        enough = ENOUGH_CHUNKS * found.pipeline.ranks
+        share = policy.idle_share(
+            found.pipeline.schedule, found.pipeline.ranks, best.strategy.pipeline.per_rank, enough
+        )
         say(f"Smaller chunks, or more rows, would wait less: {share:.1%} with {enough} chunks.")
     between = f" and {gib(found.reduced)} of gradients between copies" if found.copies > 1 else ""
-    say(f"A step sends {gib(found.sent_between_stages)} between stages{between}. {_rows_in_the_loss(plan, best)}")
-    others = [option for option in plan.options if option.strategy.pipeline is None and option.settings is not None]
+    say(f"A step sends {gib(found.most_messages[1])} between stages{between}. {_rows_in_the_loss(plan, best)}")
+    others = [option for option in plan.options if option.strategy.pipeline is None and option.fitted is not None]
     others = [option for option in others if not option.why_not] or others  # all, where the run asks for a pipeline
     other = min((option for option in others if option.strategy.name != "single"), key=_seconds_of, default=None)
     if other is None:
@@ -177,7 +177,7 @@ def _explain_pipeline(plan: Plan, best: Option) -> None:
 
 def _explain_no_pipeline(plan: Plan, best: Option) -> None:
     """Where the model does not lie whole on a device: what the quickest pipeline would take."""
-    possible = [option for option in plan.options if option.pipeline is not None and option.settings is not None]
+    possible = [option for option in plan.options if option.pipeline is not None and option.fitted is not None]
     possible = [option for option in possible if not option.why_not] or possible
     other = min(possible, key=_seconds_of, default=None)
     if other is None:
@@ -216,16 +216,16 @@ def _rows_in_the_loss(plan: Plan, option: Option) -> str:
 
 def _compression(plan: Plan, best: Option) -> str:
     """Whether a hook of DDP is worth its rounding: the reduction at this interconnect beside the arithmetic."""
-    knobs, sent = plan.work.knobs, best.traffic
+    hook, sent = plan.work.given.get("ddp_comm_hook"), best.given.traffic
     whole, less, computed = sent.reduction_seconds, sent.compressed_seconds, sent.arithmetic_seconds
     beside = f"Reducing whole gradients takes {_seconds(whole)} beside {_seconds(computed)} of arithmetic"
     if whole < POINTLESS * computed:
-        does = "sends a part of them" if knobs.hook in SPARSE else "rounds them"
-        advice = f'; remove ddp_comm_hook="{knobs.hook}", which {does}' if knobs.hook else ""
+        does = "sends a part of them" if hook in SPARSE else "rounds them"
+        advice = f'; remove ddp_comm_hook="{hook}", which {does}' if hook else ""
         return f"{beside}: compressing them is pointless{advice}."
-    if knobs.hook:
-        warmup = ", after its warm-up steps" if knobs.hook == "power_sgd" else ""
-        return f'{beside}; ddp_comm_hook="{knobs.hook}" makes it {_seconds(less)}{warmup}.'
+    if hook:
+        warmup = ", after its warm-up steps" if hook == "power_sgd" else ""
+        return f'{beside}; ddp_comm_hook="{hook}" makes it {_seconds(less)}{warmup}.'
     return f'{beside}: "ddp_comm_hook": "fp16" would make it {_seconds(less)}, and round them.'
 
 
@@ -266,28 +266,29 @@ def explain_stages(plan: Plan) -> None:
 
 
 def _activations(plan: Plan, best: Option) -> str:
-    work, settings, fitted = plan.work, best.settings, best.fitted or best.given
-    assert settings is not None
+    work, fitted, shown = plan.work, best.fitted, best.shown
+    assert fitted is not None
+    settings, batch = fitted.settings, fitted.work.batch
     longest = work.longest
-    if is_cut(work, settings):
+    if is_chunked(work, settings):
         rows = work.rows_of_chunk(work.longest_column, settings.chunk_rows)
         what = f"a chunk of {count_with(rows, 'row')} of {longest} tokens"
     else:
-        what = f"{count_with(best.batch, 'row')} of {longest} tokens"
-    with_it, without = best.checkpointed.activations, best.unchecked.activations
+        what = f"{count_with(batch, 'row')} of {longest} tokens"
+    with_it, without = best.activations(True), best.activations(False)
     other = ""
-    if settings.chunk_rows is None and best.batch == work.batch:
+    if settings.chunk_rows is None and batch == work.batch:
         other = f" ({gib(without)} without checkpointing)" if settings.is_checkpointed else f" ({gib(with_it)} with)"
         other = other.replace("with)", "with checkpointing)")
-    bound = max(fitted.weights + fitted.master_weights, fitted.total / 2)
-    dominate = ": they dominate" if fitted.activations > bound else ""
-    return f"Activations of {what} take {gib(fitted.activations)}{other}{dominate}."
+    bound = max(shown.weights + shown.master_weights, shown.total / 2)
+    dominate = ": they dominate" if shown.activations > bound else ""
+    return f"Activations of {what} take {gib(shown.activations)}{other}{dominate}."
 
 
 def _explain_nothing_fits(plan: Plan) -> None:
     least = min(plan.options, key=lambda option: (option.strategy.offloads, option.least.total))
     least_offloaded = min(plan.options, key=lambda option: option.least.total)
-    choosable = [option for option in plan.options if option.settings is not None]
+    choosable = [option for option in plan.options if option.fitted is not None]
     memory = gib(plan.hardware.memory_bytes)
     if choosable:
         names = [

@@ -1,17 +1,19 @@
-"""A plan for people and programs: a rich table, sentences, JSON, and a stacked bar per strategy as a PNG."""
+"""Plans for people and programs: a table, sentences, JSON, a stacked bar per strategy as a PNG; and plans of one run
+for several machines as one table: the best strategy of each, what it takes, and what it costs."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.planner.cards import CARDS
 from hf_dist_ext.planner.catalog import GIB
-from hf_dist_ext.planner.memory import Settings, is_cut, model_of
-from hf_dist_ext.planner.pipelines import Facts
+from hf_dist_ext.planner.devices import CARDS
+from hf_dist_ext.planner.memory import Settings, is_chunked, model_of
+from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.planner.plan import MOST_ROWS, Option, Plan, changes_to_fit
 from hf_dist_ext.planner.reasons import count_of, count_with, few, gib, in_json
 from hf_dist_ext.planner.traffic import BANDWIDTH, speed
@@ -41,7 +43,7 @@ def print_plan(plan: Plan) -> None:
     _print_table(plan)
     print()
     for option in plan.options:
-        if option.pipeline is not None and (option is plan.best or plan.work.knobs.pipeline_size > 1):
+        if option.pipeline is not None and (option is plan.best or plan.work.pipeline_size > 1):
             print(pipeline_line(option.pipeline, option.strategy.name))
     for line in [*plan.reasons[MAIN_REASONS:], *_levers(plan), _sizes(plan)]:
         print(f"  - {line}")
@@ -65,31 +67,37 @@ def _title(plan: Plan) -> str:
 
 def _print_table(plan: Plan) -> None:
     """GiB per device of every strategy, with what makes it fit."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
     offloads = any(option.shown.host for option in plan.options)
     headings = ["GiB per device", *COLUMNS, *["host"] * offloads, "total"]
     headings += ["fits", "chunk", "sent/step", "s/step", "changed"]
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in (headings[0], "fits", "changed") else "right")
+    rows = []
     for option in plan.options:
-        mark = "> " if option is plan.best else "  "
         shown = [*(getattr(option.shown, name) for name in PARTS), *[option.shown.host] * offloads, option.shown.total]
-        table.add_row(
-            mark + option.strategy.name,
+        rows.append([
+            ("> " if option is plan.best else "  ") + option.strategy.name,
             *(f"{size / GIB:.2f}" for size in shown),
-            _fits(option),
+            "yes" if option.fits else "no" if option.fitted is None else "changed",
             _chunk(plan, option),
-            f"{(option.sent or option.traffic).bytes / GIB:.2f}",
-            "-" if option.settings is None else seconds_of(option.seconds),
+            f"{option.sent.bytes / GIB:.2f}",
+            "-" if option.fitted is None else seconds_of(option.seconds),
             in_json(changes_to_fit(plan, option)),
-        )
-    # the terminal's width cuts columns; a file or a pipe gets all of them
-    wide = console if console.is_terminal and console.width >= 190 else Console(width=240, highlight=False)
-    wide.print(table)
+        ])  # fmt: skip
+    _print_rows(headings, rows, (headings[0], "fits", "changed"), gap=1, width=240)
+
+
+def _print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str], gap: int, width: int):
+    """`left`: headings of columns that are not numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()  # the terminal's width cuts columns; a file or a pipe gets all of them
+    wide = console.is_terminal and console.width >= 190
+    (console if wide else Console(width=width, highlight=False)).print(table)
 
 
 def _levers(plan: Plan) -> list[str]:
@@ -132,28 +140,22 @@ def _assumptions(plan: Plan) -> str:
     )
 
 
-def pipeline_line(found: Facts, name: str) -> str:
+def pipeline_line(found: Staged, name: str) -> str:
     """What the table has no columns for."""
-    ranks = found.of_ranks
+    ranks = found.ranks
     return (
-        f"{name}, {found.schedule}: layers {few(found.layers)}; chunks held per device "
-        f"{few(rank.live_chunks for rank in ranks)} of {found.chunks}; GiB per device "
+        f"{name}, {found.pipeline.schedule}: layers {few(found.layers)}; chunks held per device "
+        f"{few(rank.live_chunks for rank in ranks)} of {found.num_chunks}; GiB per device "
         f"{few(rank.needed.total / GIB for rank in ranks)}; waits {found.bubble_share:.1%}; "
-        f"{gib(found.sent_between_stages)} between stages, {gib(found.reduced)} of gradients"
+        f"{gib(found.most_messages[1])} between stages, {gib(found.reduced)} of gradients"
     )
-
-
-def _fits(option: Option) -> str:
-    if option.fits:
-        return "yes"
-    return "no" if option.settings is None else "changed"
 
 
 def _chunk(plan: Plan, option: Option) -> str:
     """Rows of the longest column at once."""
-    settings = option.settings or Settings()
-    if not is_cut(plan.work, settings):
-        return str(option.batch or plan.work.batch)
+    settings = option.fitted.settings if option.fitted else Settings()
+    if not is_chunked(plan.work, settings):
+        return str((option.fitted or option.given).work.batch)
     return str(plan.work.rows_of_chunk(plan.work.longest_column, settings.chunk_rows))
 
 
@@ -209,7 +211,7 @@ def write_png(plan: Plan, path: Path) -> None:
     axes.invert_yaxis()
     for label, option in zip(axes.get_yticklabels(), plan.options, strict=True):
         label.set_fontweight("bold" if option is plan.best else "normal")
-        label.set_color("black" if option.settings is not None else "grey")
+        label.set_color("black" if option.fitted is not None else "grey")
     best = f"recommended: {plan.best.strategy.name}" if plan.best else "nothing fits"
     figure.suptitle(f"{_title(plan)}\n{best}", fontsize="medium")
     legend = figure.legend(*axes.get_legend_handles_labels(), fontsize="small", ncols=5, loc="outside lower center")
@@ -234,7 +236,7 @@ def _draw_memory(plan: Plan, axes: Any) -> None:
         widths = [max(0.0, min(end, right) - one) for one, end in zip(left, ends, strict=True)]
         bars = axes.barh(names, widths, left=left, label=label)
         for bar, option in zip(bars, plan.options, strict=True):
-            bar.set_alpha(1.0 if option.settings is not None else FADED)
+            bar.set_alpha(1.0 if option.fitted is not None else FADED)
         left = ends
     axes.axvline(memory, color="black", linestyle="--", label=f"device memory: {memory:.1f} GiB")
     axes.axvline(plan.hardware.usable / GIB, color="grey", linestyle=":", label="of which a plan fills")
@@ -249,11 +251,11 @@ def _draw_memory(plan: Plan, axes: Any) -> None:
 def _draw_seconds(plan: Plan, axes: Any) -> None:
     names = [option.strategy.name for option in plan.options]
     colors = ["darkgrey" if option is plan.best else "lightgrey" for option in plan.options]
-    seconds = [0.0 if option.settings is None else option.seconds for option in plan.options]
+    seconds = [0.0 if option.fitted is None else option.seconds for option in plan.options]
     axes.barh(names, seconds, color=colors)
     for i, option in enumerate(plan.options):
         words = f" {seconds_of(option.seconds)} s"
-        if option.settings is None:
+        if option.fitted is None:
             is_host = option.strategy.offloads and option.shown.total <= plan.hardware.usable
             words = f" host: {gib(option.shown.host * plan.hardware.per_node)}" if is_host else " does not fit"
         axes.text(0, i, words, va="center", fontsize="small")
@@ -261,3 +263,62 @@ def _draw_seconds(plan: Plan, axes: Any) -> None:
     if not any(seconds):
         axes.set_xlim(0, 1)
         axes.set_xticks([])
+
+
+# ---- several machines ----
+
+
+def print_grid(plans: Sequence[Plan]) -> None:
+    work = plans[0].work
+    model = f"{work.config['model_type']}, {count_of(plans[0].parameters)} parameters"
+    print(f"{model}; {work.batch:,} rows per device and step\n")
+    has_time = any(plan.best and plan.time.hours is not None for plan in plans)
+    has_price = any(plan.best and plan.time.price is not None for plan in plans)
+    headings = ["device", "devices", "strategy", "GiB", "of", "s/step", "rows/s"]
+    headings += ["run"] * has_time + ["price"] * has_price + ["", "set"]
+    rows = [
+        [*_row(plan, has_time, has_price), mark, _set(plan)] for plan, mark in zip(plans, _marks(plans), strict=True)
+    ]
+    _print_rows(headings, rows, ("device", "strategy", "", "set", "run"), gap=2, width=200)
+    print("\nAs many rows on each device whatever their number: more devices make larger batches, and fewer steps.")
+    for note in dict.fromkeys(note for plan in plans for note in plan.notes):
+        print(f"note: {note}")
+
+
+def _row(plan: Plan, has_time: bool, has_price: bool) -> list[str]:
+    hardware, best = plan.hardware, plan.best
+    machine = [hardware.card or "-", str(hardware.num_devices)]
+    memory = f"{hardware.memory_bytes / GIB:.1f}"
+    if best is None:
+        least = min(option.least.total for option in plan.options if not option.strategy.offloads)
+        return [*machine, "nothing fits", f"{least / GIB:.1f}", memory, *["-"] * (2 + has_time + has_price)]
+    time = plan.time
+    row = [*machine, best.strategy.name, f"{best.shown.total / GIB:.1f}", memory]
+    row += [seconds_of(time.seconds), rounded(time.rows_per_second)]
+    row += ["-" if time.hours is None else duration(3600 * time.hours)] * has_time
+    return row + ["-" if time.price is None else f"{time.price:,.2f}"] * has_price
+
+
+def _set(plan: Plan) -> str:
+    if plan.best is None:
+        return f"{plan.enough.hardware.num_devices} would do" if plan.enough else ""
+    return in_json({name: value for name, value in plan.changes.items() if name != "accelerate_config"})
+
+
+def _marks(plans: Sequence[Plan]) -> list[str]:
+    """The quickest run and the cheapest one."""
+    possible = [plan for plan in plans if plan.best is not None]
+    quickest = max(possible, key=lambda plan: plan.time.rows_per_second, default=None)
+    priced = [plan for plan in possible if plan.time.price is not None]
+    cheapest = min(priced, key=lambda plan: plan.time.price or 0.0, default=None)
+    words = [(quickest, "quickest"), (cheapest, "cheapest")]
+    return [", ".join(word for plan, word in words if plan is one) for one in plans]
+
+
+def grid_json(plans: Sequence[Plan]) -> str:
+    """Of every plan what it is for and what it recommends."""
+    kept = ("model_type", "hardware", "recommended", "enough_devices", "notes")
+    contents = [plan.as_dict() for plan in plans]
+    for content, plan in zip(contents, plans, strict=True):
+        content["bytes"] = plan.best and plan.best.shown.as_dict()
+    return json.dumps([{name: content[name] for name in (*kept, "bytes")} for content in contents], indent=2)

@@ -22,7 +22,7 @@ from typing import Any
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.model_files import config_file, processor_file
+from hf_dist_ext.planner.local_files import config_file, processor_file
 from hf_dist_ext.planner.workload import Workload
 from hf_dist_ext.run.config import Run
 

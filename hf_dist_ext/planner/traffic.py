@@ -15,21 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_dist_ext.planner.cards import CARDS
-from hf_dist_ext.planner.catalog import NETWORK, Hardware, Strategy, shard_count, tensor_parallel_size
-from hf_dist_ext.planner.knobs import sent_by_hook
-from hf_dist_ext.planner.memory import (
-    Model,
-    Settings,
-    encodes_once,
-    is_cut,
-    model_of,
-    num_backwards,
-    num_chunks,
-    reduced_bytes,
-    reduces_once,
-    whole_bytes,
-)
+from hf_dist_ext.planner.catalog import NETWORK, Hardware, StrategySpec
+from hf_dist_ext.planner.devices import CARDS
+from hf_dist_ext.planner.memory import Case, Settings, encodes_once, is_chunked, sent_by_hook
 from hf_dist_ext.planner.workload import Workload
 
 # Bytes per second that a device sends inside a machine, well below the data sheets; what a machine sends to others is
@@ -107,48 +95,37 @@ class Traffic:
         }
 
 
-def traffic(work: Workload, strategy: Strategy, hardware: Hardware, settings: Settings) -> Traffic:
+def traffic(work: Workload, strategy: StrategySpec, hardware: Hardware, settings: Settings) -> Traffic:
     """Collectives, bytes and seconds of one optimizer step."""
-    sums = Traffic()
-    parts = tensor_parallel_size(strategy, work, hardware)
+    case, sums = Case(work, strategy, hardware, settings), Traffic()
+    parts, shards, whole, send = case.parts, case.shards, case.model.whole, sums.send
     world = 1 if strategy.name == "single" else hardware.num_devices // parts
     inside, across = links_of(hardware)
-    send = sums.send
-    computes_in = work.compute_bytes
-    model = model_of(work, parts, work.knobs.min_num_params or 0)
-    chunks = num_chunks(work, strategy, hardware, settings)
-
+    computes_in, hook = work.compute_bytes, work.given.get("ddp_comm_hook")
     if parts > 1:
-        send("all_reduce", *inside_layers(work, settings, len(model.layers)), parts, inside)
-    shards = shard_count(strategy, work, hardware)
-    is_once = reduces_once(work, strategy, model, hardware, settings)
+        send("all_reduce", *inside_layers(work, settings, len(case.model.layers)), parts, inside)
     if not strategy.shards:
-        parameters, knobs = work.parameters().values(), work.knobs
-        sent = sent_by_hook(knobs, parameters)
-        sums.reduction_seconds = across.seconds("all_reduce", model.whole.trained_stored, world)
-        if knobs.hook == "top_k":
-            send("all_gather", 1, sent * world, world, across)
-            sums.compressed_seconds = across.seconds("all_gather", sent * world, world)
-        else:
-            send("all_reduce", 1, sent, world, across)
-            half = sent_by_hook(replace(knobs, hook="fp16"), parameters)
-            sums.compressed_seconds = across.seconds("all_reduce", sent if knobs.hook else half, world)
+        sent = sent_by_hook(work, hook)
+        kind, size = ("all_gather", sent * world) if hook == "top_k" else ("all_reduce", sent)
+        send(kind, 1, size, world, across)
+        sums.reduction_seconds = across.seconds("all_reduce", whole.trained_stored, world)
+        sums.compressed_seconds = across.seconds(kind, size if hook else sent_by_hook(work, "fp16"), world)
     elif "w" in strategy.shards:
         link = inside if shards <= hardware.per_node else across
-        gathers, reductions = _sharded(work, strategy, settings, model, chunks, is_once)
+        gathers, reductions = _sharded(case)
         send("all_gather", *gathers, shards, link)
         send("reduce_scatter", *reductions, shards, link)
         if strategy.is_hybrid:
             copies = hardware.num_devices // shards
-            send("all_reduce", 1, model.whole.trained * 4 / shards, copies, between_copies(hardware, shards))
+            send("all_reduce", 1, whole.trained * 4 / shards, copies, between_copies(hardware, shards))
     else:  # ZeRO-1 and 2: gradients to their owners, updated weights back
-        times = 1 if is_once or "g" not in strategy.shards else num_backwards(work, strategy, hardware, settings)
-        send("reduce_scatter", times, times * model.whole.trained * computes_in, shards, across)
-        send("all_gather", 1, model.whole.trained * computes_in, shards, across)
+        times = 1 if case.reduces_once or "g" not in strategy.shards else case.num_backwards
+        send("reduce_scatter", times, times * whole.trained * computes_in, shards, across)
+        send("all_gather", 1, whole.trained * computes_in, shards, across)
     sums.send_embeddings(work, world, across)
     if strategy.offloads:
-        moved = model.whole.elements * computes_in / shards * chunks + model.whole.trained * 4 / shards
-        sums.seconds += moved / HOST_BANDWIDTH + model.whole.trained / shards / HOST_OPTIMIZER
+        moved = whole.elements * computes_in / shards * case.num_chunks + whole.trained * 4 / shards
+        sums.seconds += moved / HOST_BANDWIDTH + whole.trained / shards / HOST_OPTIMIZER
     sums.arithmetic = arithmetic(work, settings, parts)
     sums.arithmetic_seconds = sums.arithmetic / speed(hardware, computes_in)
     return sums
@@ -178,30 +155,29 @@ def between_copies(hardware: Hardware, devices: int) -> Links:
 Sent = tuple[float, float]  # how many collectives, and their bytes together
 
 
-def _sharded(
-    work: Workload, strategy: Strategy, settings: Settings, model: Model, chunks: int, is_once: bool
-) -> tuple[Sent, Sent]:
-    """Gathers of weights and reductions of gradients. `is_once`: gradients are reduced once all the same (ZeRO-3)."""
-    root, *layers = (whole_bytes(work, strategy, unit) for unit in (model.root, *model.layers))
+def _sharded(case: Case) -> tuple[Sent, Sent]:
+    """Gathers of weights and reductions of gradients."""
+    work, model = case.work, case.model
+    root, *layers = map(case.whole_bytes, (model.root, *model.layers))
     num_gathered, size = sum(1 for layer in layers if layer), sum(layers)
     num_reduced = sum(1 for unit in [*model.layers, model.root] if unit.trained)
-    passes = 3 if is_cut(work, settings) else 2  # the root stays whole from a forward to its backward
-    runs = backwards = chunks * work.accumulation
-    if strategy.keeps_whole:  # only our step keeps them over micro-batches
+    passes = 3 if is_chunked(work, case.settings) else 2  # the root stays whole from a forward to its backward
+    runs = backwards = case.num_chunks * work.accumulation
+    if case.strategy.keeps_whole:  # only our step keeps them over micro-batches
         passes, runs = 1, 1 if work.is_embedding else work.accumulation
         backwards = runs
-    elif encodes_once(work, settings):  # the projection alone has a backward, once
+    elif encodes_once(work, case.settings):  # the projection alone has a backward, once
         passes, backwards = 0 if work.reads_features else 1, work.accumulation
-    if is_once:
+    if case.reduces_once:  # ZeRO-3
         backwards = 1
     gathers = runs * (passes * num_gathered + bool(root)), runs * (passes * size + root)
-    return gathers, (backwards * num_reduced, backwards * reduced_bytes(work, strategy, model.whole))
+    return gathers, (backwards * num_reduced, backwards * case.reduced_bytes(model.whole))
 
 
 def inside_layers(work: Workload, settings: Settings, num_layers: int) -> Sent:
     """All-reduces of activations under tensor parallelism: two per layer and forward, and as many per backward."""
     width = (work.config.get("text_config") or work.config)["hidden_size"]
-    passes = (3 if is_cut(work, settings) else 2) + settings.is_checkpointed
+    passes = (3 if is_chunked(work, settings) else 2) + settings.is_checkpointed
     times = 2 * num_layers * passes * work.accumulation
     size = sum(column.rows * column.length for column in work.columns) * width * work.compute_bytes
     return times * work.num_chunks(settings.chunk_rows), times * size
@@ -213,7 +189,7 @@ def arithmetic(work: Workload, settings: Settings, parts: int = 1) -> float:
     for column in work.columns:
         cost = work.work(column, "nothing", parts)
         runs_again = cost.backward > 0 and not encodes_once(work, settings)
-        forwards = 1 + (is_cut(work, settings) + settings.is_checkpointed) * runs_again
+        forwards = 1 + (is_chunked(work, settings) + settings.is_checkpointed) * runs_again
         usual = column.rows * column.usual / column.length  # rows of the greatest length
         total += 2 * usual * work.accumulation * (forwards * cost.forward + cost.backward)
     return total

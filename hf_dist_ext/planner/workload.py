@@ -12,15 +12,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hf_dist_ext import policy
-from hf_dist_ext.planner import pictures
 from hf_dist_ext.planner.forward import Cost, Forward, Layer, Parameter, share_forward, share_parameter
-from hf_dist_ext.planner.knobs import Knobs
 
-Cast = Literal["nothing", "products", "all"]  # the weights that a wrapper casts before autocast sees them
+BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+TWO_TOWERS = ("clip", "siglip")  # a model of texts beside one of pictures
+# the weights that a wrapper casts before autocast sees them: none, those of matrix products, all
+Cast = Literal["nothing", "matmul", "all"]
 
 
 @dataclass(frozen=True)
-class Column:
+class BatchColumn:
     """One column of the batch: `rows` per device, each `length` tokens at most; `tower` names whose forward it is."""
 
     name: str
@@ -41,7 +42,7 @@ class Column:
 class Chunks:
     """So many chunks alike, of rows as long as a column's; shorter rows of other columns may be among them."""
 
-    column: Column
+    column: BatchColumn
     rows: int
     number: int
 
@@ -61,14 +62,14 @@ class Work:
 class Workload:
     """A run as the planner sees it."""
 
-    config: Mapping[str, Any]
-    columns: tuple[Column, ...]
+    given: Mapping[str, Any]  # fields of the run file
+    config: Mapping[str, Any]  # of the model, complete
+    columns: tuple[BatchColumn, ...]
     chunk_rows: int | None  # None: not given
     chunk_tokens: int | None
     chunk_patches: int | None
     is_cached: bool
     finds_chunk: bool  # chunk size "auto"
-    keep_graph: int
     is_checkpointed: bool
     is_in_4_bits: bool  # the base below adapters
     accumulation: int
@@ -79,12 +80,6 @@ class Workload:
     projection_dim: int | None
     embedding_dim: int
     leaves_tokens: bool  # a vector of every token, for late interaction
-    bucket_view: bool
-    fsdp_mode: str
-    replicates_frozen: str
-    can_replicate: bool  # by freezing fields; adapters leave nothing whole
-    knobs: Knobs
-    has_feature_cache: bool
     is_embedding: bool
     has_tiled_loss: bool
     sees_all_rows: bool  # the loss, of all devices
@@ -101,7 +96,21 @@ class Workload:
     def batch(self) -> int:
         return self.columns[0].rows
 
-    def vectors(self, columns: Sequence[Column]) -> int:
+    @property
+    def fsdp_mode(self) -> str:
+        """Whether weights stay whole between the chunks of a step: "speed", "memory" or "auto"."""
+        by_sharding = {"FULL_SHARD": "memory", "SHARD_GRAD_OP": "speed"}.get(self.given.get("sharding") or "")
+        return by_sharding or self.given.get("gradient_cache_fsdp") or "auto"
+
+    @property
+    def pipeline_size(self) -> int:
+        return self.given.get("pipeline_parallel_size") or 1
+
+    @property
+    def has_feature_cache(self) -> bool:
+        return self.given.get("frozen_feature_cache") is not None
+
+    def vectors(self, columns: Sequence[BatchColumn]) -> int:
         """Of the rows of a batch's columns: one each, or one for every token."""
         return sum(one.rows * (one.length if self.leaves_tokens else 1) for one in columns)
 
@@ -122,7 +131,7 @@ class Workload:
         """Whether a step reads pooled output from frozen_feature_cache instead."""
         return self.has_feature_cache and self.has_frozen_backbone
 
-    def _products_of(self, parts: list[Layer]) -> float:
+    def _multiply_adds_of(self, parts: list[Layer]) -> float:
         """Multiply-adds of one forward in a step; frozen_feature_cache takes the frozen leading part out of it."""
         if self.reads_features:
             parts = parts[-1:]
@@ -130,18 +139,18 @@ class Workload:
             parts = parts if any(part.backward for part in parts) else []
         elif self.has_feature_cache and not self.is_embedding:  # the image encoder
             parts = [part for part in parts if part.backward or not part.is_of_images]
-        return sum(part.products for part in parts)
+        return sum(part.multiply_adds for part in parts)
 
     @property
     def has_towers(self) -> bool:
-        return self.config["model_type"] in pictures.TWO_TOWERS
+        return self.config["model_type"] in TWO_TOWERS
 
     def widening(self, is_checkpointed: bool) -> int:
         """How many times wider the chunks of the pass without a graph are."""
         return policy.widening(self.config.get("num_hidden_layers"), is_checkpointed)
 
     @functools.cached_property
-    def longest_column(self) -> Column:
+    def longest_column(self) -> BatchColumn:
         return max(self.columns, key=lambda column: column.length)
 
     @property
@@ -165,10 +174,10 @@ class Workload:
         return fields.get("gradient_cache_chunk_size"), fields.get("gradient_cache_chunk_tokens")
 
     @functools.cached_property
-    def tables(self) -> list[list[Column]]:
+    def tables(self) -> list[list[BatchColumn]]:
         """The columns whose rows share chunks, the longest rows first: those of one tower, apart from those with
         pictures (engine/layout.py)."""
-        tables: dict[Any, list[Column]] = {}
+        tables: dict[Any, list[BatchColumn]] = {}
         for column in sorted(self.columns, key=lambda one: -one.length):
             tables.setdefault(column.name if self.has_towers else column.images > 0, []).append(column)
         return list(tables.values())
@@ -178,7 +187,7 @@ class Workload:
         """That one chunk could have."""
         return max(sum(column.rows for column in table) for table in self.tables)
 
-    def rows_of_chunk(self, column: Column, chunk_rows: int | None = None) -> int:
+    def rows_of_chunk(self, column: BatchColumn, chunk_rows: int | None = None) -> int:
         """Of rows like a column's, at most all that share chunks. `chunk_rows`: as for `chunk_fields`."""
         most, tokens = self._limits(chunk_rows)
         rows = self.most_rows
@@ -188,15 +197,15 @@ class Workload:
             rows = min(rows, max(1, self.chunk_patches // column.patches))
         return rows if most is None else min(rows, most)
 
-    def rows_beside(self, column: Column) -> int:
+    def rows_beside(self, column: BatchColumn) -> int:
         """Those that may stand in a chunk as long as the rows of a column: its own, and shorter ones."""
         table = next(table for table in self.tables if column in table)
         return sum(one.rows for one in table[table.index(column) :])
 
     def chunks(self, chunk_rows: int | None = None, are_apart: bool = False) -> list[Chunks]:
         """As engine/layout.py makes them of a batch with sorted rows. `are_apart`: none has rows of two columns."""
-        found, is_cut = [], self.is_cached or chunk_rows is not None
-        for table in self.tables if is_cut and not are_apart else [[one] for one in self.columns]:
+        found, is_chunked = [], self.is_cached or chunk_rows is not None
+        for table in self.tables if is_chunked and not are_apart else [[one] for one in self.columns]:
             first, end, total = 0, 0, sum(column.rows for column in table)
             for column in table:
                 end += column.rows
@@ -208,7 +217,7 @@ class Workload:
                 first += (number - 1) * rows + last
         return found
 
-    def held_rows(self, column: Column, chunk_rows: int | None = None) -> float:
+    def held_rows(self, column: BatchColumn, chunk_rows: int | None = None) -> float:
         """Rows of a column's length that are as many tokens as the chunk which has most. A packed chunk is filled with
         shorter rows up to its limit, so this is no whole number."""
         beside = self.rows_beside(column)
@@ -240,11 +249,11 @@ class Workload:
         """What FSDP casts: with a loss over embeddings what autocast does, else every weight (strategies/fsdp.py)."""
         if not self.autocast_bytes:
             return "nothing"
-        return "products" if self.is_embedding else "all"
+        return "matmul" if self.is_embedding else "all"
 
     def gathered_item(self, parameter: Parameter) -> int:
         """Bytes per element of a parameter that FSDP has made whole."""
-        if self.gathered_as == "all" or (self.gathered_as == "products" and parameter.is_multiplied):
+        if self.gathered_as == "all" or (self.gathered_as == "matmul" and parameter.is_multiplied):
             return self.compute_bytes
         # accelerate keeps what trains under mixed precision in float32
         return 4 if parameter.trains and self.autocast_bytes else parameter.item
@@ -253,10 +262,10 @@ class Workload:
     def reduced_item(self) -> int:
         """Bytes per element of the gradients that FSDP adds up over backwards and reduces (strategies/fsdp.py)."""
         own = max(4, self.load_bytes) if self.is_embedding else self.compute_bytes
-        return self.knobs.reduce_bytes or own
+        return BYTES.get(self.given.get("reduce_dtype") or "", own)
 
     @functools.cache  # noqa: B019, a plan's few workloads live as long as the plan
-    def forward(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Forward:
+    def forward(self, column: BatchColumn, cast: Cast = "nothing", tensor_parallel: int = 1) -> Forward:
         """Of one row of a column, by a model some of whose weights a wrapper has cast, or by one device of several
         that share its layers."""
         if tensor_parallel == 1:
@@ -265,13 +274,15 @@ class Workload:
         return share_forward(whole, of_one, self.found["split"]["ways"], tensor_parallel)
 
     @functools.cache  # noqa: B019
-    def work(self, column: Column, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
+    def work(self, column: BatchColumn, cast: Cast = "nothing", tensor_parallel: int = 1) -> Work:
         """Of one row of a column."""
         forward = self.forward(column, cast, tensor_parallel)
         parts = forward.parts
         largest = max(part.largest for part in parts)
         backward = sum(part.backward for part in parts)
-        return Work(forward.cost(), forward.cost(lambda layer: True), largest, self._products_of(parts), backward)
+        return Work(
+            forward.cost(), forward.cost(is_checkpointed=True), largest, self._multiply_adds_of(parts), backward
+        )
 
     @functools.cache  # noqa: B019
     def parameters(self, tensor_parallel: int = 1) -> dict[str, Parameter]:
@@ -282,7 +293,7 @@ class Workload:
         ways = self.found["split"]["ways"]
         return {name: share_parameter(one, of_one[name], ways, tensor_parallel) for name, one in whole.items()}
 
-    def _columns_of(self, found: Mapping[str, Any], column: Column, cast: Cast = "nothing") -> Mapping[str, Any]:
+    def _columns_of(self, found: Mapping[str, Any], column: BatchColumn, cast: Cast = "nothing") -> Mapping[str, Any]:
         by_cast = found["columns" if self.has_padding else "packed"][column.name]
         return by_cast.get(cast) or by_cast["nothing"]  # without autocast nothing is cast
 

@@ -73,7 +73,7 @@ class Retrieval(Sides, Evaluation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Evaluation):
+class RowsEvaluation(Evaluation):
     """
     Attributes:
         config: of a dataset with several.
@@ -85,7 +85,7 @@ class Rows(Evaluation):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Similarity(Rows):
+class Similarity(RowsEvaluation):
     """
     Attributes:
         column: of the run, whose tower and length both sentences have; None: its first.
@@ -99,7 +99,7 @@ class Similarity(Rows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Triplet(Sides, Rows):
+class Triplet(Sides, RowsEvaluation):
     """
     Attributes:
         margin: the positive must be so much closer than the negative.
@@ -111,7 +111,7 @@ class Triplet(Sides, Rows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reranking(Sides, Rows):
+class Reranking(Sides, RowsEvaluation):
     """
     Attributes:
         at_k: of MRR and nDCG.

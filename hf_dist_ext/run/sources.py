@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import Run, RunConfig
@@ -56,6 +57,22 @@ class Source:
 def query_column(columns: Container[str]) -> str:
     """A dataset's query where `columns` is not given: the column query, or anchor as sentence-transformers says."""
     return "anchor" if "anchor" in columns and "query" not in columns else "query"
+
+
+def require_column(column: str, available: list[str], name: str, option: str) -> None:
+    """Raises UsageError where the data called `name` lack a column that an option of the run reads."""
+    if column not in available:
+        nearest = difflib.get_close_matches(column, available, n=1)
+        hint = f' Closest: "{nearest[0]}".' if nearest else ""
+        raise UsageError(f'{option}: {name} has no column "{column}". Columns: {", ".join(available)}.{hint}')
+
+
+def refuse_no_pair(available: list[str], name: str) -> NoReturn:
+    """Where `columns` is not given."""
+    raise UsageError(
+        f"{name} has the columns {', '.join(available)}, not query and positive. "
+        'Map them: columns={"query": "...", "positive": "..."}.'
+    )
 
 
 def columns_of_evaluation(columns: Mapping[str, Any] | None, available: list[str]) -> dict[str, Any] | None:

@@ -13,5 +13,5 @@ the same for a causal language model that is trained with its own loss.
 
 `rows.py` gathers rows with gradients, `ragged.py` rows of many vectors, `ring.py` sends blocks of rows round,
 `collectives.py` is what all ranks do together beside, `tensors.py` is for tensors of which a process holds a part,
-`layers.py` finds a model's layers, and `agreed.py` makes every rank see the error of one.
+`layers.py` finds a model's layers, and `consensus.py` makes every rank see the error of one.
 """

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.gradient_cache import Door, Embeddings, Encode, Passes, Phase, encode_without_graph
+from hf_dist_ext.engine.gradient_cache import Embeddings, Encode, Passes, Phase, PhaseContext, encode_without_graph
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.rows import Rows
@@ -191,11 +191,11 @@ class Strategy:
         """How the chunks of a step go through the model: one after another, or together through its stages."""
         return Passes(*arguments)
 
-    def encoded(self, batch: ChunkedBatch, encode: Encode, phase: Door) -> Embeddings:
+    def encoded(self, batch: ChunkedBatch, encode: Encode, phase: PhaseContext) -> Embeddings:
         """Embeddings of an evaluation, on every rank."""
         return encode_without_graph(batch, encode, phase)
 
-    def train_batch(self, batch: Mapping[str, Any], score: Callable, phase: Door) -> torch.Tensor:
+    def train_batch(self, batch: Mapping[str, Any], score: Callable, phase: PhaseContext) -> torch.Tensor:
         """With `is_cut` and a model's own loss: forward and backward of a batch, and its loss on every rank that holds
         its rows. `score`: (model, features) -> (loss, outputs), of a part of the rows; the losses are added up."""
         raise NotImplementedError

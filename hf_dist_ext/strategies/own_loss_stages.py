@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.stages import (
     DECODERS,
-    Cut,
-    Part,
     Passed,
+    StagedModel,
+    StageModule,
     firsts_of,
     layout_of,
     set_parameter,
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     """Of a parameter: the stage, its part, the name below it."""
 
     stage: int
-    part: Part
+    part: StageModule
     name: str
 
     @property
@@ -49,8 +49,8 @@ class Place(NamedTuple):
         return self.part.module.get_parameter(self.name)
 
 
-class OwnLossCut(Cut):
-    """A causal language model of which this rank has the stages `own`. Arguments as those of `Cut`.
+class StagedModelWithLoss(StagedModel):
+    """A causal language model of which this rank has the stages `own`. Arguments as those of `StagedModel`.
 
     Attributes:
         ties: places in the first stage and the last one that hold the same parameter.
@@ -102,7 +102,7 @@ class OwnLossCut(Cut):
     def may_share(self, stages: set[int]) -> bool:
         return stages == {0, self.num_stages - 1}
 
-    def stand_in(self, part: Part) -> Passed:
+    def stand_in(self, part: StageModule) -> Passed:
         """With the copy of a tied weight. On a rank that has none the left out parts stay tied, so that it is counted
         once."""
         passed = super().stand_in(part)
@@ -199,7 +199,9 @@ def staged(
         self.__class__ = kind
         for name, source in self.all_tied_weights_keys.items():  # from_pretrained ties them after reading
             set_parameter(self, name, self.get_parameter(source))
-        cut = OwnLossCut(self, own, firsts_of(self, places, split, OwnLossCut))  # leaves stand-ins behind
+        cut = StagedModelWithLoss(
+            self, own, firsts_of(self, places, split, StagedModelWithLoss)
+        )  # leaves stand-ins behind
         finish(self)
         cut.renew()
         if not {0, len(places) - 1} & set(own):

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.chunks import ChunkedBatch
-from hf_dist_ext.engine.gradient_cache import Door, Embeddings
+from hf_dist_ext.engine.gradient_cache import Embeddings, PhaseContext
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import adapters, collectives, mesh, plans, sharded_stages, splitting, stages
 from hf_dist_ext.strategies.base import Strategy, meanwhile
@@ -72,7 +72,7 @@ class Pipeline(Strategy):
     comes_with_model = is_cut = saves_by_name = syncs_replicated = True
     pads_rows = "the stages of a pipeline send each other rows of one width"
     can_redo = False
-    cut_kind, staged = stages.Cut, staticmethod(stages.staged)
+    cut_kind, staged = stages.StagedModel, staticmethod(stages.staged)
     has_first_pass = True  # of chunks, without graphs
 
     def __init__(self, model: nn.Module | None, args: Any):
@@ -82,7 +82,7 @@ class Pipeline(Strategy):
         self.shape, self.schedule, self.per_rank = mesh.shape_of(args), schedule_of(args), per_rank_of(args)
         if self.shape.parts > 1:
             splitting.check_what_trains(model, args)
-        self.cut: stages.Cut | None = None
+        self.cut: stages.StagedModel | None = None
         self.line: Line | None = None
         self.mesh: mesh.Mesh | None = None
         self.sharded: sharded_stages.ShardedStages | None = None
@@ -188,7 +188,7 @@ class Pipeline(Strategy):
     def make_passes(self, *arguments: Any) -> PipelinePasses:
         return PipelinePasses(self.line, *arguments)
 
-    def encoded(self, batch: ChunkedBatch, encode: Any, phase: Door) -> Embeddings:
+    def encoded(self, batch: ChunkedBatch, encode: Any, phase: PhaseContext) -> Embeddings:
         chunks = batch.chunks()
         outputs = self.line.forward(chunks, phase)
         if self.sharded is not None:

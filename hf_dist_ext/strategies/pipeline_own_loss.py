@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_dist_ext.engine.chunks import Chunk
-from hf_dist_ext.engine.gradient_cache import Door, refuse_nothing_trains
+from hf_dist_ext.engine.gradient_cache import PhaseContext, refuse_nothing_trains
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies import collectives, own_loss_stages
 from hf_dist_ext.strategies.mesh import STAGES
-from hf_dist_ext.strategies.own_loss_stages import OwnLossCut, Score
+from hf_dist_ext.strategies.own_loss_stages import Score, StagedModelWithLoss
 from hf_dist_ext.strategies.pipeline import Pipeline
 from hf_dist_ext.strategies.pipeline_options import places_of
 from hf_dist_ext.strategies.pipeline_passes import Flow, Line, first_row
@@ -37,7 +37,7 @@ from hf_dist_ext.strategies.tensors import held_here, split_as
 
 
 class OwnLossPipeline(Pipeline):
-    cut_kind, staged = OwnLossCut, staticmethod(own_loss_stages.staged)
+    cut_kind, staged = StagedModelWithLoss, staticmethod(own_loss_stages.staged)
     has_first_pass = False
 
     def __init__(self, model: nn.Module | None, args: Any):
@@ -62,7 +62,7 @@ class OwnLossPipeline(Pipeline):
 
     # ---- a batch ----
 
-    def train_batch(self, batch: Mapping[str, Any], score: Score, phase: Door) -> torch.Tensor:
+    def train_batch(self, batch: Mapping[str, Any], score: Score, phase: PhaseContext) -> torch.Tensor:
         leaf = torch.zeros((), device=self.line.device, requires_grad=True)
         self.backward(leaf, leaf.detach())  # which is asked what it makes of a loss
         with self.sharing_casts(self.cut.is_checkpointed):
@@ -81,7 +81,7 @@ class OwnLossPipeline(Pipeline):
         own = {"logits": torch.cat(list(flow.logits.values()))} if self.line.has_last else {}
         return loss, self.line.shared(own)["logits"]
 
-    def _run(self, batch: Mapping[str, Any], score: Score, phase: Door, **options: Any) -> _OwnLossFlow:
+    def _run(self, batch: Mapping[str, Any], score: Score, phase: PhaseContext, **options: Any) -> _OwnLossFlow:
         chunks = cut_rows(batch, self.rows_per_chunk)
         if self.forwards_are_collective:  # copies with fewer rows run idle chunks
             of_ranks = collectives.exchange([len(chunks)])
@@ -168,7 +168,7 @@ class _OwnLossFlow(Flow):
         self,
         line: Line,
         chunks: Sequence[Chunk],
-        phase: Door,
+        phase: PhaseContext,
         score: Score,
         seed: torch.Tensor | None,
         keeps_logits: bool = False,

@@ -35,9 +35,9 @@ from hf_dist_ext.engine.gradient_cache import (
     ENCODE,
     KEEP,
     WHOLE_PASS,
-    Door,
     Embeddings,
     Phase,
+    PhaseContext,
     Score,
     Scored,
     refuse_nothing_trains,
@@ -45,7 +45,7 @@ from hf_dist_ext.engine.gradient_cache import (
 )
 from hf_dist_ext.engine.replay import Comparison, RandomState, ReplayError, replayed
 from hf_dist_ext.strategies import schedules
-from hf_dist_ext.strategies.stages import Cut
+from hf_dist_ext.strategies.stages import StagedModel
 
 
 class Line:
@@ -61,7 +61,7 @@ class Line:
 
     def __init__(
         self,
-        cut: Cut,
+        cut: StagedModel,
         schedule: str,
         per_rank: int,
         group: Any,
@@ -125,7 +125,7 @@ class Line:
         return any(self.trains[:stage])
 
     def forward(
-        self, chunks: Sequence[Chunk], phase: Door, states: dict[tuple[int, int], RandomState] | None = None
+        self, chunks: Sequence[Chunk], phase: PhaseContext, states: dict[tuple[int, int], RandomState] | None = None
     ) -> list[torch.Tensor]:
         """(1): embeddings per chunk (b, D) on the last stage, [] on the others; fills `states`."""
         if not self.trains:
@@ -137,7 +137,7 @@ class Line:
     def train(
         self,
         chunks: Sequence[Chunk],
-        phase: Door,
+        phase: PhaseContext,
         states: dict[tuple[int, int], RandomState],
         drawn: Sequence[str],
         gradients: Sequence[torch.Tensor],
@@ -184,7 +184,7 @@ class Flow:
         self,
         line: Line,
         chunks: Sequence[Chunk],
-        phase: Door,
+        phase: PhaseContext,
         states: dict[tuple[int, int], RandomState] | None,
         gradients: Sequence[torch.Tensor] | None,
         drawn: Sequence[str] = (),
@@ -353,7 +353,7 @@ class PipelinePasses:
         order: Any,
         encode: Any,
         backward: Callable[[torch.Tensor], None],
-        phase: Door,
+        phase: PhaseContext,
     ):
         self.line, self.batch, self.chunks, self.backward, self.phase = line, batch, chunks, backward, phase
         self.num_forwards = 0

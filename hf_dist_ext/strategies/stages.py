@@ -32,7 +32,7 @@ DECODERS = {"llama", "mistral", "qwen2", "qwen3"}
 EMBEDDING, TOKEN_EMBEDDINGS = "sentence_embedding", "token_embeddings"  # sentence-transformers' names of features
 
 
-class Layout(NamedTuple):
+class BackboneLayout(NamedTuple):
     """Where a backbone has what: names of modules."""
 
     before: tuple[str, ...]
@@ -41,12 +41,12 @@ class Layout(NamedTuple):
 
 
 ENCODERS = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), Layout(("embeddings",), "encoder.layer", ())),
-    "modernbert": Layout(("embeddings",), "layers", ("final_norm",)),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), BackboneLayout(("embeddings",), "encoder.layer", ())),
+    "modernbert": BackboneLayout(("embeddings",), "layers", ("final_norm",)),
 }
 
 
-def layout_of(config: Any, kinds: Iterable[str] = DECODERS | ENCODERS.keys()) -> Layout:
+def layout_of(config: Any, kinds: Iterable[str] = DECODERS | ENCODERS.keys()) -> BackboneLayout:
     """Of a model's config. Raises UsageError when it is none of the `kinds` (of models) that can be cut."""
     name = config.model_type
     if name in ENCODERS and name in kinds:
@@ -58,7 +58,7 @@ def layout_of(config: Any, kinds: Iterable[str] = DECODERS | ENCODERS.keys()) ->
             f"{', '.join(sorted(kinds))}. Use multi_gpu_fsdp."
         )
     at = plan.index("layers")
-    return Layout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
+    return BackboneLayout(tuple(plan[:at]), "layers", tuple(plan[at + 1 :]))
 
 
 def first_layers(
@@ -94,10 +94,10 @@ def first_layers(
 
 
 def firsts_of(
-    model: nn.Module, places: Sequence[int], split: Sequence[int] | None, kind: type[Cut] | None = None
+    model: nn.Module, places: Sequence[int], split: Sequence[int] | None, kind: type[StagedModel] | None = None
 ) -> list[int]:
-    """`first_layers` of a model that will be cut as `kind`; None: `Cut`."""
-    kind = kind or Cut
+    """`first_layers` of a model that will be cut as `kind`; None: `StagedModel`."""
+    kind = kind or StagedModel
     backbone = kind.backbone_of(kind.base_of(model))
     num_layers = len(backbone.get_submodule(layout_of(backbone.config).stack))
     return first_layers(num_layers, places, split, kind.head_in_layers(backbone.config))
@@ -123,7 +123,7 @@ class Passed(nn.Module):
         return hidden if inputs_embeds is None else inputs_embeds
 
 
-class Part(NamedTuple):
+class StageModule(NamedTuple):
     """A module, and where in the model it hangs."""
 
     owner: nn.Module
@@ -134,7 +134,7 @@ class Part(NamedTuple):
         self.owner._modules[self.name] = module
 
 
-class Cut:
+class StagedModel:
     """A model of which this rank has the stages `own`.
 
     Args:
@@ -224,11 +224,11 @@ class Cut:
                 owners.setdefault(id(parameter), set()).add(stage)
         return owners
 
-    def stand_in(self, part: Part) -> Passed:
+    def stand_in(self, part: StageModule) -> Passed:
         """What stands where a part of another rank is."""
         return Passed(part.module)
 
-    def _all(self) -> list[tuple[int, Part]]:
+    def _all(self) -> list[tuple[int, StageModule]]:
         return [(stage, part) for stage, parts in enumerate(self.parts) for part in parts]
 
     def modules(self) -> list[nn.Module]:
@@ -297,7 +297,7 @@ class Cut:
                 self.base._is_distributed_loading_by_transformers = True
 
 
-def parts_of(base: nn.Module, backbone: nn.Module, firsts: Sequence[int]) -> list[list[Part]]:
+def parts_of(base: nn.Module, backbone: nn.Module, firsts: Sequence[int]) -> list[list[StageModule]]:
     """Stage -> its parts. What `base` has beside its backbone belongs to the last one."""
     layout = layout_of(backbone.config)
     stack = backbone.get_submodule(layout.stack)
@@ -337,9 +337,9 @@ def _forget(module: nn.Module) -> None:
         part._buffers.update({name: b if b is None else b.to("meta") for name, b in part._buffers.items()})
 
 
-def _part(owner: nn.Module, name: str) -> Part:
+def _part(owner: nn.Module, name: str) -> StageModule:
     module = owner.get_submodule(name)
-    return Part(owner, name, getattr(module, "stands_for", module))
+    return StageModule(owner, name, getattr(module, "stands_for", module))
 
 
 def staged(

@@ -69,7 +69,7 @@ class Encode:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsToEncode:
     """`take(first, end)` gives texts or PIL images, `ids(first, end)` what tells rows apart, called `id_name`."""
 
     count: int
@@ -154,13 +154,13 @@ def _refuse_existing(output: Path) -> None:
 # (1) ---------------------------------------------------------------------------------------------------------------
 
 
-def read(asked: Encode) -> Rows:
+def read(asked: Encode) -> RowsToEncode:
     path = Path(asked.data)
     if path.is_dir():
         if asked.column is not None or asked.id_column is not None:
             raise UsageError(f"{path} is a folder of pictures and has no columns. Leave --column and --id_column out.")
         paths = pictures_below(path).values
-        return Rows(
+        return RowsToEncode(
             len(paths),
             lambda first, end: [open_picture(Path(one)) for one in paths[first:end]],
             "path",
@@ -191,7 +191,7 @@ def read(asked: Encode) -> Rows:
             f'{path}, row {nulls[0]} (counted from 0): column "{column}" is null. Give every row a text, or remove it.'
         )
     numbers, ids = np.arange(len(rows)), None if id_column is None else rows.select_columns([id_column])
-    return Rows(
+    return RowsToEncode(
         len(rows),
         lambda first, end: texts[first:end][column],
         id_column or "row",
@@ -266,7 +266,7 @@ def gives_length_one(model: torch.nn.Module) -> bool:
     return any(isinstance(module, Normalize) for module in model.modules())
 
 
-def _encode(rows: Rows, encode: Callable[[list], np.ndarray], unfinished: Path, batch_size: int) -> None:
+def _encode(rows: RowsToEncode, encode: Callable[[list], np.ndarray], unfinished: Path, batch_size: int) -> None:
     embeddings = np.lib.format.open_memmap(unfinished, "r+")
     window = BATCHES_PER_WINDOW * batch_size
     with tqdm(total=rows.count, desc="embedding", unit=" rows", disable=None) as bar:  # None: where no terminal is
@@ -280,7 +280,7 @@ def _encode(rows: Rows, encode: Callable[[list], np.ndarray], unfinished: Path, 
 # (3) ---------------------------------------------------------------------------------------------------------------
 
 
-def _finish(unfinished: Path, output: Path, rows: Rows, precision: str, ranges: np.ndarray | None) -> None:
+def _finish(unfinished: Path, output: Path, rows: RowsToEncode, precision: str, ranges: np.ndarray | None) -> None:
     embeddings = np.load(unfinished, mmap_mode="r")
     if precision in OF_RANGES and ranges is None:
         ranges = ranges_of(embeddings)
@@ -304,7 +304,9 @@ def _finish(unfinished: Path, output: Path, rows: Rows, precision: str, ranges: 
         made.unlink(missing_ok=True)
 
 
-def _write_parquet(path: Path, embeddings: np.ndarray, rows: Rows, precision: str, ranges: np.ndarray | None) -> None:
+def _write_parquet(
+    path: Path, embeddings: np.ndarray, rows: RowsToEncode, precision: str, ranges: np.ndarray | None
+) -> None:
     writer = None
     try:
         for first, part in _parts(embeddings):

@@ -30,7 +30,7 @@ from hf_dist_ext.run.rules import closest_folder
 from hf_dist_ext.tasks import options
 from hf_dist_ext.training import console, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.measured import Measured
+from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.meter import MetricsFile
 from hf_dist_ext.training.nonfinite import LIMIT
 from hf_dist_ext.training.trainer import DistTrainer
@@ -78,7 +78,7 @@ class Parts:
         given = {name: getattr(self, name) for name in (*names, "evaluations")}
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         # a run from a file has them always, a DistTrainer when it uses our parts
-        for watcher in (MetricsFile(), trainer.scaling, Measured(trainer.scaling)):
+        for watcher in (MetricsFile(), trainer.scaling, MeasurementCallback(trainer.scaling)):
             trainer.remove_callback(type(watcher))
             trainer.add_callback(watcher)
         for stock in console.STOCK:

@@ -33,7 +33,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.plan import plan_freezing
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.config import Run
-from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.tensors import is_split
 from hf_dist_ext.tasks.adapters import merged_weights, name_without_adapters
 from hf_dist_ext.tasks.parts import Parts, build_parts, make_arguments
@@ -51,7 +51,7 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
     for stage in run.stages:  # (1)
         with _naming(stage):
             args = make_arguments(stage)
-    decided = agreed.together(lambda: [(stage.is_done, stage.training.get(RESUME)) for stage in run.stages])[0]
+    decided = consensus.together(lambda: [(stage.is_done, stage.training.get(RESUME)) for stage in run.stages])[0]
     for stage, (is_done, asked) in zip(run.stages, decided, strict=True):  # as rank 0 has found the folders
         stage.is_done, stage.training[RESUME] = is_done, asked
     todo = [stage for stage in run.stages if not stage.is_done]
@@ -72,7 +72,7 @@ def run_stages(run: Run, train_once: TrainOnce) -> list[dict[str, Any]]:
             _train(run, stage, args, parts, train_once)
             del parts
             gc.collect()
-    return agreed.together(lambda: args.process_index == 0 and _reports(run))[0]
+    return consensus.together(lambda: args.process_index == 0 and _reports(run))[0]
 
 
 def _withdraw_marks(stages: list[Run]) -> None:

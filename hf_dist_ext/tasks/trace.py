@@ -5,7 +5,7 @@
 (1) the run's model is built on torch's meta device, with its adapters, and frozen as in training: a laptop traces a
     model that it could never hold. Where a group of devices can share its layers it is also traced as one of such a
     group has it
-(2) some rows of each column go forward, with pictures of the size that the model takes (planner/pictures.py)
+(2) some rows of each column go forward, with pictures of the size that the model takes (tasks/trace_pictures.py)
 (3) what is kept and computed is written down layer by layer (tasks/trace_record.py)
 
 It is a process of its own, since the planner imports no torch. Prints one line of JSON, which
@@ -33,14 +33,14 @@ from torch.utils._pytree import tree_leaves
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
-from hf_dist_ext.planner import pictures
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.model_files import config_file, processor_file
-from hf_dist_ext.planner.workload import Cast, Column, Workload
+from hf_dist_ext.planner.local_files import config_file, processor_file
+from hf_dist_ext.planner.workload import BatchColumn, Cast, Workload
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans
 from hf_dist_ext.strategies.layers import is_multiplied
 from hf_dist_ext.tasks import trace_4bit
+from hf_dist_ext.tasks import trace_pictures as pictures
 from hf_dist_ext.tasks.trace_record import Accelerator, Recorder, instead, layers_of, plain_name
 
 ROWS = 32  # what does not grow with rows, such as tables of positions, is spread over them
@@ -53,10 +53,13 @@ MOST_WAYS = 8  # of splitting layers over devices
 
 def complete_config(fields: Any) -> dict[str, Any]:
     """The configuration of a run's model as plain JSON, with the defaults of its class, the usual names of fields that
-    the class calls otherwise, and `tiles_of_picture` where its processor says so. Raises UsageError."""
+    the class calls otherwise, `tiles_of_picture` where its processor says so, and `picture`: what one comes to. Raises
+    UsageError."""
     found = _as_dict(_config(fields))
     tiles = _tiles_of_picture(found["model_type"], fields) if fields.model_config is None else None
-    return found if tiles is None else found | {"tiles_of_picture": tiles}
+    found |= {} if tiles is None else {"tiles_of_picture": tiles}
+    picture = pictures.facts(found)
+    return found if picture is None else found | {"picture": picture}
 
 
 def _config(fields: Any) -> Any:
@@ -128,7 +131,7 @@ def build(run: Any, work: Workload) -> nn.Module:
 
 
 def cast_weights(model: nn.Module, cast: Cast) -> None:
-    """To half precision, those that FSDP ("products" with a loss over embeddings, else "all") or DeepSpeed ("all")
+    """To half precision, those that FSDP ("matmul" with a loss over embeddings, else "all") or DeepSpeed ("all")
     hand to a forward so."""
     for name, parameter in model.named_parameters():
         if cast == "all" or is_multiplied(model.get_submodule(name.rpartition(".")[0]), parameter):
@@ -206,7 +209,7 @@ def _can_be_split(run: Any, model: nn.Module, size: int) -> bool:
 # ---- (2) ----
 
 
-def features(work: Workload, column: Column, rows: int) -> dict[str, Any]:
+def features(work: Workload, column: BatchColumn, rows: int) -> dict[str, Any]:
     """Inputs of some rows: ids and mask, and pictures for the rows that have one."""
     if column.tower == "image":
         return {"column": column.name, **_pictures(work.config, rows)}
@@ -258,7 +261,9 @@ def _windows(module: nn.Module, grid: torch.Tensor) -> dict[str, torch.Tensor]:
 # ---- (3) ----
 
 
-def record(mode: FakeTensorMode, model: nn.Module, work: Workload, column: Column) -> tuple[dict[str, Any], set[str]]:
+def record(
+    mode: FakeTensorMode, model: nn.Module, work: Workload, column: BatchColumn
+) -> tuple[dict[str, Any], set[str]]:
     """One forward of a column by a model from the meta device -> its layers: copies of weights, everything else per
     row; and the names of the parameters that its backward gives a gradient to."""
     rows = ROWS_OF_PICTURES if column.images else ROWS
@@ -275,7 +280,7 @@ def record(mode: FakeTensorMode, model: nn.Module, work: Workload, column: Colum
         if id(one) in leaves or (one.device.type == "meta" and any(own.startswith(f"{layer}.") for layer in layers)):
             reached.add(own)
     for part in forward.parts:
-        for name in ("input", "beside", "saved", "products", "backward", "largest"):
+        for name in ("input", "beside", "saved", "multiply_adds", "backward", "largest"):
             setattr(part, name, getattr(part, name) / rows)
     return asdict(forward), reached
 
@@ -329,7 +334,7 @@ def shape(run: Any, work: Workload) -> dict[str, Any]:
     found: dict[str, Any] = {"embedding_dim": width, "split": None, "whole": _found(mode, model, work)}
     if sizes := sizes_to_split(run, work, model):
         found["split"] = {"sizes": sizes, "ways": sizes[0], **_split(mode, run, work, model, sizes[0])}
-    for cast in ("products", "all") if work.is_embedding else ("all",):  # the last casts most
+    for cast in ("matmul", "all") if work.is_embedding else ("all",):  # the last casts most
         if work.autocast_bytes and not work.is_in_4_bits:
             cast_weights(model, cast)
             _add(found["whole"], mode, model, work, cast)

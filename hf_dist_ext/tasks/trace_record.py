@@ -213,8 +213,8 @@ class Recorder(TorchDispatchMode):
             self._copy_weight(args[0], out)
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
             query, key, _, _, is_causal = (*args, 0.0, False)[:5]
-            products = 2 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1)
-            self._multiply(args[:3], products, most=2)
+            multiply_adds = 2 * query.numel() * key.shape[-2] * (0.5 if is_causal else 1)
+            self._multiply(args[:3], multiply_adds, most=2)
         elif packet is torch.ops.transformers.grouped_mm_fallback:
             self._multiply(args[:2], args[0].numel() * args[1].shape[2])
         elif packet in flop_registry:
@@ -232,11 +232,11 @@ class Recorder(TorchDispatchMode):
             self._kept[_storage(copy)] = copy.untyped_storage()
             self._current.casts += copy.untyped_storage().nbytes()
 
-    def _multiply(self, args: tuple, products: float, most: int = 3) -> None:
+    def _multiply(self, args: tuple, multiply_adds: float, most: int = 3) -> None:
         """A backward multiplies once more for every factor that has a gradient, `most` times at most."""
         factors = [one for one in args if isinstance(one, torch.Tensor) and one.dim() > 1]
-        self._current.products += products
-        self._current.backward += products * min(most, sum(one.requires_grad for one in factors))
+        self._current.multiply_adds += multiply_adds
+        self._current.backward += multiply_adds * min(most, sum(one.requires_grad for one in factors))
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """What autograd calls for every tensor that it saves."""

@@ -25,9 +25,9 @@ from hf_dist_ext.data.collator import CUTS, RESERVED
 from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.engine.budget import widened
 from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors
 from hf_dist_ext.engine.layout import have_many_chunks, lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import packing
 
@@ -35,7 +35,7 @@ Batch = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Wish:
+class CutRequest:
     """limits: of chunks. factor: how many times larger those of the pass without a graph are."""
 
     limits: ChunkLimits
@@ -46,11 +46,11 @@ class Wish:
 class Cuts:
     """A batch in chunks.
 
-    wish: what was asked for; padded chunks in the place of packed ones have other limits. wide: larger chunks, None
+    request: what was asked for; padded chunks in the place of packed ones have other limits. wide: larger chunks, None
     where the factor is 1. loaded: column -> its features as the loader gave them (`_identity`), None: not noted.
     """
 
-    wish: Wish
+    request: CutRequest
     chunked: ChunkedBatch
     wide: ChunkedBatch | None
     loaded: Mapping[str, list] | None = None
@@ -65,7 +65,7 @@ class Cuts:
 
     def _of(self, chunked: ChunkedBatch) -> Cuts:
         """The same cuts of other tables, which both chunks have in common."""
-        return Cuts(self.wish, chunked, self.wide and self.wide.of_tables(chunked.tables))
+        return Cuts(self.request, chunked, self.wide and self.wide.of_tables(chunked.tables))
 
     def are_of(self, batch: Batch) -> bool:
         """Whether the columns are those that were cut, and hold what the loader gave."""
@@ -123,45 +123,45 @@ class Cutter:
     def __init__(self, options: Mapping[str, Any], packing: bool | str):
         self.options, self.packing = options, packing
 
-    def cut(self, batch: Batch, wish: Wish) -> Cuts:
-        return self._decided(lay_out(batch, wish.limits, **self.options), wish)
+    def cut(self, batch: Batch, request: CutRequest) -> Cuts:
+        return self._decided(lay_out(batch, request.limits, **self.options), request)
 
-    def cut_again(self, cuts: Cuts, batch: Batch, wish: Wish) -> Cuts:
-        """The same sorted rows as now wished; or the batch, where other limits keep columns apart or together."""
-        if cuts.wish.limits != wish.limits:
-            if self._keeps_apart(cuts, cuts.wish.limits) != self._keeps_apart(cuts, wish.limits):
-                return self.cut(batch, wish)
-            return self._decided(ChunkedBatch(cuts.chunked.tables, wish.limits), wish)
-        return cuts if cuts.wish == wish else self._widened(cuts.chunked, wish)
+    def cut_again(self, cuts: Cuts, batch: Batch, request: CutRequest) -> Cuts:
+        """The same sorted rows as now asked for; or the batch, where other limits keep columns apart or together."""
+        if cuts.request.limits != request.limits:
+            if self._keeps_apart(cuts, cuts.request.limits) != self._keeps_apart(cuts, request.limits):
+                return self.cut(batch, request)
+            return self._decided(ChunkedBatch(cuts.chunked.tables, request.limits), request)
+        return cuts if cuts.request == request else self._widened(cuts.chunked, request)
 
     def _keeps_apart(self, cuts: Cuts, limits: ChunkLimits) -> bool:
         tables, counts = cuts.chunked.tables, cuts.chunked.row_counts()
         return self.options.get("separates_columns", False) and have_many_chunks(tables, len(counts), limits)
 
-    def _decided(self, chunked: ChunkedBatch, wish: Wish) -> Cuts:
-        return self._widened(packing.decided(chunked, self.packing) if wish.limits.packs else chunked, wish)
+    def _decided(self, chunked: ChunkedBatch, request: CutRequest) -> Cuts:
+        return self._widened(packing.decided(chunked, self.packing) if request.limits.packs else chunked, request)
 
-    def _widened(self, chunked: ChunkedBatch, wish: Wish) -> Cuts:
-        return Cuts(wish, chunked, widened(chunked, wish.factor) if wish.factor > 1 else None)
+    def _widened(self, chunked: ChunkedBatch, request: CutRequest) -> Cuts:
+        return Cuts(request, chunked, widened(chunked, request.factor) if request.factor > 1 else None)
 
 
-class SharedWish:
+class SharedCutRequest:
     """That of the last step, in memory that loader workers share with the training process."""
 
-    def __init__(self, wish: Wish):
-        self._first = wish
+    def __init__(self, request: CutRequest):
+        self._first = request
         self._numbers = multiprocessing.RawArray("q", 4)
-        self.set(wish)
+        self.set(request)
 
-    def set(self, wish: Wish) -> None:
-        limits = wish.limits
-        sizes = (limits.max_rows, limits.max_tokens, limits.max_patches, wish.factor)
+    def set(self, request: CutRequest) -> None:
+        limits = request.limits
+        sizes = (limits.max_rows, limits.max_tokens, limits.max_patches, request.factor)
         self._numbers[:] = [size or 0 for size in sizes]
 
-    def get(self) -> Wish:
+    def get(self) -> CutRequest:
         rows, tokens, patches, factor = (number or None for number in self._numbers)
         limits = replace(self._first.limits, max_rows=rows, max_tokens=tokens, max_patches=patches)
-        return Wish(limits, factor or 1)
+        return CutRequest(limits, factor or 1)
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class AheadCollator:
 
     collate: Callable
     cutter: Cutter
-    wish: SharedWish
+    request: SharedCutRequest
     num_columns: Mapping[str, int | None]
 
     def __call__(self, rows: list) -> Any:
@@ -182,13 +182,15 @@ class AheadCollator:
         source = source_of(batch)
         read = self.num_columns.get(source or "", self.num_columns.get(""))
         try:
-            cuts = self.cutter.cut({name: batch[name] for name in names[:read]}, self.wish.get())
+            cuts = self.cutter.cut({name: batch[name] for name in names[:read]}, self.request.get())
         except UsageError:
             return batch  # the training process comes to the same error, and tells it
         return {**batch, CUTS: {"all": cuts.without_tensors()}}  # a mapping, as every value of a batch
 
 
-def cut_ahead(loader: DataLoader, cutter: Cutter, wish: SharedWish, num_columns: Mapping[str, int | None]) -> None:
+def cut_ahead(
+    loader: DataLoader, cutter: Cutter, request: SharedCutRequest, num_columns: Mapping[str, int | None]
+) -> None:
     """Let a loader's batches bring their cuts."""
     loader = getattr(loader, "base_dataloader", loader)  # inside of accelerate's, which asks it for everything
-    loader.collate_fn = AheadCollator(loader.collate_fn, cutter, wish, num_columns)
+    loader.collate_fn = AheadCollator(loader.collate_fn, cutter, request, num_columns)

@@ -23,7 +23,7 @@ from torch import nn
 from hf_dist_ext.checkpoints import commit, manifest
 from hf_dist_ext.checkpoints.manifest import step_of
 from hf_dist_ext.errors import RunError
-from hf_dist_ext.strategies.agreed import together
+from hf_dist_ext.strategies.consensus import together
 from hf_dist_ext.strategies.tensors import num_elements
 
 UNFINISHED = "_model.unfinished"

@@ -58,7 +58,7 @@ class Health(TrainerCallback):
         sizes: those of a gradient cache, which may have ended the run on another rank.
         progress: (finished updates, those of this run's checkpoint) now.
         rows: those of the run's strategy now.
-        take_begun: what the resumed checkpoint tells of bad rows in the epoch that begins.
+        pop_resumed: what the resumed checkpoint tells of bad rows in the epoch that begins.
         go_back: called when too many updates were not finite; says which checkpoint is good.
     """
 
@@ -71,11 +71,11 @@ class Health(TrainerCallback):
         sizes: FittingSizes | None,
         progress: Callable[[], tuple[int, int]],
         rows: Callable[[], Rows],
-        take_begun: Callable[[], dict[str, Any] | None],
+        pop_resumed: Callable[[], dict[str, Any] | None],
         go_back: Callable[[], str],
     ):
         self.args, self.has_scaler, self.processor, self.sizes = args, has_scaler, processor, sizes
-        self.progress, self.rows, self.take_begun, self.go_back = progress, rows, take_begun, go_back
+        self.progress, self.rows, self.pop_resumed, self.go_back = progress, rows, pop_resumed, go_back
         limit = getattr(args, "max_nonfinite_steps", None)
         if limit == "auto":
             limit = LIMIT if is_guarded else None
@@ -157,7 +157,7 @@ class Health(TrainerCallback):
     # ---- an update ----
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.bad_rows.begin_epoch(self.take_begun())
+        self.bad_rows.begin_epoch(self.pop_resumed())
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies import consensus
 from hf_dist_ext.training.scaling import Scaling
 
 logger = logging.get_logger(__name__)
@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 NAME = "measured.json"
 
 
-class Measured(TrainerCallback):
+class MeasurementCallback(TrainerCallback):
     """Comes after `scaling` among the callbacks; a run of one update, or of none, writes nothing."""
 
     def __init__(self, scaling: Scaling):
@@ -35,7 +35,7 @@ class Measured(TrainerCallback):
         seconds = self.scaling.seconds_per_batch
         if seconds is None:
             return
-        of_ranks = agreed.together(lambda: most_memory(args.device))
+        of_ranks = consensus.together(lambda: most_memory(args.device))
         if not state.is_world_process_zero:
             return
         content = {

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dist_ext.engine.gradient_cache import Door
+from hf_dist_ext.engine.gradient_cache import PhaseContext
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training.loss_scale import Watched
@@ -42,7 +42,7 @@ class OwnLossStep:
         compute_loss: Callable[..., Any],
         count_items: Callable[[list[Any], torch.device], Any],
         around: Callable[[], AbstractContextManager],
-        phase: Door,
+        phase: PhaseContext,
     ):
         self.args, self.strategy, self.prepare = args, strategy, prepare
         self.compute_loss, self.count_items, self.around, self.phase = compute_loss, count_items, around, phase

@@ -17,7 +17,7 @@ from torch import nn
 from hf_dist_ext.data.fingerprint import content_digest
 from hf_dist_ext.data.tokens import tokens_depend_on
 from hf_dist_ext.run.fields import is_secret
-from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.tensors import is_split
 
 OF_A_MACHINE = frozenset(
@@ -33,7 +33,7 @@ SAMPLED_NUMBERS = 1024  # of a tensor
 
 def check_fields(fields: Mapping[str, Any]) -> None:
     """Of a run file. Every rank calls it, as the next one. Raises UsageError."""
-    agreed.check_same(_comparable(fields))
+    consensus.check_same(_comparable(fields))
 
 
 def check(
@@ -56,7 +56,7 @@ def check(
         facts |= {
             f"the weight {name}": _of_tensor(tensor) for name, tensor in model.state_dict(keep_vars=True).items()
         }
-    agreed.check_same(facts)
+    consensus.check_same(facts)
 
 
 def _comparable(fields: Any) -> Any:

@@ -32,7 +32,7 @@ from hf_dist_ext.models.embedder import Embedder
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.training import all_columns, compiling
-from hf_dist_ext.training.ahead import Batch, Cuts, Cutter, SharedWish, Wish, cut_ahead
+from hf_dist_ext.training.ahead import Batch, CutRequest, Cuts, Cutter, SharedCutRequest, cut_ahead
 from hf_dist_ext.training.out_of_memory import (
     ALL_GRAPHS,
     PLACES,
@@ -129,7 +129,7 @@ class StepSizes:
         self.budget = self._make_budget()
         self.may_widen = True  # the pass without a graph: not where the model draws random numbers
         self.may_pack = False  # chunks: what training/packing.py says of this run
-        self.wish: SharedWish | None = None  # of the last step, where loaders cut their batches
+        self.request: SharedCutRequest | None = None  # of the last step, where loaders cut their batches
         self._proven = [0, 0, 0, 0]  # the largest demand that was tried out
 
     def _make_budget(self) -> ChunkBudget | None:
@@ -250,13 +250,13 @@ class StepSizes:
         if ahead is not None and ahead.are_of(batch):
             cuts = ahead.of(batch)
         else:
-            cuts = cutter.cut(batch, self._wish())
-        wish, factor = self._wish(), self._widening()
+            cuts = cutter.cut(batch, self._request())
+        request, factor = self._request(), self._widening()
         if self.budget is not None:
-            wish = replace(wish, limits=self._limits_of_budget(cuts.chunked, is_first))
-        cuts = cutter.cut_again(cuts, batch, wish)
-        if self.wish is not None:
-            self.wish.set(wish)
+            request = replace(request, limits=self._limits_of_budget(cuts.chunked, is_first))
+        cuts = cutter.cut_again(cuts, batch, request)
+        if self.request is not None:
+            self.request.set(request)
         chunked, wide = cuts.chunked, cuts.wide
         rows, plans = chunked.row_counts(), [chunked, wide] if factor > 1 else [chunked]
         if isinstance(batch, StandIn):
@@ -286,21 +286,21 @@ class StepSizes:
 
     def cut_ahead(self, loader: Any) -> None:
         """Let the batches of a loader be cut where it makes them."""
-        self.wish = SharedWish(self._wish())
-        cut_ahead(loader, self._cutter(), self.wish, num_columns_of(self.loss()))
+        self.request = SharedCutRequest(self._request())
+        cut_ahead(loader, self._cutter(), self.request, num_columns_of(self.loss()))
 
     def _cutter(self) -> Cutter:
         model = self.model()
         config = getattr(model, "config", None)
-        is_cut = self.args.uses_gradient_cache
+        is_chunked = self.args.uses_gradient_cache
         options = {
-            "shares_tower": is_cut and not self.takes_column,
+            "shares_tower": is_chunked and not self.takes_column,
             "pad_values": {"input_ids": _padding_token(config)},
-            "can_trim": is_cut,
+            "can_trim": is_chunked,
             "can_shift": getattr(config, "rope_parameters", None) is not None,
-            "sort": is_cut and self.args.gradient_cache_sort,
-            "candidates_first": is_cut and self.gathers_early,
-            "separates_columns": is_cut and self.gathers_early,
+            "sort": is_chunked and self.args.gradient_cache_sort,
+            "candidates_first": is_chunked and self.gathers_early,
+            "separates_columns": is_chunked and self.gathers_early,
             "model_config": _configs_by_column(model) or config,
         }
         return Cutter(options, self.args.gradient_cache_packing)
@@ -319,9 +319,9 @@ class StepSizes:
             return self.gathers and self.takes_column and not self.has_stand_in
         return self.gathers
 
-    def _wish(self) -> Wish:
+    def _request(self) -> CutRequest:
         """Before the budget has its say."""
-        return Wish(self._limits(), self._widening() if self.may_widen else 1)
+        return CutRequest(self._limits(), self._widening() if self.may_widen else 1)
 
     def _limits(self) -> ChunkLimits:
         args = self.args

@@ -67,7 +67,7 @@ class RowFacts(NamedTuple):
     constants: Mapping[str, Mapping[str, Any]] = {}  # column -> what the model is told of it beside features
 
 
-class Scored(NamedTuple):
+class EvaluatedBatch(NamedTuple):
     """A batch without a gradient."""
 
     loss: torch.Tensor
@@ -261,7 +261,7 @@ class EmbeddingStep:
 
     # ---- evaluation ----
 
-    def score_only(self, model: nn.Module, inputs: Any) -> Scored:
+    def score_only(self, model: nn.Module, inputs: Any) -> EvaluatedBatch:
         """The loss of the training step, without a gradient. Call it without one."""
         batch, facts = self._split(inputs)
         self._constants = facts.constants
@@ -270,7 +270,9 @@ class EmbeddingStep:
         embeddings = self._encoded(model, layout)
         with compiling.scores_in_float32(self.args), _evaluating(self.loss):
             loss, _ = self._score(embeddings, facts, layout)
-        return Scored(loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts)
+        return EvaluatedBatch(
+            loss, {name: compared(rows, self._loss_of(facts)) for name, rows in embeddings.items()}, facts
+        )
 
     def embeddings_of(
         self, model: nn.Module, batch: Batch, constants: Mapping[str, Mapping[str, Any]] | None = None

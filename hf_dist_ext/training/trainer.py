@@ -69,7 +69,7 @@ from hf_dist_ext.training.early_stopping import EarlyStop
 from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
-from hf_dist_ext.training.measured import Measured
+from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
 from hf_dist_ext.training.out_of_memory import FittingSizes
 from hf_dist_ext.training.own_loss import OwnLossStep
@@ -192,7 +192,7 @@ class DistTrainer(Trainer):
             sizes=fitting,
             progress=self.progress,
             rows=lambda: self.strategy.rows,
-            take_begun=lambda: self.data_position.take_begun("bad_rows"),
+            pop_resumed=lambda: self.data_position.pop_resumed("bad_rows"),
             go_back=self.keeper.go_back,
         )
         self.keeper.is_guarded = self.health.guard is not None
@@ -300,7 +300,7 @@ class DistTrainer(Trainer):
             self.add_callback(self.freeze_watch)
         if self._has_own_arguments:
             self.keeper.at_begin.append(partial(remove_mark, str(self.args.output_dir)))
-        for watcher in [MetricsFile(), self.scaling, Measured(self.scaling)] if is_ours else []:
+        for watcher in [MetricsFile(), self.scaling, MeasurementCallback(self.scaling)] if is_ours else []:
             self.add_callback(watcher)
         if not is_ours and getattr(self.args, "scaling_baseline", None):
             self.add_callback(self.scaling)
@@ -611,7 +611,7 @@ class DistTrainer(Trainer):
     def _init_training_state(self, max_steps: int, updates: int, num_epochs: int, *more: Any):
         begun = super()._init_training_state(max_steps, updates, num_epochs, *more)
         if self._has_own_arguments:
-            self.keeper.tell_best(self.state)
+            self.keeper.restore_best_checkpoint(self.state)
         return self.data_position.first_batch(begun, self.state, max_steps, num_epochs)
 
     def _run_epoch(self, **options: Any) -> None:  # type: ignore[override]  # Trainer calls it by names

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_dist_ext.checkpoints import async_save, commit, host_memory, hub, manifest
 from hf_dist_ext.checkpoints.keeper import Keeper
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.strategies import agreed
+from hf_dist_ext.strategies import consensus
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.checkpoints import test_saving, test_trainable
@@ -300,6 +300,6 @@ def test_deepspeed_is_refused_with_the_reason(tmp_path, monkeypatch):
 
 
 def test_ranks_that_are_alone_get_their_own_error():
-    assert agreed.together(lambda: 3) == [3] and commit.SPARE > 1
+    assert consensus.together(lambda: 3) == [3] and commit.SPARE > 1
     with pytest.raises(KeyError):
-        agreed.together(lambda: {}["missing"])
+        consensus.together(lambda: {}["missing"])

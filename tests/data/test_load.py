@@ -318,7 +318,7 @@ NOWHERE = """
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.planner.model_files import config_file
+from hf_dist_ext.planner.local_files import config_file
 from hf_dist_ext.run.config import RunConfig
 from tests.launching import environment
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_dist_ext import failures
-from hf_dist_ext.strategies import agreed, collectives
+from hf_dist_ext.strategies import collectives, consensus
 from tests.distributed import elastic_worker
 from tests.distributed.forked import Run
 from tests.launching import PRESETS, ROOT, environment
@@ -70,7 +70,7 @@ def save_over(port: int, name: str, say) -> str:
     options = {"store": dist.PrefixStore(name, store), "rank": int(os.environ["RANK"]), "world_size": 2}
     dist.init_process_group("gloo", **options)
     dist.distributed_c10d._get_default_store = lambda: store  # a launcher gives it to every group that it starts
-    with agreed.ends_together("a save", seconds=5):
+    with consensus.ends_together("a save", seconds=5):
         pass
     notes = failures.exchange_notes(collectives.store_of_group(), f"of {name}") if name == "first" else {}
     late = collectives.store_of_group()

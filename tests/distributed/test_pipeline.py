@@ -21,7 +21,7 @@ from hf_dist_ext.planner.catalog import Hardware
 from hf_dist_ext.planner.choose import plan_workload
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
-from hf_dist_ext.planner.pipelines import held
+from hf_dist_ext.planner.pipelines import Staged
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.pipeline import Pipeline
@@ -120,7 +120,7 @@ def test_a_plan_foretells_what_every_stage_holds(schedule, tmp_path):
         live = policy.live_chunks(schedule, 2, pipeline.per_rank, option.pipeline.chunks, rank)
         assert live == [tuple(case) for case in of_rank["cases"]]
         assert option.pipeline.of_ranks[rank].live_chunks == of_rank["live"]
-        saved, casts = held(work, pipeline, Settings(), own, live)
+        saved, casts = Staged(work, pipeline, Settings()).held(own, live)
         assert casts == 0 and saved == pytest.approx(of_rank["bytes"], rel=0.1)
 
 
@@ -129,7 +129,7 @@ def test_chunks_that_are_alive_share_the_half_precision_copies_of_weights(tmp_pa
     pipeline = option.strategy.pipeline
     for rank, of_rank in enumerate(found()["bf16"]):
         live = policy.live_chunks("gpipe", 2, 1, option.pipeline.chunks, rank)
-        saved, casts = held(work, pipeline, Settings(), pipeline.stages_of_ranks[rank], live)
+        saved, casts = Staged(work, pipeline, Settings()).held(pipeline.stages_of_ranks[rank], live)
         assert of_rank["live"] == worker.BATCH and of_rank["replayed"]
         assert 0 < casts == of_rank["casts"] < 0.1 * saved
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_dist_ext import train as train_script
 from hf_dist_ext.checkpoints import manifest, resume
-from hf_dist_ext.strategies import agreed, tensors
+from hf_dist_ext.strategies import consensus, tensors
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
@@ -119,7 +119,7 @@ def one_machine(say, views: list[Path], job, seconds: float) -> str:
     rank = int(os.environ["RANK"])
     if views[0] != views[1]:
         os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
-    agreed.SEEN_SECONDS = seconds
+    consensus.SEEN_SECONDS = seconds
     found = views[rank].parent / f"rank{rank}.json"
     try:
         trainer = job(views[rank])
@@ -182,8 +182,8 @@ def test_machines_wait_until_they_see_the_checkpoint_that_the_first_one_resumes(
     waits, looks = views[1].parent / "the second waits for a checkpoint", []
 
     def job(folder: Path) -> DistTrainer:
-        wait = agreed.wait_until_well
-        agreed.wait_until_well = lambda look: (looks.append(1), len(looks) == 2 and waits.touch(), wait(look))[2]
+        wait = consensus.wait_until_well
+        consensus.wait_until_well = lambda look: (looks.append(1), len(looks) == 2 and waits.touch(), wait(look))[2]
         return train(folder, max_steps=6, resume=True)
 
     with Mirror(views, delay=0.3, hidden="checkpoint-", hidden_until=waits):

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_dist_ext import policy
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.engine.products import Products
+from hf_dist_ext.engine.matmul import Matmul
 from hf_dist_ext.engine.ring import Ring
 from hf_dist_ext.engine.sigmoid_loss import SigmoidLoss
 from hf_dist_ext.errors import UsageError
@@ -349,7 +349,7 @@ def test_equal_scores_stay_equal_in_rounded_products():
 def test_both_factors_of_a_product_are_rounded_and_sums_are_not():
     left, right, before = torch.randn(5, 7), torch.randn(7, 3), torch.randn(5, 3)
     wanted, out, total = left.bfloat16().float() @ right.bfloat16().float(), torch.empty(5, 3), before.clone()
-    half = Products(in_bf16=True)
+    half = Matmul(in_bf16=True)
     half.write(half.factor(left), half.factor(right), out)
     half.add(total, left, half.factor(right))
     assert (wanted - left @ right).abs().max() > 1e-4
@@ -360,7 +360,7 @@ def test_both_factors_of_a_product_are_rounded_and_sums_are_not():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_gives_the_same_products_of_rounded_factors():
-    half, left, right = Products(in_bf16=True), torch.randn(64, 96), torch.randn(96, 80)
+    half, left, right = Matmul(in_bf16=True), torch.randn(64, 96), torch.randn(96, 80)
     found = []
     for device in ("cpu", "cuda"):
         one, other = left.to(device), half.factor(right.to(device))

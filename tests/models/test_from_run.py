@@ -268,7 +268,7 @@ def test_a_stage_of_a_pipeline_is_read_alone(tmp_path):
         assert [name for name, _ in model.named_parameters()] == [
             name for name, _ in build(tmp_path).named_parameters()
         ]
-        stages.Cut(model, own, stages.firsts_of(model, range(2), None))
+        stages.StagedModel(model, own, stages.firsts_of(model, range(2), None))
 
 
 @needs_tensor_parallelism

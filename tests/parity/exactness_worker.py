@@ -38,7 +38,7 @@ from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies import adapters
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.splitting import launched_config, split, split_adapters
-from hf_dist_ext.strategies.stages import Cut
+from hf_dist_ext.strategies.stages import StagedModel
 from hf_dist_ext.strategies.tensors import put
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
@@ -618,7 +618,7 @@ def dimension_of(model: nn.Module) -> int:
 
 
 def largest_difference_of_passes(case: Case, model: nn.Module, loss: nn.Module, num_rows: int) -> float:
-    run, passes, was_drawn = Cut.run, {False: {}, True: {}}, []
+    run, passes, was_drawn = StagedModel.run, {False: {}, True: {}}, []
 
     def watched(self, stage, features, hidden):
         if torch.is_grad_enabled():  # once more, with other masks
@@ -632,9 +632,9 @@ def largest_difference_of_passes(case: Case, model: nn.Module, loss: nn.Module, 
         passes[torch.is_grad_enabled()].setdefault(stage, []).append(output.detach().clone())
         return output
 
-    Cut.run = watched
+    StagedModel.run = watched
     trained_gradients(case, model, loss, num_rows)
-    Cut.run = run
+    StagedModel.run = run
     assert was_drawn and all(was_drawn), "no dropout"
     worst = 0.0
     for stage, outputs in passes[True].items():

@@ -25,10 +25,11 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from hf_dist_ext.planner import catalog, memory, pictures
+from hf_dist_ext.planner import catalog, memory
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
+from hf_dist_ext.tasks import trace_pictures as pictures
 
 WHO_TRAINS = ("trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_target_modules")
 PICTURE = 64  # pixels of a side, where a model takes any size

@@ -11,7 +11,7 @@ import pytest
 
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.planner import lengths
+from hf_dist_ext.planner import lengths, local_files
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.traced import config_of, traced
@@ -62,7 +62,7 @@ def test_a_query_is_found_under_the_name_that_sentence_transformers_gives_it(mak
     assert found[0] == found[1] == 16
 
 
-@pytest.mark.parametrize("ending", lengths.ENDINGS)
+@pytest.mark.parametrize("ending", local_files.ENDINGS)
 def test_rows_are_as_long_as_the_collator_makes_them(make_run, folder, tmp_path, ending):  # noqa: F811
     data = write(tmp_path / f"rows{ending}", ROWS)
     run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=None, prompts=PROMPTS)
@@ -93,11 +93,11 @@ def test_a_sample_leaves_room_for_longer_rows(make_run, folder, monkeypatch):  #
         assert sampled["positive"].length > found["positive"].length == 48
 
 
-@pytest.mark.parametrize("ending", lengths.ENDINGS)
+@pytest.mark.parametrize("ending", local_files.ENDINGS)
 def test_a_file_says_whether_rows_of_it_were_left_out(tmp_path, ending):
     path = Path(write(tmp_path / f"rows{ending}", ROWS))
     for count, leaves_out in ((60, True), (100, True), (200, False)):
-        rows, found = lengths.rows_of(path, count)
+        rows, found = local_files.rows_of(path, count)
         assert found == leaves_out and bool(rows) and (len(rows) < len(ROWS)) == leaves_out
 
 

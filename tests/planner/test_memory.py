@@ -13,14 +13,15 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.planner import choose, pictures
+from hf_dist_ext.planner import choose
 from hf_dist_ext.planner import traced as tracing
 from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
 from hf_dist_ext.planner.from_run import workload_of
-from hf_dist_ext.planner.memory import Settings, estimate, held, num_chunks
+from hf_dist_ext.planner.memory import Case, Settings, estimate, held
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace, trace_record
+from hf_dist_ext.tasks import trace_pictures as pictures
 from tests.distributed.forked import run_python
 from tests.parity.memory_table import (
     BERT,
@@ -149,12 +150,12 @@ def test_a_plan_has_the_chunks_that_a_batch_is_cut_into(small_run, size, tokens,
     assert work.num_chunks(is_sent_early=is_apart) == len(chunks)
     largest = max(work.held_rows(column) * column.length for column in work.columns)
     assert largest == max(chunk.num_tokens for chunk in chunks)
-    of_strategies = {one.name: num_chunks(work, one, Hardware(2), Settings()) for one in STRATEGIES}
+    of_strategies = {one.name: Case(work, one, Hardware(2), Settings()).num_chunks for one in STRATEGIES}
     apart = {"DDP", "ZeRO-1", "ZeRO-2"} if is_apart else {*of_strategies} - {"DDP", "ZeRO-1", "ZeRO-2"}
     assert {of_strategies[name] for name in apart} == {len(chunks)}
     if is_apart:  # where a loss reads its own rows nothing is sent
         alone = replace(work, sees_all_rows=False)
-        assert num_chunks(alone, STRATEGIES[1], Hardware(2), Settings()) == of_strategies["single"]
+        assert Case(alone, STRATEGIES[1], Hardware(2), Settings()).num_chunks == of_strategies["single"]
 
 
 # ---- pictures ----
@@ -309,7 +310,7 @@ def test_of_four_devices_that_share_layers_each_has_what_two_and_one_tell(small_
         whole = work.forward(column)
         for mine, found, undivided in zip(ours.layers, theirs["layers"], whole.layers, strict=True):
             assert 2**10 < mine.saved < undivided.saved
-            for name in ("saved", "products", "backward", "input"):
+            for name in ("saved", "multiply_adds", "backward", "input"):
                 assert getattr(mine, name) == pytest.approx(found[name])
 
 
@@ -333,7 +334,7 @@ def test_a_model_is_traced_once_for_all_machines(small_run, monkeypatch, tmp_pat
     assert plan.as_dict()["parameters"] == 64 * (30522 + 512 + 2 + 2) + 2 * (
         4 * 64 * 65 + 64 * 129 + 128 * 65 + 4 * 64
     )
-    assert plan.best.unchecked.activations > plan.best.checkpointed.activations > 2**20
+    assert plan.best.activations(False) > plan.best.activations(True) > 2**20
     choose.make_plan(small_run(model, per_device_train_batch_size=256), Hardware(4, 8 * GIB))
     assert len(started) == 1
     for kept in (tmp_path / "traces").iterdir():

@@ -12,14 +12,14 @@ import torch
 from hf_dist_ext import cli, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.planner import auto, cut, pipelines
-from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, Pipeline
+from hf_dist_ext.planner import auto, pipelines
+from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, PipelineShape
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.memory import Settings, model_of
 from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans, schedules, stages
-from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
+from hf_dist_ext.strategies.own_loss_stages import StagedModelWithLoss
 from tests.planner.test_choose import DECODER, filled, make_run, on_machine, workload  # noqa: F401, a fixture
 from tests.tiny_models import model_config
 
@@ -31,7 +31,7 @@ NO_DROPOUT = {
 
 
 def pipeline_option(plan, is_split=False):
-    return next(one for one in plan.options if one.pipeline and (one.pipeline.parts > 1) == is_split)
+    return next(one for one in plan.options if one.pipeline and (one.strategy.pipeline.parts > 1) == is_split)
 
 
 def strategy_of(work, hardware, **only):
@@ -60,14 +60,12 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # n
     model = EmbeddingModel.from_config(config, pooling="mean", projection_dim=8).train().to(getattr(torch, dtype))
     if checkpointed:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
-    whole = stages.Cut(model, [0, 1], [0, 1])
+    whole = stages.StagedModel(model, [0, 1], [0, 1])
     ids = torch.randint(4, 32, (4, 16))
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
     weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), ids, mask)}
-    predicted = cut.left_on_stages(
-        work, Pipeline(2, "1f1b", 1, (1,)), work.columns[0], Settings(is_checkpointed=checkpointed)
-    )
+    predicted = pipelines.left_on_stages(work, PipelineShape(2, "1f1b", 1, (1,)), work.columns[0], checkpointed)
     hidden = None
     for stage, left in enumerate(predicted):
         kept = {}
@@ -95,7 +93,7 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # n
 def test_embeddings_lie_on_the_first_stage_and_what_follows_on_the_last(make_run):  # noqa: F811
     run = make_run(DECODER, **LARGE)
     work = workload(run)
-    sizes = [model.whole for model in cut.models_of_stages(work, Pipeline(4, "1f1b", 1))]
+    sizes = [model.whole for model in pipelines.models_of_stages(work, PipelineShape(4, "1f1b", 1))]
     words, projection = 151936 * 2048, 64 * 2048
     of_layers = [size.elements - end for size, end in zip(sizes, [words, 0, 0, projection + 2048], strict=True)]
     assert of_layers == [of_layers[0]] * 4 and of_layers[0] > 0  # 7 layers each
@@ -105,21 +103,23 @@ def test_embeddings_lie_on_the_first_stage_and_what_follows_on_the_last(make_run
 def test_the_rank_that_needs_most_decides(make_run):  # noqa: F811
     plan = make_plan(make_run(DECODER, **LARGE, pipeline_parallel_size=4), Hardware(4, 80 * GIB))
     option = pipeline_option(plan)
-    totals = [rank.needed.total for rank in option.pipeline.of_ranks]
-    assert option.given.total == max(totals) == totals[0] > 1.1 * min(totals)
-    assert option.pipeline.layers == (7, 7, 7, 7)
+    totals = [rank.needed.total for rank in option.pipeline.ranks]
+    assert option.bytes.total == max(totals) == totals[0] > 1.1 * min(totals)
+    assert option.pipeline.layers == [7, 7, 7, 7]
     given = make_run(DECODER, **LARGE, pipeline_parallel_size=4, pipeline_split=[4, 12, 20])
-    assert pipeline_option(make_plan(given, Hardware(4, 80 * GIB))).pipeline.layers == (4, 8, 8, 8)
+    assert pipeline_option(make_plan(given, Hardware(4, 80 * GIB))).pipeline.layers == [4, 8, 8, 8]
 
 
 def test_a_large_vocabulary_behind_the_layers_takes_layers_from_the_last_stage(make_run):  # noqa: F811
     embedder = workload(make_run(DECODER, **LARGE | {"projection_dim": None}))
     causal = dataclasses.replace(embedder, is_embedding=False)
-    pipeline = Pipeline(4, "1f1b", 1)
-    assert cut.layers_of(embedder, pipeline) == [7, 7, 7, 7]
-    assert cut.head_in_layers(causal) == pytest.approx(151936 * 2048 / (2048 * (3 * 6144 + 2 * 2048 + 2 * 1024)))
-    assert cut.head_in_layers(causal) == pytest.approx(OwnLossCut.head_in_layers(SimpleNamespace(**causal.config)))
-    assert cut.layers_of(causal, pipeline) == [8, 9, 9, 2]
+    pipeline = PipelineShape(4, "1f1b", 1)
+    assert pipelines.layers_of(embedder, pipeline) == [7, 7, 7, 7]
+    assert pipelines.head_in_layers(causal) == pytest.approx(151936 * 2048 / (2048 * (3 * 6144 + 2 * 2048 + 2 * 1024)))
+    assert pipelines.head_in_layers(causal) == pytest.approx(
+        StagedModelWithLoss.head_in_layers(SimpleNamespace(**causal.config))
+    )
+    assert pipelines.layers_of(causal, pipeline) == [8, 9, 9, 2]
 
 
 # ---- what is held, sent, waited ----
@@ -131,7 +131,7 @@ def test_messages_are_those_of_the_schedule(make_run, schedule):  # noqa: F811
     run = make_run(pipeline_parallel_size=4, pipeline_schedule=schedule, **fields)
     plan = make_plan(run, Hardware(4, 80 * GIB))
     option, work = pipeline_option(plan), workload(run)
-    pipeline, chunks = option.strategy.pipeline, option.pipeline.chunks
+    pipeline, chunks = option.strategy.pipeline, option.pipeline.num_chunks
     assert chunks == policy.dealt_chunks(schedule, 4, 12)
     sent = [
         sum(
@@ -141,12 +141,12 @@ def test_messages_are_those_of_the_schedule(make_run, schedule):  # noqa: F811
         )
         for rank in range(4)
     ]
-    assert option.traffic.collectives["send"] == max(sent) > 0
+    assert option.given.traffic.collectives["send"] == max(sent) > 0
     row = 64 * 768 * 4
     if schedule in ("gpipe", "1f1b"):
-        assert option.pipeline.sent_between_stages == 3 * 48 * row
+        assert option.pipeline.most_messages[1] == 3 * 48 * row
     live = [max(map(sum, policy.live_chunks(schedule, 4, pipeline.per_rank, chunks, rank))) for rank in range(4)]
-    assert [rank.live_chunks for rank in option.pipeline.of_ranks] == live
+    assert [rank.live_chunks for rank in option.pipeline.ranks] == live
     assert option.pipeline.bubble_share == policy.idle_share(schedule, 4, pipeline.per_rank, chunks)
     assert work.num_chunks() == 12
 
@@ -154,7 +154,7 @@ def test_messages_are_those_of_the_schedule(make_run, schedule):  # noqa: F811
 def test_chunks_of_a_stage_that_is_freed_behind_each_hold_copies_of_its_weights_for_themselves(make_run):  # noqa: F811
     work = workload(make_run(DECODER, **LARGE))
     (saved, shared), (saved_too, own) = (
-        pipelines.held(work, Pipeline(2, "1f1b", 1, sharding=sharding), Settings(), [0], [(3,)])
+        pipelines.Staged(work, PipelineShape(2, "1f1b", 1, sharding=sharding), Settings()).held([0], [(3,)])
         for sharding in ("SHARD_GRAD_OP", "FULL_SHARD")
     )
     assert own == 3 * shared > 0 and saved_too == saved
@@ -166,21 +166,21 @@ def test_no_gradient_is_sent_to_stages_before_which_nothing_trains(make_run):  #
         pipeline_option(make_plan(make_run(**fields, pipeline_parallel_size=4, later=later), Hardware(4, 80 * GIB)))
         for later in ({}, {"trainable_modules": ["projection"]})
     )
-    assert 3 * head.pipeline.sent_between_stages == 2 * whole.pipeline.sent_between_stages > 0
-    assert (head.traffic.collectives["send"], whole.traffic.collectives["send"]) == (2 * 12, 3 * 12)
-    assert [rank.needed.gradients for rank in head.pipeline.of_ranks] == [0, 0, 0, 4 * 8 * 768]
-    assert whole.given.gradients > 4 * 8 * 768
+    assert 3 * head.pipeline.most_messages[1] == 2 * whole.pipeline.most_messages[1] > 0
+    assert (head.given.traffic.collectives["send"], whole.given.traffic.collectives["send"]) == (2 * 12, 3 * 12)
+    assert [rank.needed.gradients for rank in head.pipeline.ranks] == [0, 0, 0, 4 * 8 * 768]
+    assert whole.bytes.gradients > 4 * 8 * 768
 
 
 def test_copies_reduce_their_stage_once_per_update(make_run):  # noqa: F811
     fields = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "pipeline_parallel_size": 2}
     run = make_run(**fields, gradient_accumulation_steps=3)
     option = pipeline_option(make_plan(run, Hardware(8, 80 * GIB)))
-    largest = max(m.whole.trained_stored for m in cut.models_of_stages(workload(run), option.strategy.pipeline))
-    assert option.strategy.name == "PP 2 x DP 4" and option.traffic.collectives["all_reduce"] == 1
+    largest = max(m.whole.trained_stored for m in pipelines.models_of_stages(workload(run), option.strategy.pipeline))
+    assert option.strategy.name == "PP 2 x DP 4" and option.given.traffic.collectives["all_reduce"] == 1
     assert option.pipeline.reduced == pytest.approx(2 * 3 / 4 * largest)
     once = pipeline_option(make_plan(make_run(**fields), Hardware(8, 80 * GIB)))
-    assert option.traffic.collectives["send"] == 3 * once.traffic.collectives["send"]
+    assert option.given.traffic.collectives["send"] == 3 * once.given.traffic.collectives["send"]
 
 
 # ---- which ----
@@ -211,7 +211,7 @@ def test_a_pipeline_is_recommended_where_links_between_machines_are_slow(make_ru
 
 def test_where_sharding_fits_and_links_are_quick_the_plan_says_why_there_is_no_pipeline(make_run):  # noqa: F811
     plan = make_plan(make_run(DECODER, **LARGE), Hardware(8, filled(20 * GIB), 1, "nvlink"), WAYS)
-    assert plan.best.strategy.name == "FSDP speed" and pipeline_option(plan).settings is not None
+    assert plan.best.strategy.name == "FSDP speed" and pipeline_option(plan).fitted is not None
     (said,) = [reason for reason in plan.reasons if reason.startswith("No pipeline")]
     assert "as FSDP speed is quicker: for as many rows FSDP speed takes 13 s" in said
     assert "PP 4 x DP 2 takes 13 s" in said and "contrastive batch is 512 rows, that of DDP or FSDP 2048" in said
@@ -224,9 +224,9 @@ def test_a_pipeline_is_recommended_where_nothing_else_fits(make_run):  # noqa: F
     run = make_run(model, later={"trainable_modules": ["layers"]}, **fields)
     for gibs, others in ((20, set()), (32, {"FSDP offload"})):  # the CPU's memory comes last too, and is slower
         plan = make_plan(run, Hardware(8, filled(gibs * GIB), 1, "nvlink", given_host_bytes=2**50), WAYS)
-        fitting = {o.strategy.name for o in plan.options if o.pipeline is None and o.settings and not o.why_not}
+        fitting = {o.strategy.name for o in plan.options if o.pipeline is None and o.fitted and not o.why_not}
         assert fitting == others
-        assert plan.best.pipeline is not None and plan.best.fitted.total < gibs * GIB
+        assert plan.best.pipeline is not None and plan.best.fitted.needed.total < gibs * GIB
 
 
 @pytest.mark.parametrize(("chunk", "best"), [(32, "PP 2 x DP 4"), (64, "TP")])
@@ -350,15 +350,18 @@ def test_copies_that_shard_their_stages_divide_state(make_run):  # noqa: F811
     copied, once, often = found.values()
     assert [option.strategy.name for option in found.values()] == ["PP 2 x DP 4", "PP 2 x FSDP 4", "PP 2 x FSDP 4"]
     assert not any(option.why_not for option in found.values())
-    assert copied.given.optimizer == 4 * once.given.optimizer == 4 * often.given.optimizer > 0
-    assert copied.given.master_weights == 4 * once.given.master_weights
-    assert once.given.gradients == 5 * often.given.gradients == 1.25 * copied.given.gradients
-    assert often.given.weights < once.given.weights and often.traffic.bytes > 10 * once.traffic.bytes
+    assert copied.bytes.optimizer == 4 * once.bytes.optimizer == 4 * often.bytes.optimizer > 0
+    assert copied.bytes.master_weights == 4 * once.bytes.master_weights
+    assert once.bytes.gradients == 5 * often.bytes.gradients == 1.25 * copied.bytes.gradients
+    assert often.bytes.weights < once.bytes.weights and often.given.traffic.bytes > 10 * once.given.traffic.bytes
     units = 28 // 2 + 1
-    assert once.traffic.collectives["all_gather"] == units + 3 and "all_reduce" not in once.traffic.collectives
-    chunks = often.pipeline.chunks
-    assert often.traffic.collectives["all_gather"] == 3 * chunks * units + 3
-    assert often.traffic.collectives["reduce_scatter"] == chunks * units + 1
+    assert (
+        once.given.traffic.collectives["all_gather"] == units + 3
+        and "all_reduce" not in once.given.traffic.collectives
+    )
+    chunks = often.pipeline.num_chunks
+    assert often.given.traffic.collectives["all_gather"] == 3 * chunks * units + 3
+    assert often.given.traffic.collectives["reduce_scatter"] == chunks * units + 1
     assert often.pipeline.reduced == chunks * once.pipeline.reduced == chunks * copied.pipeline.reduced / 2 > 0
 
 

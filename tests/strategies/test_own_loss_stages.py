@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import causal_lm
 from hf_dist_ext.strategies import choose, own_loss_stages, stages
-from hf_dist_ext.strategies.own_loss_stages import OwnLossCut
+from hf_dist_ext.strategies.own_loss_stages import StagedModelWithLoss
 from hf_dist_ext.strategies.pipeline_own_loss import cut_rows
 from hf_dist_ext.strategies.pipeline_passes import first_row
 from tests.parity.causal_worker import TIED, Case, build, collate
@@ -25,8 +25,8 @@ def make(name: str = "llama", is_tied: bool = True):
 PLACES = [0, 1, 2]
 
 
-def cut_of(model, own: list[int]) -> OwnLossCut:
-    return OwnLossCut(model, own, stages.firsts_of(model, PLACES, None, OwnLossCut))
+def cut_of(model, own: list[int]) -> StagedModelWithLoss:
+    return StagedModelWithLoss(model, own, stages.firsts_of(model, PLACES, None, StagedModelWithLoss))
 
 
 def score(model, features):
@@ -51,7 +51,7 @@ def test_stage_after_stage_gives_the_loss_and_logits_of_the_whole_model(name, ow
 def test_other_models_are_refused_and_those_that_can_be_named(kind):
     config = AutoConfig.for_model(kind, vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
     with pytest.raises(UsageError, match=f'made of "{kind}".*exact for llama, mistral, qwen2, qwen3. Use'):
-        OwnLossCut.base_of(AutoModelForCausalLM.from_config(config))
+        StagedModelWithLoss.base_of(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -96,9 +96,9 @@ def test_weights_are_read_stage_by_stage(is_tied, tmp_path, monkeypatch):
 def test_the_head_is_counted_where_layers_are_dealt():
     model = make()
     layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.dim() == 2)
-    assert OwnLossCut.head_in_layers(model.config) == pytest.approx(model.lm_head.weight.numel() / layer)
+    assert StagedModelWithLoss.head_in_layers(model.config) == pytest.approx(model.lm_head.weight.numel() / layer)
     model.config.vocab_size *= 12  # as much as three layers
-    assert stages.firsts_of(model, PLACES, None, OwnLossCut) == [0, 2, 5]
+    assert stages.firsts_of(model, PLACES, None, StagedModelWithLoss) == [0, 2, 5]
 
 
 def test_without_a_pipeline_a_model_is_read_whole(tmp_path):

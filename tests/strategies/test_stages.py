@@ -31,7 +31,7 @@ def rows() -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def through(cuts: list[stages.Cut], features: dict[str, torch.Tensor]) -> torch.Tensor:
+def through(cuts: list[stages.StagedModel], features: dict[str, torch.Tensor]) -> torch.Tensor:
     hidden = None
     for stage in range(cuts[0].num_stages):
         cut = next(cut for cut in cuts if stage in cut.own)
@@ -46,7 +46,7 @@ def test_stage_after_stage_is_the_whole_model(name, owned):
     assert firsts == [0, 1, 3]
     with torch.no_grad():
         whole = build(name)(**rows()).embeddings
-        found = through([stages.Cut(build(name), own, firsts) for own in owned], rows())
+        found = through([stages.StagedModel(build(name), own, firsts) for own in owned], rows())
     assert whole.norm() > 0 and torch.allclose(found, whole, **ROUNDING)
 
 
@@ -76,7 +76,7 @@ def test_stage_after_stage_is_the_whole_model(name, owned):
 def test_a_run_says_what_its_pipelines_are(shape, places, sharding, words):
     pipeline, model = Pipeline.__new__(Pipeline), build("qwen3")
     pipeline.shape, pipeline.schedule, pipeline.per_rank = Shape(*shape), "1f1b", len(places) // 2
-    pipeline.cut, pipeline.sharded = stages.Cut(model, [0], stages.firsts_of(model, places, None)), sharding
+    pipeline.cut, pipeline.sharded = stages.StagedModel(model, [0], stages.firsts_of(model, places, None)), sharding
     said = pipeline._in_words(places, sharding)
     assert said.startswith("pipelines: ") and words in said
 
@@ -86,7 +86,7 @@ def test_a_rank_keeps_no_memory_of_other_stages():
     sizes = dict.fromkeys((name for name, _ in whole.named_parameters()), 0)
     for own in ([0], [1]):
         model = build("qwen3")
-        cut = stages.Cut(model, own, [0, 2])
+        cut = stages.StagedModel(model, own, [0, 2])
         for name, parameter in model.named_parameters():
             assert parameter.device.type == "cpu"
             sizes[name] += parameter.numel()
@@ -112,7 +112,7 @@ def test_weights_are_read_stage_by_stage(name, tmp_path, monkeypatch):
         )
         read = sum(p.numel() for p in model.backbone.parameters() if p.device.type != "meta")
         assert all(p.device.type == "meta" for module in made for p in module.parameters())  # never had memory
-        cuts.append(stages.Cut(model, own, stages.firsts_of(model, range(2), None)))
+        cuts.append(stages.StagedModel(model, own, stages.firsts_of(model, range(2), None)))
         assert read == sum(p.numel() for p in model.backbone.parameters())
     assert type(cuts[0].base.backbone) is type(whole.backbone)
     with torch.no_grad():
@@ -124,10 +124,10 @@ def test_adapters_lie_where_their_layers_are():
     torch.nn.init.normal_(model.base_model.model.backbone.layers[4].self_attn.q_proj.lora_B["default"].weight)
     with torch.no_grad():
         whole = model(**rows()).embeddings
-        cut = stages.Cut(model, [0, 1], [0, 2])
+        cut = stages.StagedModel(model, [0, 1], [0, 2])
         assert torch.allclose(through([cut], rows()), whole, **ROUNDING)
     assert [len(cut.parameters(stage)) for stage in (0, 1)] == [4, 6]  # two matrices per layer
-    assert stages.Cut(model, [1], [0, 2]).parameters(1) and len(list(model.named_parameters())) < 60
+    assert stages.StagedModel(model, [1], [0, 2]).parameters(1) and len(list(model.named_parameters())) < 60
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_split_leaves_no_stage_empty(options, words):
 @pytest.mark.parametrize("name", ["distilbert", "mpnet", "deberta-v2"])
 def test_other_models_are_refused_by_name(name):
     with pytest.raises(UsageError, match=f'can not be made of "{name}"'):
-        stages.Cut(build(name), [0], [0, 2])
+        stages.StagedModel(build(name), [0], [0, 2])
 
 
 def test_what_is_no_embedding_model_is_refused():
     with pytest.raises(UsageError, match="made of Linear"):
-        stages.Cut(torch.nn.Linear(2, 2), [0], [0, 1])
+        stages.StagedModel(torch.nn.Linear(2, 2), [0], [0, 1])

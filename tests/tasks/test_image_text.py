@@ -10,7 +10,7 @@ from transformers import LlavaForConditionalGeneration, Qwen2VLConfig
 
 from hf_dist_ext import cli
 from hf_dist_ext.data.digits import WORDS, build_processor
-from hf_dist_ext.planner import cpu
+from hf_dist_ext.planner import devices
 from tests.distributed.forked import launch, train_hf
 from tests.tasks.test_stages import CONFIG, main
 
@@ -62,7 +62,7 @@ def test_a_run_without_our_fields_is_compared_with_its_plan(run_file, tmp_path, 
     main(run_file(trainable_modules=None, max_length=40))
     measured = json.loads((tmp_path / "out" / "measured.json").read_text())
     assert measured["device"] == "cpu" and measured["seconds_per_step"] > 0
-    monkeypatch.setattr(cpu, "measured", lambda run: 1e9)
+    monkeypatch.setattr(devices, "measured_cpu", lambda run: 1e9)
     capsys.readouterr()
     cli.main(["plan", "--compare", str(tmp_path / "out"), "--json"])
     assert json.loads(capsys.readouterr().out)["measured"]["seconds_per_step"] == measured["seconds_per_step"]

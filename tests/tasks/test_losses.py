@@ -176,7 +176,7 @@ def test_dimensions_of_the_file_hold_for_every_loss_over_one_vector(run_file):  
 def test_a_plan_counts_a_loss_that_compares_all_pairs(run_file):  # noqa: F811
     def held(**fields) -> float:
         run = load_run(["--config", run_file(batch_size=2048, **PLAIN, **fields)])
-        return make_plan(run, hardware_of(1, 8.0, 1, None)).options[0].given.embeddings
+        return make_plan(run, hardware_of(1, 8.0, 1, None)).options[0].bytes.embeddings
 
     whole = held(losses=[{"loss": "siglip"}, {"loss": "MultipleNegativesRankingLoss"}])
     assert whole > 1.3 * held(losses=[{"loss": "siglip"}, {"loss": "infonce"}])

@@ -8,12 +8,12 @@ import torch
 
 from hf_dist_ext.data.mixture import SOURCE
 from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.training import ahead
-from hf_dist_ext.training.ahead import AheadCollator, Cutter, SharedWish, Wish
+from hf_dist_ext.training.ahead import AheadCollator, CutRequest, Cutter, SharedCutRequest
 from tests.training.test_host_reads import collator_of, rows
 from tests.training.test_trainer import Tiny, collate, trainer
 
@@ -36,13 +36,15 @@ def assert_same_chunks(found: ChunkedBatch, wanted: ChunkedBatch) -> None:
 @pytest.mark.parametrize("packs", [True, False])
 def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_changed(flat, packs):
     cutter = Cutter(OPTIONS, packing=packs)
-    first, then = (Wish(ChunkLimits(max_tokens=tokens, packs=packs), factor) for tokens, factor in ((60, 2), (24, 1)))
-    wish = SharedWish(first)
-    collator = AheadCollator(collator_of(flat), cutter, wish, {"": None})
+    first, then = (
+        CutRequest(ChunkLimits(max_tokens=tokens, packs=packs), factor) for tokens, factor in ((60, 2), (24, 1))
+    )
+    request = SharedCutRequest(first)
+    collator = AheadCollator(collator_of(flat), cutter, request, {"": None})
     batch = collator(rows(20))
     cuts = pickle.loads(pickle.dumps(batch.pop(ahead.CUTS)["all"]))
     columns = {name: batch[name] for name in ("query", "positive", "negative")}
-    assert cuts.wish == first and not any(table.features["input_ids"].values for table in cuts.chunked.tables)
+    assert cuts.request == first and not any(table.features["input_ids"].values for table in cuts.chunked.tables)
     whole = lay_out(columns, first.limits, **OPTIONS)
     assert_same_chunks(cuts.of(columns).chunked, whole)
     assert_same_chunks(cuts.of(columns).wide, lay_out(columns, first.limits.scaled(2), **OPTIONS))
@@ -62,8 +64,8 @@ def test_cuts_that_travelled_are_those_of_the_batch_also_when_limits_have_change
     assert_same_chunks(once_more, whole)
     others = {name: features | {"input_ids": features["input_ids"] + 1} for name, features in columns.items()}
     assert_same_chunks(cuts_of(without_tensors(whole), others), lay_out(others, first.limits, **OPTIONS))
-    wish.set(then)
-    assert collator(rows(20))[ahead.CUTS]["all"].wish == then
+    request.set(then)
+    assert collator(rows(20))[ahead.CUTS]["all"].request == then
 
 
 @pytest.mark.parametrize("before, now", [(3, 60), (60, 3)])
@@ -72,7 +74,7 @@ def test_chunks_follow_from_the_limits_of_a_step_and_not_from_those_when_its_bat
     cutter = Cutter({**OPTIONS, "separates_columns": True}, packing=False)
     batch = collator_of(True)(rows(20))
     columns = {name: batch[name] for name in ("query", "positive", "negative")}
-    before, now = (Wish(ChunkLimits(max_rows=size), 1) for size in (before, now))
+    before, now = (CutRequest(ChunkLimits(max_rows=size), 1) for size in (before, now))
     made = cutter.cut(columns, before)
     again, expected = cutter.cut_again(made, columns, now), cutter.cut(columns, now)
     assert len(expected.chunked.tables) != len(made.chunked.tables)
@@ -81,7 +83,10 @@ def test_chunks_follow_from_the_limits_of_a_step_and_not_from_those_when_its_bat
 
 def test_columns_that_the_loss_does_not_read_are_not_cut():
     collator = AheadCollator(
-        collator_of(True), Cutter(OPTIONS, False), SharedWish(Wish(ChunkLimits(3), 1)), {"": None, "pairs": 2}
+        collator_of(True),
+        Cutter(OPTIONS, False),
+        SharedCutRequest(CutRequest(ChunkLimits(3), 1)),
+        {"": None, "pairs": 2},
     )
     batch = collator_of(True)(rows(4))
     batch["ids"][SOURCE] = "pairs"
@@ -192,8 +197,8 @@ def test_the_cuts_of_a_batch_follow_its_tensors_to_where_trainer_moves_them():
     def columns_and_cuts(batch: dict) -> tuple:
         return {name: batch[name] for name in ("query", "positive", "negative")}, batch[ahead.CUTS]["all"]
 
-    wish = SharedWish(Wish(ChunkLimits(max_tokens=60), 1))
-    batch = AheadCollator(collator_of(False), Cutter(OPTIONS, False), wish, {"": None})(rows(20))
+    request = SharedCutRequest(CutRequest(ChunkLimits(max_tokens=60), 1))
+    batch = AheadCollator(collator_of(False), Cutter(OPTIONS, False), request, {"": None})(rows(20))
     columns, cuts = columns_and_cuts(batch)
     assert not cuts.are_of(columns), "nobody has noted what the loader gave"
     ahead.remember(batch)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine import replay
 from hf_dist_ext.engine.chunks import ChunkedBatch
+from hf_dist_ext.engine.cut_transfer import cuts_of, without_tensors
 from hf_dist_ext.engine.gradient_cache import cached_step
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
@@ -32,7 +33,6 @@ from hf_dist_ext.engine.packing import PackedRows
 from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import order_of_chunks
 from hf_dist_ext.engine.tables import Table
-from hf_dist_ext.engine.travelling import cuts_of, without_tensors
 from hf_dist_ext.failures import set_collective_timeout
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import collectives

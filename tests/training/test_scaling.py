@@ -13,7 +13,7 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training import scaling
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.measured import Measured
+from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.scaling import read_baseline
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
@@ -72,7 +72,7 @@ def test_a_file_of_measurements_that_can_not_be_written_does_not_end_a_run(tmp_p
         output_dir=str(tmp_path), device=torch.device("cpu"), gradient_accumulation_steps=1, world_size=1
     )
     with caplog.at_level(logging.WARNING):
-        Measured(SimpleNamespace(seconds_per_batch=1.0)).on_train_end(
+        MeasurementCallback(SimpleNamespace(seconds_per_batch=1.0)).on_train_end(
             args, SimpleNamespace(is_world_process_zero=True), None
         )
     assert "measured.json is not written" in caplog.text

@@ -194,7 +194,7 @@ def test_a_plan_counts_vectors_of_all_tokens(run_file):  # noqa: F811
 
     tokens, rows = plan(loss="late_interaction"), plan()
     of = {name: {o.strategy.name: o for o in p.options} for name, p in (("tokens", tokens), ("rows", rows))}
-    assert of["tokens"]["DDP"].given.embeddings > 15 * of["rows"]["DDP"].given.embeddings
-    assert of["tokens"]["DDP"].traffic.bytes > 1.1 * of["rows"]["DDP"].traffic.bytes
+    assert of["tokens"]["DDP"].bytes.embeddings > 15 * of["rows"]["DDP"].bytes.embeddings
+    assert of["tokens"]["DDP"].given.traffic.bytes > 1.1 * of["rows"]["DDP"].given.traffic.bytes
     assert not any(option.strategy.pipeline for option in tokens.options)
     assert tiny_tokenizer().model_max_length == 24

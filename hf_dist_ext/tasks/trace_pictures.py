@@ -1,6 +1,7 @@
 """What pictures come to in a vision-language model: how many images its tower sees of one, and how many tokens.
 
 It is counted where the configuration tells; else a picture is one tile, or has PICTURE x PICTURE pixels.
+tasks/trace.py builds its pictures so, and hands `facts` on to the planner with the model's configuration.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 Config = Mapping[str, Any]
-TWO_TOWERS = ("clip", "siglip")
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SHUFFLING = ("idefics3", "smolvlm")
 KINDS = ("llava", "llava_next", "paligemma", "gemma3", *SHUFFLING, "internvl", *QWEN)  # that are known here
@@ -77,6 +77,20 @@ def grid(vision: Config) -> int:
     """Patches along a side of a picture in Qwen's towers, which take any size."""
     merged = vision["patch_size"] * vision["spatial_merge_size"]
     return max(1, PICTURE // merged) * vision["spatial_merge_size"]
+
+
+def facts(config: Config) -> dict[str, Any] | None:
+    """Of one picture; None: the configuration is of no model with pictures, or does not tell."""
+    if not (vision := config.get("vision_config")):
+        return None
+    if config["model_type"] not in KINDS and not {"image_size", "patch_size"} <= vision.keys():
+        return None
+    return {
+        "is_known": config["model_type"] in KINDS,
+        "patches": patches_of_picture(config),
+        "tokens": image_tokens(config),
+        "assumption": assumption(config),
+    }
 
 
 def assumption(config: Config) -> str:

@@ -9,8 +9,8 @@ from hf_dist_ext import cli, policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner.catalog import GIB, TENSOR_PARALLEL_GROUP, Hardware, adapted
 from hf_dist_ext.planner.choose import make_plan, plan_workload
+from hf_dist_ext.planner.local_files import config_file
 from hf_dist_ext.planner.memory import Settings, estimate, loss_bytes, model_of
-from hf_dist_ext.planner.model_files import config_file
 from hf_dist_ext.planner.plan import _without
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
@@ -62,14 +62,14 @@ def test_groups_share_a_copy_each(make_run):  # noqa: F811
     run = make_run(DECODER, **LARGE, sharding="HYBRID_SHARD", sharding_group_size=2)
     plan = make_plan(run, FOUR)
     whole = bytes_of(make_run(DECODER, **LARGE), "FSDP memory", 4)
-    assert plan.best.preset == "multi_gpu_fsdp" and plan.best.given.optimizer == 2 * whole.optimizer > 0
+    assert plan.best.preset == "multi_gpu_fsdp" and plan.best.bytes.optimizer == 2 * whole.optimizer > 0
     run = make_run(DECODER, **LARGE, sharding="HYBRID_SHARD", sharding_group_size=3)
     assert "groups of 3" in option(make_plan(run, FOUR), "HSDP").why_not
 
 
 def test_offloading_moves_state_to_the_host(make_run):  # noqa: F811
     on, off = (
-        option(make_plan(make_run(DECODER, **LARGE, cpu_offload=offload), FOUR), "FSDP memory").given
+        option(make_plan(make_run(DECODER, **LARGE, cpu_offload=offload), FOUR), "FSDP memory").bytes
         for offload in (True, False)
     )
     assert off.host == 0 < on.host and on.optimizer == 0 < off.optimizer and on.total < off.total

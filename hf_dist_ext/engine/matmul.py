@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Products(NamedTuple):
+class Matmul(NamedTuple):
     """In the dtype of whoever calls, or `in_bf16`."""
 
     in_bf16: bool = False
