@@ -266,7 +266,7 @@ def test_every_command_is_one(page, monkeypatch, capsys):
             if launched.module:
                 assert words.pop(0) == "hf_dist_ext.cli"
                 program = "hf-dist"
-        if program == "hf-dist" and words[0] == "train" and "--help" not in words:
+        if program == "hf-dist" and words[0] in ("train", "audit") and "--help" not in words:
             program, words = "python", ["scripts/train_hf.py", "--config", *words[1:]]
         if words and words[0] == "scripts/train_hf.py" and "--help" not in words:
             assert load_run(words[1:]).training["output_dir"].startswith("outputs/")

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,9 +33,6 @@ from hf_dist_ext.training import audit_rows
 from hf_dist_ext.training.audit_rows import digest_of
 from hf_dist_ext.training.plain_step import PlainStep, on, trained
 from hf_dist_ext.training.repeated_update import RepeatedUpdate
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 # Relative to the largest: what rounding explains at least, of a gradient and of a loss.
 GRADIENT_ROUNDING = {torch.float64: 1e-8, torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -87,7 +84,7 @@ class AuditReport:
         return "\n".join(lines)
 
 
-def audit(trainer: DistTrainer, num_rows: int | None = None, reference: str = "auto") -> AuditReport:
+def audit(trainer: Any, num_rows: int | None = None, reference: str = "auto") -> AuditReport:
     """See `DistTrainer.audit`."""
     if trainer.loss is None:
         raise UsageError("an audit compares the gradient of a loss over embeddings, and this trainer has loss=None.")
@@ -99,7 +96,7 @@ def audit(trainer: DistTrainer, num_rows: int | None = None, reference: str = "a
 
 
 class _Audit:
-    def __init__(self, trainer: DistTrainer, num_rows: int | None, reference: str):
+    def __init__(self, trainer: Any, num_rows: int | None, reference: str):
         self.trainer, self.reference = trainer, reference
         self.repeated = RepeatedUpdate(trainer, num_rows)
         self.is_first = collectives.rank() == 0

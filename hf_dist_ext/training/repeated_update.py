@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from hf_dist_ext.engine.replay import RandomState
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.meter import StepMeter
 from hf_dist_ext.training.plain_step import trained
-
-if TYPE_CHECKING:
-    from hf_dist_ext.training.trainer import DistTrainer
 
 MANY = 10**6  # updates
 
@@ -48,7 +45,7 @@ class RepeatedUpdate(TrainerCallback):
         refused: what the run would have been ended with: step, difference, bound, place.
     """
 
-    def __init__(self, trainer: DistTrainer, num_rows: int | None):
+    def __init__(self, trainer: Any, num_rows: int | None):
         self.trainer, self.num_rows = trainer, num_rows
         self.batches: list[Any] = []
         self.loss = torch.zeros((), dtype=torch.float64)
