@@ -117,9 +117,9 @@ def test_a_plan_foretells_what_every_stage_holds(schedule, tmp_path):
     pipeline = option.strategy.pipeline
     for rank, of_rank in enumerate(found()[schedule]):
         own = pipeline.stages_of_ranks[rank]
-        live = policy.live_chunks(schedule, 2, pipeline.per_rank, option.pipeline.chunks, rank)
+        live = policy.live_chunks(schedule, 2, pipeline.per_rank, option.pipeline.num_chunks, rank)
         assert live == [tuple(case) for case in of_rank["cases"]]
-        assert option.pipeline.of_ranks[rank].live_chunks == of_rank["live"]
+        assert option.pipeline.ranks[rank].live_chunks == of_rank["live"]
         saved, casts = Staged(work, pipeline, Settings()).held(own, live)
         assert casts == 0 and saved == pytest.approx(of_rank["bytes"], rel=0.1)
 
@@ -128,7 +128,7 @@ def test_chunks_that_are_alive_share_the_half_precision_copies_of_weights(tmp_pa
     work, option = planned(tmp_path, "gpipe", bf16=True)
     pipeline = option.strategy.pipeline
     for rank, of_rank in enumerate(found()["bf16"]):
-        live = policy.live_chunks("gpipe", 2, 1, option.pipeline.chunks, rank)
+        live = policy.live_chunks("gpipe", 2, 1, option.pipeline.num_chunks, rank)
         saved, casts = Staged(work, pipeline, Settings()).held(pipeline.stages_of_ranks[rank], live)
         assert of_rank["live"] == worker.BATCH and of_rank["replayed"]
         assert 0 < casts == of_rank["casts"] < 0.1 * saved
