@@ -22,6 +22,7 @@ from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.planner import memory, pipelines
 from hf_dist_ext.planner import traffic as on_links
+from hf_dist_ext.planner.cards import CARDS
 from hf_dist_ext.planner.catalog import (
     GIB,
     PER_NODE,
@@ -36,7 +37,7 @@ from hf_dist_ext.planner.catalog import (
 )
 from hf_dist_ext.planner.memory import Bytes, Settings, is_cut, model_of
 from hf_dist_ext.planner.plan import MOST_ROWS, Larger, Most, Option, Plan, changes_for, waits_for_links
-from hf_dist_ext.planner.reasons import explain, explain_halves, explain_stages
+from hf_dist_ext.planner.reasons import explain, explain_halves, explain_precision, explain_stages
 from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.planner.traffic import Traffic
 from hf_dist_ext.planner.workload import Workload, with_batch
@@ -73,6 +74,13 @@ def make_plan(
             plan = of_half
             plan.presumed = half
             plan.changes = changes_for(plan, plan.best)
+    if may_halve_frozen and hardware.card != "cpu":
+        card = CARDS.get(hardware.card or "")
+        half = "bf16" if card is None or card.has_bf16 else "fp16"
+        of_half = None
+        if run.options.dtype in (None, "float32") and not (run.given.get("bf16") or run.given.get("fp16")):
+            of_half = plan_workload(traced(replace(run, given=run.given | {half: True})), hardware, available)
+        explain_precision(plan, run.given, half, of_half)
     plan.run = run
     return plan
 

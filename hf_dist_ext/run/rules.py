@@ -66,6 +66,11 @@ def check_rules(run: Run) -> None:
             "Remove it; with a loss over embeddings the rows of a batch are sorted by length before they are cut into "
             "chunks."
         )
+    if config.shuffle_buffer_rows is not None and not config.streaming:
+        raise UsageError(
+            f"shuffle_buffer_rows={config.shuffle_buffer_rows} is of a stream. Set streaming: true, or remove it: "
+            "rows that are read before training are shuffled all together."
+        )
     if config.token_dim is not None and not outputs_of(config):
         raise UsageError(
             f"token_dim={show(config.token_dim)} is of a model of several outputs per row, and this run's has one. "
