@@ -166,14 +166,19 @@ def without_pooler(module: nn.Module) -> nn.Module:
     return module
 
 
-def their_model(folder: Path, device: str) -> SentenceTransformer:
-    model = SentenceTransformer(str(folder), device=device)
+def their_model(
+    folder: Path, device: str, setting: dict | None = None, kind: type = SentenceTransformer
+) -> SentenceTransformer:
+    """`setting`: its "attention" is taken out."""
+    attention = (setting or {}).pop("attention", None)
+    options = {"attn_implementation": attention} if attention else {}
+    model = kind(str(folder), device=device, model_kwargs=options)
     without_pooler(model[0])
     return model
 
 
 def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = their_model(work.folder, work.device)
+    model = their_model(work.folder, work.device, setting := dict(setting))
     guide = {"guide": their_model(work.guide, work.device), "temperature": TEMPERATURE} if "GIST" in loss else {}
     trainer = SentenceTransformerTrainer(
         model=model,
@@ -211,8 +216,7 @@ def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callba
 
 
 def their_multi_vector_trainer(columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = MultiVectorEncoder(str(work.folder), device=work.device)
-    without_pooler(model[0])
+    model = their_model(work.folder, work.device, setting := dict(setting), MultiVectorEncoder)
     trainer = MultiVectorEncoderTrainer(
         model=model,
         args=MultiVectorEncoderTrainingArguments(batch_sampler=in_order, **common(work)),
@@ -270,6 +274,8 @@ def contestants(comparison: Comparison, work: Work, options: argparse.Namespace)
     else:
         settings = {f"{n} rows": {"mini_batch_size": n} for n in options.mini_batches}
         settings |= {f"{n} tokens": {"mini_batch_num_tokens": n} for n in options.mini_batch_tokens}
+        if attention := options.their_attention:
+            settings |= {f"{name}, {attention}": one | {"attention": attention} for name, one in settings.items()}
         found = {f"{THEIRS}, cached, {name}": partial(comparison.theirs, work, one) for name, one in settings.items()}
     for n in options.chunk_tokens:
         found[f"{OURS}, {n} tokens"] = ours_with(comparison, work, n)
@@ -338,6 +344,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=64, help="pairs of a step; of the tiny model four times as many")
     parser.add_argument("--turns", type=int, default=2, help="turns that are timed")
     parser.add_argument("--mini_batches", type=int, nargs="*", default=[8, 32], help="theirs, in rows")
+    parser.add_argument("--their_attention", help="theirs that are cached with it too, beside sdpa")
     parser.add_argument("--mini_batch_tokens", type=int, nargs="*", default=[1024], help="theirs, in tokens")
     parser.add_argument("--chunk_tokens", type=int, nargs="+", default=[1024, 2048], help="ours")
     parser.add_argument(

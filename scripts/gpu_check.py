@@ -2,6 +2,7 @@
 """What has to be seen on a GPU, by one command, as one page of tables with the device's name.
 
     python scripts/gpu_check.py --output outputs/gpu                   # all parts, at most 40 minutes
+    python scripts/gpu_check.py --output outputs/gpu --quick           # fewer models and cells, at most 10 minutes
     python scripts/gpu_check.py --output outputs/gpu --part batch      # one part again; the page is made anew
     python scripts/gpu_check.py --output outputs/dry --dry_run         # every branch with a tiny model on a CPU
 
@@ -9,7 +10,7 @@
 (2) matrix: bf16 and fp16 x one process, DDP and FSDP2 x compiled or not x attention, 64 chunks in every step. All
     cells have the same weights and the same global batch, so their first loss and gradient norm must agree
 (3) benchmarks: benchmark_gradient_cache.py and benchmark_training.py with models from 33 million to 0.6 billion
-(4) batch: batches of up to 65,536 pairs
+(4) batch: batches of up to 65,536 pairs, the smallest of each model padded too
 (5) plan: what `hf-dist plan` says beside what torch's allocator counted
 
 Each part writes PART.md into the output folder, and page.md is made of them. A cell is a process of its own, so that
@@ -45,6 +46,7 @@ import psutil
 import torch
 from benchmark_gradient_cache import COLUMNS, describe_machine
 from model_sizes import MODELS, pooling_of
+from transformers import AutoConfig, AutoModel
 
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.errors import UsageError
@@ -54,6 +56,7 @@ from hf_dist_ext.planner.devices import count_devices
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 CHUNKS = 64  # of a step in the matrix
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # dense products per second in bf16
 OPTIONAL = ("flash_attn", "sentence_transformers", "matplotlib", "pytest", "deepspeed")
 SPREADS = {"one process": "single_gpu", "DDP": "multi_gpu_ddp", "FSDP2": "multi_gpu_fsdp"}
 # of the plan's options, and the fields that make a run that one
@@ -67,6 +70,7 @@ class Sizes:
     matrix_model: str = "small"
     matrix_batch: int = 2048
     matrix_length: int = 64
+    compiles: tuple[bool, ...] = (False, True)
     compile_backend: str = "inductor"
     # model -> pairs of a step, its rows at most so many tokens, in chunks of so many tokens
     batches: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -85,7 +89,13 @@ class Sizes:
         ("minilm", 2048, 32768), ("bert-base", 1024, 16384), ("qwen3-0.6b", 256, 4096),
     )  # fmt: skip
 
+    share: float = 1.0  # of the seconds that a part may take
 
+
+QUICK = Sizes(
+    models=("bert-base",), precisions=("bf16",), compiles=(False,), share=0.25,
+    batches=(("bert-base", (4096,)), ("qwen3-0.6b", (2048,))), benchmarks=(("bert-base", 1024, 16384),),
+)  # fmt: skip
 TINY = Sizes(
     models=("tiny",), precisions=("bf16",), matrix_model="tiny", matrix_batch=64, matrix_length=16,
     compile_backend="aot_eager",  # inductor compiles for minutes on a CPU
@@ -140,7 +150,7 @@ class Part:
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         self.title, self.work, seconds = PARTS[self.name]
-        self.seconds = seconds if self.devices else math.inf
+        self.seconds = seconds * self.sizes.share if self.devices else math.inf
         (self.output / "logs").mkdir(parents=True, exist_ok=True)
 
     @property
@@ -224,6 +234,9 @@ class Part:
         if logged.is_file():
             lines = logged.read_text(encoding="utf-8").splitlines()
             steps = [one for one in map(json.loads, lines) if "loss" in one]
+        if steps and (folder / "measured.json").is_file():
+            memory = json.loads((folder / "measured.json").read_text(encoding="utf-8"))["memory"]
+            steps[-1] |= {"reserved": memory["reserved"]} if "reserved" in memory else {}
         shutil.rmtree(folder, ignore_errors=True)
         if not failure and not steps:
             failure = "it logged no step"
@@ -247,6 +260,7 @@ def peak_gib(steps: list[dict]) -> float | None:
 def tests(part: Part) -> None:
     """Each file by itself, so that one that takes too long hides no other; the one that compiles begins first."""
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.cuda" in path.read_text()]
+    files = [path for path in files if True in part.sizes.compiles or "compil" not in path.name]
     files.sort(key=lambda path: ("compile" not in path.name, path))
     part.table("test", "seconds", "")
     with ThreadPoolExecutor(cells_at_once()) as pool:
@@ -318,7 +332,7 @@ def matrix(part: Part) -> None:
     part.table("precision", "spread", "attention", "compiled", "loss", "gradient norm", "chunks", "peak GiB", "")
     cells = [
         (precision, spread, attention, is_compiled)
-        for is_compiled in (False, True)  # the slow ones come last
+        for is_compiled in sizes.compiles  # the slow ones come last
         for attention in attentions
         for precision in sizes.precisions
         for spread in SPREADS
@@ -367,6 +381,8 @@ def training(part: Part, model: str, rows: int, tokens: int) -> None:
     half = str(tokens // 2)
     command += ["--mini_batches", str(tokens // 2 // 256), "--mini_batch_tokens", half]  # rows are cut at 256 tokens
     command += ["--chunk_tokens", half, str(tokens), "--kept_tokens", *code_root(part), "--output", str(folder)]
+    if not part.devices or importlib.util.find_spec("flash_attn") is not None:
+        command += ["--their_attention", "flash_attention_2" if part.devices else "eager"]
     # the script forks, which a process that has asked CUDA itself must not
     environment = {**first_device(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     failure, _ = part.call(f"training-{model}", command, 150, **environment)
@@ -421,23 +437,44 @@ def shown(command: Sequence[str]) -> str:
 def batch(part: Part) -> None:
     sizes = part.sizes
     part.lines += ["", f"One process, bf16, chunks of {sizes.chunk_tokens:,} tokens, texts cut at"]
-    part.lines[-1] += f" {sizes.batch_length} tokens; the second step."
-    part.table("model", "pairs", "rows/s", "tokens/s", "chunks", "s/step", "of it data", "peak GiB", "loss", "")
+    part.lines[-1] += (
+        f" {sizes.batch_length} tokens; the second step. MFU: 6 operations for each weight outside of the"
+    )
+    part.lines[-1] += " embedding and each real token, of the products in half precision that the card is sold with."
+    columns = ("rows/s", "tokens/s", "MFU", "chunks", "s/step", "of it data", "peak GiB", "reserved GiB", "loss", "")
+    part.table("model", "pairs", "chunks are", *columns)
     for model, batches in sizes.batches:
-        for pairs in batches:
-            name = f"{model}-{pairs}"
+        weights = weights_beside_embedding(model)
+        for pairs, packs in [(batches[0], False), *((pairs, "auto") for pairs in batches)]:
+            name = f"{model}-{pairs}-{packs}"
             run = part.run_file(
                 name, model, max_length=sizes.batch_length, max_steps=2, per_device_train_batch_size=pairs, bf16=True,
                 gradient_cache_chunk_tokens=sizes.chunk_tokens, accelerate_config="single_gpu",
+                gradient_cache_packing=packs,
             )  # fmt: skip
             failure, steps = part.train(name, run, 240)
-            figures = [""] * 7
+            figures = [""] * 9
             if steps:
                 last = steps[-1]
-                figures = [number(last[key], 0) for key in ("rows_per_second", "tokens_per_second", "num_chunks")]
-                figures += [number(pairs / last["rows_per_second"]), number(last["seconds_data"])]
-                figures += [part.counted(steps), number(last["loss"], 4)]
-            part.row(model, f"{pairs:,}", *figures, failure=failure)
+                figures = [number(last[key], 0) for key in ("rows_per_second", "tokens_per_second")]
+                figures += [share_of_peak(6 * weights * last["tokens_per_second"]), number(last["num_chunks"], 0)]
+                figures += [number(pairs / last["rows_per_second"]), number(last["seconds_data"]), part.counted(steps)]
+                reserved = last.get("reserved")
+                figures += ["" if reserved is None else number(reserved / GIB), number(last["loss"], 4)]
+            part.row(model, f"{pairs:,}", "packed" if packs else "padded", *figures, failure=failure)
+
+
+def weights_beside_embedding(model: str) -> int:
+    with torch.device("meta"):
+        made = AutoModel.from_config(AutoConfig.for_model(**MODELS[model]))
+    return made.num_parameters() - made.get_input_embeddings().weight.numel()
+
+
+def share_of_peak(operations_per_second: float) -> str:
+    """ "" for a card that is not listed."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = next((peak for card, peak in PEAKS.items() if card in name), None)
+    return "" if peak is None else f"{operations_per_second / peak:.0%}"
 
 
 # (5) -----------------------------------------------------------------------------------------------------------------
@@ -532,7 +569,7 @@ def run(options: argparse.Namespace) -> None:
     devices = 0 if options.dry_run else count_devices()
     if not options.dry_run and not (devices and torch.cuda.is_available()):
         raise UsageError("torch sees no CUDA device here. Use a machine that has one, or --dry_run.")
-    sizes = TINY if options.dry_run else Sizes()
+    sizes = TINY if options.dry_run else QUICK if options.quick else Sizes()
     described, failures = machine(devices), 0
     print(described, flush=True)
     with tempfile.TemporaryDirectory() as name:
@@ -551,6 +588,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--output", type=Path, default=Path("outputs/gpu"), help="folder of the page and its tables")
+    parser.add_argument("--quick", action="store_true", help="fewer models and cells, at most ten minutes in all")
     parser.add_argument("--dry_run", action="store_true", help="every branch with a tiny model, on a CPU over gloo")
     options = parser.parse_args()
     with exit_on_usage_error():

@@ -267,6 +267,7 @@ def cells_without_time() -> None:
             break
         time.sleep(0.1)
     print("child ended", has_ended)
+    print("quick", sum(seconds for *_, seconds in script.PARTS.values()) * script.QUICK.share <= 600)
     part.began -= part.seconds
     print(part.call("never", ["touch", str(folder / "never")], 1.0))
 
@@ -274,6 +275,7 @@ def cells_without_time() -> None:
 def test_a_cell_of_the_check_ends_with_its_time_and_none_starts_after_its_parts(tmp_path):
     output = run_python(cells_without_time, tmp_path)
     assert "stopped after 1 s: " in output and "child ended True" in output
+    assert "quick True" in output
     assert "not run: the 400 seconds of this part were over" in output and not (tmp_path / "never").exists()
 
 
