@@ -7,6 +7,8 @@ recorded for each of them.
 
 A CUDA graph writes its results into the same memory at every replay. Embeddings are copied from there (step.py), and
 so are the gradients to which those of later chunks are added (`own_gradients`).
+
+liger-kernel's fused kernels are the other way to fewer launches, also of packed chunks (`fused_kernels`).
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from typing import Any
 import torch
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
+from transformers import PreTrainedModel, trainer
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.policy import width_in_buckets
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.base import Strategy, meanwhile
 from hf_dist_ext.training.packing import has_prompt_tokens
 
 logger = logging.get_logger(__name__)
@@ -120,3 +123,22 @@ def announce(args: Any, strategy: Strategy, model: nn.Module) -> None:
         widths = {width_in_buckets(tokens, args.gradient_cache_width_multiple) for tokens in range(1, longest + 1)}
         text += f" CUDA graphs are recorded for each shape of a chunk, which has one of {len(widths)} widths."
     logger.warning(text)
+
+
+@contextmanager
+def fused_kernels(has_loss: bool) -> Iterator[None]:
+    """Around Trainer's `train`, for `use_liger_kernel`: with a loss over embeddings the kernels go into the models of
+    transformers inside of the one that trains, where Trainer leaves a SentenceTransformer without. None of them is a
+    language model's loss: liger would replace the backbone's forward by that of a model with a head."""
+    theirs = trainer.apply_liger_kernel
+
+    def apply(model: nn.Module, config: dict[str, Any] | None) -> None:
+        inner: list[nn.Module] = []
+        for module in model.modules():  # outer ones come first
+            if isinstance(module, PreTrainedModel) and not any(module in one.modules() for one in inner):
+                inner.append(module)
+        for one in inner or [model]:
+            theirs(one, {**(config or {}), "cross_entropy": False, "fused_linear_cross_entropy": False})
+
+    with meanwhile(trainer, "apply_liger_kernel", apply if has_loss else theirs):
+        yield

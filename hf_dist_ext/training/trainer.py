@@ -528,7 +528,8 @@ class DistTrainer(Trainer):
                 resume_from_checkpoint = self._choose_checkpoint(resume_from_checkpoint)
             try:
                 position = self.data_position.training(cast("str | None", resume_from_checkpoint))
-                with self.keeper.background.ended(), self.strategy.training(), position:
+                kernels = compiling.fused_kernels(self.loss is not None)
+                with self.keeper.background.ended(), self.strategy.training(), position, kernels:
                     return super().train(resume_from_checkpoint, *arguments, **options)
             except LeaveEvaluation:  # the one before the first step: there is nothing to save
                 self.control.should_training_stop = True

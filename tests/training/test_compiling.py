@@ -1,10 +1,14 @@
 """Who asks for torch.compile gets graphs for chunks of any shape, with a loss over embeddings alone."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.utils import TorchDynamoPlugin
+from datasets import Dataset
+from transformers import trainer as trainer_of_transformers
+from transformers.integrations import liger
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
@@ -15,6 +19,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity import exactness_worker
 from tests.parity.exactness_worker import BERT, Case
+from tests.sentence_models import text_model
 
 
 @pytest.mark.parametrize("loss", [InfoNCELoss(), None])
@@ -164,3 +169,22 @@ def test_a_run_says_once_that_its_first_steps_compile(tmp_path, monkeypatch, cap
     ).train()  # fmt: skip
     said = [text for text in caplog.messages if text.startswith("torch_compile: the first steps compile")]
     assert len(said) == 1 and words in said[0]
+
+
+def test_ligers_kernels_go_into_the_backbone_and_none_into_a_head(tmp_path, monkeypatch):
+    """Their package needs a GPU: what it would be told is noted."""
+    told: list[tuple] = []
+    package = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model, **given: told.append((model, given)))
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
+    model = text_model(tmp_path / "model")
+    args = DistTrainingArguments(
+        str(tmp_path / "run"), max_steps=1, use_cpu=True, report_to=[], save_strategy="no", use_liger_kernel=True,
+        liger_kernel_config={"rope": False, "fused_linear_cross_entropy": True}, disable_tqdm=True,
+    )  # fmt: skip
+    rows = Dataset.from_dict({"query": ["parse a date"] * 8, "positive": ["sort the numbers"] * 8})
+    DistTrainer(model, args, train_dataset=rows, loss=InfoNCELoss()).train()
+    heads = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    assert [given for _, given in told] == [{"rope": False, **heads}] and told[0][0] is model.transformers_model
+    assert trainer_of_transformers.apply_liger_kernel is liger.apply_liger_kernel
