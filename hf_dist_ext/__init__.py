@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # what an editor completes and a type checker reads
     from hf_dist_ext.errors import UsageError as UsageError
     from hf_dist_ext.models.causal_lm import load_causal_lm as load_causal_lm
     from hf_dist_ext.models.embedder import set_is_causal as set_is_causal
-    from hf_dist_ext.models.embedding_model import EmbeddingModel as EmbeddingModel
-    from hf_dist_ext.models.towers import TowerModel as TowerModel
     from hf_dist_ext.training.arguments import DistTrainingArguments as DistTrainingArguments
     from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss as SentenceTransformersLoss
     from hf_dist_ext.training.trainer import DistTrainer as DistTrainer
@@ -26,12 +24,10 @@ __version__ = "0.2.0"
 _HOMES = {
     "DistTrainer": "training.trainer",
     "DistTrainingArguments": "training.arguments",
-    "EmbeddingModel": "models.embedding_model",
     "InfoNCELoss": "engine.losses",
     "RunError": "errors",
     "SentenceTransformersLoss": "training.sentence_losses",
     "SigmoidLoss": "engine.sigmoid_loss",
-    "TowerModel": "models.towers",
     "UsageError": "errors",
     "load_causal_lm": "models.causal_lm",
     "set_is_causal": "models.embedder",

@@ -147,7 +147,7 @@ def train_once(
         trainer.accelerator.wait_for_everyone()  # the launcher ends the others as soon as one has left
         sys.exit(exit_code(trainer.stop_signal))
     after = trainer.evaluate() if parts.evaluates else {}
-    names = [*parts.metrics, *trainer.evaluations.headlines] if parts.evaluates else []
+    names = parts.figures(trainer) if parts.evaluates else []
     before: dict = {}  # of each evaluation set a line
     for line in trainer.state.log_history:
         if line["step"] == 0:
@@ -165,7 +165,7 @@ def train_once(
     }
     if best := best_of(args, trainer.state):
         report["best"] = best
-    if views := trainer.evaluations.by_view(after):
+    if views := parts.views(trainer, after):
         report["views"] = views
     report |= trainer.scaling.report
     if parts.loss is not None:

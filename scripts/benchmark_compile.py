@@ -28,7 +28,6 @@ from torch._dynamo.utils import counters
 from hf_dist_ext.engine.chunks import Chunk
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training import compiling
 
 WAYS = {"any shape": True, "dynamo's choice": None, "one shape each": False}
@@ -99,7 +98,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = bert(options.width, options.layers, max(1, options.width // 64), vocab_size=len(tokenizer))
-    model = EmbeddingModel.from_config(config).to(options.device).train()
+    model = embedding_model(config).to(options.device).train()
     models = Models(model, model, options.device)
     plain, limits = ChunkLimits(options.chunk_rows), ChunkLimits(options.chunk_rows, has_buckets=True)
 

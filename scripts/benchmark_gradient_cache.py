@@ -56,7 +56,6 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.packing import decided
 
 TEMPERATURE = 0.05
@@ -138,7 +137,7 @@ Step = Callable[[], Tensor]  # gradients are in the model afterwards; returns th
 class Models:
     """The same weights twice, and what they are asked to do."""
 
-    ours: EmbeddingModel
+    ours: SentenceTransformer
     theirs: nn.Module  # SentenceTransformer
     device: str
     loss: InfoNCELoss = field(default_factory=lambda: InfoNCELoss(TEMPERATURE))
@@ -163,7 +162,7 @@ def make_models(size: Size, tokenizer, device: str) -> Models:
     logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
     config = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id} | size.model
-    ours = EmbeddingModel.from_config(config, pooling=size.pooling)
+    ours = embedding_model(config, pooling=size.pooling)
     with tempfile.TemporaryDirectory() as folder:
         ours.save_pretrained(folder, tokenizer=tokenizer, max_length=size.text_length)
         theirs = SentenceTransformer(folder, device=device)

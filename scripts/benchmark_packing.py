@@ -31,7 +31,6 @@ from model_sizes import bert
 
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 
 KINDS = ("packed", "padded")
 QWEN = {
@@ -79,7 +78,7 @@ def main() -> None:
     for name in options.models:
         torch.manual_seed(0)
         config = {"vocab_size": max(500, len(tokenizer)), "pad_token_id": 0} | MODELS[name]
-        model = EmbeddingModel.from_config(config, attn_implementation=options.attention).to(options.device).train()
+        model = embedding_model(config, attn_implementation=options.attention).to(options.device).train()
         if options.device != "cpu":
             model.backbone.forward = torch.autocast(options.device, torch.bfloat16)(model.backbone.forward)
         models = Models(model, model, options.device)

@@ -188,7 +188,6 @@ def work(options: argparse.Namespace) -> None:
     from transformers.utils import logging as transformers_logging
 
     from hf_dist_ext.engine.losses import InfoNCELoss
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
     from hf_dist_ext.strategies.collectives import leave_together
     from hf_dist_ext.training.arguments import DistTrainingArguments
     from hf_dist_ext.training.trainer import DistTrainer
@@ -239,7 +238,7 @@ def work(options: argparse.Namespace) -> None:
 
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config({
+    model = embedding_model({
         "model_type": "bert", "hidden_size": options.width, "num_hidden_layers": options.layers, "vocab_size": 3000,
         "num_attention_heads": max(1, options.width // 64), "intermediate_size": 4 * options.width,
         "max_position_embeddings": max(options.length, 16),

@@ -49,7 +49,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 from turns import FORK, Turns, ratio, take_turns
 
-from hf_dist_ext import DistTrainer, DistTrainingArguments, EmbeddingModel, InfoNCELoss, SentenceTransformersLoss
+from hf_dist_ext import DistTrainer, DistTrainingArguments, InfoNCELoss, SentenceTransformersLoss
 from hf_dist_ext.data import ContrastiveCollator
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
 from hf_dist_ext.engine import LateInteractionLoss
@@ -129,7 +129,7 @@ def make_models(
     of_tokens = {"pooling": "tokens", "projection_dim": TOKEN_DIM} if of.is_late else {}
     for seed, folder in enumerate(folders):
         torch.manual_seed(seed)
-        model = EmbeddingModel.from_config(config, **pooling | of_tokens)
+        model = embedding_model(config, **pooling | of_tokens)
         model.save_pretrained(folder, tokenizer=tokenizer, max_length=LENGTH)
 
 
@@ -191,7 +191,7 @@ def their_trainer(loss: str, columns: list[str], work: Work, setting: dict, call
 
 
 def our_trainer(loss: str, columns: list[str], work: Work, setting: dict, callback: Turns) -> Callable:
-    model = EmbeddingModel.from_pretrained(work.folder)
+    model = loaded(work.folder)
     label = next((name for name in columns if name not in COLUMNS), None)
     if loss == "infonce":
         scored = InfoNCELoss(temperature=TEMPERATURE)

@@ -15,11 +15,11 @@ import random
 from pathlib import Path
 
 import matplotlib
+from hf_dist_ext.tasks.tower_pair import TowerPair
 from PIL import Image, ImageDraw, ImageFont
 
 from hf_dist_ext.data.glyphs import FONTS, SIDE, load_glyphs
 from hf_dist_ext.failures import exit_on_usage_error
-from hf_dist_ext.tasks.tower_pair import TowerPair
 
 PICTURES, ZOOM, GAP, FRAME = 8, 2, 12, 4  # pictures per line, pixels per pixel of theirs, between them, of a frame
 TEXT_WIDTH, TEXT_SIZE = 380, 15  # pixels

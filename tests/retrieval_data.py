@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 PROMPTS = {"query": "search : ", "positive": "list of "}
 
@@ -107,7 +106,8 @@ def save_model(folder: Path, family: str = "bert", normalize: bool = True, **con
     """A small model whose embeddings are far apart, with prompts."""
     torch.manual_seed(0)
     config = model_config(family, initializer_range=0.3, **config)
-    model = EmbeddingModel.from_config(config, projection_dim=16, normalize=normalize, prompts=PROMPTS)
     tokenizer = tiny_tokenizer(max_length=40)
-    model.save_pretrained(folder, tokenizer=tokenizer, prompts={**PROMPTS, "document": PROMPTS["positive"]})
+    model = embedding_model(config, projection_dim=16, normalize=normalize, tokenizer=tokenizer)
+    model.prompts = {**PROMPTS, "document": PROMPTS["positive"]}
+    model.save_pretrained(str(folder))
     return folder

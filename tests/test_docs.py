@@ -360,8 +360,7 @@ TINY_RUNS = """
 import json, random, sys
 sys.path.insert(0, "scripts")
 from train_hf import main
-from hf_dist_ext import EmbeddingModel
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 folder, draw = sys.argv[1], random.Random(0)
 text = lambda: " ".join(draw.choices(WORDS, k=draw.randint(3, 12)))
@@ -376,7 +375,7 @@ for name, backbone, side, pooling, more in (
     ("finetune_decoder_embedding", "qwen3", "left", "last", ["--matryoshka_dims", "32", "16"]),
 ):
     config = model_config(backbone, max_position_embeddings=512)
-    EmbeddingModel.from_config(config, pooling=pooling).save_pretrained(
+    embedding_model(config, pooling=pooling).save_pretrained(
         f"{folder}/{backbone}", tokenizer=tiny_tokenizer(side, max_length=512)
     )
     main([

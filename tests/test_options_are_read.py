@@ -10,7 +10,6 @@ from transformers.training_args import OptimizerNames
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import optimizers
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -19,7 +18,7 @@ from tests.run.test_stages import plan  # noqa: F401, a fixture
 from tests.tasks.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
 from tests.tasks.test_stages import main as run_main
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, model_config, tiny_tokenizer
 from tests.training.test_trainer import Tiny, collate, trainer
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -51,7 +50,9 @@ def own_optimizer(folder):
     model = Tiny()
     args = DistTrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], learning_rates={"middle": 1e-2})
     own = (torch.optim.SGD(model.parameters(), 0.1), None)
-    return DistTrainer(model, args, data_collator=collate, train_dataset=[0], loss=InfoNCELoss(), optimizers=own)
+    return DistTrainer(
+        model=model, args=args, data_collator=collate, train_dataset=[0], loss=InfoNCELoss(), optimizers=own
+    )
 
 
 def stream(folder):
@@ -236,7 +237,7 @@ def test_a_folder_of_towers_is_normalised_and_run_as_the_file_says(pairs_file, t
 def test_what_is_not_given_is_as_the_models_folder_says(main, run_file, tmp_path, monkeypatch):  # noqa: F811
     """Prompts and length, that is."""
     prompts = {"query": "search : ", "passage": "list of "}
-    EmbeddingModel.from_config(model_config("bert"), prompts=prompts, max_length=7).save_pretrained(
+    embedding_model(model_config("bert"), prompts=prompts, max_length=7).save_pretrained(
         tmp_path / "model", tokenizer=tiny_tokenizer()
     )
     seen, make = {}, Parts.make_trainer
@@ -273,9 +274,7 @@ def test_scores_are_of_one_kind_everywhere(main, run_file, tmp_path, monkeypatch
     normalisation, whether the run has one."""
     given, folder_says, is_normalised = case
     folder, seen, make = tmp_path / "model", {}, Parts.make_trainer
-    EmbeddingModel.from_config(model_config("bert"), normalize=False).save_pretrained(
-        folder, tokenizer=tiny_tokenizer()
-    )
+    embedding_model(model_config("bert"), normalize=False).save_pretrained(folder, tokenizer=tiny_tokenizer())
     path = folder / "config_sentence_transformers.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"similarity_fn_name": folder_says}))
 

@@ -21,10 +21,9 @@ from hf_dist_ext import cli, train
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.data.collator import ContrastiveCollator
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import lease
 from tests.distributed.forked import Run, run_python
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, loaded, model_config, tiny_tokenizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_hf.py"
 
@@ -74,7 +73,7 @@ def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_
     assert set(report["before"]) == set(report["after"]) == {"mrr@10", "ndcg@10", "recall@1", "recall@10"}
     assert report["train_seconds"] > 0 and all(0 <= value <= 1 for value in report["after"].values())
 
-    model = EmbeddingModel.from_pretrained(tmp_path / "out")
+    model = loaded(tmp_path / "out")
     served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     features = tiny_tokenizer()(["search : parse a date"], return_tensors="pt")
     with torch.no_grad():
@@ -85,7 +84,7 @@ def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_
 
 def as_trained(folder: Path, column: str, texts: list[str], **options) -> torch.Tensor:
     """The embeddings that a step computes of the column."""
-    model = EmbeddingModel.from_pretrained(folder)
+    model = loaded(folder)
     features = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], **options).features(column, texts)
     with torch.no_grad():
         return model(**features).embeddings
@@ -99,7 +98,7 @@ TEXTS = ["parse a date from text read file into list of lines", "sort the number
 def test_fine_tuning_keeps_the_prompt_names_of_the_folder(main, run_file, tmp_path, given):
     """They mean what was trained: no name serves a prompt that this run's queries or documents did not have."""
     own = {"query": "search : ", "passage": "file : ", "STS": "key : "}
-    base = EmbeddingModel.from_config(model_config("bert"), prompts=own)
+    base = embedding_model(model_config("bert"), prompts=own)
     base.default_prompt_name = "STS"
     base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
     assert SentenceTransformer(str(tmp_path / "base"), device="cpu").default_prompt_name == "STS"
@@ -136,7 +135,7 @@ def test_texts_are_served_at_the_length_at_which_their_column_was_trained(main, 
 
     more = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(out), "tokenizer_name": ...} | SHORT
     main(["--config", run_file(**more, prompts=..., output_dir=str(tmp_path / "again"))])
-    assert EmbeddingModel.from_pretrained(tmp_path / "again").lengths == EmbeddingModel.from_pretrained(out).lengths
+    assert loaded(tmp_path / "again").lengths == loaded(out).lengths
 
 
 def test_a_finished_run_that_is_started_again_keeps_the_figures_of_its_training(main, run_file, tmp_path):
@@ -149,7 +148,7 @@ def test_a_finished_run_that_is_started_again_keeps_the_figures_of_its_training(
 
 
 def test_what_is_printed_of_a_plain_backbone_is_what_runs(main, run_file, tmp_path, caplog):
-    EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path / "plain")
+    embedding_model(model_config("bert")).backbone.save_pretrained(tmp_path / "plain")
     start = {"model_config": ..., "model_name_or_path": str(tmp_path / "plain")} | SHORT
     with caplog.at_level("INFO", logger="hf_dist_ext"):
         main(["--config", run_file(**start, pooling="last", projection_dim=16)])
@@ -296,14 +295,14 @@ def test_a_model_that_does_not_fit_on_its_disk_goes_where_there_is_room(run_file
     line = the_error(on_small_disk(tmp_path, run_file(num_processes=processes, **fields), "800k", code=1))
     assert f"the disk of {tmp_path / 'out'} is full, so the trained model was written to {tmp_path}/out-" in line
     (folder,) = tmp_path.glob("out-*")
-    model = EmbeddingModel.from_pretrained(folder)
+    model = loaded(folder)
     assert model(torch.ones(1, 3, dtype=torch.long)).embeddings.isfinite().all()
     assert not list((tmp_path / "back").glob("*.safetensors")), "what was cut short is removed"
 
 
 @may_mount
 def test_where_no_disk_has_room_for_the_model_the_checkpoint_stays_and_is_named(run_file, tmp_path):
-    weights = sum(p.numel() for p in EmbeddingModel.from_config(LARGE).parameters()) * 4
+    weights = sum(p.numel() for p in embedding_model(LARGE).parameters()) * 4
     full = {name: str(tmp_path / "out") for name in ("HOME", "TMPDIR", "CD")}
     run_file = run_file(model_config=LARGE, max_steps=2, eval_holdout=...)
     line = the_error(on_small_disk(tmp_path, run_file, f"{int(3.6 * weights) >> 10}k", code=1, **full))

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     CLIPTextConfig,
@@ -19,6 +21,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_dist_ext.models import from_run
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.strategies import splitting
 
 # The name of Trainer's field, and in those of models' methods. Remove when the minimum is transformers 5.23.
@@ -148,3 +152,25 @@ class OwnModel(PreTrainedModel):
         output.last_hidden_state = output.last_hidden_state * self.scale
         return output
 """
+
+
+def embedding_model(config: Any, **options: Any) -> Any:
+    """The model that a run file's `model_config` makes: a SentenceTransformer, or a MultiVectorEncoder of "tokens"."""
+    return from_run.build(model_config=config, **{"tokenizer": tiny_tokenizer()} | options)
+
+
+def loaded(folder: Any, **options: Any) -> Any:
+    """The model that a run file's `model_name_or_path` loads."""
+    return from_run.build(folder, **options)
+
+
+def embed(model: torch.nn.Module, **features: torch.Tensor) -> torch.Tensor:
+    """(rows, D) of a chunk's features, or a mapping of token vectors and their mask."""
+    return embedder_of(model).call(model, features)
+
+
+def around(backbone: Any, **options: Any) -> Any:
+    """The same of a backbone that is there."""
+    model = embedding_model(backbone.config, **options)
+    model[0].model = backbone
+    return model

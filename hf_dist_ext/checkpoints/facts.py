@@ -6,14 +6,15 @@ The trainer adds the place in the data and who trains. `hf-dist merge` rebuilds 
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies.base import Strategy
+from hf_dist_ext.strategies.tensors import own_class
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "hf_dist_ext")
 
@@ -45,9 +46,8 @@ def of_model(model: nn.Module, dtype: str) -> dict[str, Any]:
     """Of the bare one. `dtype`: what its base was loaded in, before an engine cast it."""
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {
-        "model": _class_name(bare),
-        "embedding": embedding_options(bare) if _class_name(bare) == "EmbeddingModel" else None,
-        "towers": {name: _tower(tower) for name, tower in getattr(bare, "towers", {}).items()} or None,
+        "model": own_class(bare).__name__,
+        "embedder": _embedder(bare) if is_of_sentence_transformers(bare) else None,
         "dtype": dtype,
         "base_model": base_model(model),
         "base_revision": getattr(getattr(bare, "config", None), "_commit_hash", None),
@@ -60,15 +60,12 @@ def base_model(model: nn.Module) -> str | None:
     return str(Path(name).resolve()) if name and Path(name).is_dir() else name
 
 
-def _tower(tower: Any) -> dict[str, Any]:
-    """Where a tower of a `TowerModel` came from, and its options when it is an `EmbeddingModel`."""
-    options = embedding_options(tower) if _class_name(tower) == "EmbeddingModel" else None
-    return {"base": base_model(tower), "embedding": options}
+def _embedder(model: Any) -> dict[str, Any]:
+    """How a run file's model is built again (models/from_run.py), and what it says of itself. Of a model that a script
+    has made nobody knows that."""
+    from hf_dist_ext.models import from_run
 
-
-def _class_name(model: Any) -> str:
-    """FSDP2 makes a class of its own of the model's, with a prefix."""
-    return next(one.__name__ for one in type(model).__mro__ if not one.__name__.startswith("FSDP"))
+    return {"built": getattr(model, "_built_from", None), "settings": from_run.settings_of(model)}
 
 
 def dtype_of_base(model: nn.Module) -> str:
@@ -76,16 +73,6 @@ def dtype_of_base(model: nn.Module) -> str:
     floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]  # others are quantized
     parameters = sorted(floating, key=lambda parameter: parameter.requires_grad)
     return str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
-
-
-def embedding_options(model: Any) -> dict[str, Any]:
-    """What an `EmbeddingModel` is beside its backbone, as arguments of its `from_pretrained`."""
-    names = ("pooling", "normalize", "max_length", "prompts", "matryoshka_dims", "default_prompt_name")
-    layers = model.dense
-    width, has_bias = (layers[-1].out_features, layers[-1].bias) if layers else (None, False)
-    options = {name: getattr(model, name) for name in names} | {"projection_dim": width, "projection_bias": has_bias}
-    is_one_map = all(layer.is_linear for layer in layers) and len(layers) < 2
-    return options if is_one_map else options | {"dense": [asdict(layer) for layer in layers]}
 
 
 def _version(name: str) -> str | None:

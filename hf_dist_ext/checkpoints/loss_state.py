@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from hf_dist_ext.checkpoints.folder import OF_THE_LOSS
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.tensors import bare_optimizer
 
@@ -206,12 +207,10 @@ def save_description(model: nn.Module, processor: Any, args: Any, folder: Path) 
     """Everything that `save_model` writes beside weights: configs, adapters' configs, processor, arguments. `model`:
     the bare one."""
     folder.mkdir(parents=True, exist_ok=True)
-    if hasattr(model, "save_description"):  # a TowerModel's own config says nothing
-        model.save_description(folder)
     for name in ("config", "generation_config"):
         if hasattr(part := getattr(model, name, None), "save_pretrained"):
             part.save_pretrained(folder)
-    for name, adapter in getattr(model, "peft_config", {}).items():
+    for name, adapter in adapters_of(model).items():
         adapter.save_pretrained(folder if name == "default" else folder / name)
     if processor is not None:
         processor.save_pretrained(folder)

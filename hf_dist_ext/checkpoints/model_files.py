@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from hf_dist_ext.checkpoints import commit, loss_state, merge, resume, safe_reading, sentence_model, trainable
 from hf_dist_ext.checkpoints.async_save import Writer
 from hf_dist_ext.checkpoints.facts import base_model, dtype_of_base
-from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection
+from hf_dist_ext.checkpoints.weights import load_in_memory_names
+from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import consensus
 from hf_dist_ext.strategies.base import Strategy
@@ -80,26 +81,24 @@ class ModelFiles:
 
     @property
     def ends_complete(self) -> bool:
-        """Whether the run ends with a folder that from_pretrained loads: not when only a part was trained, unless it
-        was asked for, or the rest is in no folder and on no hub."""
-        return not self.is_part or self.args.save_full_model or base_model(self.bare_model()) is None
+        """Whether the run ends with a folder that from_pretrained loads: not when only a part of a model of
+        transformers was trained, unless it was asked for, or the rest is in no folder and on no hub."""
+        bare = self.bare_model()
+        is_whole = not self.is_part or self.args.save_full_model or base_model(bare) is None
+        return is_whole or is_of_sentence_transformers(bare)
 
     @property
     def has_adapters(self) -> bool:
         """And saves nothing else, in a peft model."""
-        return not self.is_part and hasattr(self.bare_model(), "peft_config")
+        return not self.is_part and bool(adapters_of(self.bare_model()))
 
     @property
     def are_adapters_merged(self) -> bool:
-        is_wanted = self.is_part or (self.is_ours and self.args.save_full_model)
-        return is_wanted and merge.has_adapters(self.bare_model())
-
-    @property
-    def are_adapters_alone(self) -> bool:
-        """Whether a folder holds the adapters of an `EmbeddingModel`, whose base lies somewhere, and no more."""
-        if not self.is_ours or self.is_part or self.args.save_full_model:
-            return False
-        return merge.can_stand_alone(self.bare_model())
+        """At the end. A folder of sentence-transformers holds adapters beside the other modules' weights, so they may
+        stay where their base lies somewhere."""
+        bare = self.bare_model()
+        is_wanted = base_model(bare) is None if is_of_sentence_transformers(bare) else self.is_part
+        return (is_wanted or (self.is_ours and self.args.save_full_model)) and bool(adapters_of(bare))
 
     # ---- before a run ----
 
@@ -163,8 +162,7 @@ class ModelFiles:
                 model: Any = self.bare_model()
                 strategy = self.strategy()
                 if not (writer.is_later or strategy.forwards_are_collective or strategy.is_cut or strategy.split):
-                    model.save_pretrained(str(folder), create_model_card=False)  # with its settings of now
-                    sentence_model.for_older_readers(folder)
+                    sentence_model.write(model, folder)  # with its settings of now
                     return
                 whole = model.state_dict() if whole is None else whole
                 write = partial(sentence_model.save, self._empty)
@@ -172,20 +170,19 @@ class ModelFiles:
         elif writer.is_later and self._can_be_written_later():
             if self.args.should_save:
                 self._save_later(folder, whole, writer)
-        elif self.are_adapters_alone:
-            consensus.together(partial(save, str(folder), whole))
-            merge.complete_adapters(
-                self.bare_model(), whole, folder, self.processor(), self.dtype_of_base, self.args.should_save
-            )
         else:
             save(str(folder), whole)
+
+    def write_merged(self, folder: Path, whole: Mapping[str, torch.Tensor]) -> None:
+        """The folder of a model of sentence-transformers, of whole weights that have no adapters any more."""
+        sentence_model.save(self._empty, whole, folder, merged=True)
 
     def _can_be_written_later(self) -> bool:
         """Whether `save_pretrained` makes what it writes of the weights it is given: not that of adapters (some kinds
         compute theirs of the live model), of quantized weights, and of a model that transformers has split."""
         model = self.bare_model()
         is_split = getattr(getattr(model, "config", None), "distributed_config", None) is not None
-        return not (hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) or is_split)
+        return not (adapters_of(model) or getattr(model, "hf_quantizer", None) or is_split)
 
     def _save_later(self, folder: Path, whole: dict | None, writer: Writer) -> None:
         self._save_description(folder)
@@ -228,12 +225,6 @@ class ModelFiles:
             consensus.together(lambda: self._save_description(folder))
             consensus.together(lambda: self._save_trainable(folder, False, Writer()))
             self._commit(folder, [trainable.WEIGHTS, trainable.FROZEN], facts)
-        elif self.are_adapters_alone:
-            if self.is_sharded or self.strategy().split:
-                self._save_whole(folder, save)
-            else:
-                as_trainer(str(folder))
-            self._commit(folder, [*merge.ADAPTER_FILES, trainable.FROZEN], facts)
         elif self.are_adapters_merged:
             if self.args.should_save:
                 merge.save_merged(self.bare_model(), self.processor(), folder)
@@ -264,8 +255,6 @@ class ModelFiles:
             resume.load_whole(self.bare_model(), folder, trusts)
         elif strategy.reads_own_format or not load_in_memory_names(self.bare_model(), str(folder)):
             safe_reading.check(folder, trusts)
-            if not strategy.has_engine:
-                load_projection(self.bare_model(), folder)
             return False
         return True
 

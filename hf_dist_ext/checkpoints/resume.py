@@ -27,8 +27,9 @@ from transformers.utils import logging
 from hf_dist_ext.checkpoints import manifest, safe_reading, trainable
 from hf_dist_ext.checkpoints.folder import another, checkpoint_to_resume, missing_from_checkpoint
 from hf_dist_ext.checkpoints.loss_state import LOSS_OPTIMIZER, LOSS_WEIGHTS, loss_parameters, state_of
-from hf_dist_ext.checkpoints.weights import load_in_memory_names, load_projection, weights_in_memory_names
+from hf_dist_ext.checkpoints.weights import load_in_memory_names, weights_in_memory_names
 from hf_dist_ext.errors import RunError, UsageError
+from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.models.weights import check_weights
 from hf_dist_ext.strategies import collectives, consensus
 from hf_dist_ext.strategies.base import Strategy
@@ -236,7 +237,7 @@ def check_base(folder: Path, model: Any, dtype: str, cast_to: str | None) -> Non
     """UsageError where adapters were trained on a base of another precision than `dtype`, which computes something
     else. `cast_to`: what an engine makes of it before it computes; None: nothing."""
     saved = (manifest.read(folder) or {}).get("dtype")
-    if not hasattr(model, "peft_config") or saved is None:
+    if not adapters_of(model) or saved is None:
         return
     if saved not in (dtype, cast_to):  # earlier versions wrote down what DeepSpeed had cast the base to
         raise UsageError(
@@ -364,7 +365,6 @@ def load_weights_only(
         pass
     elif hasattr(model, "peft_config") and list(folder.glob("**/adapter_model.*")):
         load_adapters(model, folder)
-        load_projection(model, folder)
     else:
         load_whole(model, folder, trust)
 

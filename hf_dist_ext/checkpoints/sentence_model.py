@@ -17,30 +17,64 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.model_folder import POOLING_FLAGS, read_json
-from hf_dist_ext.strategies.tensors import put
+from hf_dist_ext.models.adapters import PREFIX, WEIGHTS, adapters_of, remove_from
+from hf_dist_ext.models.backbones import without_pooler
+from hf_dist_ext.models.folders import read_json
+from hf_dist_ext.strategies.tensors import own_class, put
+
+# a mode of Pooling -> the boolean that names it in the older layout
+POOLING_FLAGS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
 
 
 def empty_copy(model: Any) -> Any:
     """The model without its weights: parameters and buffers are on the meta device. Call it before wrapping."""
     kept = {id(p): nn.Parameter(_on_meta(p), p.requires_grad) for p in model.parameters()}
     kept |= {id(buffer): _on_meta(buffer) for buffer in model.buffers()}
-    return copy.deepcopy(model, kept | {id(model.model_card_data): model.model_card_data})  # it knows its trainer
+    kept |= {id(model.model_card_data): model.model_card_data}  # it knows its trainer
+    if (inside := model.transformers_model) is not None and any(map(is_sharded, inside.modules())):
+        kept[id(inside)] = _made_anew(inside)
+    return copy.deepcopy(model, kept)
+
+
+def _made_anew(inside: Any) -> nn.Module:
+    """Of a model that transformers has sharded while it read it, which torch does not copy."""
+    config = copy.deepcopy(inside.config)
+    with torch.device("meta"):
+        made = without_pooler(own_class(inside)._from_config(config))
+        for name, adapter in adapters_of(inside).items():
+            made.add_adapter(adapter, name)
+    return made
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-def save(empty: Any, whole: Mapping[str, torch.Tensor], folder: str | Path) -> None:
-    """`empty`: of `empty_copy`; `whole`: the model's state dict. The card is written by who knows the run."""
+def save(empty: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, merged: bool = False) -> None:
+    """`empty`: of `empty_copy`; `whole`: the model's state dict, which `merged` has no adapters any more. The card is
+    written by who knows the run."""
     shared = (*empty.parameters(), *empty.buffers(), empty.model_card_data)
     filled = copy.deepcopy(empty, {id(one): one for one in shared})
+    if merged:
+        remove_from(filled.transformers_model)
     filled.load_state_dict(dict(whole), assign=True)
-    filled.save_pretrained(str(folder), create_model_card=False)
+    write(filled, folder)
+
+
+def write(model: Any, folder: str | Path) -> None:
+    """A whole model's folder, without a card."""
+    model.save_pretrained(str(folder), create_model_card=False)
     for_older_readers(folder)
 
 
@@ -113,11 +147,18 @@ def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
     """The weights of a folder that `save` wrote, under the model's own names. Its modules' classes read it, so code
     that lies in the folder is not run."""
     # A private method, which their own trainer resumes with (sentence-transformers 6.2, base/trainer.py).
-    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in map(_own_class, model.modules())}
-    loaded = _own_class(model)._load_with_module_classes(
+    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in map(own_class, model.modules())}
+    loaded = own_class(model)._load_with_module_classes(
         folder, kinds, device="cpu", trust_remote_code=model.trust_remote_code
     )
-    return loaded.state_dict()
+    own, found = model.state_dict(), loaded.state_dict()
+    for path in Path(folder).glob(f"**/{WEIGHTS}"):  # transformers rounds adapters to the precision of their base
+        for name, value in load_file(path).items():
+            layer, _, kind = name.removeprefix(PREFIX).rpartition(".")
+            full = next((one for one in found if one.endswith(f".{layer}.default.{kind}")), None)
+            found |= {} if full is None else {full: value}
+    # a model of a run file lacks a pooler that no embedding depends on (models/from_run.py)
+    return {name: value for name, value in found.items() if name in own or ".pooler." not in name}
 
 
 @torch.no_grad()
@@ -132,9 +173,4 @@ def load(model: Any, folder: str | Path) -> None:
 
 def is_sharded(model: Any) -> bool:
     """Whether FSDP2 has taken its weights apart."""
-    return type(model) is not _own_class(model)
-
-
-def _own_class(module: Any) -> Any:
-    """FSDP2 makes a class of its own of a module's, with a prefix."""
-    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+    return type(model) is not own_class(model)

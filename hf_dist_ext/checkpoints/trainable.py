@@ -37,7 +37,6 @@ FROZEN = "frozen.json"
 BY_POSITION = WHOLE[0]
 OF_SHAPE_OF_PARAMETER = ("/exp_avg", "/exp_avg_sq", "/momentum_buffer")
 WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-PROJECTION = "base_model.model.projection."
 SAMPLE = 1024  # elements of a frozen tensor whose bytes are hashed, beside the sum over all of them
 
 # ---- what is saved ----
@@ -311,7 +310,10 @@ def base_digests(model: nn.Module) -> dict[str, str]:
     if any(not parameter.is_floating_point() for parameter in model.parameters()):
         return {}
     digests = frozen_digests(model, frozenset(name for name, p in model.named_parameters() if p.requires_grad))
-    return {name: digest for name, digest in digests.items() if not name.startswith(PROJECTION)}
+    backbone = getattr(model, "transformers_model", None)  # of a SentenceTransformer, which saves its other modules
+    inside = None if backbone is None else {id(parameter) for parameter in backbone.parameters()}
+    kept = {name for name, p in model.named_parameters() if inside is None or id(p) in inside}
+    return {name: digest for name, digest in digests.items() if name in kept}
 
 
 def digest_of(tensor: torch.Tensor) -> str:

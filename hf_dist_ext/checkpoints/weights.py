@@ -21,31 +21,16 @@ from transformers import PreTrainedModel
 
 from hf_dist_ext.checkpoints import sentence_model
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.model_folder import read_model_folder
-from hf_dist_ext.models.towers import TowerModel, load_tower
-from hf_dist_ext.models.weights import check_weights, load_weights
-from hf_dist_ext.strategies.tensors import put
+from hf_dist_ext.models.weights import load_weights
+from hf_dist_ext.strategies.tensors import own_class
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def weights_in_memory_names(model: nn.Module, folder: str) -> dict[str, torch.Tensor] | None:
     """The weights of a folder under the model's own names; None when the file has these names already."""
-    if isinstance(model, EmbeddingModel):
-        is_there = Path(folder, "modules.json").is_file()
-        return own_class(model).from_pretrained(folder, **classes(model)).state_dict() if is_there else None
     if is_of_sentence_transformers(model):
         return sentence_model.state_dict_of(model, folder) if Path(folder, "modules.json").is_file() else None
-    if isinstance(model, TowerModel):
-        if not Path(folder, "towers.json").is_file():
-            return None
-
-        def tower(name: str, kind: str) -> PreTrainedModel:
-            known = classes(model.towers[name]) if name in model.towers else {}
-            return load_tower(Path(folder, name), kind, "auto", **known)
-
-        return TowerModel.from_description(folder, tower).state_dict()
     if not isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         return None
     names = _names_in(Path(folder))
@@ -62,29 +47,6 @@ def load_in_memory_names(model: nn.Module, folder: str) -> bool:
     if weights is not None:
         load_weights(model, weights, source=folder)
     return weights is not None
-
-
-def load_projection(model: nn.Module, folder: Path) -> None:
-    """The projection of an `EmbeddingModel` with adapters, of a checkpoint that peft's loading takes the adapters of
-    alone. One that the run made was drawn by the seed of that run, and does not train."""
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else None
-    held = {} if getattr(bare, "projection", None) is None else bare.projection.state_dict()
-    if not held or not (folder / "modules.json").is_file():  # a stage of a pipeline may hold none of it
-        return
-    if (stored := read_model_folder(folder).projection) is not None:
-        check_weights(bare.projection, stored, source=str(folder))
-        for name, tensor in held.items():
-            put(tensor, stored[name])
-
-
-def classes(model: nn.Module) -> dict[str, type]:
-    """The option of `from_pretrained` that makes another model of the classes that this one has."""
-    return {"backbone_class": own_class(model.backbone)} if isinstance(model, EmbeddingModel) else {}
-
-
-def own_class(model: nn.Module) -> type:
-    """FSDP2 makes a class of its own of the model's, with a prefix."""
-    return next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
 
 
 def _names_in(folder: Path) -> set[str] | None:

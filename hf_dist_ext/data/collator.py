@@ -73,24 +73,10 @@ class ContrastiveCollator:
     def __post_init__(self):
         columns, tokenizer, max_length = list(self.columns), self.tokenizer, self.max_length
         self.columns, self.prompts = columns, dict(self.prompts or {})
-        assert len(columns) >= NUM_PAIR_COLUMNS and not {*RESERVED} & {*columns}, columns
-        for option, value in (("prompts", self.prompts), ("max_length", max_length)):
-            for column in value if isinstance(value, Mapping) else ():
-                if column not in columns:
-                    raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
-        if self.label_column is not None and "label" in columns:
-            raise UsageError('columns: the name "label" is that of the labels. Call that column something else.')
+        check_columns(columns, self.prompts, max_length, self.label_column)
         if self.id_column is not None and not self.with_ids:
             raise UsageError(
                 f"id_column={self.id_column!r} is one of the ids, and with_ids=False gives none. Keep one."
-            )
-        without = [column for column in columns[NUM_PAIR_COLUMNS:] if column not in self.prompts]
-        if without and self.prompts.get(columns[1]):
-            logger.warning(
-                'prompts has one for "%s" and none for "%s": hard negatives can then be told by what they lack. '
-                "Give it the same, or an empty one if that is meant.",
-                columns[1],
-                without[0],
             )
         multiple = self.pad_to_multiple_of
         for limit in (max_length.values() if isinstance(max_length, Mapping) else [max_length]) if multiple else ():
@@ -116,15 +102,12 @@ class ContrastiveCollator:
                 # K_0 + ... + K_(B-1) values; an empty one is no negative
                 of_rows = [[value for value in as_list(of_row) if not is_empty(value)] for of_row in values]
                 if self.same_number_of_negatives:
-                    _check_same_number(column, [len(of_row) for of_row in of_rows])
+                    check_same_number(column, [len(of_row) for of_row in of_rows])
                 values = [value for of_row in of_rows for value in of_row]
             batch[column] = self.features(column, values)  # tensors of (rows, T) or (rows, ...)
             ids[column] = content_ids(values)
         if self.id_column is not None:
-            groups = [row[self.id_column] for row in rows]
-            if any(map(is_empty, groups)):  # as a stream may have them: all of these rows would be of one group
-                raise UsageError(f'id_column "{self.id_column}" is null or empty in a row. Give every row an id.')
-            ids["group"] = content_ids(groups)
+            ids["group"] = groups_of(self.id_column, rows)
         if self.with_ids:
             batch["ids"] = ids
         if self.label_column is not None:
@@ -218,6 +201,36 @@ def ensure_padding(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.pad_token = tokenizer.eos_token
 
 
+def check_columns(
+    columns: Sequence[str], prompts: Any, max_length: int | Mapping[str, int] | None, label_column: str | None
+) -> None:
+    """Raises UsageError for options of a column that there is not. Warns of negatives that differ by their prompt."""
+    assert len(columns) >= NUM_PAIR_COLUMNS and not {*RESERVED} & {*columns}, columns
+    by_column = prompts if isinstance(prompts, Mapping) else {}
+    for option, value in (("prompts", by_column), ("max_length", max_length)):
+        for column in value if isinstance(value, Mapping) else ():
+            if column not in columns:
+                raise UsageError(f'{option} has "{column}", which is no column of this run: {", ".join(columns)}.')
+    if label_column is not None and "label" in columns:
+        raise UsageError('columns: the name "label" is that of the labels. Call that column something else.')
+    without = [column for column in columns[NUM_PAIR_COLUMNS:] if column not in by_column]
+    if without and by_column.get(columns[1]):
+        logger.warning(
+            'prompts has one for "%s" and none for "%s": hard negatives can then be told by what they lack. '
+            "Give it the same, or an empty one if that is meant.",
+            columns[1],
+            without[0],
+        )
+
+
+def groups_of(column: str, rows: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+    """(B,) ids of the rows' groups."""
+    groups = [row[column] for row in rows]
+    if any(map(is_empty, groups)):  # as a stream may have them: all of these rows would be of one group
+        raise UsageError(f'id_column "{column}" is null or empty in a row. Give every row an id.')
+    return content_ids(groups)
+
+
 def labels_of(column: str, values: list, shape: tuple[int, ...] | None = None) -> torch.Tensor:
     """(B,), (B, K) or (B, K, D) in float32, whatever the numbers: processes send each other their labels. `shape`:
     that of a row's."""
@@ -244,7 +257,7 @@ def label_shape_of(stream: Any, column: str | None) -> tuple[int, ...] | None:
     return tuple(labels_of(column, [label]).shape[1:])
 
 
-def _check_same_number(column: str, numbers: list[int]) -> None:
+def check_same_number(column: str, numbers: list[int]) -> None:
     if len(set(numbers)) > 1:
         raise UsageError(
             f'Column "{column}": one row has {max(numbers)} negatives and another one {min(numbers)}, and the loss '

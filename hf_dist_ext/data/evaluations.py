@@ -1,11 +1,12 @@
-"""Reads what the `evaluations` of a run name: corpora here, rows of texts in evaluation_rows.py.
+"""Reads what the `evaluations` of a run name, for evaluation/from_files.py, which makes evaluators of it.
 
-    evaluations = read_evaluations([{"type": "retrieval", "path": "data/nfcorpus"}])      # for DistTrainer
+    evaluations = read_evaluations([{"type": "retrieval", "path": "data/nfcorpus"}])
 
 (1) BEIR's files: corpus.jsonl, queries.jsonl (both may be .gz) and qrels/<split>.tsv
 (2) MTEB's layout, as `datasets` loads it: configurations "corpus", "queries", and "default" or "qrels"; from a folder,
     the cache or the hub
 (3) what cannot be is refused before anything trains: ids that nobody knows or two rows have, queries without text
+(4) rows of texts from what training rows may come from: a json, csv, parquet or arrow file, a folder, or the hub
 
 A document is its title and its text, with a space between. Numbers of queries and documents are places in
 `Items`. Letters: Q queries that have a right document, M documents, L pairs of a query and a document right for it.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
 
+from hf_dist_ext.data.collator import as_list
+from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.encoding import refuse_other_encoding
-from hf_dist_ext.data.evaluation_rows import read_reranking, read_similarity, read_triplets
 from hf_dist_ext.data.items import Items, choose_split
-from hf_dist_ext.data.load import loading_errors, path_of, place_of
-from hf_dist_ext.data.mteb_tasks import read_mteb
+from hf_dist_ext.data.load import loading_errors, open_splits, opened, path_of, place_of
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.run.evaluations import Evaluation, Mteb, Reranking, Retrieval, Similarity, Triplet, parse_evaluations
+from hf_dist_ext.run.config import RunConfig
+from hf_dist_ext.run.evaluations import COLUMNS, Evaluation, Retrieval, Rows, parse_evaluations
+
+logger = logging.getLogger(__name__)
 
 ID_COLUMNS = {"corpus": ("_id", "id", "corpus-id"), "queries": ("_id", "id", "query-id")}
 FILES = {"corpus": "corpus.jsonl", "queries": "queries.jsonl"}
@@ -63,8 +68,23 @@ class RetrievalData:
     order: np.ndarray
 
 
+@dataclass(eq=False)
+class RowsData:
+    """`columns`: by the names of `COLUMNS`; texts, lists of texts of a reranking, numbers."""
+
+    options: Rows
+    columns: dict[str, list]
+
+
+@dataclass(eq=False)
+class OfOthers:
+    """Data that a package reads itself."""
+
+    options: Evaluation
+
+
 def read_evaluations(entries: Sequence[Mapping[str, Any]] | None) -> list[Any]:
-    """What `DistTrainer(evaluations=...)` takes, from entries as in a run file. Raises UsageError."""
+    """What `evaluators_of` takes, from entries as in a run file. Raises UsageError."""
     options = parse_evaluations([dict(entry) for entry in entries or ()])
     with first_of_node():  # the others take from the caches what it has made
         return [_named(one) for one in options]
@@ -72,7 +92,9 @@ def read_evaluations(entries: Sequence[Mapping[str, Any]] | None) -> list[Any]:
 
 def _named(options: Evaluation) -> Any:
     try:
-        return READERS[type(options)](options)
+        if isinstance(options, Retrieval):
+            return read_retrieval(options)
+        return read_rows(options) if isinstance(options, Rows) else OfOthers(options)
     except UsageError as error:
         raise UsageError(f'evaluation "{options.name}": {error}') from None
 
@@ -111,15 +133,6 @@ def read_retrieval(options: Retrieval) -> RetrievalData:
         identical=np.stack([np.flatnonzero(same >= 0), same[same >= 0]], axis=1),
         order=np.argsort(pc.sort_indices(ids["corpus"]).to_numpy()),
     )
-
-
-READERS: Mapping[type, Callable[[Any], Any]] = {
-    Retrieval: read_retrieval,
-    Similarity: read_similarity,
-    Triplet: read_triplets,
-    Reranking: read_reranking,
-    Mteb: read_mteb,
-}
 
 
 # (1) ---------------------------------------------------------------------------------------------------------------
@@ -282,3 +295,61 @@ def _refuse_empty_queries(queries: Any, ids: pa.Array) -> None:
     if pc.any(is_empty).as_py():
         empty = ids.filter(is_empty.combine_chunks())
         raise UsageError(f'{len(empty)} queries have no text, such as "{empty[0]}". Remove them from qrels.')
+
+
+# (4) ---------------------------------------------------------------------------------------------------------------
+
+
+def read_rows(options: Rows) -> RowsData:
+    names = {name: (options.columns or {}).get(name, name) for name in COLUMNS[type(options)]}
+    numbers = names.get("score") or names.get("label")
+    config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=numbers)
+    splits = opened(open_splits, options.path, config)
+    split = choose_split(splits, options.split, options.path)
+    dataset, rows = splits[split], {}
+    where = options.path if len(splits) == 1 else f"{options.path} ({split})"  # a file's only one is called "train"
+    for name, source in names.items():
+        require_column(source, columns_of(dataset), where, f'columns["{name}"]')
+        with loading_errors(options.path):
+            rows[name] = dataset[source][:]
+    if not len(dataset):
+        raise UsageError(f"{where} has no rows.")
+    if "query" in names:
+        rows = _lists(options, rows)
+    for name, values in rows.items():
+        if name in ("score", "label"):
+            _check_numbers(name, values)
+        elif name not in ("positive", "negative") or "anchor" in names:
+            _check_texts(name, values)
+    return RowsData(options, rows)
+
+
+def _lists(options: Rows, rows: Mapping[str, list]) -> dict[str, list]:
+    """Of rows with right and with wrong documents, lists of both."""
+    filled = {name: [[t for t in as_list(value) if isinstance(t, str) and t.strip()] for value in rows[name]]
+              for name in ("positive", "negative")}  # fmt: skip
+    kept = [row for row, both in enumerate(zip(*filled.values(), strict=True)) if all(both)]
+    if not kept:
+        raise UsageError("no row has both a positive and a negative document, so there is nothing to rank.")
+    if len(kept) < len(rows["query"]):
+        number = len(rows["query"]) - len(kept)
+        logger.warning(f'evaluation "{options.name}": {number} row(s) without a positive or a negative are left out.')
+    return {name: [values[row] for row in kept] for name, values in (dict(rows) | filled).items()}
+
+
+def _check_texts(name: str, values: list) -> None:
+    for row, value in enumerate(values):
+        if not isinstance(value, str) or not value.strip():
+            raise UsageError(f'row {row} (counted from 0): "{name}" is {value!r}, which is no text. Remove the row.')
+
+
+def _check_numbers(name: str, values: list) -> None:
+    for row, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+            raise UsageError(f'row {row} (counted from 0): "{name}" is {value!r}, which is no number. Remove the row.')
+    if name == "label" and set(values) != {0, 1}:
+        raise UsageError(f"labels are {', '.join(map(str, sorted(set(values))[:3]))}, and they must be 0 and 1.")
+    if len(set(values)) < 2:
+        raise UsageError(
+            "all scores are equal, so nothing can be correlated with them. Check the column and the split."
+        )

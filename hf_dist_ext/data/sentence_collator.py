@@ -22,7 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dist_ext.data.collator import CONSTANTS, NUM_PAIR_COLUMNS, RESERVED, as_list, content_ids, is_empty
+from hf_dist_ext.data.collator import (
+    CONSTANTS,
+    NUM_PAIR_COLUMNS,
+    RESERVED,
+    as_list,
+    check_columns,
+    check_same_number,
+    content_ids,
+    groups_of,
+    is_empty,
+)
+from hf_dist_ext.data.collator import labels_of as labels_of_run
 from hf_dist_ext.data.mixture import SOURCE, one_source
 from hf_dist_ext.data.tokens import (
     KEPT,
@@ -56,7 +67,7 @@ class SentenceCollator:
         prompts: a prompt for all columns, or column -> prompt, dataset -> prompt, dataset -> {column -> prompt}. A
             list in the place of a prompt: one is drawn for each row, by seed, epoch and the row's first two columns.
         routes: column -> task, or dataset -> {column -> task}.
-        max_length: tokens kept of a value, of all columns or by task; None: the model's own limits.
+        max_length: tokens kept of a value, of all columns or by column or task; None: the model's own limits.
         has_positions: a column without a task is "query" if it is the first, else "document", as of token vectors.
         tokenizer: the model's; None: it has none.
         processor: the model's, which knows how pictures are cut into tiles; None: it has none.
@@ -64,6 +75,13 @@ class SentenceCollator:
         seed: of drawn prompts.
         columns_of_source: dataset -> columns, where there are several.
         flat: tokens are not padded (engine/flat.py); DistTrainer asks for it.
+        is_of_run: rows are those of a run file: `columns` alone are embedded, a text of the first two is never empty,
+            and labels are `label_column`. The next four fields are read then alone.
+        id_column: becomes `ids["group"]`.
+        label_column: a number per row, a list of them or a list of such lists; float32.
+        label_shape: of every row's label, () for a number; None: as the rows of a batch agree.
+        same_number_of_negatives: refuses rows that have fewer negatives than others, for a loss that takes the k-th
+            negatives of all rows as a column.
 
     A value is whatever `preprocess` takes: a text, a picture, messages, a mapping of modalities. From the third column
     on a row may hold a list of texts or none, as several negatives or no negative: they follow each other, and nothing
@@ -87,8 +105,15 @@ class SentenceCollator:
     seed: int = 0
     columns_of_source: Mapping[str, Sequence[str]] = field(default_factory=dict)
     flat: bool = False
+    is_of_run: bool = False
+    id_column: str | None = None
+    label_column: str | None = None
+    label_shape: tuple[int, ...] | None = None
+    same_number_of_negatives: bool = False
 
     def __post_init__(self):
+        if self.is_of_run:
+            check_columns(self.columns, self.prompts, self.max_length, self.label_column)
         # shared with the workers of a loader, which live through an epoch
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_() if self.draws_prompts else None
         self._known: dict[str, dict[str, Any]] = {}  # column -> its constants, for texts that carry their tokens
@@ -135,11 +160,14 @@ class SentenceCollator:
         source = one_source(rows)
         if source is not None and source != self.source:
             return self.of_source(source)(rows)
-        label = label_column(rows[0])
-        columns = [name for name in rows[0] if name not in (label, SOURCE)]
+        if self.is_of_run:
+            columns, label = self._columns_of_run(rows), self.label_column
+        else:
+            label = label_column(rows[0])
+            columns = [name for name in rows[0] if name not in (label, SOURCE)]
         if reserved := [name for name in columns if name in RESERVED]:
             raise UsageError(f'The rows have a column "{reserved[0]}", a name that batches need. Rename that column.')
-        found = [_flattened(place, [row[name] for row in rows]) for place, name in enumerate(columns)]
+        found = [_flattened(place, [row.get(name) for row in rows]) for place, name in enumerate(columns)]
         values, of_row = zip(*found, strict=True)
         ids = {name: content_ids(of_column) for name, of_column in zip(columns, values, strict=True)}
         draws = _keys_of_rows(ids, columns) if self.draws_prompts else None
@@ -149,11 +177,36 @@ class SentenceCollator:
             key = None if draws is None else [draws[row] for row in of_row[place]]
             batch[name], constants[name] = self._column(name, place, values[place], key)
         batch["ids"] = ids | ({} if source is None else {SOURCE: source})
+        if self.id_column is not None:
+            batch["ids"]["group"] = groups_of(self.id_column, rows)
         if label is not None:
-            batch["targets"] = {"label": labels_of(label, [row[label] for row in rows])}
+            labels = [row.get(label) for row in rows]
+            labels = labels_of_run(label, labels, self.label_shape) if self.is_of_run else labels_of(label, labels)
+            batch["targets"] = {"label": labels}
         if constants := {name: one for name, one in constants.items() if one}:
             batch[CONSTANTS] = constants
         return batch
+
+    def _columns_of_run(self, rows: list[dict[str, Any]]) -> list[str]:
+        """Those that the rows have. Raises UsageError for rows that a run file does not allow."""
+        for place, name in enumerate(self.columns):
+            is_pair, values = place < NUM_PAIR_COLUMNS, [row.get(name) for row in rows]
+            if is_pair and (lacking := next((row for row in rows if name not in row), None)) is not None:
+                raise UsageError(f'The rows have no column "{name}", only {", ".join(lacking)}. Check columns.')
+            if is_pair and any(isinstance(value, str) and is_empty(value) for value in values):
+                raise UsageError(f'Column "{name}" holds an empty text: every row needs a {name}. Remove the row.')
+            if not is_pair and self.same_number_of_negatives:
+                check_same_number(name, [sum(not is_empty(one) for one in as_list(value)) for value in values])
+            for value in values:
+                if isinstance(value, int | float) or (is_pair and (value is None or isinstance(value, list))):
+                    raise UsageError(
+                        f'Column "{name}" holds {value!r}, which is not text. Remove the row or map a column.'
+                    )
+        return [name for name in self.columns if any(name in row for row in rows)]
+
+    def features(self, column: str, values: list) -> dict[str, Any]:
+        """Of values of a column, without a batch around them."""
+        return self._column(column, self._place(column), values, None)[0]
 
     def _column(
         self, name: str, place: int, values: list, draws: list[str] | None
@@ -181,7 +234,8 @@ class SentenceCollator:
         if draws is not None and not isinstance(prompt, str | None):
             texts = zip(values, draws, strict=True)
             values, prompt = [self._drawn(prompt, name, key) + _text(name, text) for text, key in texts], None
-        length = self.max_length if isinstance(self.max_length, int) else (self.max_length or {}).get(task or "")
+        lengths = self.max_length
+        length = lengths if isinstance(lengths, int | None) else lengths.get(name, lengths.get(task or ""))
         more = {} if length is None else {"max_length": length}
         with threads_of_tokenizer():
             found = self.preprocess(values, prompt=prompt, task=task, **more)

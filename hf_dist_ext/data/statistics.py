@@ -20,6 +20,7 @@ SAMPLED_ROWS = 1000
 SAMPLED_PICTURES = 50  # which have to be opened
 EXAMPLES = 3
 CHARACTERS = 150  # of a value in an example
+PICTURES = "pictures"  # how the words for a column of them begin
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _in_words(rows: datasets.Dataset, column: str, tokenizer: Any) -> str:
     kind = column_kind(feature)
     if kind == "image":
         sizes = [size for size in map(_size, _spread(rows, SAMPLED_PICTURES)[column]) if size is not None]
-        return f"pictures, {_span([width for width, _ in sizes])} x {_span([height for _, height in sizes])} pixels"
+        return f"{PICTURES}, {_span([width for width, _ in sizes])} x {_span([height for _, height in sizes])} pixels"
     values = [value for value in rows[column] if value is not None]
     if kind == "text":
         return f"texts of {_lengths(values, tokenizer)}"

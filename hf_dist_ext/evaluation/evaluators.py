@@ -22,7 +22,6 @@ from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation.encoder import SharedEncoder, asking, in_eval_mode
 from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.strategies import collectives
-from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.consensus import together
 
 logger = logging.get_logger(__name__)
@@ -51,6 +50,15 @@ def as_one(evaluator: Evaluator | Sequence[Evaluator] | None) -> Evaluator | Non
     return SequentialEvaluator(evaluator)
 
 
+def each_of(evaluator: Any) -> list[Any]:
+    """Evaluators one by one, those inside of a SequentialEvaluator among them; of None none."""
+    if evaluator is None:
+        return []
+    if any(kind.__name__ == "SequentialEvaluator" for kind in type(evaluator).__mro__):
+        evaluator = evaluator.evaluators
+    return [one for part in evaluator for one in each_of(part)] if isinstance(evaluator, Sequence) else [evaluator]
+
+
 def run_evaluators(
     evaluator: Evaluator | Sequence[Evaluator],
     encoder: SharedEncoder,
@@ -68,7 +76,7 @@ def run_evaluators(
         epoch, steps: how far training is; -1: no training.
     """
     run, failure, figures = encoder.encoding, None, {}
-    run.failure = None
+    run.failure, run.evaluators = None, [one for one in each_of(evaluator) if hasattr(one, "on_all_ranks")]
     with drawing_apart(seed), in_eval_mode(run.model):
         try:
             if collectives.rank() == 0:
@@ -112,15 +120,16 @@ def named(figures: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in figures.items()}
 
 
-def prefix_in_training(prefix: str, eval_dataset: Any) -> str | None:
-    """`prefix` of figures while training evaluates: of several datasets the evaluator runs once, with the first of
-    them, and as "eval". None: not with this one."""
-    if not isinstance(eval_dataset, Mapping) or not prefix.startswith("eval_"):
+def prefix_once(prefix: str, eval_dataset: Any) -> str | None:
+    """`prefix` of figures: of several datasets of a trainer the evaluator runs once, with the first of them, and as
+    "eval". None: not with this one."""
+    name = prefix.removeprefix("eval_")
+    if not isinstance(eval_dataset, Mapping) or name == prefix or name not in eval_dataset:
         return prefix
-    return "eval" if prefix == f"eval_{next(iter(eval_dataset))}" else None
+    return "eval" if name == next(iter(eval_dataset)) else None
 
 
-def check(evaluator: Any, model: Any, strategy: Strategy, is_due: bool) -> None:
+def check(evaluator: Any, model: Any, is_due: bool) -> None:
     """UsageError, before training, for a model that has no encoder. `is_due`: training evaluates."""
     if not is_due and collectives.rank() == 0:
         logger.warning(
@@ -131,11 +140,6 @@ def check(evaluator: Any, model: Any, strategy: Strategy, is_due: bool) -> None:
             f"evaluator={type(evaluator).__name__} encodes with a SentenceTransformer or MultiVectorEncoder, and the "
             f"model is a {type(model).__name__}. Give such a model, or remove evaluator."
         )
-    if strategy.is_cut:
-        raise UsageError(
-            "evaluator encodes with a whole model, and in a pipeline no process has one. Remove evaluator, or train "
-            "under multi_gpu_fsdp."
-        )
 
 
 def check_best_metric(best: str | None, evaluator: Any, others: Sequence[str]) -> str | None:
@@ -144,17 +148,66 @@ def check_best_metric(best: str | None, evaluator: Any, others: Sequence[str]) -
 
     others: names of the figures that no evaluator gives, without "eval_".
     """
-    parts = getattr(evaluator, "evaluators", [evaluator])
-    names = [getattr(part, "name", None) for part in parts]
+    parts = each_of(evaluator)
     name = (best or "").removeprefix("eval_")
     if name in others:
         return best
-    known = [*others, *(["sequential_score"] if len(parts) > 1 else [])]
-    is_open = best is None or not all(isinstance(one, str) and one for one in names)
-    if is_open or name in known or any(name.startswith(f"{one}_") for one in names):
+    is_one = len(parts) == 1 and parts[0] is evaluator
+    known = [*others, *([] if is_one else ["sequential_score"]), *(n for p in parts for n in figure_names(p) or ())]
+    starts = [name for part in parts if figure_names(part) is None for name in _names(part)]
+    is_open = best is None or not parts or not all(isinstance(one, str) and one for one in starts)
+    if is_open or name in known or any(name.startswith(f"{one}_") for one in starts):
         return None
     near = difflib.get_close_matches(name, known, 3, 0.3) or known
+    open_ones = f" Others begin with {', '.join(f'eval_{one}_' for one in starts)}." if starts else ""
     raise UsageError(
-        f'metric_for_best_model="{best}" is no figure of this run: those of its evaluators begin with '
-        f"{', '.join(f'eval_{one}_' for one in names)}. Other figures that are close: {', '.join(near[:3]) or 'none'}."
+        f'metric_for_best_model="{best}" is no figure of this run. Closest: {", ".join(near[:3]) or "none"}.'
+        f"{open_ones}"
     )
+
+
+# ---- of a run file (from_files.py), whose figures and views are known before they run ----
+
+
+def figure_names(evaluator: Any) -> Sequence[str] | None:
+    """None: only the evaluator knows them."""
+    return getattr(evaluator, "figure_names", None)
+
+
+def names_of(evaluator: Any) -> list[str]:
+    """With which figures of evaluators begin."""
+    return [one for part in each_of(evaluator) for one in _names(part) if one]
+
+
+def _names(evaluator: Any) -> list[str | None]:
+    """Its own, and those of the data sets of NanoBEIR."""
+    return [getattr(one, "name", None) for one in (evaluator, *getattr(evaluator, "evaluators", ()))]
+
+
+def headlines_of(evaluator: Any) -> list[str]:
+    """The figures that a report shows before and after training. `evaluator`: one that may have run."""
+    found = []
+    for part in each_of(evaluator):
+        own = getattr(part, "headlines", None)
+        main = getattr(part, "primary_metric", None)
+        found += ([main] if main else []) if own is None else own
+    return found
+
+
+def is_hidden(name: str, evaluator: Any) -> bool:
+    """Whether a figure, without "eval_", is one of evaluators that a report does not show."""
+    is_theirs = any(name.startswith(f"{one}_") for one in names_of(evaluator)) or name == "sequential_score"
+    return is_theirs and name not in headlines_of(evaluator)
+
+
+def by_view(evaluator: Any, figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Headline -> "whole", "dim128", "int8" and so on -> figure, of evaluations with `dims` or `precisions`.
+    `figures`: what `evaluate()` gives."""
+    found = {}
+    for part in each_of(evaluator):
+        name, prefixes = getattr(part, "name", None), getattr(part, "view_prefixes", ())
+        for headline in (getattr(part, "headlines", None) or ()) if len(prefixes) > 1 else ():
+            of_view = {prefix: f"eval_{name}_{prefix}{headline.removeprefix(f'{name}_')}" for prefix in prefixes}
+            labels = {prefix: prefix.replace("_", " ").strip() or "whole" for prefix in prefixes}
+            found[headline] = {labels[prefix]: figures[one] for prefix, one in of_view.items()}
+    return found

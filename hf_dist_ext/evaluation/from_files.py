@@ -1,10 +1,15 @@
-"""Evaluators of sentence-transformers and of mteb, made from what the `evaluations` of a run file name.
+"""Evaluators of sentence-transformers, of mteb and of whole corpora, made from what the `evaluations` of a run file
+name.
 
     evaluators = evaluators_of(read_evaluations(entries), model, columns, prompts, batch_size=32)
 
-Figures have the evaluation's name before them. Those of leading dimensions and of quantised values come from an
-evaluator of their own, with `dim256_`, `int8_` or `dim256_int8_` after the name. Where a definition of
-sentence-transformers lacks what an entry asks for, UsageError says so.
+Figures have the evaluation's name before them. Those of leading dimensions and of quantised values have `dim256_`,
+`int8_` or `dim256_int8_` after the name; but for a corpus they come from an evaluator of their own. An evaluator has
+three attributes more, for reports:
+
+    figure_names      all that it gives, None: only the evaluator knows
+    headlines         those that a report shows, of whole embeddings
+    view_prefixes     "", "dim256_" and so on, of an evaluation of several
 """
 
 from __future__ import annotations
@@ -16,20 +21,30 @@ from typing import Any, NamedTuple
 
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.evaluation import BaseEvaluator
-from sentence_transformers.multi_vector_encoder.evaluation import (
-    MultiVectorRerankingEvaluator,
-    MultiVectorTripletEvaluator,
-)
-from sentence_transformers.sentence_transformer.evaluation import (
-    EmbeddingSimilarityEvaluator,
-    RerankingEvaluator,
-    TripletEvaluator,
-)
+from sentence_transformers.multi_vector_encoder import evaluation as of_tokens
+from sentence_transformers.sentence_transformer import evaluation as of_vectors
 from sentence_transformers.util.similarity import SimilarityFunction
 
-from hf_dist_ext.data.evaluation_rows import RerankingData, SimilarityData, TripletData
-from hf_dist_ext.data.mteb_tasks import MtebData, seeds_of_its_own
+from hf_dist_ext.data.load import loading_errors
+from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation import corpus
+from hf_dist_ext.evaluation.mteb_task import MtebEvaluator
+from hf_dist_ext.run.evaluations import (
+    BinaryClassification,
+    Evaluation,
+    Mteb,
+    NanoBeir,
+    Reranking,
+    Retrieval,
+    Sides,
+    Similarity,
+    Triplet,
+)
+
+MAXSIM = "maxsim"
+OF_ONE_VECTOR = ("similarity_fn_names", "dims", "precisions")
+OF_BINARY = ("accuracy", "accuracy_threshold", "f1", "f1_threshold", "precision", "recall", "ap", "mcc")
 
 
 class EncodedSide(NamedTuple):
@@ -39,169 +54,216 @@ class EncodedSide(NamedTuple):
     prompt: str
 
 
-class EvaluatedView(NamedTuple):
+class View(NamedTuple):
     """Of embeddings: leading dimensions, and values in a lower precision. None: all, and as they are."""
 
-    name: str
-    dim: int | None
-    precision: str | None
+    dim: int | None = None
+    precision: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        return "".join(f"{part}_" for part in (f"dim{self.dim}" if self.dim else "", self.precision) if part)
+
+
+class Made(NamedTuple):
+    """`figures`: names of what the evaluator gives, without that of the evaluation; None: it does not say."""
+
+    evaluator: Any
+    figures: Sequence[str] | None
+    headlines: Sequence[str] | None
 
 
 def evaluators_of(
     given: Sequence[Any],
     model: Any,
-    columns: Sequence[str],
-    prompts: Mapping[str, str],
+    columns: Sequence[str] = ("query", "positive"),
+    prompts: Mapping[str, str] | None = None,
     tasks: Mapping[str, str] | None = None,
     batch_size: int = 32,
+    similarity: str | None = None,
 ) -> list[BaseEvaluator]:
     """
     Args:
-        given: of `read_evaluations`; a corpus has no evaluator here.
+        given: of `read_evaluations`.
         model: the SentenceTransformer or MultiVectorEncoder that trains.
         columns: of the run, queries first.
         prompts: column -> the text before its rows; "": none.
         tasks: column -> "query" or "document", the side of the model that encodes it; None: the first column is the
             query, the others are documents.
+        similarity: how embeddings are compared where an evaluation does not say it; None: as the model says.
+
+    Raises:
+        UsageError: what does not fit the model, the columns, or an evaluator of sentence-transformers.
     """
     tasks = tasks or {column: "document" if i else "query" for i, column in enumerate(columns)}
-
-    def side(column: str | None, prompt: str | None, default: str) -> EncodedSide:
-        column = default if column is None else column
-        return EncodedSide(tasks.get(column), prompts.get(column, "") if prompt is None else prompt)
-
+    similarity = MAXSIM if isinstance(model, MultiVectorEncoder) else similarity or model.similarity_fn_name
     found = []
-    for data in given:
-        options = data.options
-        if type(data) not in KINDS:
-            raise UsageError(
-                f'evaluation "{options.name}": a corpus is evaluated by hf_dist_ext itself. Leave it out.'
-            )
-        sides = {None: side(getattr(options, "column", None), getattr(options, "prompt", ""), columns[0])}
-        if hasattr(options, "query_column"):
-            sides["query"] = side(options.query_column, options.query_prompt, columns[0])
-            sides["document"] = side(options.corpus_column, options.corpus_prompt, columns[1])
-        for dim, precision in product([None, *(options.dims or ())], [None, *(options.precisions or ())]):
-            parts = [options.name, f"dim{dim}" if dim else "", precision or ""]
-            view = EvaluatedView("_".join(filter(None, parts)), dim, precision)
-            evaluator = KINDS[type(data)](data, model, view, batch_size)
-            evaluator.embed_inputs = partial(_embedded, evaluator.embed_inputs, sides)
-            found.append(evaluator)
+    with first_of_node():  # the others take from the caches what it has made
+        for data in given:
+            try:
+                sides = _sides(data.options, columns, prompts or {}, tasks)
+                found += _of_views(data, model, sides, similarity, batch_size)
+            except UsageError as error:
+                raise UsageError(f'evaluation "{data.options.name}": {error}') from None
     return found
 
 
+def _sides(
+    options: Evaluation, columns: Sequence[str], prompts: Mapping[str, str], tasks: Mapping[str, str]
+) -> dict[str | None, EncodedSide]:
+    def side(column_field: str, prompt_field: str, default: str) -> EncodedSide:
+        column, prompt = getattr(options, column_field, None), getattr(options, prompt_field, "")
+        if column is not None and column not in columns:
+            raise UsageError(f'{column_field}="{column}" is no column of this run: {", ".join(columns)}.')
+        column = default if column is None else column
+        return EncodedSide(tasks.get(column), prompts.get(column, "") if prompt is None else prompt)
+
+    sides: dict[str | None, EncodedSide] = {None: side("column", "prompt", columns[0])}
+    if isinstance(options, Sides):
+        sides["query"] = side("query_column", "query_prompt", columns[0])
+        sides["document"] = side("corpus_column", "corpus_prompt", columns[1])
+    return sides
+
+
+def _of_views(data: Any, model: Any, sides: Mapping, similarity: str, batch_size: int) -> list[BaseEvaluator]:
+    options, found = data.options, []
+    _check_fits(options, model)
+    views = [View(*one) for one in product([None, *(options.dims or ())], [None, *(options.precisions or ())])]
+    for view in views[:1] if isinstance(options, Retrieval) else views:  # a corpus is looked at in all views at once
+        name = f"{options.name}_{view.prefix}".removesuffix("_")
+        evaluator, figures, headlines = KINDS[type(options)](data, model, view, name, similarity, batch_size)
+        for one in getattr(evaluator, "evaluators", [evaluator]):
+            one.embed_inputs = partial(_embedded, one.embed_inputs, sides)
+        evaluator.figure_names = None if figures is None else [f"{name}_{one}" for one in figures]
+        if view.prefix:
+            evaluator.headlines = []
+        else:
+            evaluator.headlines = None if headlines is None else [f"{name}_{one}" for one in headlines]
+            evaluator.view_prefixes = [view.prefix for view in views]
+        found.append(evaluator)
+    return found
+
+
+def _check_fits(options: Evaluation, model: Any) -> None:
+    if not isinstance(model, MultiVectorEncoder):
+        width = model.get_embedding_dimension()
+        if width and (wide := [dim for dim in options.dims or () if dim > width]):
+            raise UsageError(f"dims has {wide[0]}, but embeddings have {width}.")
+        return
+    if isinstance(options, (Similarity, Mteb)):
+        raise UsageError(
+            "it compares one vector per row, and the model gives token vectors. Remove it, or train a model with one "
+            "vector per row."
+        )
+    if given := [field for field in OF_ONE_VECTOR if getattr(options, field)]:
+        raise UsageError(
+            f"{given[0]} is of one vector per row, and the model gives token vectors, which are compared by MaxSim. "
+            f"Remove {given[0]}."
+        )
+
+
 def _embedded(
-    embed: Callable,
-    sides: Mapping[str | None, EncodedSide],
-    model: Any,
-    rows: Any,
-    encode_fn_name: str | None = None,
-    **more,
+    embed: Callable, sides: Mapping, model: Any, rows: Any, encode_fn_name: str | None = None, **more: Any
 ) -> Any:
     """In the place of an evaluator's `embed_inputs`."""
     task, prompt = sides[encode_fn_name]
     more |= {"task": task} if encode_fn_name is None and task else {}
     more |= {"encode_fn_name": task} if encode_fn_name is not None else {}
-    return embed(model, rows, prompt=prompt, **more)
+    return embed(model, rows, **more | {"prompt": prompt})
 
 
-def _similarity(data: SimilarityData, model: Any, view: EvaluatedView, batch_size: int) -> BaseEvaluator:
-    if isinstance(model, MultiVectorEncoder):
-        raise UsageError(
-            f'evaluation "{data.options.name}": sentence-transformers correlates no scores of token vectors. Remove '
-            "it, or train a model with one vector per row."
-        )
-    first, second = (data.items.take(numbers) for numbers in data.pairs.T)
-    return EmbeddingSimilarityEvaluator(
-        first, second, data.scores.tolist(), batch_size, name=view.name, precision=view.precision,
-        truncate_dim=view.dim, similarity_fn_names=_similarities(data.options, model), write_csv=False,
+def _encoded(model: Any, rows: list, encode_fn_name: str | None = None, **options: Any) -> Any:
+    return getattr(model, f"encode_{encode_fn_name}" if encode_fn_name else "encode")(rows, **options)
+
+
+# ---- (data, model, view, name, similarity, batch_size) -> Made ----
+
+
+def _retrieval(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+    short = [corpus.names(data.options, similarity, is_short) for is_short in (False, True)]
+    figures, headlines = ([one.removeprefix(f"{name}_") for one in names] for names in short)
+    prefixes = tuple(f"{one}_" for one in _similarities(data.options, similarity))
+    headlines = [one for one in headlines if one.startswith(prefixes)]
+    return Made(corpus.CorpusEvaluator(data, similarity, batch_size, _encoded), figures, headlines)
+
+
+def _similarity(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+    names = _similarities(data.options, similarity)
+    evaluator = of_vectors.EmbeddingSimilarityEvaluator(
+        *data.columns.values(), batch_size, name=name, precision=view.precision, truncate_dim=view.dim,
+        similarity_fn_names=names, write_csv=False,
     )  # fmt: skip
+    figures = [f"{figure}_{one}" for one in _with_max(names) for figure in ("pearson", "spearman")]
+    return Made(evaluator, figures, [one for one in figures if one.startswith("spearman")])
 
 
-def _triplet(data: TripletData, model: Any, view: EvaluatedView, batch_size: int) -> BaseEvaluator:
-    _refuse_precision(data.options, view)
-    rows = [data.queries.take(data.anchors), *map(data.documents.take, (data.positives, data.negatives))]
-    more = {"margin": data.options.margin, "name": view.name, "batch_size": batch_size, "write_csv": False}
-    if isinstance(model, MultiVectorEncoder):
-        return MultiVectorTripletEvaluator(*rows, **more)
-    return TripletEvaluator(
-        *rows, truncate_dim=view.dim, similarity_fn_names=_similarities(data.options, model), **more
-    )
+def _binary(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+    names = _similarities(data.options, similarity)
+    first, second, labels = data.columns.values()
+    evaluator = of_vectors.BinaryClassificationEvaluator(
+        first, second, [int(label) for label in labels], name, batch_size, write_csv=False, truncate_dim=view.dim,
+        similarity_fn_names=names,
+    )  # fmt: skip
+    figures = [f"{one}_{figure}" for one in _with_max(names) for figure in OF_BINARY]
+    return Made(evaluator, figures, [one for one in figures if one.endswith("_ap")])
 
 
-def _reranking(data: RerankingData, model: Any, view: EvaluatedView, batch_size: int) -> BaseEvaluator:
-    _refuse_precision(data.options, view)
-    rows = [
-        {"query": query, "positive": documents[:num_right], "negative": documents[num_right:]}
-        for query, documents, num_right in zip(
-            data.queries.take(data.asked), map(data.documents.take, data.listed), data.num_right, strict=True
+def _triplet(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+    rows, names = data.columns.values(), _similarities(data.options, similarity)
+    more = {"margin": data.options.margin, "name": name, "batch_size": batch_size, "write_csv": False}
+    if similarity == MAXSIM:
+        evaluator = of_tokens.MultiVectorTripletEvaluator(*rows, **more)
+    else:
+        evaluator = of_vectors.TripletEvaluator(*rows, truncate_dim=view.dim, similarity_fn_names=names, **more)
+    figures = [f"{one}_accuracy" for one in _with_max(names)]
+    return Made(evaluator, figures, figures)
+
+
+def _reranking(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+    rows = [dict(zip(data.columns, row, strict=True)) for row in zip(*data.columns.values(), strict=True)]
+    k = data.options.at_k
+    more = {"at_k": k, "name": name, "batch_size": batch_size, "write_csv": False}
+    figures = ["map", f"mrr@{k}", f"ndcg@{k}"]
+    if similarity == MAXSIM:
+        return Made(of_tokens.MultiVectorRerankingEvaluator(rows, **more), figures, figures)
+    (one,) = _similarities(data.options, similarity)
+    compare = SimilarityFunction.to_similarity_fn(one)
+    evaluator = of_vectors.RerankingEvaluator(rows, similarity_fct=compare, truncate_dim=view.dim, **more)
+    return Made(evaluator, figures, figures)
+
+
+def _nano_beir(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+    options = data.options
+    given = {"dataset_id": options.path, "batch_size": batch_size, "write_csv": False}
+    with loading_errors(options.path):
+        if similarity == MAXSIM:
+            return Made(of_tokens.MultiVectorNanoBEIREvaluator(options.dataset_names, **given), None, None)
+        compare = {similarity: SimilarityFunction.to_similarity_fn(similarity)}
+        evaluator = of_vectors.NanoBEIREvaluator(
+            options.dataset_names, truncate_dim=view.dim, score_functions=compare, **given
         )
-    ]
-    more = {"at_k": data.options.at_k, "name": view.name, "batch_size": batch_size, "write_csv": False}
-    if isinstance(model, MultiVectorEncoder):
-        return MultiVectorRerankingEvaluator(rows, **more)
-    (similarity,) = _similarities(data.options, model)
-    compare = SimilarityFunction.to_similarity_fn(similarity)
-    return RerankingEvaluator(rows, similarity_fct=compare, truncate_dim=view.dim, **more)
+    return Made(evaluator, None, None)
 
 
-def _similarities(options: Any, model: Any) -> list[str]:
-    return options.similarity_fn_names or [model.similarity_fn_name]
+def _mteb(data: Any, model: Any, view: View, name: str, similarity: str, batch_size: int) -> Made:
+    evaluator = MtebEvaluator(data.options, similarity, batch_size, _encoded)
+    return Made(evaluator, ["main_score"], ["main_score"])
 
 
-def _refuse_precision(options: Any, view: EvaluatedView) -> None:
-    if view.precision:
-        raise UsageError(
-            f'evaluation "{options.name}": the evaluators of sentence-transformers for triplets and lists quantise '
-            "nothing. Remove precisions; those of pairs with a score and of a corpus take it."
-        )
+def _similarities(options: Evaluation, similarity: str) -> list[str]:
+    return list(options.similarity_fn_names or [similarity])
 
 
-class MtebEvaluator(BaseEvaluator):
-    """A task of `mteb` whose data are in a folder: its main score, the mean over its splits and subsets."""
-
-    def __init__(self, data: MtebData, model: Any, view: EvaluatedView, batch_size: int):
-        super().__init__()
-        self.task, self.name, self.batch_size = data.task, view.name, batch_size
-        self.primary_metric = f"{view.name}_main_score"
-
-    def __call__(self, model: Any, output_path: Any = None, epoch: float = -1, steps: int = -1) -> dict[str, float]:
-        import mteb
-
-        with seeds_of_its_own():
-            result = mteb.evaluate(
-                _MtebModel(model, self.embed_inputs), self.task, cache=None, co2_tracker=False,
-                encode_kwargs={"batch_size": self.batch_size, "show_progress_bar": False},
-                overwrite_strategy="always", show_progress_bar=False,
-            )  # fmt: skip
-        (of_task,) = result.task_results
-        metrics = {self.primary_metric: of_task.get_score()}
-        self.store_metrics_in_model_card_data(model, metrics, epoch, steps)
-        return metrics
-
-    def embed_inputs(self, model: Any, rows: list, encode_fn_name: str | None = None, **options: Any) -> Any:
-        return getattr(model, f"encode_{encode_fn_name}" if encode_fn_name else "encode")(rows, **options)
+def _with_max(names: Sequence[str]) -> list[str]:
+    return [*names, "max"] if len(names) > 1 else list(names)
 
 
-class _MtebModel:
-    """What mteb calls an encoder (`mteb.models.EncoderProtocol`)."""
-
-    def __init__(self, model: Any, embed: Callable):
-        from mteb.models import ModelMeta
-
-        self.model, self.embed, self.mteb_model_meta = model, embed, ModelMeta.create_empty()
-        self.similarity, self.similarity_pairwise = model.similarity, model.similarity_pairwise
-
-    def encode(self, inputs: Any, *, prompt_type: Any = None, batch_size: int = 32, **others: Any) -> Any:
-        """(texts, D). `inputs`: batches with "text"; `prompt_type`: whether they are queries or documents."""
-        rows = [text for batch in inputs for text in batch["text"]]
-        kind = getattr(prompt_type, "value", None)
-        return self.embed(self.model, rows, kind if kind in ("query", "document") else None, batch_size=batch_size)
-
-
-KINDS: dict[type, Callable[[Any, Any, EvaluatedView, int], Any]] = {
-    SimilarityData: _similarity,
-    TripletData: _triplet,
-    RerankingData: _reranking,
-    MtebData: MtebEvaluator,
+KINDS: dict[type, Callable[..., Made]] = {
+    Retrieval: _retrieval,
+    Similarity: _similarity,
+    BinaryClassification: _binary,
+    Triplet: _triplet,
+    Reranking: _reranking,
+    NanoBeir: _nano_beir,
+    Mteb: _mteb,
 }

@@ -1,6 +1,7 @@
 """The gradient cache over frozen parts: nothing frozen is encoded twice.
 
-(1) a column whose tower is frozen trains nothing: its rows are encoded once and leave pass 3
+(1) a column whose part of the model is frozen trains nothing: its rows are encoded once and leave pass 3
+    (Embedder.frozen_columns)
 (2) a frozen backbone under a trainable projection is encoded once; its pooled vectors (R, H) become the features of a
     batch of their own, so that the cached step's chunks, graphs and replays are the projection's alone
 
@@ -18,28 +19,12 @@ from hf_dist_ext.engine.chunks import ChunkedBatch
 from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.models.embedder import embedder_of
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
-
-
-def frozen_columns(model: nn.Module, columns: Mapping[str, object]) -> set[str]:
-    """Columns of a bare model that train nothing; columns that share one tower are told apart by (2) only."""
-    if not isinstance(model, TowerModel):
-        return set()
-    frozen = {name for name, tower in model.towers.items() if _is_frozen(tower)}
-    return {column for column in columns if model.column_to_tower.get(column) in frozen}
 
 
 def has_frozen_backbone(model: nn.Module) -> bool:
     """Whether pooled vectors are constants of the run: the model goes on from them. Token vectors would take the
     memory that the cache saves."""
-    if isinstance(model, EmbeddingModel):
-        return model.gives_one_vector and model.projection is not None and _is_frozen(model.backbone)
     return embedder_of(model).num_frozen is not None
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    return not any(p.requires_grad for p in module.parameters())
 
 
 def batch_of_pooled(pooled: Mapping[str, torch.Tensor]) -> ChunkedBatch:

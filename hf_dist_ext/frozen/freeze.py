@@ -25,7 +25,6 @@ from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.plan import FreezePlan, GroupReport, format_report, plan_freezing, report
 from hf_dist_ext.frozen.run_mode import release, set_frozen_mode
 from hf_dist_ext.models.embedder import embedder_of
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +57,7 @@ def stand_in_for_images(
     elsewhere zero gradients do for DDP (`Strategy.reaching_all`). `model`: without its wrappers.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model = base.backbone if isinstance(base, EmbeddingModel) else model
+    model = getattr(base, "transformers_model", None) or model
     groups, makes_pictures = module_groups(model), getattr(processor, "image_processor", None)
     if makes_pictures is None or "vision" not in groups or not hasattr(model, "get_image_features"):
         return None

@@ -1,8 +1,9 @@
 """The parts of a model by name, and which parameters a pattern selects.
 
 (1) groups are read off the model's own structure: a vision-language model has `vision` (its image encoder), `language`
-    (its decoder and output head) and `projector` (all the rest, and the merger inside an image encoder); an
-    `EmbeddingModel` has `backbone`, `pooling`, `projection`; a `TowerModel` one group per tower
+    (its decoder and output head) and `projector` (all the rest, and the merger inside an image encoder); a
+    SentenceTransformer has `backbone`, `pooling`, `projection` (its Dense modules), or a group for each part of a dual
+    encoder (`text`, `image`) and each route of a Router (`query`, `document`)
 (2) a pattern selects parameters: a list holds group names, exact module or parameter names, or dotted suffixes of
     them; a string is one regular expression over full names
 """
@@ -20,7 +21,8 @@ from typing import Any
 from torch import nn
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.strategies.tensors import num_elements
+from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
+from hf_dist_ext.strategies.tensors import num_elements, own_class
 
 Patterns = Sequence[str] | str | None
 
@@ -57,8 +59,16 @@ def module_groups(model: nn.Module) -> dict[str, Group]:
     for name, module in model.named_modules():
         names.setdefault(id(module), name)
     groups: dict[str, Group] = {}
-    if isinstance(getattr(inner, "towers", None), nn.ModuleDict):
-        groups = {tower: Group(tower, (names[id(module)],)) for tower, module in inner.towers.items()}
+    if is_of_sentence_transformers(inner):
+        parts = dict(embedder_of(inner).parts)
+        if not parts:
+            first, *rest = inner.children()
+            parts["backbone"] = [first]
+            for name, kind in (("pooling", "Pooling"), ("projection", "Dense")):
+                if found := [one for one in rest if own_class(one).__name__ == kind]:
+                    parts[name] = found
+        groups = {name: Group(name, tuple(names[id(one)] for one in modules)) for name, modules in parts.items()}
+        inner = getattr(inner, "transformers_model", None) or inner
     elif isinstance(getattr(inner, "backbone", None), nn.Module) and hasattr(inner, "pooling"):
         for name in ("backbone", "pooling", "projection"):
             part = getattr(inner, name, None)

@@ -6,8 +6,8 @@ the model goes on from there.
     part.compute(name, inputs)          # (n, ...) features
     part.put(batch, name, features)     # the batch that the rest of the model goes on from
 
-(1) an `EmbeddingModel` with a frozen backbone: pooled vectors, one per row of every column
-(2) a `TowerModel` with frozen towers: their embeddings, one per row of their columns
+(1) a SentenceTransformer whose backbone is frozen: pooled vectors, one per row of every column
+(2) a dual encoder or a Router with a frozen part: its embeddings, one per row of the columns that it reads
 (3) a vision-language model with a frozen image encoder: what its projector is given, one per image. The encoder's
     forward is then a stand-in that returns zeros of the right shapes, and the projector's input is replaced
 """
@@ -23,10 +23,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.encode_once import frozen_columns, has_frozen_backbone
+from hf_dist_ext.frozen.encode_once import has_frozen_backbone
 from hf_dist_ext.frozen.groups import image_arguments, module_groups
-from hf_dist_ext.models.embedder import embedder_of
-from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.models.embedder import VECTORS, Embedder, embedder_of
 
 NO_COLUMNS = ("ids", "targets", "constants")  # of a batch
 FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the model's forward
@@ -34,12 +33,12 @@ FEATURES = "frozen_features"  # the key of (3) in a batch; it never reaches the 
 Batch = dict[str, Any]
 
 
-def frozen_leading_part(model: nn.Module) -> PooledVectors | TowerVectors | ImageEncoder:
+def frozen_leading_part(model: nn.Module) -> PooledVectors | PartVectors | ImageEncoder:
     """Raises UsageError when nothing before the first trainable parameter can be cached."""
     if has_frozen_backbone(model):
         return PooledVectors(model)
-    if isinstance(model, TowerModel) and frozen_columns(model, model.column_to_tower):
-        return TowerVectors(model)
+    if (embedder := embedder_of(model)).frozen_parts:
+        return PartVectors(model, embedder)
     if "vision" in module_groups(model) and hasattr(model, "get_image_features"):
         return ImageEncoder(model)
     raise UsageError(
@@ -71,25 +70,27 @@ class PooledVectors:
         return f"pooled {self.embedder.described_frozen}{of_column}"
 
 
-class TowerVectors:
+class PartVectors:
     """(2)"""
 
-    def __init__(self, model: TowerModel):
-        self.model = model
-        self.columns = frozen_columns(model, model.column_to_tower)
-        self.modules = [model.towers[name] for name in sorted({model.column_to_tower[c] for c in self.columns})]
+    def __init__(self, model: nn.Module, embedder: Embedder):
+        self.model, self.embedder = model, embedder
+        self.modules = [module for modules in embedder.frozen_parts.values() for module in modules]
+        self.constants: Mapping[str, Mapping[str, Any]] = {}  # of the last batch
 
     def inputs(self, batch: Batch) -> dict[str, Mapping[str, torch.Tensor]]:
-        return {name: features for name, features in batch.items() if name in self.columns}
+        self.constants = batch.get("constants", {})
+        columns = {name: features for name, features in batch.items() if name not in NO_COLUMNS}
+        return {name: columns[name] for name in self.embedder.frozen_columns(columns, self.constants)}
 
     def compute(self, name: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.model(column=name, **inputs).embeddings
+        return self.embedder.call(self.model, inputs, name, self.constants.get(name))
 
     def put(self, batch: Batch, name: str, features: torch.Tensor) -> Batch:
-        return {**batch, name: {"vectors": features}}
+        return {**batch, name: {VECTORS: features}}
 
     def salt(self, name: str) -> str:
-        return f"tower {self.model.column_to_tower[name]} {self.model.normalize}"
+        return f"vectors {self.embedder.described}{self.constants.get(name, '')}"
 
 
 class _Reached(Exception):

@@ -20,23 +20,18 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from tokenizers import normalizers
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForTextEncoding,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
-from transformers.utils import cached_file
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models import static_backbone
-from hf_dist_ext.models.model_folder import READING, STATIC, first_module, read_json, resolve_folder
 from hf_dist_ext.models.weights import shortened
 from hf_dist_ext.strategies import plans, splitting
 
@@ -98,7 +93,6 @@ def load_backbone(
     class -> one that reads this process's stages of a pipeline only. `quantization_config`: transformers' one.
     `subfolder`: where in the folder it lies.
     """
-    static_backbone.register()
     name = str(name_or_path)
     options = {"trust_remote_code": trust_remote_code, "revision": revision or "main", "subfolder": subfolder}
     with loading_errors(name):
@@ -132,45 +126,18 @@ def warn_of_own_code(name: str | Path, config: PreTrainedConfig, trust_remote_co
         )
 
 
-def load_tokenizer(name_or_path: str | Path, **options) -> Any:
-    """The tokenizer that a model's folder or hub name comes with; `options` go to AutoTokenizer."""
-    revision = options.get("revision")
-    if kind_of_model(name_or_path, revision) == STATIC:
-        return static_backbone.load_tokenizer(first_module(resolve_folder(name_or_path, revision))[1])
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-    return lower_cased(tokenizer, name_or_path) if _asks_for_lower_case(name_or_path, revision) else tokenizer
+class StaticConfig(PreTrainedConfig):
+    """Of a table of vectors without layers, which sentence-transformers calls StaticEmbedding; `initializer_range` 1.0
+    is how it starts."""
+
+    model_type = "static_embedding"
+    vocab_size: int = 32000
+    hidden_size: int = 256
+    initializer_range: float = 1.0
+    pad_token_id: int | None = None
 
 
-def lower_cased(tokenizer: Any, name_or_path: str | Path) -> Any:
-    """The tokenizer, which makes all letters small from now on, and so do its files once it is saved."""
-    if not tokenizer.is_fast:
-        raise UsageError(
-            f"{name_or_path} asks for do_lower_case, and {type(tokenizer).__name__} has no tokenizer.json that could "
-            "do it. Use a fast tokenizer, or lower the texts of the data and remove do_lower_case."
-        )
-    backend = tokenizer.backend_tokenizer
-    own = backend.normalizer
-    if own is None or own.normalize_str("A") != "a":
-        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([own] if own is not None else [])])
-    return tokenizer
-
-
-def _asks_for_lower_case(name_or_path: str | Path, revision: str | None) -> bool:
-    modules = cached_file(name_or_path, "modules.json", revision=revision, **NOTHING_IS_RAISED)
-    if modules is None:
-        return False
-    inside = first_module(Path(modules).parent)[1].relative_to(Path(modules).parent)
-    for name in READING:
-        path = cached_file(name_or_path, str(inside / name), revision=revision, **NOTHING_IS_RAISED)
-        if path is not None:
-            return bool(read_json(Path(path)).get("do_lower_case"))
-    return False
-
-
-def kind_of_model(name_or_path: str | Path, revision: str | None = None) -> str:
-    """The first module of a folder or hub name in sentence-transformers' layout; "" for any other."""
-    modules = cached_file(name_or_path, "modules.json", revision=revision, **NOTHING_IS_RAISED)
-    return "" if modules is None else first_module(Path(modules).parent)[0]
+AutoConfig.register(StaticConfig.model_type, StaticConfig, exist_ok=True)
 
 
 def load_complete(model_class: Any, name_or_path: str | Path, **options) -> PreTrainedModel:
@@ -209,7 +176,6 @@ def hidden_size(config: PreTrainedConfig) -> int:
 
 
 def parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    static_backbone.register()
     config = dict(config)
     model_type = config.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:

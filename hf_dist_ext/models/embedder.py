@@ -13,7 +13,7 @@ Shapes: B rows, T tokens of the longest, t real tokens of all rows, D the embedd
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -22,12 +22,15 @@ from torch import nn
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models import packing
-from hf_dist_ext.models.multi_vector import real_in_front
 from hf_dist_ext.policy import TOKENS, why_many_calls
+from hf_dist_ext.strategies.tensors import own_class
 
 PACKAGE = "sentence_transformers"
 EMBEDDING, TOKEN_EMBEDDINGS = "sentence_embedding", "token_embeddings"  # sentence-transformers' names
+VECTORS = "vectors"  # a feature: embeddings, which nothing follows on
 POOLED = "pooled"  # a feature: what the frozen modules that come first have given
+# The parts of CLIP and SigLIP, by transformers' names.
+PARTS_OF_DUAL = {"text": ("text_model", "text_projection"), "image": ("vision_model", "visual_projection")}
 PART = "part"  # an argument of a forward that `_cut_forward` has cut
 
 
@@ -124,16 +127,36 @@ class Embedder:
     @property
     def frozen_modules(self) -> list[nn.Module]:
         """What gives the feature `pooled`."""
-        return [self.model.backbone]  # type: ignore[list-item]
+        return []
 
     @property
     def described_frozen(self) -> str:
         """What these compute beside their weights."""
-        return str(self.model.pooling)
+        return ""
+
+    @property
+    def described(self) -> str:
+        """The same of all modules."""
+        return ""
 
     def freeze_unread(self) -> set[str]:
         """Parameters that no embedding depends on do not train. Returns their names."""
         return set()
+
+    @property
+    def frozen_parts(self) -> dict[str, list[nn.Module]]:
+        """Part of the model that reads some of the columns -> its modules, where these train nothing, nor does what
+        follows on them."""
+        return {}
+
+    def part_of(self, features: Mapping[str, Any], constants: Mapping[str, Any]) -> str | None:
+        """The part that reads a column of these features; None: the whole model does."""
+        return None
+
+    def frozen_columns(self, batch: Mapping[str, Mapping[str, Any]], constants: Mapping[str, Any]) -> set[str]:
+        """Columns of a batch that train nothing. Letting one model read all of them is not meant by it."""
+        frozen = self.frozen_parts
+        return {name for name, one in batch.items() if frozen and self.part_of(one, constants.get(name, {})) in frozen}
 
     def call(
         self,
@@ -215,9 +238,15 @@ class SentenceEmbedder(Embedder):
     def has_token_vectors(self) -> bool:
         return any(kind.__name__ == "MultiVectorEncoder" for kind in type(self.model).__mro__)
 
-    @property
+    @cached_property
     def gives_every_token(self) -> bool:
-        return False
+        first, *others = self.modules
+        masks = [module for module in others if _name(module) == "MultiVectorMask"]
+        if not masks or not {_name(module) for module in others} <= {"Dense", "Normalize", "MultiVectorMask"}:
+            return False
+        leaves_some_out = any(mask.skiplist_words or mask.keep_only_token_ids for mask in masks)
+        is_of_text = _name(first) == "Transformer" and set(first.modality_config) == {"text"}
+        return self.has_own_forward and is_of_text and first.query_expansion is None and not leaves_some_out
 
     @property
     def num_frozen(self) -> int | None:
@@ -234,9 +263,37 @@ class SentenceEmbedder(Embedder):
     def frozen_modules(self) -> list[nn.Module]:
         return self.modules[: self.num_frozen]
 
+    @cached_property
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """Of a dual encoder "text" and "image", of a Router its routes; {} for others."""
+        first = self.modules[0]
+        if _name(first) == "Router":
+            return {name: list(route) for name, route in first.sub_modules.items()}
+        if (found := dual_encoder_of(first)) is None:
+            return {}
+        return {
+            name: [one for of in names if isinstance(one := getattr(found, of, None), nn.Module)]
+            for name, names in PARTS_OF_DUAL.items()
+        }
+
+    @property
+    def frozen_parts(self) -> dict[str, list[nn.Module]]:
+        if not self.has_own_forward or _any_trains(self.modules[1:]):
+            return {}
+        return {name: modules for name, modules in self.parts.items() if not _any_trains(modules)}
+
+    def part_of(self, features: Mapping[str, Any], constants: Mapping[str, Any]) -> str | None:
+        if _name(self.modules[0]) == "Router":
+            return self.modules[0]._resolve_route(constants.get("task"), constants.get("modality"))  # type: ignore
+        return ("image" if "pixel_values" in features else "text") if self.parts else None
+
     @property
     def described_frozen(self) -> str:
-        return repr([(type(one).__name__, getattr(one, "get_config_dict", dict)()) for one in self.frozen_modules])
+        return _described(self.frozen_modules)
+
+    @property
+    def described(self) -> str:
+        return _described(self.modules)
 
     def freeze_unread(self) -> set[str]:
         """A Transformer that hands on the vectors of tokens has a pooler which nobody reads. It would have no state in
@@ -248,6 +305,11 @@ class SentenceEmbedder(Embedder):
                     found |= {
                         f"{name}.model.pooler.{own}" for own, _ in pooler.requires_grad_(False).named_parameters()
                     }
+            elif (dual := dual_encoder_of(module)) is not None:  # the loss has a scale of its own
+                for own in ("logit_scale", "logit_bias"):
+                    if isinstance(scale := getattr(dual, own, None), nn.Parameter):
+                        scale.requires_grad_(False)
+                        found.add(f"{name}.model.{own}")
         return found
 
     def call(
@@ -258,6 +320,8 @@ class SentenceEmbedder(Embedder):
         constants: Mapping[str, Any] | None = None,
         stops_at_pooled: bool = False,
     ) -> Any:
+        if VECTORS in features:  # of a frozen part
+            return features[VECTORS]
         given = {**features, **(constants or {})}
         more: dict[str, Any] = {name: given[name] for name in self.reads if name in given}
         if stops_at_pooled or POOLED in given:
@@ -325,6 +389,21 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(base.forward).parameters
 
 
+def real_in_front(tokens: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T, H) and (B, T) -> the same with each row's real tokens first, in their order, whichever side the padding
+    is on; the mask is boolean. Chunks of different widths then put a token at the same place."""
+    if attention_mask is None:
+        return tokens, torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+    if attention_mask.shape != tokens.shape[:2]:
+        raise UsageError(
+            f"attention_mask {tuple(attention_mask.shape)} must be (rows, tokens) = {tuple(tokens.shape[:2])} to tell "
+            "which token vectors are real."
+        )
+    is_real = attention_mask.bool()
+    order = is_real.int().argsort(dim=1, descending=True, stable=True)  # (B, T)
+    return tokens.gather(1, order[..., None].expand_as(tokens)), is_real.gather(1, order)
+
+
 def check_embeddings(embeddings: Any, model: nn.Module, num_rows: int) -> None:
     """UsageError for what a model returns that is no tensor (num_rows, D), nor a mapping of tensors over the rows."""
     if not isinstance(embeddings, Mapping):
@@ -339,6 +418,21 @@ def check_embeddings(embeddings: Any, model: nn.Module, num_rows: int) -> None:
     )
 
 
+def dual_encoder_of(module: nn.Module) -> Any:
+    """The model inside a Transformer that embeds texts and pictures by a part of its own each; None: it is no such."""
+    found = getattr(module, "model", None) if _name(module) == "Transformer" else None
+    has_parts = all(isinstance(getattr(found, names[0], None), nn.Module) for names in PARTS_OF_DUAL.values())
+    return found if has_parts and hasattr(found, "get_text_features") else None
+
+
+def _described(modules: Iterable[Any]) -> str:
+    return repr([(type(one).__name__, getattr(one, "get_config_dict", dict)()) for one in modules])
+
+
+def _any_trains(modules: Iterable[nn.Module]) -> bool:
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
+
+
 def _gives_vectors(module: nn.Module) -> bool:
     return _name(module) in ("Pooling", "StaticEmbedding") or getattr(module, "module_output_name", "") == EMBEDDING
 
@@ -351,7 +445,7 @@ def _drops_out(module: nn.Module) -> bool:
 def _name(module: nn.Module) -> str:
     """The class of a module that sentence-transformers ships, without the prefix that FSDP2 gives it; "" for others: a
     subclass may do anything."""
-    kind = next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+    kind = own_class(module)
     return kind.__name__ if kind.__module__.startswith(f"{PACKAGE}.") else ""
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.model import BaseModel
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 from tokenizers import Tokenizer
@@ -36,6 +36,7 @@ from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.utils import cached_file
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models.adapters import merge_inside, put_inside
 from hf_dist_ext.models.backbones import (
     NOTHING_IS_RAISED,
     build_backbone,
@@ -48,6 +49,7 @@ from hf_dist_ext.models.backbones import (
     warn_of_own_code,
     without_pooler,
 )
+from hf_dist_ext.models.folders import resolve_folder
 from hf_dist_ext.policy import TOKENS
 from hf_dist_ext.strategies.stages import put_back
 
@@ -79,6 +81,7 @@ def build(
     projection_dim: int | None = None,
     projection_bias: bool = False,
     normalize: bool | None = None,
+    merges_adapters: bool = True,
 ) -> SentenceTransformer | MultiVectorEncoder:
     """The model of a folder or hub name, or one with random weights of a configuration. It lies where transformers
     puts it: on the CPU, but for a split or quantized one.
@@ -98,12 +101,17 @@ def build(
         projection_dim: width of one linear map after pooling. None: as the folder says.
         projection_bias: of a new map.
         normalize: divides by the L2 norm. None: as the folder says; true for a `model_config`.
+        merges_adapters: those of a folder become a part of the weights, all of which train. False: they stay.
 
     Raises:
         UsageError: what cannot be loaded or built, or does not go with the model.
     """
     if (model_name_or_path is None) == (model_config is None):
         raise UsageError("Give model_name_or_path or model_config, one of them.")
+    built = _as_facts(model_name_or_path, model_config, revision) | {
+        "attn_implementation": attn_implementation, "pooling": pooling, "projection_dim": projection_dim,
+        "projection_bias": projection_bias, "normalize": normalize,
+    }  # fmt: skip
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "attn_implementation": attn_implementation}
     options = {name: value for name, value in options.items() if value is not None}
     if model_config is not None:
@@ -116,7 +124,7 @@ def build(
     else:
         given = zip(SPECIAL, (quantization_config, in_stages, distributed_config), strict=True)
         special = {name: value for name, value in given if value is not None}
-        model = _load(str(model_name_or_path), revision, trust_remote_code, options, special).eval()
+        model = _load(str(model_name_or_path), revision, trust_remote_code, options, special, merges_adapters)
         if tokenizer is not None:
             _give(model, _processor(tokenizer, trust_remote_code))
     modules = list(model)
@@ -128,7 +136,37 @@ def build(
                 model = MultiVectorEncoder(modules=modules[:1], **prompts)
         elif normalize is not None and isinstance(model, SentenceTransformer):
             model.similarity_fn_name = "cosine" if normalize else "dot"  # in the folder too
-    return put_back(_put(modules, model))
+    model = put_back(_put(modules, model))
+    model._built_from = built
+    return model
+
+
+def _as_facts(name: str | Path | None, model_config: Any, revision: str | None) -> dict[str, Any]:
+    """What of a model's origin a manifest holds."""
+    if name is not None and Path(name).is_dir():
+        name = Path(name).resolve()
+    config = model_config.to_dict() if isinstance(model_config, PreTrainedConfig) else model_config
+    return {"model_name_or_path": None if name is None else str(name), "model_config": config, "revision": revision}
+
+
+OF_READING = ("max_seq_length", "query_length", "document_length", "do_lower_case", "processing_kwargs")
+
+
+def settings_of(model: Any) -> dict[str, Any]:
+    """What a model says of itself that is in no weights, and that a run may change: prompts, lengths."""
+    reads = {name: getattr(model[0], name) for name in OF_READING if hasattr(model[0], name)}
+    own = {"prompts": dict(model.prompts), "default_prompt_name": model.default_prompt_name}
+    return {"model": own, "reads": reads, "normalizes": normalizes(model)}
+
+
+def take_settings(model: Any, settings: Mapping[str, Any]) -> None:
+    """Those of `settings_of` another one."""
+    if settings["normalizes"] != normalizes(model):
+        set_normalize(model, settings["normalizes"])
+    for holder, values in ((model, settings["model"]), (model[0], settings["reads"])):
+        for name, value in values.items():
+            if getattr(holder, name) != value:
+                setattr(holder, name, value)
 
 
 def describe(
@@ -161,7 +199,33 @@ def describe(
         model.transformers_model.config.update({"is_matryoshka": True, "matryoshka_dimensions": list(matryoshka_dims)})
 
 
+def normalizes(model: Any) -> bool:
+    """Whether the last thing that the model does is to divide by the L2 norm."""
+    return any(isinstance(module, Normalize) for module in list(model)[-1:])
+
+
+def set_normalize(model: Any, normalize: bool) -> None:
+    """The model with or without a normalization at its end."""
+    if normalizes(model):
+        name = next(reversed(model._modules))
+    else:
+        name = "normalize" if "backbone" in model._modules else str(len(model._modules))
+    model._modules.pop(name, None)
+    if normalize:
+        model._modules[name] = Normalize(STATES) if isinstance(model, MultiVectorEncoder) else Normalize()
+    if model.module_kwargs is not None:
+        model.module_kwargs = {**model.module_kwargs, name: []} if normalize else model.module_kwargs
+    if isinstance(model, SentenceTransformer):
+        model.similarity_fn_name = "cosine" if normalize else "dot"
+
+
 def _cut_at(model: Any, lengths: list[int | None]) -> None:
+    if isinstance(model[0], Router):
+        for route, length in zip(("query", "document"), (*lengths, None), strict=False):
+            reads = model[0].sub_modules[route][0] if route in model[0].sub_modules else None
+            if length is not None and isinstance(reads, Transformer):
+                reads.max_seq_length = length
+        return
     if not isinstance(model[0], Transformer):
         raise UsageError(
             f"max_length: a {type(model[0]).__name__} reads texts by lengths of its own. Remove max_length, or "
@@ -193,6 +257,7 @@ def _first_of(
     own_code = {"trust_remote_code": trust_remote_code}
 
     def load_model(self: Transformer, name: str, task: str, read: PreTrainedConfig, *rest: Any, **given: Any) -> Any:
+        read.name_or_path = config.name_or_path  # not the folder below, which adapters would name as their base
         return build_backbone(read, **options, **own_code, distributed_config=distributed_config)
 
     with tempfile.TemporaryDirectory() as folder, _as_made(load_model):
@@ -203,7 +268,12 @@ def _first_of(
 
 
 def _load(
-    name: str, revision: str | None, trust_remote_code: bool, options: Mapping[str, Any], special: Mapping[str, Any]
+    name: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    options: Mapping[str, Any],
+    special: Mapping[str, Any],
+    merges_adapters: bool,
 ) -> SentenceTransformer | MultiVectorEncoder:
     """`special`: values of options in SPECIAL."""
     theirs, made, which = Transformer._load_model, [], ", ".join(SPECIAL[name] for name in special)
@@ -227,7 +297,7 @@ def _load(
         else:
             base = None
             if has_adapters:
-                from peft import PeftConfig, PeftModel
+                from peft import PeftConfig
 
                 base = PeftConfig.from_pretrained(place, **where)
                 given = {**given, "subfolder": "", "revision": base.revision}
@@ -235,12 +305,15 @@ def _load(
             is_pooler_read = "pooler_output" in str(self.load_config(place, **where).get("modality_config"))
             with contextlib.nullcontext({}) if is_pooler_read else pooler_left_out(config) as without:
                 given |= {"output_loading_info": True} | without
-                whole = place if base is None else base.base_model_name_or_path
+                whole = place if base is None else str(resolve_folder(base.base_model_name_or_path, base.revision))
                 found, report = theirs(self, whole, task, config, backend, False, **given)
             check_complete(found, report["missing_keys"], whole)
             found = found if is_pooler_read else without_pooler(found)
             if base is not None:  # they would stay, and nothing beside them train
-                found = PeftModel.from_pretrained(found, place, **where).merge_and_unload().requires_grad_(True)
+                put_inside(found, resolve_folder(place, where.get("revision")) / where.get("subfolder", ""))
+                if merges_adapters:
+                    merge_inside(found)
+                    found.requires_grad_(True)
         made.append(found)
         return found
 
@@ -258,7 +331,7 @@ def _load(
     for module in model.modules():
         if isinstance(module, StaticEmbedding) and isinstance(options.get("dtype"), torch.dtype):
             module.to(options["dtype"])
-    return model.to("meta") if _is_meta() else model
+    return (model.to("meta") if _is_meta() else model).eval()
 
 
 def _is_meta() -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,19 +46,6 @@ def differences(own: Mapping[str, tuple], given: Mapping[str, tuple]) -> dict[st
 def names_without_adapters(model: nn.Module) -> list[str]:
     """The keys of the model's state dict as they are once its adapters are merged."""
     return [key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key]
-
-
-def accept_names_of_backbone(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """A hook before loading. The keys of an adapter's file have the backbone's own names, for AutoModel
-    (models/adapter_folder.py); in place they become those of `model`, whose backbone is a part."""
-    own = tuple(f"{prefix}{name}." for name, _ in model.named_children())
-    foreign = [key for key in state_dict if key.startswith(prefix) and not key.startswith(own)]
-    if foreign:
-        # peft 0.21 puts an adapter's name only into names that it knows.
-        full = {re.sub(r"(\.lora_\w+)\.\w+", r"\1", name): name for name, _ in model.named_parameters()}
-    for key in foreign:
-        name = f"backbone.{key.removeprefix(prefix)}"
-        state_dict[prefix + full.get(name, name)] = state_dict.pop(key)
 
 
 def shortened(names: list[str], limit: int = 5) -> str:

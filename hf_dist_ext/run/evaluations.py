@@ -13,7 +13,7 @@ import difflib
 import importlib.util
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -35,6 +35,8 @@ class Evaluation:
     """
 
     similarities: ClassVar[tuple[str, ...]] = ("cosine", "dot")
+    # Fields that the evaluator of sentence-transformers has nothing of, and what to write instead.
+    refused: ClassVar[Mapping[str, str]] = {}
 
     path: str
     name: str
@@ -73,12 +75,37 @@ class Retrieval(Sides, Evaluation):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NanoBeir(Sides, Evaluation):
+    """The small data sets of NanoBEIR.
+
+    Attributes:
+        path: a data set of the hub with its parts, or a folder that is laid out as one.
+        dataset_names: which of the parts; None: all that sentence-transformers knows.
+    """
+
+    similarities: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[Mapping[str, str]] = {
+        "name": "its figures have the names of the data sets, such as NanoMSMARCO. Remove name",
+        "precisions": "it quantises nothing. Remove precisions",
+        "split": "each data set is a split of its own. Name it in dataset_names",
+    }
+
+    path: str = "sentence-transformers/NanoBEIR-en"
+    dataset_names: list[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowsEvaluation(Evaluation):
     """
     Attributes:
         config: of a dataset with several.
         columns: name here -> the data's; those that are not named are called as here.
     """
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "precisions": 'the evaluator of sentence-transformers quantises nothing. Remove precisions; "sts" and '
+        '"retrieval" take them'
+    }
 
     config: str | None = None
     columns: dict[str, str] | None = None
@@ -93,9 +120,17 @@ class Similarity(RowsEvaluation):
     """
 
     similarities: ClassVar[tuple[str, ...]] = ("cosine", "dot", "euclidean", "manhattan")
+    refused: ClassVar[Mapping[str, str]] = {}
 
     column: str | None = None
     prompt: str | None = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BinaryClassification(Similarity):
+    """Fields as of pairs with a score."""
+
+    refused: ClassVar[Mapping[str, str]] = RowsEvaluation.refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +172,16 @@ class Mteb(Sides, Evaluation):
 
 TYPES: dict[str, type[Evaluation]] = {
     "retrieval": Retrieval,
+    "nanobeir": NanoBeir,
     "sts": Similarity,
+    "binary": BinaryClassification,
     "triplet": Triplet,
     "reranking": Reranking,
     "mteb": Mteb,
 }
 COLUMNS = {  # of the data, by their names here
     Similarity: ("sentence1", "sentence2", "score"),
+    BinaryClassification: ("sentence1", "sentence2", "label"),
     Triplet: ("anchor", "positive", "negative"),
     Reranking: ("query", "positive", "negative"),
 }
@@ -181,6 +219,11 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
             raise UsageError(f"{where}: {name}={show(value)} {broken}.")
         if isinstance(value, list) and len(set(value)) < len(value):
             raise UsageError(f"{where}: {name}={show(value)} names one twice. Remove it.")
+    for name, instead in TYPES[kind].refused.items():
+        if given.get(name) is not None:
+            raise UsageError(f'{where} of type "{kind}" takes no {name}: {instead}.')
+    if kind == "nanobeir":
+        given = {"path": NanoBeir.path, "name": "NanoBEIR_mean"} | given
     if not given.get("path"):
         raise UsageError(f"{where} has no path. Give the folder or file with its data.")
     _check_path(given["path"], where)
@@ -191,9 +234,8 @@ def _parse(entry: dict[str, Any], where: str) -> Evaluation:
         raise UsageError(f'{where} has name="{given["name"]}". Give it letters, digits, "_", "-" and ".".')
     one = TYPES[kind](**given)
     if wrong := set(one.similarity_fn_names or ()) - set(one.similarities):
-        raise UsageError(
-            f'{where}: similarity_fn_names has "{min(wrong)}"; type "{kind}" takes {", ".join(one.similarities)}.'
-        )
+        takes = ", ".join(one.similarities) or "the similarity of the loss. Remove similarity_fn_names"
+        raise UsageError(f'{where}: similarity_fn_names has "{min(wrong)}"; type "{kind}" takes {takes}.')
     if alien := set(getattr(one, "columns", None) or ()) - set(COLUMNS.get(type(one), ())):
         raise UsageError(f'{where}: columns has "{min(alien)}"; type "{kind}" reads {", ".join(COLUMNS[type(one)])}.')
     if kind == "reranking" and len(one.similarity_fn_names or ()) > 1:

@@ -81,11 +81,13 @@ class FSDP(Sharded):
             )
         if model is None:
             return
-        if (backbone := getattr(model, "transformers_model", None)) is not None:
+        if hasattr(model, "transformers_model"):
             # accelerate 1.15 shards input embeddings and the last norm apart (fsdp_utils.py). Of a SentenceTransformer
-            # it would take the module Normalize for that norm, which torch can not make one of its own class.
+            # it would take the module Normalize for that norm, which torch can not make one of its own class. A static
+            # model has none.
             model.base_model_prefix = "transformers_model"  # type: ignore[assignment]
-            model.get_input_embeddings = backbone.get_input_embeddings
+            if (backbone := model.transformers_model) is not None:
+                model.get_input_embeddings = backbone.get_input_embeddings  # type: ignore[union-attr]
         if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and not torch.accelerator.is_available():
             # Pinned memory is for a device to read from; where there is none, torch raises.
             plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)

@@ -134,7 +134,7 @@ def check_layout(model: nn.Module, part: nn.Module, asked: int) -> None:
     config = part.config.distributed_config
     if getattr(model, "transformers_model", None) is part:
         say_split(model)
-        for name in ("_tp_size", "_fsdp_size"):
+        for name in ("_tp_size", "_fsdp_size", "tp_size"):
             setattr(model, name, getattr(part, name, None))
     if part is not model and not getattr(model, "is_distributed_loading_by_transformers", False):
         raise UsageError(

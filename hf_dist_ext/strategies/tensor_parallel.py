@@ -34,7 +34,7 @@ from hf_dist_ext.strategies import adapters, collectives, splitting
 from hf_dist_ext.strategies.base import meanwhile
 from hf_dist_ext.strategies.rows import Rows
 from hf_dist_ext.strategies.sharded import Sharded
-from hf_dist_ext.strategies.tensors import gathered, held_here, num_parts
+from hf_dist_ext.strategies.tensors import gathered, held_here, num_parts, own_class
 
 
 class TensorParallel(Sharded):
@@ -148,7 +148,7 @@ class TensorParallel(Sharded):
         """Every rank reads its own part only."""
         if hasattr(self.whole, "peft_config"):
             return adapters.load(self.whole, Path(folder))
-        base = next(cls for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
+        base = own_class(model)
         # float32 holds what either half precision holds; copying casts back to each parameter's own.
         dtype = functools.reduce(torch.promote_types, {p.dtype for p in model.parameters()}, torch.float32)
         other = base.from_pretrained(folder, distributed_config=model.config.distributed_config, dtype=dtype)

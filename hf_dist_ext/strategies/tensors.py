@@ -19,6 +19,11 @@ def num_elements(tensor: torch.Tensor) -> int:
     return getattr(tensor, "ds_numel", tensor.numel())
 
 
+def own_class(module: Any) -> Any:
+    """Of a module; FSDP2 makes a class of its own of it, with a prefix."""
+    return next(kind for kind in type(module).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
 def is_split(tensor: torch.Tensor) -> bool:
     """Whether it lies on a mesh of processes."""
     return isinstance(tensor, DTensor)

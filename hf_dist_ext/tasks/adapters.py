@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,32 +20,52 @@ from torch import nn
 from hf_dist_ext import launched
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import module_groups
+from hf_dist_ext.models.adapters import keep_wide
 from hf_dist_ext.models.backbones import one_line
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.strategies import choose
 
 
 def add_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
-    """The model itself when the run wants none."""
+    """A model of transformers, wrapped by peft; the model itself when the run wants none."""
     if not config.use_lora:
         return model
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
+
+    with _errors(config):
+        return get_peft_model(model, _options(model, config))
+
+
+def adapt(model: Any, config: RunConfig) -> None:
+    """The same inside a SentenceTransformer, whose folder then holds adapters in the place of its backbone's weights.
+    Nothing beside them trains, but for what `trainable_modules` names."""
+    if not config.use_lora:
+        return
+    if (backbone := model.transformers_model) is None:
+        raise UsageError(f"use_lora: {type(model).__name__} has no model of transformers. Remove use_lora.")
+    model.requires_grad_(False)
+    with _errors(config):
+        backbone.add_adapter(_options(backbone, config))
+    keep_wide(backbone)
+
+
+@contextmanager
+def _errors(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"lora_target_modules={config.lora_target_modules!r}: {one_line(error)}") from error
+
+
+def _options(model: nn.Module, config: RunConfig) -> Any:
+    from peft import LoraConfig
 
     if config.load_in_4bit:
         _keep_unpacked(model)
     targets = config.lora_target_modules if config.lora_target_modules is not None else _usual_targets(model)
-    options = LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=targets,
-        # "all-linear" means the backbone's; a projection trains whole (trainable_modules)
-        exclude_modules=r"projection(\..*)?" if getattr(model, "projection", None) is not None else None,
+    return LoraConfig(
+        r=config.lora_r, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=targets
     )
-    try:
-        return get_peft_model(model, options)
-    except (ValueError, KeyError) as error:
-        raise UsageError(f"lora_target_modules={config.lora_target_modules!r}: {one_line(error)}") from error
 
 
 def _keep_unpacked(model: nn.Module) -> None:

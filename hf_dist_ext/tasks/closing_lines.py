@@ -1,6 +1,5 @@
 """The lines that a run of task "embedding" ends with: how its folder is loaded, and asked.
 
-    load it:  ...      as the class that trained it
     use it:   ...      in sentence-transformers
     try it:   ...      from the terminal
 
@@ -14,34 +13,21 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from hf_dist_ext.data import glyphs
 from hf_dist_ext.data.collator import NUM_PAIR_COLUMNS
 from hf_dist_ext.data.load import FILE_FORMATS
 from hf_dist_ext.run.config import Run, RunConfig
 from hf_dist_ext.run.losses import LATE
 from hf_dist_ext.run.sources import CODE_SEARCH, all_parts, sources_of
-from hf_dist_ext.tasks import image_pairs, routes
 
 ASK = "hf-dist search --model {quoted}"
 
 
 def lines(run: Run) -> list[str]:
     config = run.options
-    if routes.has_routes(config):
-        return [_to_load("TowerModel"), _to_use("SentenceTransformer")]
-    if image_pairs.has_towers(config):
-        return [_to_load("TowerModel"), _to_use("SentenceTransformer"), _to_try(run)]
     if any(part.config.loss == LATE for part in all_parts(config)):
-        return [_to_load("EmbeddingModel"), _to_use("MultiVectorEncoder")]
-    return [
-        _to_load("EmbeddingModel"),
-        *_lengths(config),
-        _to_use("SentenceTransformer"),
-        _to_try(run),
-    ]
-
-
-def _to_load(kind: str) -> str:
-    return f'load it:  from hf_dist_ext import {kind}; model = {kind}.from_pretrained("{{folder}}")'
+        return [_to_use("MultiVectorEncoder")]
+    return [*_lengths(config), _to_use("SentenceTransformer"), _to_try(run)]
 
 
 def _to_use(kind: str) -> str:
@@ -79,8 +65,7 @@ def _searched(config: RunConfig) -> tuple[Path | None, str]:
     """Where the positives of a run lie and the column with them ("" for pictures), or None and the word for it."""
     columns = config.columns or {"query": "query", "positive": "positive"}
     name, column = list(columns.items())[1]
-    is_picture = name in (config.image_columns or ()) or image_pairs.has_towers(config)
-    if is_picture:
+    if name in (config.image_columns or ()) or config.dataset_name == glyphs.NAME:
         has_folder = config.image_folder is not None and Path(config.image_folder).expanduser().is_dir()
         return (Path(config.image_folder), "") if has_folder else (None, "PICTURES")
     file = Path(config.dataset_name or "")

@@ -31,15 +31,13 @@ from hf_dist_ext.data.columns import columns_of, require_column
 from hf_dist_ext.data.load import FILE_FORMATS, as_named, loading_errors, open_here, refuse_bytes
 from hf_dist_ext.data.storage import reserve
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.model_folder import DOCUMENT_NAMES
 from hf_dist_ext.tasks.search_files import column_of_texts, open_picture, pictures_below
 from hf_dist_ext.tasks.serving import load_for_serving, require_devices
-from hf_dist_ext.tasks.tower_pair import ROWS_PER_BATCH, TowerPair
 
 BATCHES_PER_WINDOW = 128
 ROWS_PER_GROUP = 16_384  # of a parquet file
 ID_COLUMNS = ("_id", "id")
-DOCUMENT_ROLE = (*DOCUMENT_NAMES, "positive")  # prompts whose texts have the length of documents
+DOCUMENT_ROLE = ("document", "passage", "corpus", "positive")  # prompts whose texts have the length of documents
 OF_RANGES = ("int8", "uint8")
 
 
@@ -61,7 +59,7 @@ class Encode:
     id_column: str | None = None
     prompt_name: str | None = None
     prompt: str | None = None
-    batch_size: int = ROWS_PER_BATCH
+    batch_size: int = 64
     dims: int | None = None
     precision: str = "float32"
     ranges: str | None = None
@@ -221,9 +219,6 @@ def _encoder(asked: Encode, are_pictures: bool) -> Iterator[Callable[[list], np.
     model = load_for_serving(asked.model)
     if are_pictures and not model.supports("image"):
         raise UsageError(f"{asked.model} embeds no pictures, such as those of {asked.data}.")
-    if isinstance(model, TowerPair):
-        yield _encoder_of_pair(model, asked)
-        return
     options = {"prompt": asked.prompt, "batch_size": asked.batch_size, "truncate_dim": asked.dims}
     options["normalize_embeddings"] = asked.dims is not None and gives_length_one(model)
     encode, name = model.encode, asked.prompt_name
@@ -239,25 +234,6 @@ def _encoder(asked: Encode, are_pictures: bool) -> Iterator[Callable[[list], np.
     finally:
         if pool is not None:
             model.stop_multi_process_pool(pool)
-
-
-def _encoder_of_pair(pair: TowerPair, asked: Encode) -> Callable[[list], np.ndarray]:
-    if asked.prompt_name is not None:
-        raise UsageError(
-            f"--prompt_name {asked.prompt_name}: a pair of towers puts its run's own prompt before texts. Leave "
-            "it out, or give another text as --prompt."
-        )
-    if asked.devices:
-        raise UsageError("--devices: a pair of towers encodes in one process. Leave it out.")
-    if asked.prompt is not None:
-        pair.collator.prompts = dict.fromkeys(pair.collator.columns, asked.prompt)
-
-    def encode(values: list) -> np.ndarray:
-        found = pair.embed(values, asked.batch_size)[:, : asked.dims]
-        is_cut = asked.dims is not None and pair.model.normalize
-        return (torch.nn.functional.normalize(found, dim=-1) if is_cut else found).numpy()
-
-    return encode
 
 
 def gives_length_one(model: torch.nn.Module) -> bool:

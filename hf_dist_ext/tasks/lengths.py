@@ -6,34 +6,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sentence_transformers.base.modules import Router, Transformer
 from torch import nn
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.run.fields import show
 
 TABLES = ("position_embeddings", "wpe", "embed_positions")  # of learned positions, by their names in transformers
 
 
 def lengths_of(
-    model: EmbeddingModel, given: int | Mapping[str, int] | None, columns: list[str], of_tokenizer: int
-) -> int | dict[str, int | None] | None:
-    """The length of every column where they differ, in the order of the columns. None: the tokenizer's own."""
-    lengths: int | dict[str, int | None] | None = given if isinstance(given, int) else model.max_length
+    model: Any, given: int | Mapping[str, int] | None, columns: Sequence[str]
+) -> dict[str, int | None] | None:
+    """Column -> tokens, of a SentenceTransformer or MultiVectorEncoder; a column of None has the model's own limit.
+    None: all columns have it."""
     if isinstance(given, Mapping) and (alien := [column for column in given if column not in columns]):
         raise UsageError(f'max_length has "{alien[0]}", which is no column of this run: {", ".join(columns)}.')
-    if isinstance(given, Mapping) or (given is None and model.lengths):
-        query, *others = columns
-        folders = dict.fromkeys(("query", "document"), _each(lengths)[0]) | model.lengths
-        lengths = {query: folders["query"]} | dict.fromkeys(others, folders["document"]) | dict(given or {})
-    most = positions_of(model.backbone)
-    if most is None:
-        return lengths
-    longest = max((length for length in _each(lengths) if length is not None), default=0)
-    if given is not None and longest > most:
-        raise UsageError(f"max_length={longest}: the model has positions for {most} tokens. Give at most {most}.")
-    if isinstance(lengths, Mapping):
-        return {column: min(length or of_tokenizer, most) for column, length in lengths.items()}
-    return lengths if lengths is None and of_tokenizer <= most else min(lengths or of_tokenizer, most)
+    first = model[0]
+    if given is not None and not isinstance(first, Transformer | Router):
+        raise UsageError(
+            f"max_length={show(given)}: static embeddings read whole texts, here and in sentence-transformers. Remove "
+            "it, or cut the texts of the data."
+        )
+    query, *others = columns
+    own = {query: getattr(first, "query_length", None)}
+    own |= dict.fromkeys(others, getattr(first, "document_length", None))
+    lengths = dict.fromkeys(columns, given) if isinstance(given, int) else own | dict(given or {})
+    most = positions_of(first) if isinstance(first, Transformer) else None
+    if most is not None:
+        longest = max((length for length in lengths.values() if length is not None), default=0)
+        if given is not None and longest > most:
+            raise UsageError(f"max_length={longest}: the model has positions for {most} tokens. Give at most {most}.")
+        if model.max_seq_length is None or model.max_seq_length > most:
+            model.max_seq_length = most
+        lengths = {column: None if length is None else min(length, most) for column, length in lengths.items()}
+    return lengths if any(length is not None for length in lengths.values()) else None
 
 
 def refuse_nothing_left(
@@ -45,16 +52,12 @@ def refuse_nothing_left(
     """UsageError where special tokens and the prompt of a column fill its length: its rows would all be the same."""
     for column in columns:
         length = max_length.get(column) if isinstance(max_length, Mapping) else max_length
-        taken = len(tokenizer(prompts.get(column, ""), verbose=False)["input_ids"])
+        taken = len(tokenizer(prompts.get(column, ""), verbose=False)["input_ids"]) if length is not None else 0
         if length is not None and length <= taken:
             raise UsageError(
                 f'max_length={length} leaves nothing of the texts of column "{column}": its prompt and the special '
                 f"tokens are {taken} tokens. Give more, or a shorter prompt."
             )
-
-
-def _each(lengths: int | Mapping[str, int | None] | None) -> list[int | None]:
-    return list(lengths.values()) if isinstance(lengths, Mapping) else [lengths]
 
 
 def positions_of(backbone: nn.Module) -> int | None:

@@ -25,11 +25,10 @@ from hf_dist_ext.data.columns import require_column
 from hf_dist_ext.data.load import open_splits, opened, pick_split, prepare, refuse_bytes
 from hf_dist_ext.data.row_check import RowCheck
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.model_folder import resolve_folder
+from hf_dist_ext.models.folders import resolve_folder
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.search_files import facts_of_model
 from hf_dist_ext.tasks.serving import load_for_serving, require_devices
-from hf_dist_ext.tasks.tower_pair import TowerPair
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder
@@ -68,8 +67,6 @@ def main(asked: Mine) -> None:
     more = {} if asked.corpus is None else {"corpus": _corpus(asked)}
     teacher = None if asked.cross_encoder is None else _teacher(asked.cross_encoder)
     model = load_for_serving(asked.model)
-    if isinstance(model, TowerPair):
-        raise UsageError(f"{asked.model} is a pair of towers. Negatives are mined by a model of texts alone.")
     names = {"query": asked.anchor_column_name, "positive": asked.positive_column_name}
     pairs = Dataset.from_dict({name: rows[role][:] for role, name in names.items()})
     num_documents = len(pairs) + len(more.get("corpus", ()))

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import set_seed
 
 from hf_dist_ext import launched, policy
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.run.fields import show
 from hf_dist_ext.run.rules import closest_folder
@@ -32,6 +34,7 @@ from hf_dist_ext.training import console, same_run
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.meter import MetricsFile
+from hf_dist_ext.training.metrics import similarity_of
 from hf_dist_ext.training.nonfinite import LIMIT
 from hf_dist_ext.training.trainer import DistTrainer
 
@@ -75,7 +78,7 @@ class Parts:
 
     def make_trainer(self, args: DistTrainingArguments) -> DistTrainer:  # (3)
         names = ("data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics", "loss")
-        given = {name: getattr(self, name) for name in (*names, "evaluations")}
+        given = {name: getattr(self, name) for name in names} | {"evaluator": self._evaluator(args)}
         trainer = self.trainer_class(self.model, args, **given, **self.trainer_options)
         # a run from a file has them always, a DistTrainer when it uses our parts
         for watcher in (MetricsFile(), trainer.scaling, MeasurementCallback(trainer.scaling)):
@@ -83,10 +86,27 @@ class Parts:
             trainer.add_callback(watcher)
         for stock in console.STOCK:
             trainer.remove_callback(stock)
-        evaluations = trainer.evaluations
-        hidden = set(evaluations.names) - set(evaluations.headlines)
-        trainer.add_callback(console.Console(lambda: self._facts(trainer), hidden))
+        is_hidden = partial(evaluators.is_hidden, evaluator=trainer.evaluator)
+        trainer.add_callback(console.Console(lambda: self._facts(trainer), is_hidden))
         return trainer
+
+    def _evaluator(self, args: DistTrainingArguments) -> Any:
+        if not self.evaluations:
+            return None
+        from hf_dist_ext.evaluation.from_files import evaluators_of  # importing its evaluators takes seconds
+
+        collator = self.data_collator
+        given = self.evaluations, self.model, collator.columns, collator.prompts
+        more = {"batch_size": args.eval_batch_size, "similarity": similarity_of(self.loss)}
+        return evaluators_of(*given, **more)
+
+    def figures(self, trainer: DistTrainer) -> list[str]:
+        """Names of those that are reported before and after training, of a trainer that has evaluated."""
+        return [*self.metrics, *evaluators.headlines_of(trainer.evaluator)]
+
+    def views(self, trainer: DistTrainer, after: dict[str, float]) -> dict[str, dict[str, float]]:
+        """Of leading dimensions and quantised values beside the whole embeddings."""
+        return evaluators.by_view(trainer.evaluator, after)
 
     def _facts(self, trainer: DistTrainer) -> dict[str, str]:
         """What the run is made of, for people."""

@@ -19,8 +19,6 @@ from hf_dist_ext.tasks.serving import load_for_serving
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-    from hf_dist_ext.tasks.tower_pair import TowerPair
-
 
 def main(model_dir: str, query: str, top_k: int = 5) -> None:
     """Print the `top_k` functions that fit the query best. `model_dir`: a saved folder or hub id."""
@@ -41,9 +39,7 @@ def search(model_dir: str, query: str, top_k: int = 5, root: str | Path | None =
     return [(score, rows[index]) for score, index in best(model, query, documents, top_k)]  # (2)
 
 
-def best(
-    model: SentenceTransformer | TowerPair, question: object, documents: torch.Tensor, top_k: int
-) -> list[tuple[float, int]]:
+def best(model: SentenceTransformer, question: object, documents: torch.Tensor, top_k: int) -> list[tuple[float, int]]:
     """(score, index) of the `documents` (M, D) that fit a text or picture best, the best first. Exact, and scored in
     parts, so that memory does not grow with the number of documents."""
     from sentence_transformers.util import semantic_search

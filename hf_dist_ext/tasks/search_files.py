@@ -1,7 +1,7 @@
 """Search pictures of a folder or texts of a file: `hf-dist search --model DIR --data PATH "greek small letter alpha"`.
 
 (1) what is searched: every picture below a folder, or the texts of a file, a line or a row each
-(2) the model: a pair of towers or a vision-language model for pictures, which a picture may ask too (`--image`); for
+(2) the model: a dual encoder or a vision-language model for pictures, which a picture may ask too (`--image`); for
     texts any embedding model
 (3) the vectors of what is searched are kept in the model's folder, in a file of `index/`. They are computed again when
     the model's files, those of the base of its adapters, or what is searched have changed; names, sizes and times of
@@ -32,12 +32,13 @@ from hf_dist_ext.data.row_check import column_kind
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.tasks import search
 from hf_dist_ext.tasks.serving import load_for_serving
-from hf_dist_ext.tasks.tower_pair import ROWS_PER_BATCH
 
 logger = logging.get_logger(__name__)
 
 INDEX = "index"
 MODEL_FILES = (".safetensors", ".bin", ".json", ".txt", ".model")  # weights, configurations, tokenizers
+
+PICTURES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def find(
     model = load_for_serving(model_dir)  # (2)
     if (documents.are_pictures or image is not None) and not model.supports("image"):
         raise UsageError(
-            f"{model_dir} embeds no pictures: they need the folder of a run that trained a text and an image tower, "
+            f"{model_dir} embeds no pictures: they need the folder of a run that trained a dual encoder, "
             "or a vision-language model that embeds both."
         )
     vectors = kept_vectors(Path(model_dir), data, documents, model.encode_document)  # (3): (M, D)
@@ -173,8 +174,8 @@ def _in_batches(documents: Documents, embed: Callable[[list], Any]) -> Iterator[
     if not documents.are_pictures:
         yield torch.as_tensor(embed(documents.values))
         return
-    for first in range(0, len(documents.values), ROWS_PER_BATCH):
-        pictures = [open_picture(Path(path)) for path in documents.values[first : first + ROWS_PER_BATCH]]
+    for first in range(0, len(documents.values), PICTURES_AT_ONCE):
+        pictures = [open_picture(Path(path)) for path in documents.values[first : first + PICTURES_AT_ONCE]]
         yield torch.as_tensor(embed(pictures))
 
 

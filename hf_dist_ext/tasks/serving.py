@@ -3,9 +3,7 @@
     model = load_for_serving("outputs/code_search")
     model.encode_query([...]), model.encode_document([...]), model.similarity(queries, documents)
 
-Two kinds of folders are no SentenceTransformer yet: a text and an image tower, which a `TowerPair` reads with the
-prompts and lengths of their run, and a part of a model, such as a trained projection, which is merged into a folder
-that is removed again once it is loaded.
+A part of a model, such as a trained projection, is merged into a folder that is removed again once it is loaded.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ from safetensors import safe_open
 
 from hf_dist_ext.checkpoints.merge import is_part, merge
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models import adapter_folder
-from hf_dist_ext.models.model_folder import read_json, resolve_folder
-from hf_dist_ext.models.router_folder import is_router
-from hf_dist_ext.tasks.tower_pair import TowerPair
+from hf_dist_ext.models.adapters import WEIGHTS
+from hf_dist_ext.models.folders import read_json, resolve_folder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -31,12 +27,10 @@ if TYPE_CHECKING:
 ONE_VECTOR = "SentenceTransformer"
 
 
-def load_for_serving(name: str) -> SentenceTransformer | TowerPair:
+def load_for_serving(name: str) -> SentenceTransformer:
     """The model of a run's folder, of one of sentence-transformers or transformers, or of a hub id, on the accelerator
     where there is one. UsageError for what gives no vector per row, and for what cannot be loaded."""
     folder = resolve_folder(name)
-    if (folder / "towers.json").is_file() and not is_router(folder):
-        return TowerPair.load(folder)
     if not is_part(folder):
         return _opened(folder, name)
     with tempfile.TemporaryDirectory() as place:
@@ -69,7 +63,7 @@ def _opened(folder: Path, name: str) -> SentenceTransformer:
         model = SentenceTransformer(str(folder))
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UsageError(f'model "{name}" cannot be loaded: {error}') from error
-    if (folder / adapter_folder.WEIGHTS).is_file():
+    if (folder / WEIGHTS).is_file():
         _check_adapters(model, folder)
     return model
 
@@ -78,7 +72,7 @@ def _check_adapters(model: SentenceTransformer, folder: Path) -> None:
     """transformers leaves out, with a warning alone, the adapters of layers that the base lacks."""
     from peft import get_peft_model_state_dict
 
-    with safe_open(folder / adapter_folder.WEIGHTS, "pt") as file:
+    with safe_open(folder / WEIGHTS, "pt") as file:
         missing = len([*file.keys()]) - len(get_peft_model_state_dict(model.transformers_model))
     if missing:
         raise UsageError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from hf_dist_ext.data.collator import ContrastiveCollator, label_shape_of
+from hf_dist_ext.data.collator import label_shape_of
 from hf_dist_ext.data.columns import column_names, columns_of
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.mixture import SOURCE, MixedStream, Mixture, MixtureCollator, Tagged, shares, tagged_stream
@@ -63,29 +63,25 @@ class LoadedSources:
         """The names of an evaluation's figures, by source. `of_one`: those of a source."""
         return tuple(f"{name}_{metric}" for name in self.evaluation or () for metric in of_one(name))
 
-    def collator(
-        self, make: Callable[..., ContrastiveCollator], tokenizer: Any, prompts: Mapping[str, str], max_length: Any
-    ) -> MixtureCollator:
-        """`prompts` and `max_length` are those of the whole run, or of the model; a source's own prompts win. `make`:
-        a class of collators."""
+    def collator(self, make: Callable[..., Any], prompts: Mapping[str, str], lengths: Any) -> MixtureCollator:
+        """`prompts` and `lengths` are those of the whole run, or of the model; a source's own prompts win. `make`: of
+        columns, prompts, lengths, id_column, label_column, label_shape and same_number_of_negatives."""
         collators = {}
         for one in self.loaded:
             own = one.source.config.prompts
             if own is None or own is self.config.prompts:
                 own = _of_columns("prompts", prompts, one.columns, self.columns)
-            lengths = _of_columns("max_length", max_length, one.columns, self.columns)
             label = label_column_of(one.source.config, columns_of(one.train))
             collators[one.source.name] = make(
-                tokenizer,
                 one.columns,
                 own,
-                lengths,
+                _of_columns("max_length", lengths, one.columns, self.columns),
                 one.source.config.id_column,
-                label_column=label,
-                label_shape=label_shape_of(one.train, label),
-                same_number_of_negatives=takes_negatives_as_columns(one.source.config),
+                label,
+                label_shape_of(one.train, label),
+                takes_negatives_as_columns(one.source.config),
             )
-        return MixtureCollator(collators, make(tokenizer, self.columns, prompts, max_length))
+        return MixtureCollator(collators, make(self.columns, prompts, lengths))
 
     def prompts_to_keep(self) -> dict[str, str]:
         """The sources' own prompts under names of their own, for the model's folder: "nli_query"."""

@@ -31,6 +31,8 @@ from torch import nn
 from hf_dist_ext.checkpoints import manifest, resume
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.plan import plan_freezing
+from hf_dist_ext.models.adapters import adapters_of
+from hf_dist_ext.models.embedder import is_of_sentence_transformers
 from hf_dist_ext.run import lease
 from hf_dist_ext.run.config import Run
 from hf_dist_ext.strategies import consensus
@@ -161,15 +163,16 @@ def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     plan = trainer.freeze_plan
     trained = {name for name, p in model.named_parameters() if p.requires_grad} if plan is None else plan.saved
-    if hasattr(model, "peft_config"):
+    if adapters_of(model):
         trained |= {name for name, _ in model.named_parameters() if name.endswith(".base_layer.weight")}
     trained |= set(getattr(model, "_carried_parameters", ()))
     carried = {plain for name in trained if (plain := name_without_adapters(name)) is not None}
     facts = {"dtype": "float32", "carried": sorted(carried)}
     if trainer.args.should_save:
         folder.mkdir(parents=True, exist_ok=True)
-        if hasattr(model, "peft_config"):
-            model, weights = model.get_base_model(), merged_weights(model, weights)
+        if adapters_of(model):
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            model, weights = base, merged_weights(model, weights)
         sizes = Counter()
         for value in weights.values():
             sizes[value.dtype] += value.numel() * value.is_floating_point()
@@ -179,13 +182,13 @@ def write_model(trainer: DistTrainer, folder: Path) -> dict[str, Any]:
         (folder / OTHER_PRECISION).unlink(missing_ok=True)
         if other:
             save_file(other, folder / OTHER_PRECISION)
-        options = {} if trainer.processing_class is None else {"tokenizer": trainer.processing_class}
-        if not hasattr(model, "pooling"):  # an EmbeddingModel writes the tokenizer's length limit into its own files
-            for saved in options.values():
-                saved.save_pretrained(folder)
-            options = {}
-        with trainer.strategy.saving_whole(model):
-            model.save_pretrained(folder, state_dict=weights, **options)
+        if is_of_sentence_transformers(model):
+            trainer.files.write_merged(folder, weights)
+        else:
+            if trainer.processing_class is not None:
+                trainer.processing_class.save_pretrained(folder)
+            with trainer.strategy.saving_whole(model):
+                model.save_pretrained(folder, state_dict=weights)
     trainer.accelerator.wait_for_everyone()
     return facts
 

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.failures import exit_on_usage_error
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.local_files import config_file, processor_file
 from hf_dist_ext.planner.workload import BatchColumn, Cast, Workload
@@ -105,7 +106,7 @@ def build(run: Any, work: Workload) -> nn.Module:
     """The run's model, in training mode, on the meta device."""
     from hf_dist_ext.frozen.plan import plan_freezing
     from hf_dist_ext.frozen.run_mode import set_frozen_mode
-    from hf_dist_ext.tasks.adapters import add_adapters
+    from hf_dist_ext.tasks.adapters import adapt, add_adapters
 
     fields, given, config = run.options, run.given, _config(run.options)
     dtype = {4: torch.float32, 2: torch.bfloat16, 8: torch.float64}[work.load_bytes]
@@ -113,13 +114,11 @@ def build(run: Any, work: Workload) -> nn.Module:
     if fields.attn_implementation in ("eager", "sdpa"):  # the others keep what sdpa keeps
         options["attn_implementation"] = fields.attn_implementation
     with torch.device("meta"):
-        if work.has_towers:
-            model = _towers(config, work, options)
-        elif work.is_embedding:
-            model = _embedding_model(config, fields, work, options)
+        if work.is_embedding:
+            model = _embedding_model(config, fields, given, work, options)
+            adapt(model, fields)
         else:
-            model = _generator(config, options)
-        model = add_adapters(model, fields)
+            model = add_adapters(_generator(config, options), fields)
         if work.is_in_4_bits and work.autocast_bytes:
             trace_4bit.as_bitsandbytes_runs_adapters(model)
         freezing = plan_freezing(model, given.get("trainable_modules"), given.get("frozen_modules"))
@@ -138,26 +137,20 @@ def cast_weights(model: nn.Module, cast: Cast) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _embedding_model(config: Any, fields: Any, work: Workload, options: dict[str, Any]) -> nn.Module:
-    from hf_dist_ext.models.backbones import build_backbone
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
+def _embedding_model(config: Any, fields: Any, given: dict[str, Any], work: Workload, options: dict[str, Any]) -> Any:
+    from hf_dist_ext.models import from_run
+    from hf_dist_ext.tasks.readers import stand_in
 
-    backbone = build_backbone(config, **options)
+    pooling = policy.TOKENS if work.leaves_tokens else given.get("pooling")
+    options |= {"pooling": pooling, "projection_dim": given.get("projection_dim")}
+    if fields.model_config is None:
+        model = from_run.build(fields.model_name_or_path, revision=fields.model_revision, **options)
+    else:
+        model = from_run.build(model_config=config, tokenizer=stand_in(fields), **options)
     if work.is_in_4_bits:
         half = torch.bfloat16 if work.autocast_bytes else torch.float32
-        backbone = trace_4bit.in_4_bits(backbone, half)
-    pooling = policy.TOKENS if work.leaves_tokens else fields.pooling
-    return EmbeddingModel(backbone, pooling=pooling, projection_dim=fields.projection_dim)
-
-
-def _towers(config: Any, work: Workload, options: dict[str, Any]) -> nn.Module:
-    from hf_dist_ext.models.towers import TowerModel
-    from hf_dist_ext.tasks.image_pairs import part_of
-
-    del options["trust_remote_code"]
-    parts = {name: part_of(config, name) for name in ("text", "image")}
-    towers = {name: kind._from_config(part, **options) for name, (kind, part) in parts.items()}
-    return TowerModel(towers, {column.name: column.tower for column in work.columns})
+        model[0].model = trace_4bit.in_4_bits(model[0].model, half)
+    return model
 
 
 def _generator(config: Any, options: dict[str, Any]) -> nn.Module:
@@ -212,13 +205,11 @@ def _can_be_split(run: Any, model: nn.Module, size: int) -> bool:
 def features(work: Workload, column: BatchColumn, rows: int) -> dict[str, Any]:
     """Inputs of some rows: ids and mask, and pictures for the rows that have one."""
     if column.tower == "image":
-        return {"column": column.name, **_pictures(work.config, rows)}
+        return _pictures(work.config, rows)
     ids = torch.zeros(rows, column.length, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids}
     if work.has_padding:
         inputs["attention_mask"] = torch.ones_like(ids)
-    if work.has_towers:
-        inputs["column"] = column.name
     if work.config["model_type"] in pictures.QWEN:  # else they follow from where its pictures are
         inputs["position_ids"] = ids.expand(3, rows, column.length)
     if column.images:
@@ -272,7 +263,9 @@ def record(
         if column.images and column.tower != "image" and work.config["model_type"] in pictures.KINDS:
             tokens = rows * column.images * pictures.image_tokens(work.config)
             images = {"image_tokens": tokens, "images": column.images * pictures.images_of_picture(work.config)}
-        recorder, outputs = _recorded(model, inputs, Accelerator(work.mask_bytes, work.has_padding, **images), work)
+        recorder, outputs = _recorded(
+            model, column, inputs, Accelerator(work.mask_bytes, work.has_padding, **images), work
+        )
         leaves, layers = recorder.reach(outputs)
     forward, reached = recorder.forward, set()
     for name, one in model.named_parameters():
@@ -303,8 +296,14 @@ def _without_values(has_padding: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _embeddings(model: Any, column: Column, inputs: dict[str, Any]) -> list[Any]:
+    kinds = getattr(model[0], "modality_config", {})
+    pictured = "image" if column.tower == "image" else "message" if column.images and "message" in kinds else "text"
+    return tree_leaves(embedder_of(model).call(model, inputs, column.name, {"modality": pictured}))
+
+
 def _recorded(
-    model: nn.Module, inputs: dict[str, Any], kernels: Accelerator, work: Workload
+    model: nn.Module, column: Column, inputs: dict[str, Any], kernels: Accelerator, work: Workload
 ) -> tuple[Recorder, list[torch.Tensor]]:
     """And what the loss reads."""
     recorder = Recorder(model, [one for one in inputs.values() if isinstance(one, torch.Tensor)])
@@ -317,8 +316,7 @@ def _recorded(
                 stack.enter_context(instead(module, windows))
         for one in (kernels, recorder, hooks, autocast):
             stack.enter_context(one)
-        output = model(**inputs)
-        outputs = tree_leaves(dict(output)) if work.is_embedding else [output.loss]
+        outputs = _embeddings(model, column, inputs) if work.is_embedding else [model(**inputs).loss]
         outputs = [one for one in outputs if one is not None and one.is_floating_point()]
         for vectors in outputs if work.is_embedding else ():  # they meet the gradients that the loss has left
             (vectors * torch.empty_like(vectors)).sum()
@@ -330,7 +328,7 @@ def shape(run: Any, work: Workload) -> dict[str, Any]:
     cast. `split`: where devices can share the layers, the same of one of so many `ways`, the least of the
     `sizes` that a group may have."""
     model, mode = build(run, work), FakeTensorMode(allow_non_fake_inputs=True)
-    width = getattr(model, "embedding_dim", None) or work.embedding_dim
+    width = model.get_embedding_dimension() if work.is_embedding else work.embedding_dim
     found: dict[str, Any] = {"embedding_dim": width, "split": None, "whole": _found(mode, model, work)}
     if sizes := sizes_to_split(run, work, model):
         found["split"] = {"sizes": sizes, "ways": sizes[0], **_split(mode, run, work, model, sizes[0])}

@@ -6,10 +6,7 @@ padding `packing.py` leaves out, whose batches `ahead.py` cuts where they are ma
 compiled; `own_loss.py` one of a causal language model in a pipeline. `health.py` watches signals, time limits, numbers
 that are not finite (`nonfinite.py`) and bad rows (`bad_row_count.py`); `out_of_memory.py` makes chunks smaller;
 `timing.py`, `meter.py` and `scaling.py` measure, `measured.py` leaves that in a file, `console.py` tells. `metrics.py`
-computes retrieval metrics of held-out rows. `evaluations.py` evaluates on other data: `corpus_retrieval.py` on a
-corpus, whose right documents `corpus_ranks.py` finds, `row_evaluations.py` on pairs with scores, triplets and lists,
-`mteb_tasks.py` on tasks of MTEB. `early_stopping.py` ends a run that gets no better. `embedder.py` has every rank
-encode a share, `views.py` cuts and quantises embeddings, `token_vectors.py` compares rows of many.
+computes retrieval metrics of held-out rows. `early_stopping.py` ends a run that gets no better.
 `sentence_losses.py` has losses of sentence-transformers score embeddings, and `losses_by_name.py` makes such a loss.
 `model_card.py` writes the README.md that a run ends with: its head is of `card_metadata.py`, its pictures are of
 `curves.py`, and `citations.py` says what to cite.

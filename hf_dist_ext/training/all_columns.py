@@ -28,14 +28,12 @@ def of_all_ranks(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name for own in sorted(of_ranks, key=len, reverse=True) for name in own))
 
 
-def completed(batch: Mapping[str, Any], towers: Mapping[str, str]) -> Mapping[str, Any]:
-    """The batch with the columns of all ranks. Every rank calls it.
-
-    Args:
-        towers: column -> the name of its tower, where columns have towers of their own.
+def completed(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch with the columns of all ranks. Every rank calls it. A column that no row here has is one of negatives,
+    which are read as positives are.
 
     Raises:
-        UsageError: the ranks have other anchors or positives, or no column here has the features of the one to add.
+        UsageError: the ranks have other anchors or positives.
     """
     pairs, names, found = of_all_ranks(list(batch)[:2]), of_all_ranks(batch), dict(batch)
     if len(pairs) > 2:
@@ -44,12 +42,6 @@ def completed(batch: Mapping[str, Any], towers: Mapping[str, str]) -> Mapping[st
             "anchor and positive, must be the same on all of them. Give every row the same columns, in one order."
         )
     for name in names:
-        alike = [column for column in batch if towers.get(column) == towers.get(name)]
-        if name not in batch and not alike:
-            raise UsageError(
-                f"no row of this process's batch has the column {name!r}, which others have, and no other column "
-                f"goes through its tower {towers[name]!r}. Give every row the column."
-            )
         if name not in batch:
-            found[name] = without_rows(batch[alike[-1]])
+            found[name] = without_rows(batch[list(batch)[-1]])
     return type(batch)({name: found[name] for name in names})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ OURS = "hf_dist_ext"
 # What a folder holds: the library that loads it by its name, and what its model is for.
 LIBRARIES = {
     "sentence-transformers": ("sentence-transformers", "sentence-similarity"),
-    "towers": (OURS, "feature-extraction"),
     "image-text-to-text": ("transformers", "image-text-to-text"),
     "part": (OURS, None),
 }
@@ -27,11 +27,19 @@ TASKS = {"retrieval": "information-retrieval", "sts": "semantic-similarity"}  # 
 
 def kind_of(folder: Path, task: str) -> str:
     """Which of LIBRARIES a folder is; "part" holds what was trained, and the rest is needed to load it."""
-    if (folder / "trainable.safetensors").is_file():
+    adapters = folder / "adapter_config.json"
+    has_base = not adapters.is_file() or json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if (folder / "trainable.safetensors").is_file() or not has_base:
         return "part"
-    kinds = {"modules.json": "sentence-transformers", "towers.json": "towers"}
-    found = next((kind for name, kind in kinds.items() if (folder / name).is_file()), task)
+    found = "sentence-transformers" if (folder / "modules.json").is_file() else task
     return found if found in LIBRARIES else "part"
+
+
+def class_of(folder: Path) -> str:
+    """The class of sentence-transformers that its folder is loaded by."""
+    path = folder / "config_sentence_transformers.json"
+    own = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return own.get("model_type", "SentenceTransformer")
 
 
 def metadata(
@@ -42,7 +50,9 @@ def metadata(
     library, pipeline = LIBRARIES[kind]
     tags = [OURS, "generated_from_trainer"]
     if kind == "sentence-transformers":
-        tags += ["sentence-transformers", "sentence-similarity", "feature-extraction", "dense"]
+        is_of_tokens = class_of(folder) == "MultiVectorEncoder"
+        tags += ["sentence-transformers", "sentence-similarity", "feature-extraction"]
+        tags += ["multi-vector", "late-interaction"] if is_of_tokens else ["dense"]
     has_adapters = (folder / "adapter_config.json").is_file()
     tags += ["lora"] if config.use_lora else []
     tags += [] if rows is None else [f"dataset_size:{rows}"]

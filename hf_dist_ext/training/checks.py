@@ -8,7 +8,7 @@ gradient cache works on. It looks at the training rows when the first batch is a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,13 +66,8 @@ def refuse_objects(model: Any, loss: Any, named: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_without_loss(args: Any, evaluations: Sequence[Any]) -> None:
+def refuse_without_loss(args: Any) -> None:
     """What only a loss over embeddings reads. In a pipeline gradient_cache_chunk_size is read without one."""
-    if evaluations:
-        raise UsageError(
-            "evaluations compare embeddings, and DistTrainer has no loss over embeddings. Give loss=InfoNCELoss(), or "
-            "remove evaluations."
-        )
     has_pipeline = (getattr(args, "pipeline_parallel_size", None) or 1) > 1
     if has_pipeline and args.gradient_cache_chunk_size is None:
         raise UsageError(
@@ -263,6 +258,19 @@ def check_model(model: nn.Module, args: DistTrainingArguments) -> None:
             "one chunk's activations, checkpointing adds a third forward and keeps one layer's. Prefer smaller chunks "
             "alone unless a single chunk does not fit."
         )
+
+
+def find_word_embeddings(model: Any, args: DistTrainingArguments) -> None:
+    """For NEFTune: Trainer asks a model for them by a method that a SentenceTransformer (6.2) does not have."""
+    if args.neftune_noise_alpha is None or hasattr(model, "get_input_embeddings"):
+        return
+    backbone = getattr(embedder_of(model), "backbone", None)
+    if backbone is None:
+        raise UsageError(
+            f"neftune_noise_alpha adds noise to word embeddings, and {type(model).__name__} has no "
+            "get_input_embeddings() that gives them. Remove it."
+        )
+    model.get_input_embeddings = backbone.get_input_embeddings
 
 
 def check_outputs(model: nn.Module, loss: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +23,14 @@ PER_LINE = 6
 class Console(TrainerCallback):
     """On the first process; the others are silent. A bar is drawn on a terminal, unless `disable_tqdm`.
 
-    `facts()`: what the run is made of, name -> words, printed when training begins. `hidden`: figures of evaluations,
-    without "eval_", that are logged and not printed.
+    `facts()`: what the run is made of, name -> words, printed when training begins. `is_hidden`: whether a figure,
+    without "eval_", is logged and not printed.
     """
 
-    def __init__(self, facts: Callable[[], Mapping[str, str]], hidden: Iterable[str] = ()) -> None:
-        self.facts, self.hidden = facts, frozenset(hidden)
+    def __init__(
+        self, facts: Callable[[], Mapping[str, str]], is_hidden: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self.facts, self.is_hidden = facts, is_hidden
         self.bar: tqdm | None = None
         self.is_training = False
 
@@ -60,7 +62,7 @@ class Console(TrainerCallback):
         if "loss" in logs or "learning_rate" in logs:
             text = "  ".join([begin, *step_words(logs), f"left {self._left(state)}"])
         else:
-            text = evaluation_lines(begin, logs, self.hidden)
+            text = evaluation_lines(begin, logs, self.is_hidden)
         if text:
             tqdm.write(text)
 
@@ -87,14 +89,14 @@ def step_words(logs: dict[str, Any]) -> list[str]:
     return words
 
 
-def evaluation_lines(begin: str, logs: dict[str, Any], hidden: Collection[str]) -> str:
+def evaluation_lines(begin: str, logs: dict[str, Any], is_hidden: Callable[[str], bool]) -> str:
     """A figure after the other, `PER_LINE` on a line; nothing where there is no figure."""
     figures = {
         name.removeprefix("eval_"): value
         for name, value in logs.items()
         if name.startswith("eval_") and not name.endswith(NOT_SHOWN) and isinstance(value, (int, float))
     }
-    cells = [f"{name} {value:.4g}" for name, value in figures.items() if name not in hidden]
+    cells = [f"{name} {value:.4g}" for name, value in figures.items() if not is_hidden(name)]
     lines = ["  ".join(cells[at : at + PER_LINE]) for at in range(0, len(cells), PER_LINE)]
     begin += "  evaluation: "
     return begin + f"\n{' ' * len(begin)}".join(lines) if lines else ""

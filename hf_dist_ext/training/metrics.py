@@ -25,10 +25,8 @@ import torch
 
 from hf_dist_ext.engine.combined_losses import LossPerSource
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.training.token_vectors import Compared, of_prediction, scores_of
+from hf_dist_ext.evaluation.token_vectors import TIE_TOLERANCE, Compared, of_prediction, scores_of
 
-# float32 rounds scores of unit vectors to about 1e-7, in another way for every tile shape.
-TIE_TOLERANCE = 1e-6
 PAIRED = ("mrr@10", "ndcg@10", "recall@1", "recall@10")
 RATED = ("spearman_cosine",)
 
@@ -43,7 +41,7 @@ def retrieval_metrics(
     group: what is right for a query of a group are the documents of all its rows. None: all rows differ.
     """
     # Importing evaluate takes a second, and only evaluation needs it.
-    from hf_dist_ext.training.retrieval_metrics.retrieval_metrics import RetrievalMetrics
+    from hf_dist_ext.evaluation.retrieval_metrics.retrieval_metrics import RetrievalMetrics
 
     right, groups = None, None
     if ids is not None:  # (1)

@@ -34,6 +34,7 @@ from hf_dist_ext.engine.losses import LossOutput
 from hf_dist_ext.engine.manual_gradient import with_gradients
 from hf_dist_ext.engine.outputs import Output, tensors_of
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation.token_vectors import VECTORS
 from hf_dist_ext.run.losses import (
     ALL_PAIRS,
     CLASSES,
@@ -49,7 +50,6 @@ from hf_dist_ext.run.losses import (
 )
 from hf_dist_ext.strategies.ragged import MASK
 from hf_dist_ext.training.losses_by_name import guarded, library, made, name_of
-from hf_dist_ext.training.token_vectors import VECTORS
 
 GUIDE_ROWS = 32  # that a guide encodes at once, unless told otherwise
 GUIDE_WIDTH = 64  # of longer rows fewer: a chunk has few that are much shorter than its longest, and little padding

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -145,11 +146,13 @@ def _take_chunks(args: DistTrainingArguments, loss: Any) -> None:  # (3)
 # ---- (4) ----
 
 
-def add_card(trainer: Any, given: Mapping[str, Any]) -> None:
-    """The callback of sentence-transformers that collects what a card says. `given`: of `bound`, as it was given."""
-    model = trainer.bare_model
-    if not is_of_sentence_transformers(model):
-        return
+def add_card(trainer: Any, given: Mapping[str, Any]) -> bool:
+    """The callback of sentence-transformers that collects what a card says. False: the folder gets none of theirs, but
+    that of a run file (model_card.py), or the model is of another package. `given`: of `bound`, as it was given."""
+    model, collator = trainer.bare_model, trainer.data_collator
+    collators = getattr(collator, "collators", {"": collator}).values()
+    if not is_of_sentence_transformers(model) or any(getattr(one, "is_of_run", False) for one in collators):
+        return False
     from sentence_transformers.base.model_card import BaseModelCardCallback
 
     if trainer.args.hub_model_id and not model.model_card_data.model_id:
@@ -165,6 +168,7 @@ def add_card(trainer: Any, given: Mapping[str, Any]) -> None:
     )
     trainer.add_callback(callback)
     callback.on_init_end(args, trainer.state, trainer.control, model=model, trainer=seen)
+    return True
 
 
 def _for_card(dataset: Any) -> Any:
@@ -178,7 +182,9 @@ def _for_card(dataset: Any) -> Any:
 def _inner(loss: Any) -> Any:
     """The user's objects, whose names and citations the card has."""
     if isinstance(loss, LossPerSource):
-        return {name.removeprefix("of_"): _inner(one) for name, one in loss.losses.items()}
+        named = {name.removeprefix("of_"): _inner(one) for name, one in loss.losses.items()}
+        default = named.pop("", None)
+        return named if default is None else defaultdict(lambda: default, named)
     return loss.loss if isinstance(loss, SentenceTransformersLoss) else loss
 
 
@@ -186,7 +192,7 @@ def write_card(model: Any, folder: Path, strategy: Strategy) -> None:
     """README.md of a folder of such a model, by its own template, unless somebody has written one. One rank calls it,
     so the template's example is encoded only where that rank has a whole model."""
     card = folder / "README.md"
-    if not is_of_sentence_transformers(model) or (card.is_file() and GENERATED not in card.read_text("utf-8")):
+    if card.is_file() and GENERATED not in card.read_text("utf-8"):
         return
     is_whole = not (strategy.forwards_are_collective or strategy.split)
     data = type(model.model_card_data)

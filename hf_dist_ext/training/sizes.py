@@ -268,7 +268,7 @@ class StepSizes:
         numbers = [all_columns.digest(rows), self.may_widen, layout.num_kept, needs_more]
         everyone = collectives.exchange([*numbers, *rows.values(), *chain(*needed)])
         if len({columns for columns, *_ in everyone}) > 1:
-            batch = all_columns.completed(batch, getattr(self.model(), "column_to_tower", {}))
+            batch = all_columns.completed(batch)
             return self.cut(batch, is_first, is_completed=True)
         _, may_widen, num_kept, is_larger, *_ = zip(*everyone, strict=True)
         self.may_widen = all(may_widen)
@@ -301,7 +301,7 @@ class StepSizes:
             "sort": is_chunked and self.args.gradient_cache_sort,
             "candidates_first": is_chunked and self.gathers_early,
             "separates_columns": is_chunked and self.gathers_early,
-            "model_config": _configs_by_column(model) or config,
+            "model_config": config,
         }
         return Cutter(options, self.args.gradient_cache_packing)
 
@@ -374,12 +374,6 @@ def _padding_token(config: Any) -> int:
     """Of the part that reads text: SmolVLM's own is one that its vocabulary does not have."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, "pad_token_id", None) or 0
-
-
-def _configs_by_column(model: nn.Module) -> dict[str, Any]:
-    """The config of every column's own tower (TowerModel); empty for other models."""
-    towers, columns = getattr(model, "towers", None), getattr(model, "column_to_tower", {})
-    return {column: getattr(towers[tower], "config", None) for column, tower in columns.items()}
 
 
 def is_checkpointed(model: nn.Module) -> bool:

@@ -38,7 +38,8 @@ from hf_dist_ext.engine.losses import as_output
 from hf_dist_ext.engine.outputs import Output, each, row_size
 from hf_dist_ext.engine.replay import RandomState, rounding
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.encode_once import batch_of_pooled, frozen_columns
+from hf_dist_ext.evaluation.token_vectors import Compared, compared
+from hf_dist_ext.frozen.encode_once import batch_of_pooled
 from hf_dist_ext.models.embedder import check_embeddings
 from hf_dist_ext.models.masks import padding_is_known
 from hf_dist_ext.strategies.rows import EarlyGather, GatheredColumns, row_weight
@@ -48,7 +49,6 @@ from hf_dist_ext.training.out_of_memory import empty_cache, is_lack_of_memory
 from hf_dist_ext.training.packing import has_prompt_tokens
 from hf_dist_ext.training.sizes import Batch, Layout, StepSizes, is_checkpointed
 from hf_dist_ext.training.timing import StepClock
-from hf_dist_ext.training.token_vectors import Compared, compared
 
 NOT_OF_LOSS = ("row", SOURCE)  # of a batch's ids: for reports
 
@@ -178,7 +178,7 @@ class EmbeddingStep:
         sizes, strategy, budget, bare = self.sizes, self.strategy(), self.sizes.budget, self.sizes.model()
         self._constants = facts.constants
         layout = self.layout = sizes.fit(model, self._encode, batch, is_first, facts.cuts)
-        frozen = frozen_columns(bare, layout.batch)
+        frozen = sizes.embedder.frozen_columns(layout.batch, facts.constants or {})
         chunked, wide = layout.chunked, layout.wide
         encode, is_measured = functools.partial(self._encode, model), sizes.is_measured(is_first)
         facts = self._completed(facts, layout)
@@ -282,6 +282,12 @@ class EmbeddingStep:
         self._constants = constants or {}
         found = self._encoded(model, self.sizes.cut(batch, is_first=False))
         return {name: compared(output, self.loss) for name, output in found.items()}
+
+    def forward_of_stages(self, model: nn.Module, features: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """What a SentenceTransformer gives, of a model whose layers are on other ranks too: a forward of all ranks."""
+        rows = {name: value for name, value in features.items() if isinstance(value, torch.Tensor)}
+        others = {name: value for name, value in features.items() if name not in rows} | options
+        return {"sentence_embedding": self.embeddings_of(model, {"": rows}, {"": others})[""]}
 
     def _encoded(self, model: nn.Module, layout: Layout) -> dict[str, Output]:
         chunked = layout.wide or layout.chunked  # no graph is held

@@ -39,6 +39,7 @@ from hf_dist_ext.engine.combined_losses import loss_of
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.evaluation.encoder import dist_encoder
+from hf_dist_ext.evaluation.token_vectors import as_prediction
 from hf_dist_ext.failures import activity
 from hf_dist_ext.frozen import feature_cache, freeze
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
@@ -66,8 +67,6 @@ from hf_dist_ext.training import (
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.audit import AuditReport
 from hf_dist_ext.training.early_stopping import EarlyStop
-from hf_dist_ext.training.embedder import ItemsEmbedder
-from hf_dist_ext.training.evaluations import Evaluations
 from hf_dist_ext.training.health import Health, LeaveEvaluation
 from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.meter import MetricsFile, StepMeter
@@ -77,7 +76,6 @@ from hf_dist_ext.training.scaling import Scaling
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.step import EmbeddingStep
 from hf_dist_ext.training.timing import Profiler, StepClock
-from hf_dist_ext.training.token_vectors import as_prediction
 
 logger = logging.get_logger(__name__)
 
@@ -90,10 +88,9 @@ class DistTrainer(Trainer):
             takes `targets` too where it reads labels. Batches are then mappings column -> features; the first column
             is the anchor, the second its positive, further ones hold hard negatives. None: the model's own loss,
             exactly as Trainer; with `pipeline_parallel_size` a causal language model's, with Trainer's gradients.
-        evaluations: what `hf_dist_ext.data.read_evaluations` gives: corpora and other data that `evaluate()` looks at
-            beside `eval_dataset`, which may be None then.
         evaluator: of sentence-transformers, or of your own, or a list of them: called with the model, a
-            SentenceTransformer or MultiVectorEncoder, whose `encode` shares its rows out over processes.
+            SentenceTransformer or MultiVectorEncoder, whose `encode` shares its rows out over processes. It needs no
+            `eval_dataset`.
 
     Raises:
         UsageError: a model or setup that the gradient cache can not be exact with.
@@ -127,7 +124,6 @@ class DistTrainer(Trainer):
         args: Any = None,
         *more: Any,
         loss: Callable | None = None,
-        evaluations: Sequence[Any] = (),
         evaluator: Any = None,
         **options: Any,
     ):
@@ -135,21 +131,20 @@ class DistTrainer(Trainer):
         named = sentence_trainer.converted(given)
         self.loss: Any = named.pop("loss")
         self.evaluator: Any = evaluators.as_one(named.pop("evaluator"))
-        if (evaluations or self.evaluator is not None) and named.get("eval_dataset") is None:
+        if self.evaluator is not None and named.get("eval_dataset") is None:
             named["eval_dataset"] = []  # Trainer evaluates only what it is given, and then this too
         self._eval_dataloaders: dict[str, DataLoader] = {}  # Trainer's
-        self._prepare(model, named["args"], named, evaluations)
+        self._prepare(model, named["args"], named)
         with self.strategy.constructing(named["args"]):
             super().__init__(**named)
         self._make_parts()
-        self.evaluations = Evaluations(evaluations, metrics.similarity_of(self.loss), self.data_collator)
         self._take_model()
         self._add_watchers()
-        sentence_trainer.add_card(self, given)
+        self.has_their_card = sentence_trainer.add_card(self, given)
 
     # ---- setting up ----
 
-    def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any], evaluations: Sequence[Any]) -> None:
+    def _prepare(self, model: nn.Module | None, args: Any, named: dict[str, Any]) -> None:
         """Before Trainer's constructor, whose arguments are `named`: what is refused, who trains, and what a loss over
         embeddings adds to them."""
         checks.warn_of_untested_versions()
@@ -158,7 +153,7 @@ class DistTrainer(Trainer):
             sentence_arguments.refuse_fields_of_a_model(args)
         self.strategy = Strategy()
         if self.loss is None:
-            checks.refuse_without_loss(args, evaluations)
+            checks.refuse_without_loss(args)
             self.strategy = choose.of_own_loss(model, args)
         else:
             sentence_trainer.refuse_hooks(type(self), DistTrainer)
@@ -271,6 +266,7 @@ class DistTrainer(Trainer):
             compiling.check(self.accelerator.state.dynamo_plugin, self.strategy)
             checks.check_model(self.model, self.args)
             checks.check_outputs(self.bare_model, self.loss)
+            checks.find_word_embeddings(self.bare_model, self.args)
             checks.refuse_uneven_negatives(self.loss, self.data_collator)
             self.step.sizes.may_pack = packing.may_pack(self.args, self.bare_model, self.strategy)
         if self.eval_dataset is not None:
@@ -278,9 +274,9 @@ class DistTrainer(Trainer):
             best = self.args.metric_for_best_model
             if self.evaluator is not None:
                 is_due = self.args.eval_strategy != "no" or self.args.eval_on_start
-                evaluators.check(self.evaluator, self.bare_model, self.strategy, is_due)
-                best = evaluators.check_best_metric(best, self.evaluator, [*(paired or ()), *self.evaluations.names])
-            self.evaluations.check(best, paired, self.bare_model)
+                evaluators.check(self.evaluator, self.bare_model, is_due)
+            if paired is not None:
+                evaluators.check_best_metric(best, self.evaluator, paired)
         if self.own_loss is not None:
             takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
             checks.check_own_loss_of_pipeline(self.args, takes_items and self.loss_is_scaled_for_ga is not False)
@@ -802,7 +798,7 @@ class DistTrainer(Trainer):
             is_saved = self.files.save_at_end(folder, self._save, as_trainer, self._facts)
         if not is_saved:
             as_trainer(str(folder))
-        if not _internal_call and self.args.should_save:
+        if self.has_their_card and not _internal_call and self.args.should_save:
             sentence_trainer.write_card(self.bare_model, folder, self.strategy)
         if self.args.push_to_hub and not _internal_call:
             push = self._push_saved if self._is_ours else self.push_to_hub
@@ -918,27 +914,23 @@ class DistTrainer(Trainer):
             eval_dataset = sentence_data.evaluated(eval_dataset)
         is_apart = self._is_ours or self.health.stop is not None  # without our fields it draws as Trainer's does
         apart = evaluators.drawing_apart(self.args.seed) if is_apart else nullcontext()
-        with apart, self.meter.paused(), self.evaluations.due(metric_key_prefix if eval_dataset is None else None):
+        with apart, self.meter.paused():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> EvalLoopOutput:
         output = super().evaluation_loop(*arguments, **options)
-        if (prefix := self.evaluations.take_due()) is not None:
-            model = self._wrap_model(self.model, training=False)  # as the loop has run it
-            after_batch = partial(self.health.on_prediction_step, self.args, self.state, self.control)
-            embedder = ItemsEmbedder(self.step, model, self.data_collator, after_batch)
-            cast(dict, output.metrics).update(self.evaluations.run(embedder, prefix))
         if self.evaluator is not None:
             cast(dict, output.metrics).update(self._run_evaluator(options.get("metric_key_prefix", "eval")))
         return output
 
     def _run_evaluator(self, asked: str) -> dict[str, Any]:
-        prefix = evaluators.prefix_in_training(asked, self.eval_dataset) if self.is_in_train else asked
+        prefix = evaluators.prefix_once(asked, self.eval_dataset)
         if prefix is None:
             return {}
         wrapped = self._wrap_model(self.model, training=False)
         after_batch = partial(self.health.on_prediction_step, self.args, self.state, self.control)
-        encoder = dist_encoder(self.bare_model, wrapped, self.strategy, self.args.device, self._precision, after_batch)
+        forward = partial(self.step.forward_of_stages, wrapped) if self.strategy.is_cut else wrapped
+        encoder = dist_encoder(self.bare_model, forward, self.strategy, self.args.device, self._precision, after_batch)
         folder, state = Path(str(self.args.output_dir), "eval"), self.state
         figures = evaluators.run_evaluators(
             self.evaluator, encoder, folder, state.epoch, state.global_step, self.args.seed

@@ -10,17 +10,17 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers.utils.hub
+from hf_dist_ext.models.towers import TowerModel
 from huggingface_hub import HfApi
+from sentence_transformers import SentenceTransformer
 from transformers import LlamaForCausalLM
 
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.checkpoints import test_trainable
-from tests.tiny_models import model_config
+from tests.tiny_models import embedding_model, model_config
 
 TOKEN = "hf_SECRET"
 
@@ -99,8 +99,8 @@ def first_push(server, trainer: DistTrainer, folder: Path) -> Path:
     return folder
 
 
-def embedding_model() -> EmbeddingModel:
-    return EmbeddingModel.from_config(model_config("bert"), pooling="cls", projection_dim=6)
+def embedding_model() -> SentenceTransformer:
+    return embedding_model(model_config("bert"), pooling="cls", projection_dim=6)
 
 
 def towers() -> TowerModel:

@@ -16,11 +16,10 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.digits import build_processor
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.checkpoints.test_trainable import base, make
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, loaded, model_config, tiny_tokenizer
 from tests.tiny_vision_language import collate, row, tiny_llava
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
@@ -34,8 +33,8 @@ def said(model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 def train_embedding(folder: Path, **options) -> DistTrainer:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
-    EmbeddingModel.from_config(model_config("bert")).save_pretrained(folder / "base", tokenizer=tokenizer)
-    model = EmbeddingModel.from_pretrained(
+    embedding_model(model_config("bert")).save_pretrained(folder / "base", tokenizer=tokenizer)
+    model = loaded(
         folder / "base", projection_dim=8, pooling="cls", prompts={"query": "read "}, default_prompt_name="query"
     )
     texts = ["parse a date", "read file", "sort numbers by key", "list of lines"]
@@ -56,7 +55,7 @@ def test_an_embedding_model_keeps_its_embeddings_pooling_prompts_and_tokenizer(t
     trainer = train_embedding(tmp_path, **options)
     main(["merge", str(tmp_path / "run" / "checkpoint-3"), "--output", str(tmp_path / "merged")])
     assert "complete model" in capsys.readouterr().out
-    loaded = EmbeddingModel.from_pretrained(tmp_path / "merged")
+    loaded = loaded(tmp_path / "merged")
     assert torch.equal(said(loaded), said(trainer.model)) and said(loaded).shape == (1, 8)
     assert loaded.pooling == "cls" and loaded.prompts["query"] == "read " and loaded.default_prompt_name == "query"
     text = "parse a date"

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.dynamic_module_utils
+from hf_dist_ext.models.towers import TowerModel
+from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import OWN_CODE, model_config
+from tests.tiny_models import OWN_CODE, embedding_model, loaded, model_config
 
 
 @pytest.fixture
@@ -33,19 +33,19 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_code_that_is_not_run_is_named(tmp_path, caplog):
     """transformers knows the model's type too, and takes its own class without a word."""
-    EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path)
-    EmbeddingModel.from_pretrained(tmp_path)
+    embedding_model(model_config("bert")).backbone.save_pretrained(tmp_path)
+    loaded(tmp_path)
     assert not caplog.messages
     config = json.loads((tmp_path / "config.json").read_text())
     config["auto_map"] = {"AutoModel": "own_code.OwnModel"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    EmbeddingModel.from_pretrained(tmp_path)
+    loaded(tmp_path)
     (said,) = caplog.messages
     assert "code of its own, and transformers' bert is used" in said and "trust_remote_code=true" in said
 
 
-def embedding_model(folder: Path) -> EmbeddingModel:
-    return EmbeddingModel.from_backbone(folder, trust_remote_code=True, projection_dim=8)
+def embedding_model(folder: Path) -> SentenceTransformer:
+    return loaded(folder, trust_remote_code=True, projection_dim=8)
 
 
 def towers(folder: Path) -> TowerModel:

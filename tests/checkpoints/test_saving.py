@@ -27,6 +27,7 @@ from hf_dist_ext.training import final_model
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import ROOT
+from tests.tiny_models import embedding_model
 from tests.training.test_trainer import Tiny, collate
 
 
@@ -569,7 +570,6 @@ def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_p
     """As DeepSpeed does under bf16, when the model is prepared."""
     from peft import LoraConfig, get_peft_model
 
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
     from tests.parity.exactness_worker import BERT, Case
     from tests.parity.exactness_worker import collate as collate_texts
 
@@ -580,7 +580,7 @@ def test_adapters_go_on_from_a_checkpoint_of_an_engine_that_casts_the_base(tmp_p
 
     def make_adapted(base: torch.dtype) -> DistTrainer:
         torch.manual_seed(0)
-        model = EmbeddingModel.from_config(BERT).to(base)
+        model = embedding_model(BERT).to(base)
         args = DistTrainingArguments(
             output_dir=str(tmp_path), max_steps=2, save_steps=1, per_device_train_batch_size=4, report_to=[],
             disable_tqdm=True, use_cpu=True, gradient_cache_chunk_size=3,

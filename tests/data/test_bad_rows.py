@@ -11,10 +11,9 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.mixture import SOURCE, MixtureCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import RunError, UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 from tests.training.test_nonfinite import rows as regression_rows
 from tests.training.test_nonfinite import train as train_regression
 
@@ -33,7 +32,7 @@ def trainer(folder, dataset, **more) -> DistTrainer:
         **{"save_strategy": "no"} | more,
     )  # fmt: skip
     return DistTrainer(
-        EmbeddingModel.from_config(model_config("bert")), args, train_dataset=dataset, processing_class=tokenizer,
+        model=embedding_model(model_config("bert")), args=args, train_dataset=dataset, processing_class=tokenizer,
         data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]), loss=InfoNCELoss(),
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ def test_a_folder_is_read_whatever_it_is_called(tmp_path, monkeypatch):
     (tmp_path / "rows.csv").write_text("sentence1,sentence2,score,rating\nNA,007,x,1\nnull,b,y,0.5\n")
     given = {"type": "sts", "path": "rows.csv", "columns": {"score": "rating"}}
     (found,) = read_evaluations([given])
-    assert found.scores.tolist() == [1, 0.5] and found.items.take([0, 2]) == ["NA", "007"]
+    assert found.columns == {"sentence1": ["NA", "null"], "sentence2": ["007", "b"], "score": [1, 0.5]}
 
 
 def test_files_may_be_packed_and_qrels_without_a_header(tmp_path):
@@ -140,24 +140,24 @@ PAIRS = [{"sentence1": "a", "sentence2": "b", "score": 1}, {"sentence1": "c", "s
 LISTS = [{"query": "a", "positive": ["b"], "negative": ["c", "b"]}, {"query": "d", "positive": "e", "negative": []}]
 
 
-def test_texts_that_repeat_are_read_once(tmp_path, caplog):
+def test_rows_are_read_by_the_names_of_an_evaluation(tmp_path, caplog):
     write_lines(tmp_path / "pairs.jsonl", PAIRS)
     (data,) = read_evaluations([{"type": "sts", "path": str(tmp_path / "pairs.jsonl")}])
-    assert data.items.take([0, 1, 2]) == ["a", "c", "b"] and data.pairs.tolist() == [[0, 2], [1, 0]]
-    assert data.scores.tolist() == [1.0, 2.5] and data.options.name == "pairs"
+    assert data.columns == {"sentence1": ["a", "c"], "sentence2": ["b", "a"], "score": [1, 2.5]}
+    assert data.options.name == "pairs"
     rows = [{**row, "positive": [row["positive"]] if isinstance(row["positive"], str) else row["positive"]}
             for row in LISTS]  # fmt: skip
     write_lines(tmp_path / "lists.jsonl", rows)
     (data,) = read_evaluations([{"type": "reranking", "path": str(tmp_path / "lists.jsonl")}])
-    assert data.queries.take(data.asked.tolist()) == ["a"], "the second row has nothing to rank"
-    assert [data.documents.take(listed.tolist()) for listed in data.listed] == [["b", "c", "b"]]
-    assert data.num_right.tolist() == [1] and "1 row(s) without a positive or a negative are left out" in caplog.text
+    assert data.columns == {"query": ["a"], "positive": [["b"]], "negative": [["c", "b"]]}
+    assert "1 row(s) without a positive or a negative are left out" in caplog.text, "the second has nothing to rank"
 
 
 @pytest.mark.parametrize("kind, rows, words", [
     ("sts", [{**PAIRS[0], "score": None}, PAIRS[1]], r'row 0 \(counted from 0\): "score" is None, which is no number'),
     ("sts", [PAIRS[0], PAIRS[0]], "all scores are equal"),
     ("sts", [{**PAIRS[0], "sentence2": " "}, PAIRS[1]], "\"sentence2\" is ' ', which is no text"),
+    ("binary", [{**PAIRS[0], "label": 1}, {**PAIRS[1], "label": 2}], "labels are 1, 2, and they must be 0 and 1"),
     ("triplet", PAIRS, r'columns\["anchor"\]: .* has no column "anchor"'),
     ("reranking", [{"query": "a", "positive": [], "negative": ["b"]}], "no row has both a positive and a negative"),
 ])  # fmt: skip

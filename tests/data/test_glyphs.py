@@ -9,16 +9,16 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from hf_dist_ext.tasks.tower_pair import TowerPair
 from PIL import Image
 from transformers import AutoProcessor
 
 from hf_dist_ext.data import glyphs, load
 from hf_dist_ext.data.glyphs import build_processor, load_glyphs, look_alike, one_row_per_picture
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.launching import ROOT
 from tests.tasks.test_stages import main
+from tests.tiny_models import loaded
 
 CONFIG = ROOT / "configs" / "glyph_search.json"
 ONE_MODEL = ROOT / "configs" / "glyph_vlm.json"
@@ -162,7 +162,7 @@ def test_two_updates_of_one_model_for_both(run_file, tmp_path):
     main(run_file(ONE_MODEL, **few, logging_steps=1))
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert report["contrastive_batch_size"] == 16 and report["after"] != report["before"]
-    model = EmbeddingModel.from_pretrained(tmp_path / "out")
+    model = loaded(tmp_path / "out")
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     assert model.config.get_text_config().vocab_size == len(processor.tokenizer)
     features = processor(text=[glyphs.IMAGE_TOKEN], images=[Image.new("L", (32, 32)).convert("RGB")])

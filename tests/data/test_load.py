@@ -317,15 +317,15 @@ def test_a_file_that_changed_under_its_time_is_read_anew(tmp_path):
 NOWHERE = """
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.local_files import config_file
 from hf_dist_ext.run.config import RunConfig
 from tests.launching import environment
+from tests.tiny_models import loaded
 
 name = "nobody-at-all/nothing-here"
 for load in (
     lambda: load_datasets(RunConfig(dataset_name=name)),
-    lambda: EmbeddingModel.from_pretrained(name),
+    lambda: loaded(name),
     lambda: config_file(name),
 ):
     try:

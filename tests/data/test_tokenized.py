@@ -9,11 +9,11 @@ import datasets
 import pyarrow as pa
 import pytest
 import torch
+from hf_dist_ext.data.routed_collator import RoutedCollator
 
 from hf_dist_ext.data import kept_files, tokenized
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.mixture import SOURCE, Mixture, MixtureCollator
-from hf_dist_ext.data.routed_collator import RoutedCollator
 from hf_dist_ext.data.tokenized import TokenizedRows, tokenized_once
 from hf_dist_ext.data.tokens import TokenizedText, threads_of_tokenizer
 from hf_dist_ext.engine.losses import InfoNCELoss

@@ -16,7 +16,7 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from tests.tiny_models import embedding_model
 from tests.tiny_processors import FAMILIES, TEMPLATE, mixed_row, picture, tiny_vision_language
 
 COLUMNS = ["query", "positive", "negative"]
@@ -71,7 +71,7 @@ def test_cached_gradients_of_token_vectors_are_those_of_the_whole_batch(family, 
 def assert_cached_is_plain(family: str, side: str, limits: ChunkLimits, loss: nn.Module, **options) -> None:
     collate, config = made(family, side)
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config, dtype=torch.float64, **options).train()
+    model = embedding_model(config, dtype=torch.float64, **options).train()
     loss = loss.double()
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:

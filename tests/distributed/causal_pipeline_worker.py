@@ -36,7 +36,6 @@ from transformers import (
 from hf_dist_ext import policy
 from hf_dist_ext.checkpoints import manifest, trainable
 from hf_dist_ext.models.causal_lm import load_causal_lm
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import pipeline_own_loss, schedules
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
@@ -45,6 +44,7 @@ from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.pipeline_worker import all_ranks, said_by
 from tests.launching import leave_together
 from tests.parity.causal_worker import CONFIG, LORA, TIED, Case, build, collate, loss_of_outputs
+from tests.tiny_models import embedding_model
 
 BATCH, ROWS = 6, 36  # an update takes two batches, an epoch has three of them
 CHUNKS = BATCH // 2
@@ -340,7 +340,7 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
     takes_no_items = build(tied)
     takes_no_items.accepts_loss_kwargs = False
     classifier = LlamaForSequenceClassification(build(tied).config)
-    embedding = EmbeddingModel.from_config(build(tied).config.to_dict(), pooling="last")
+    embedding = embedding_model(build(tied).config.to_dict(), pooling="last")
     scaling = AutoModelForCausalLM.from_config(granite())
     return {
         "no chunks": attempt(gradient_cache_chunk_size=None),

@@ -12,23 +12,34 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies.collectives import sharded_on_cpu
 from hf_dist_ext.strategies.layers import repeated_layer_classes
-from tests.tiny_models import TEXT_CONFIGS, model_config, tiny_towers
+from tests.tiny_models import TEXT_CONFIGS, embedding_model, model_config, tiny_towers
 
 ROWS = 4  # over all ranks
 TOWERS = ("clip", "siglip")
 
 
+class Towers(torch.nn.ModuleDict):
+    def forward(self, **features):
+        return self["image" if "pixel_values" in features else "text"](**features)[0]
+
+
+class Projected(torch.nn.Module):
+    def __init__(self, backbone: torch.nn.Module):
+        super().__init__()
+        self.backbone, self.projection = backbone, torch.nn.Linear(32, 8)
+
+    def forward(self, **features):
+        return self.projection(self.backbone(**features)[0]).mean(dim=1)
+
+
 def build(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     if name in TOWERS:
-        model = TowerModel(tiny_towers(name), {"query": "text", "positive": "image"})
+        model = Towers(tiny_towers(name))
     else:
-        pooling = "last" if name in ("qwen3", "llama") else "mean"
-        model = EmbeddingModel.from_config(model_config(name), pooling=pooling, projection_dim=8)
+        model = Projected(embedding_model(model_config(name)).transformers_model)
     return model.double().eval()  # no dropout, so that the two steps can be equal
 
 
@@ -46,10 +57,8 @@ def mean_loss(name: str, model: torch.nn.Module, batch: dict[str, torch.Tensor])
     """Mean over rows, so that the mean over equal ranks is the mean over the whole batch."""
     text = {key: batch[key] for key in ("input_ids", "attention_mask")}
     if name not in TOWERS:
-        return (model(**text).embeddings * batch["target"]).sum(dim=-1).mean()
-    queries = model(column="query", **text).embeddings
-    images = model(column="positive", pixel_values=batch["pixel_values"]).embeddings
-    return (queries * images).sum(dim=-1).mean()
+        return (model(**text) * batch["target"]).sum(dim=-1).mean()
+    return (model(**text) * model(pixel_values=batch["pixel_values"])).sum(dim=-1).mean()
 
 
 def take_step(name, model, batch, accelerator=None) -> dict[str, torch.Tensor]:

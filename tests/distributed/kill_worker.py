@@ -35,13 +35,13 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, Trainer, Trai
 
 from hf_dist_ext.checkpoints import async_save, manifest
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import tensors
 from hf_dist_ext.strategies.collectives import sharded_on_cpu
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import HSDP, MODES, ZERO, Run
 from tests.distributed.tensor_parallel_worker import collate
+from tests.tiny_models import around
 
 STEPS, SAVE_EVERY = 10, 2
 KILLS_OF_A_RUN, HOUR = 4, 3600.0  # with --clock
@@ -92,7 +92,7 @@ def train(report, folder: Path, options: argparse.Namespace, resume: bool = Fals
             report(f"from {state.global_step}")
 
     if options.pipeline and not options.is_causal:
-        embedder, loss = EmbeddingModel(AutoModel.from_config(config), pooling="last"), InfoNCELoss(0.1)
+        embedder, loss = around(AutoModel.from_config(config), pooling="last"), InfoNCELoss(0.1)
         more = {"train_dataset": list(range(number)), "data_collator": collate, "loss": loss}
         trainer = Reporting(embedder, args, callbacks=[Began()], **more)
     else:

@@ -24,12 +24,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import TrainerCallback
 
 from hf_dist_ext import launched
-from hf_dist_ext.models.adapter_folder import WEIGHTS
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.adapters import WEIGHTS
 from hf_dist_ext.strategies import adapters, choose
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
+from tests import tiny_models
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.tensor_parallel_worker import DrawsByRank
 from tests.launching import leave_together
@@ -55,7 +55,7 @@ def loaded(base: Path, folder: Path, **fields) -> list[int]:
     args = DistTrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to=[], gradient_cache_chunk_size=2, **fields
     )
-    model = EmbeddingModel.from_pretrained(base, in_stages=choose.in_stages(args))
+    model = tiny_models.loaded(base, in_stages=choose.in_stages(args))
     return everyone(sum(held_here(p).numel() for p in model.parameters() if p.device.type != "meta"))
 
 

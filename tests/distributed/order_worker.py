@@ -33,13 +33,12 @@ from transformers import TrainerCallback
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import HSDP, MODES, THREE, ZERO, Run
 from tests.launching import leave_together
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 ROWS, WINDOW, EPOCHS = 25, 8, 3
 STOPS = (1, 3, 5, 7, 9, 11)  # steps, of 4 in an epoch
@@ -107,9 +106,10 @@ def train(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         no_duplicates_in_batch=sampler == "no duplicates", train_sampling_strategy=names.get(sampler, "random"),
         frozen_modules=["embeddings"], **options,
     )  # fmt: skip
-    model = EmbeddingModel.from_config(model_config("bert", hidden_dropout_prob=0, attention_probs_dropout_prob=0))
+    model = embedding_model(model_config("bert", hidden_dropout_prob=0, attention_probs_dropout_prob=0))
     trainer = Noting(
-        model, args, train_dataset=job.get("dataset") or pairs(), processing_class=tokenizer, loss=InfoNCELoss(),
+        model=model, args=args,
+        train_dataset=job.get("dataset") or pairs(), processing_class=tokenizer, loss=InfoNCELoss(),
         data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]),
         callbacks=[] if "resume" in job else [SaveAt()],
     )  # fmt: skip

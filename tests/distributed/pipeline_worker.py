@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch import nn
 from transformers import TrainerCallback
 
@@ -27,7 +27,7 @@ from hf_dist_ext.checkpoints import manifest, trainable
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.adapters import adapters_of
 from hf_dist_ext.strategies import pipeline, pipeline_options, pipeline_passes, schedules
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import bare_optimizer, gathered, held_here
@@ -35,7 +35,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.tensor_parallel_worker import collate, collate_repeated, largest_difference
 from tests.launching import leave_together
-from tests.tiny_models import CHECKPOINTING, model_config
+from tests.tiny_models import CHECKPOINTING, embed, embedding_model, loaded, model_config
 
 ROWS, BATCH, LAYERS = 36, 6, 6
 WIDTHS = {"query": 8, "positive": 16}  # tokens of what is counted
@@ -45,7 +45,7 @@ LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"], lora_dropo
 
 def save_base(folder: Path, **more) -> None:
     torch.manual_seed(0)
-    EmbeddingModel.from_config(CONFIG | more, pooling="last").save_pretrained(folder)
+    embedding_model(CONFIG | more, pooling="last").save_pretrained(str(folder))
 
 
 def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone: bool = False, **more) -> DistTrainer:
@@ -57,13 +57,13 @@ def make_trainer(base: Path, folder: Path, has_adapters: bool = False, is_alone:
         **(options | {"gradient_cache_chunk_size": 2, "preemptible": True} | more),
     )  # fmt: skip
     torch.manual_seed(1)
-    model = EmbeddingModel.from_pretrained(base, projection_dim=16, in_stages=pipeline.in_stages(args))
+    model = loaded(base, projection_dim=16, in_stages=pipeline.in_stages(args))
     torch.manual_seed(1)
-    nn.init.normal_(model.projection.weight, std=0.1)
+    nn.init.normal_(model.projection.linear.weight, std=0.1)
     if has_adapters:
-        model = get_peft_model(model, LORA)
+        model.requires_grad_(False).transformers_model.add_adapter(LORA)
     return DistTrainer(
-        model, args, loss=InfoNCELoss(0.1, learnable_temperature=True), data_collator=collate,
+        model=model, args=args, loss=InfoNCELoss(0.1, learnable_temperature=True), data_collator=collate,
         train_dataset=list(range(ROWS)), eval_dataset=list(range(ROWS, ROWS + 10)),
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def goes_on_elsewhere(base: Path, folder: Path, pipeline_schedule: str = "zero_b
     class Read(TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **others):
             saved = torch.load(folder / "checkpoint-4" / trainable.OPTIMIZER, weights_only=True)["state"]
-            whole = EmbeddingModel.from_pretrained(folder / "checkpoint-4").state_dict()
+            whole = loaded(folder / "checkpoint-4").state_dict()
             own, state = dict(model.named_parameters()), bare_optimizer(trainer.optimizer).state
             moments = dict(gathered({name: state[p]["exp_avg_sq"] for name, p in own.items()}, keep=True))
             own = dict(gathered(own, keep=True))
@@ -156,9 +156,9 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         if rank() == 0:
             merge(folder / "end", folder / "whole")
         dist.barrier()
-    whole = EmbeddingModel.from_pretrained(folder / ("end" if trainer.saves_complete_model else "whole")).eval()
+    whole = loaded(folder / ("end" if trainer.saves_complete_model else "whole")).eval()
     theirs = whole.state_dict()
-    if not hasattr(trainer.model, "peft_config"):
+    if not adapters_of(trainer.model):
         own = dict(gathered(trainer.model.state_dict(), keep=True))
         found["weights_equal"] = all_ranks(all(torch.equal(value, theirs[name]) for name, value in own.items()))
     trainer.model.eval()
@@ -166,7 +166,7 @@ def resumed(base: Path, folder: Path, **more) -> dict:
     with torch.no_grad():
         ours = trainer.step.score_only(trainer.model, rows).embeddings
     found["embeddings_differ"] = max(
-        (ours[name] - whole(**features).embeddings).abs().max().item() for name, features in rows.items()
+        (ours[name] - embed(whole, **features)).abs().max().item() for name, features in rows.items()
     )
     return found
 
@@ -210,10 +210,10 @@ def refusals(base: Path, folder: Path) -> dict[str, str]:
         args = DistTrainingArguments(
             output_dir=str(folder / "no"), use_cpu=True, pipeline_parallel_size=2, gradient_cache_chunk_size=2
         )
-        DistTrainer(model, args, **options)
+        DistTrainer(model=model, args=args, **options)
 
     loss = InfoNCELoss()
-    distilbert = EmbeddingModel.from_config(model_config("distilbert"))
+    distilbert = embedding_model(model_config("distilbert"))
     said["other rows"] = said_by(train_on_other_rows)
     said["architecture"] = said_by(lambda: train(distilbert, loss=loss))
     said["towers"] = said_by(lambda: train(nn.Linear(2, 2), loss=loss))
@@ -226,7 +226,7 @@ def check_one_process_goes_on(base: Path, checkpoint: Path, folder: Path, name: 
     more = {"resume_weights_only": True, "learning_rate": 0.0, "save_strategy": "no"}
     trainer = make_trainer(base, folder, is_alone=True, **more)
     trainer.train(resume_from_checkpoint=str(checkpoint))
-    saved, own = EmbeddingModel.from_pretrained(checkpoint).state_dict(), trainer.model.state_dict()
+    saved, own = loaded(checkpoint).state_dict(), trainer.model.state_dict()
     assert own.keys() == saved.keys() and all(torch.equal(p, saved[name]) for name, p in own.items())
     with pytest.raises(UsageError, match=rf"saved as a pipeline \({name}\).*resume_weights_only"):
         make_trainer(base, folder, is_alone=True).train(resume_from_checkpoint=str(checkpoint))

@@ -25,7 +25,6 @@ from transformers import TrainerCallback
 from hf_dist_ext import launched
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import ddp, sparse
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -33,7 +32,7 @@ from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.trainer_worker import weights_of
 from tests.launching import leave_together
 from tests.parity.exactness_worker import BATCH, BERT, Case, collate
-from tests.tiny_models import CHECKPOINTING
+from tests.tiny_models import CHECKPOINTING, embedding_model
 
 CASES = {
     "fsdp": {
@@ -106,7 +105,7 @@ class Recorder(TrainerCallback):
 
 def make_trainer(folder: str, recorder, steps: int = NUM_STEPS, **arguments) -> DistTrainer:
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(BERT).double()
+    model = embedding_model(BERT).double()
     defaults = {"gradient_cache_chunk_size": 4, "gradient_cache_fsdp": "auto", "learning_rate": 0.01}
     args = DistTrainingArguments(
         output_dir=folder, per_device_train_batch_size=BATCH, max_steps=steps, optim="sgd", report_to=[], seed=7,
@@ -115,8 +114,8 @@ def make_trainer(folder: str, recorder, steps: int = NUM_STEPS, **arguments) -> 
     )  # fmt: skip
     case = Case("strategies")
     return DistTrainer(
-        model,
-        args,
+        model=model,
+        args=args,
         data_collator=lambda rows: collate(case, rows, rank()),
         train_dataset=list(range(8 * NUM_STEPS * BATCH * launched.processes())),
         loss=InfoNCELoss(temperature=0.1).double(),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, Qwen3Config, TrainerCallback
@@ -28,15 +28,14 @@ from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.adapter_folder import WEIGHTS
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.adapters import WEIGHTS
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.tensors import gathered, held_here
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
-from tests.tiny_models import model_config
+from tests.tiny_models import around, embed, embedding_model, loaded, model_config
 
 ROWS, BATCH = 36, 4
 ENCODERS = ("bert", "roberta", "xlm-roberta", "modernbert")
@@ -49,7 +48,7 @@ def save_base(folder: Path) -> None:
         vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, attention_dropout=0.1,
     )  # fmt: skip
-    EmbeddingModel(AutoModel.from_config(config), pooling="last").save_pretrained(folder)
+    around(AutoModel.from_config(config), pooling="last").save_pretrained(str(folder))
 
 
 def collate(rows: list[int]) -> dict:
@@ -71,16 +70,17 @@ def make_trainer(
 ) -> DistTrainer:
     torch.manual_seed(rank())  # a new projection is the first process's all the same
     config = splitting.launched_config() if is_split else None
-    model = EmbeddingModel.from_pretrained(base, projection_dim=16, distributed_config=config)
+    model = loaded(base, projection_dim=16, distributed_config=config)
     options = dict(max_steps=4, save_steps=2, learning_rate=1e-2, max_grad_norm=0.5, gradient_accumulation_steps=2)
     options |= {"preemptible": True} | more
     args = DistTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, use_cpu=True,
         report_to=[], disable_tqdm=True, gradient_cache_chunk_size=3, logging_steps=1, seed=3, **options,
     )  # fmt: skip
-    model = model if adapters is None else get_peft_model(model, adapters)
+    if adapters is not None:
+        model.requires_grad_(False).transformers_model.add_adapter(adapters)
     return DistTrainer(
-        model, args, loss=InfoNCELoss(0.1, learnable_temperature=True), data_collator=collate,
+        model=model, args=args, loss=InfoNCELoss(0.1, learnable_temperature=True), data_collator=collate,
         train_dataset=list(range(ROWS)), eval_dataset=list(range(ROWS, ROWS + 10)),
     )  # fmt: skip
 
@@ -141,16 +141,16 @@ def resumed(base: Path, folder: Path, **more) -> dict:
         dist.barrier()
         with torch.no_grad():
             found["embeddings_differ"] = max(
-                (trainer.model.eval()(**rows).embeddings - EmbeddingModel.from_pretrained(of)(**rows).embeddings)
+                (embed(trainer.model.eval(), **rows) - embed(loaded(of), **rows))
                 .abs().max().item() for of in (folder / "end", folder / "merged")
             )  # fmt: skip
         found["whole"] = {name: list(value.shape) for name, value in load_file(folder / "end" / WEIGHTS).items()}
     elif trainer.saves_complete_model:
-        whole = EmbeddingModel.from_pretrained(folder / "end").eval()
+        whole = loaded(folder / "end").eval()
         rows = collate(list(range(7)))["positive"]
         with torch.no_grad():
-            ours = trainer.model.eval()(**rows).embeddings
-            found["embeddings_differ"] = (ours - whole(**rows).embeddings).abs().max().item()
+            ours = embed(trainer.model.eval(), **rows)
+            found["embeddings_differ"] = (ours - embed(whole, **rows)).abs().max().item()
         found["config"] = json.loads((folder / "end" / "config.json").read_text())
         found["weights_equal"] = all(torch.equal(value, end[name]) for name, value in whole.state_dict().items())
     else:
@@ -162,21 +162,21 @@ def encoders(folder: Path) -> dict[str, dict]:
     """Of each kind, read in parts: whether these make its weights, and how far its embeddings are off."""
     found = {}
     for kind in ENCODERS:
-        whole = EmbeddingModel.from_config(model_config(kind, hidden_dropout_prob=0.0))
+        whole = embedding_model(model_config(kind, hidden_dropout_prob=0.0))
         if rank() == 0:
-            whole.save_pretrained(folder / kind)
+            whole.save_pretrained(str(folder / kind))
         dist.barrier()
-        whole = EmbeddingModel.from_pretrained(folder / kind)
+        whole = loaded(folder / kind)
         try:
-            split = EmbeddingModel.from_pretrained(folder / kind, distributed_config=splitting.launched_config())
+            split = loaded(folder / kind, distributed_config=splitting.launched_config())
         except UsageError as error:
             found[kind] = {"said": str(error)}
             continue
         rows, theirs = collate([1, 2, 3])["positive"], whole.state_dict()
-        rows["input_ids"] %= whole.config.vocab_size
+        rows["input_ids"] %= whole.transformers_model.config.vocab_size
         own = dict(gathered(split.state_dict(), keep=True))
         with torch.no_grad():
-            difference = (split(**rows).embeddings - whole(**rows).embeddings).abs().max().item()
+            difference = (embed(split, **rows) - embed(whole, **rows)).abs().max().item()
         found[kind] = {
             "equal": own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own),
             "held": sum(held_here(p).numel() for p in split.parameters()) / sum(p.numel() for p in whole.parameters()),

@@ -16,11 +16,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
+from torch import nn
 from transformers import LlavaConfig, LlavaModel
 from transformers.models.llama import modeling_llama  # noqa: F401, before the forks
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import deepspeed_install
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -28,6 +29,7 @@ from hf_dist_ext.training.metrics import retrieval_metrics
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import MODES, Run, gather_everything
 from tests.parity.exactness_worker import BATCH, BERT, GradientRecorder, _with_norms_in_its_own_precision, naive_loss
+from tests.tiny_models import embed, embedding_model
 from tests.tiny_vision_language import IMAGE_TOKEN, TEXT, TOKENS_PER_IMAGE, VISION, BlankPictures
 
 COLUMNS = ("query", "positive", "negative")
@@ -67,15 +69,27 @@ def pictured(column: str, rows: list[int], every: int = 1) -> Batch:
     return batch if column == "none" else batch | {column: text(rows, column, lambda row: row % every == 0)}
 
 
-def bert() -> EmbeddingModel:
-    return EmbeddingModel.from_config(BERT | {"num_hidden_layers": 4})
+def bert() -> SentenceTransformer:
+    return embedding_model(BERT | {"num_hidden_layers": 4})
 
 
-def llava(uses_all: bool = True) -> EmbeddingModel:
+class LastToken(nn.Module):
+    """A vector of the last token of text; a pad is number 0."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.backbone, self.config = backbone, backbone.config
+
+    def forward(self, **features):
+        states = self.backbone(**features).last_hidden_state
+        return states[torch.arange(len(states)), features["attention_mask"].sum(1) - 1]
+
+
+def llava(uses_all: bool = True) -> nn.Module:
     vision, language = ({**part, "attention_dropout": 0.0} for part in (VISION, TEXT))
     config = LlavaConfig(vision_config=vision, text_config=language, image_token_index=IMAGE_TOKEN)
     config.vision_feature_layer = -1
-    model = EmbeddingModel(_with_norms_in_its_own_precision(LlavaModel(config)), pooling="last")
+    model = LastToken(_with_norms_in_its_own_precision(LlavaModel(config)))
     # LLaVA has no use for it.
     model.backbone.vision_tower.post_layernorm.requires_grad_(not uses_all)
     return model
@@ -99,7 +113,7 @@ FEW_IMAGES = {
 }
 
 
-def build(kind: str) -> EmbeddingModel:
+def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     return (KINDS | FEW_IMAGES)[kind][0]().double()
 
@@ -109,10 +123,14 @@ def collate(kind: str, of_rank: int, rows: list[int]) -> Batch:
     return of_ranks[of_rank % len(of_ranks)](rows)
 
 
-def plain_step(kind: str, model: EmbeddingModel, processes: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def without_counts(features: dict) -> dict:
+    return {name: value for name, value in features.items() if name != "num_images"}
+
+
+def plain_step(kind: str, model: nn.Module, processes: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one global batch, and its embeddings."""
     parts = [collate(kind, r, list(range(r * BATCH, (r + 1) * BATCH))) for r in range(processes)]
-    encoded = [{name: model(**features).embeddings for name, features in part.items()} for part in parts]
+    encoded = [{name: embed(model, **without_counts(features)) for name, features in part.items()} for part in parts]
     embeddings = {name: torch.cat([of_rank[name] for of_rank in encoded]) for name in COLUMNS}
     return naive_loss(embeddings, 0.1, symmetric=False), embeddings
 
@@ -127,7 +145,8 @@ def trained_and_evaluated(folder: Path, kind: str, processes: int, processor=Non
     loss = recorder.loss = InfoNCELoss(temperature=0.1).double()
     rows = list(range(BATCH * processes))
     trainer = DistTrainer(
-        model, args, data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=rows, eval_dataset=rows,
+        model=model, args=args,
+        data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=rows, eval_dataset=rows,
         loss=loss, callbacks=[recorder], processing_class=processor,
     )  # fmt: skip
     trainer.train()
@@ -200,7 +219,8 @@ def stepped_under_zero(say, folder: Path, kind: str, processor=None) -> str:
         train_sampling_strategy="sequential", gradient_cache_chunk_size=3,
     )  # fmt: skip
     trainer = DistTrainer(
-        model, args, data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=list(range(2 * BATCH)),
+        model=model, args=args,
+        data_collator=lambda rows: collate(kind, rank(), rows), train_dataset=list(range(2 * BATCH)),
         loss=InfoNCELoss(temperature=0.1), processing_class=processor,
     )  # fmt: skip
     gather_everything(trainer)

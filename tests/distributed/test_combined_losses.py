@@ -13,12 +13,11 @@ from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.data.mixture import Mixture, MixtureCollator, Tagged
 from hf_dist_ext.engine.combined_losses import LossPerSource
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 SIZES, WINDOW = {"pairs": 16, "rated": 24, "classes": 16}, 8
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -43,7 +42,7 @@ def losses_of(width: int) -> LossPerSource:
 
 def train(say, folder: Path, processes: int, resume: str | None = None, **options) -> str:
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(model_config("bert", **NO_DROPOUT), projection_dim=6).double()
+    model = embedding_model(model_config("bert", **NO_DROPOUT), projection_dim=6).double()
     args = DistTrainingArguments(
         **{
             "output_dir": str(folder), "report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 1,
@@ -59,7 +58,8 @@ def train(say, folder: Path, processes: int, resume: str | None = None, **option
     torch.manual_seed(1)
     losses = losses_of(6).double()
     trainer = DistTrainer(
-        model, args, train_dataset=Mixture(tables, [0.3, 0.4, 0.3]), processing_class=tokenizer, loss=losses,
+        model=model, args=args,
+        train_dataset=Mixture(tables, [0.3, 0.4, 0.3]), processing_class=tokenizer, loss=losses,
         eval_dataset={name: Tagged(name, one) for name, one in tables.items()},
         data_collator=MixtureCollator(collators),
     )  # fmt: skip

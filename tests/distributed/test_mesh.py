@@ -14,14 +14,13 @@ import pytest
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import schedules
 from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import Pipeline
 from tests.distributed import mesh_worker, pipeline_worker
 from tests.distributed.forked import launch, train_under_preset
 from tests.parity.exactness_table import LAYOUTS, MESHES, measure_mesh
-from tests.tiny_models import needs_tensor_parallelism, tiny_pairs
+from tests.tiny_models import loaded, needs_tensor_parallelism, tiny_pairs
 
 pytestmark = needs_tensor_parallelism
 slow = pytest.mark.slow
@@ -154,7 +153,7 @@ def test_each_process_holds_its_share(layout):
     ranks, (pipelines, _) = found(layout)["held"], RUNS[layout]
     with TemporaryDirectory() as name:
         pipeline_worker.save_base(Path(name), num_attention_heads=4, num_key_value_heads=2)
-        whole = sum(p.numel() for p in EmbeddingModel.from_pretrained(name, projection_dim=16).parameters())
+        whole = sum(p.numel() for p in loaded(name, projection_dim=16).parameters())
     copies = pipelines if "DP 2" in layout and "FSDP" not in layout else 1
     for kind, times in (("weights", 1), ("optimizer", 2)):
         held = [of_rank[kind] / times for of_rank in ranks]
@@ -272,4 +271,4 @@ def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path, proce
     fields = tiny_pairs(tmp_path, rows=148) | {"model_config": CONFIG, "accelerate_config": "3d"}
     fields |= {"pipeline_parallel_size": 2} | more
     train_under_preset("multi_gpu_3d", tmp_path, fields, is_launched=True, processes=processes, groups=processes // 4)
-    assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 4
+    assert loaded(tmp_path / "run").transformers_model.config.num_hidden_layers == 4

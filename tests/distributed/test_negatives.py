@@ -10,13 +10,12 @@ from accelerate import PartialState
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.collectives import leave_together, rank
 from hf_dist_ext.training import all_columns
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 COLUMNS = ["query", "positive", "negative"]
 
@@ -46,7 +45,7 @@ def train(folder, processes: int, chunk: int | None, of_list: bool = False) -> s
     )  # fmt: skip
     config = model_config("bert") | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     trainer = DistTrainer(
-        EmbeddingModel.from_config(config), args, processing_class=tokenizer,
+        model=embedding_model(config), args=args, processing_class=tokenizer,
         train_dataset=without_empty(rows()) if of_list else rows(),
         eval_dataset=without_empty(rows())[:16] if of_list else None,
         data_collator=ContrastiveCollator(tokenizer, COLUMNS), loss=InfoNCELoss(),
@@ -60,25 +59,18 @@ def train(folder, processes: int, chunk: int | None, of_list: bool = False) -> s
 
 
 def test_ranks_complete_their_columns(tmp_path):
-    """Their names in words, also more than go at once; a column without rows has the features of its tower's."""
+    """Their names in words, also more than go at once."""
     many = [f"negative {i} of this row" for i in range(40)]
     batches = [["query", "positive", *many], ["query", "positive", many[3]]]
 
     def target(say) -> str:
         PartialState(cpu=True)
         rows = {name: {"input_ids": torch.ones(2, 3)} for name in batches[rank()]}
-        for towers in ({}, {"query": "short"}):
-            found = all_columns.completed(rows, towers)
-            assert list(found) == batches[0]
-            assert [len(found[name]["input_ids"]) for name in found] == [2 if name in rows else 0 for name in found]
-        other = dict.fromkeys(many, "one that no column here goes through")
-        if rank() == 1:
-            with pytest.raises(UsageError, match="has the column 'negative 0 of this row'.*tower 'one that no column"):
-                all_columns.completed({name: rows[name] for name in ("query", "positive")}, other)
-        else:
-            all_columns.completed(rows, other)
+        found = all_columns.completed(rows)
+        assert list(found) == batches[0]
+        assert [len(found[name]["input_ids"]) for name in found] == [2 if name in rows else 0 for name in found]
         with pytest.raises(UsageError, match="The first two, anchor and positive, must be"):
-            all_columns.completed(rows if rank() else dict(reversed(rows.items())), {})
+            all_columns.completed(rows if rank() else dict(reversed(rows.items())))
         leave_together()
         return "well"
 

@@ -16,7 +16,6 @@ import pytest
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.catalog import Hardware
 from hf_dist_ext.planner.choose import plan_workload
 from hf_dist_ext.planner.from_run import workload_of
@@ -29,7 +28,7 @@ from hf_dist_ext.tasks import trace
 from tests.distributed import pipeline_worker as worker
 from tests.distributed.forked import by_launch, launch, train_under_preset
 from tests.parity.exactness_table import PIPELINE_CASES, PIPELINES, measure_pipeline
-from tests.tiny_models import tiny_pairs
+from tests.tiny_models import loaded, tiny_pairs
 
 # One schedule with all cases; of those whose backward is in two halves, or whose processes hold several stages, the
 # cases in which a stage has nothing to train or chunks are of other shapes. All of everything with -m slow.
@@ -265,4 +264,4 @@ def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path, is_la
     pipeline = {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"}
     fields = tiny_pairs(tmp_path, rows=84) | {"model_config": config, "accelerate_config": "pp"}
     train_under_preset("multi_gpu_pp", tmp_path, fields | pipeline, is_launched)
-    assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 4
+    assert loaded(tmp_path / "run").transformers_model.config.num_hidden_layers == 4

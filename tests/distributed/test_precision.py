@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from torch.distributed.fsdp import FSDPModule
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.parity.exactness_worker import BERT, Case, collate, measure, rounding
+from tests.tiny_models import embedding_model
 
 
 def rounding_errors(say, arguments: dict, chunks: list[int]) -> str:
@@ -55,17 +56,17 @@ def test_gradients_are_added_up_in_half_precision_when_asked_for():
 # ---- what is gathered ----
 
 
-def make_trainer(folder: Path, model: EmbeddingModel | None = None) -> DistTrainer:
+def make_trainer(folder: Path, model: SentenceTransformer | None = None) -> DistTrainer:
     torch.manual_seed(0)
     args = DistTrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=1, bf16=True,
         report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True, gradient_cache_chunk_size=2,
     )  # fmt: skip
-    model = model or EmbeddingModel.from_config(BERT, projection_dim=16)
+    model = model or embedding_model(BERT, projection_dim=16)
     rows, loss = list(range(16)), InfoNCELoss(temperature=0.1)
     case = Case("precision")
     return DistTrainer(
-        model, args, data_collator=lambda rows: collate(case, rows, 0), train_dataset=rows,
+        model=model, args=args, data_collator=lambda rows: collate(case, rows, 0), train_dataset=rows,
         eval_dataset=rows, loss=loss,
     )  # fmt: skip
 
@@ -93,7 +94,7 @@ def test_matrices_alone_are_gathered_in_half_precision(tmp_path):
     assert fsdp["loss"] == pytest.approx(ddp["loss"], rel=1e-6)
     assert fsdp["gradients"] == ["torch.float32"]
     assert len(fsdp["half"]) == 2 * 6 + 1 and all(
-        name.endswith(("query.weight", "key.weight", "value.weight", "dense.weight", "projection.weight"))
+        name.endswith(("query.weight", "key.weight", "value.weight", "dense.weight", "projection.linear.weight"))
         for name in fsdp["half"]
     )
     assert any("LayerNorm" in name for name in fsdp["whole"]) and any("word_emb" in name for name in fsdp["whole"])
@@ -102,7 +103,7 @@ def test_matrices_alone_are_gathered_in_half_precision(tmp_path):
 def test_weights_that_train_in_half_precision_are_said_with_the_remedy(tmp_path, caplog):
     """Small updates are lost in them, with autocast and without."""
     with caplog.at_level(logging.WARNING):
-        make_trainer(tmp_path, model=EmbeddingModel.from_config(BERT).bfloat16())
+        make_trainer(tmp_path, model=embedding_model(BERT).bfloat16())
     assert '"dtype": "float32"' in caplog.text and "bfloat16" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):

@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training import sizes
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -26,6 +25,7 @@ from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.parity import exactness_worker
 from tests.parity.exactness_worker import Case
+from tests.tiny_models import embedding_model
 
 LIMIT = 300  # seconds
 
@@ -37,12 +37,12 @@ class Watch(TrainerCallback):
         self.updates: list[dict] = []
 
     def on_train_begin(self, args, state, control, model=None, **others):
-        model.register_forward_hook(self._note, with_kwargs=True)
+        model.register_forward_hook(self._note)
 
-    def _note(self, module, arguments, features, output) -> None:
+    def _note(self, module, given, output) -> None:
         if torch.is_grad_enabled():
-            tokens = features["input_ids"].numel()
-            output.embeddings.register_hook(lambda gradient: self.tokens.append(tokens))
+            tokens = given[0]["input_ids"].numel()
+            output["sentence_embedding"].register_hook(lambda gradient: self.tokens.append(tokens))
 
     def on_step_begin(self, args, state, control, **others):
         self.tokens: list[int] = []
@@ -100,7 +100,7 @@ def of_version_1(say, folder: Path) -> str:
     args = DistTrainingArguments(output_dir=str(folder), report_to=[], use_cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # as with an accelerator
     try:
-        DistTrainer(EmbeddingModel.from_config(exactness_worker.BERT), args, loss=InfoNCELoss())
+        DistTrainer(model=embedding_model(exactness_worker.BERT), args=args, loss=InfoNCELoss())
     except UsageError as error:
         return str(error)
     return "not refused"
@@ -121,7 +121,7 @@ def with_learned_temperature(say, folder: Path) -> str:
         disable_tqdm=True,
     )  # fmt: skip
     trainer = DistTrainer(
-        EmbeddingModel.from_config(exactness_worker.BERT), args, loss=InfoNCELoss(learnable_temperature=True),
+        model=embedding_model(exactness_worker.BERT), args=args, loss=InfoNCELoss(learnable_temperature=True),
         data_collator=lambda rows: exactness_worker.collate(case, rows, rank()), train_dataset=list(range(24)),
     )  # fmt: skip
     trainer.train()

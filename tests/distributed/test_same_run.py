@@ -11,12 +11,11 @@ import pytest
 
 from hf_dist_ext import train
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
 from tests.distributed.memory_worker import statuses
-from tests.tiny_models import model_config, tiny_pairs, tiny_tokenizer
+from tests.tiny_models import embedding_model, model_config, tiny_pairs, tiny_tokenizer
 from tests.training.test_nonfinite import Regression, rows
 
 
@@ -104,8 +103,8 @@ def test_other_weights_are_refused_where_every_rank_keeps_its_own(run_file):
 
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
-        model = EmbeddingModel.from_config(model_config("bert"))
-        model.save_pretrained(run_file.parent / name, tokenizer=tiny_tokenizer())
+        model = embedding_model(model_config("bert"))
+        model.save_pretrained(str(run_file.parent / name))
     fields = json.loads(run_file.read_text())
     fields = {name: value for name, value in fields.items() if name not in ("model_config", "tokenizer_name")}
     run_file.write_text(json.dumps(fields | {"model_name_or_path": str(run_file.parent / "one")}))

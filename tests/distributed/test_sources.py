@@ -15,12 +15,11 @@ from hf_dist_ext.data.collator import ContrastiveCollator, content_id
 from hf_dist_ext.data.epoch_order import StandIn
 from hf_dist_ext.data.mixture import MixedStream, Mixture, MixtureCollator, source_of
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import MODES, THREE, Run
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 SIZES, SHARES, WINDOW = {"pairs": 30, "triplets": 21, "others": 19}, [0.5, 0.3, 0.2], 8
 STOP = 12  # of 9 steps in an epoch: in the middle of the second
@@ -66,9 +65,9 @@ def train(say, folder: Path, name: str, processes: int, is_stream: bool, resume:
     tokenizer = tiny_tokenizer()
     columns = {name: ["query", "positive", *(["negative"] * (name == "triplets"))] for name in SIZES}
     collator = MixtureCollator({name: ContrastiveCollator(tokenizer, columns[name]) for name in SIZES})
-    model = EmbeddingModel.from_config(model_config("bert"))  # with dropout
+    model = embedding_model(model_config("bert"))  # with dropout
     trainer = Noting(
-        model, args, train_dataset=sources(is_stream), processing_class=tokenizer, loss=InfoNCELoss(),
+        model=model, args=args, train_dataset=sources(is_stream), processing_class=tokenizer, loss=InfoNCELoss(),
         data_collator=collator,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume)

@@ -11,10 +11,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.distributed import tensor_parallel_worker as worker
 from tests.distributed.forked import by_launch, launch, train_under_preset
-from tests.tiny_models import needs_tensor_parallelism, tiny_pairs
+from tests.tiny_models import loaded, needs_tensor_parallelism, tiny_pairs
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -53,7 +52,7 @@ def test_the_saved_folder_is_whole_and_knows_of_no_groups(groups):
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_frozen_run_saves_whole_tensors_of_what_trains(groups):
     run = found(groups)["frozen"]
-    assert "projection.weight" in run["weights"]
+    assert "projection.linear.weight" in run["weights"]
     assert not [name for name in run["weights"] if "embed_tokens" in name or "layers.0" in name]
 
 
@@ -119,7 +118,7 @@ def test_what_is_not_exact_is_refused_before_training(what, words):
 def test_a_run_file_trains_under_the_preset_and_its_folder_loads(tmp_path, is_launched):
     fields = {"model_config": CONFIG, "accelerate_config": "tp", "num_processes": 2}
     train_under_preset("multi_gpu_tp", tmp_path, tiny_pairs(tmp_path, rows=84) | fields, is_launched)
-    assert EmbeddingModel.from_pretrained(tmp_path / "run").backbone.config.num_hidden_layers == 1
+    assert loaded(tmp_path / "run").transformers_model.config.num_hidden_layers == 1
 
 
 def test_norms_inside_attention_still_count_chunks_twice():

@@ -16,16 +16,17 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import transformers
+from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import retrieval_metrics
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import MODES, Run
 from tests.parity.exactness_worker import GradientRecorder, naive_loss
+from tests.tiny_models import embedding_model
 from tests.tiny_processors import FAMILIES, WORDS, mixed_row, tiny_vision_language
 
 COLUMNS = ("query", "positive", "negative")
@@ -43,10 +44,10 @@ def rows(processes: int, is_mixed: bool) -> list[dict]:
     return made
 
 
-def build(family: str) -> tuple[EmbeddingModel, VisionLanguageCollator]:
+def build(family: str) -> tuple[SentenceTransformer, VisionLanguageCollator]:
     processor, config = tiny_vision_language(family)
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config, dtype=torch.float64, pooling="last")
+    model = embedding_model(config, dtype=torch.float64, pooling="last")
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:
             nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection would hide the pictures
@@ -54,7 +55,7 @@ def build(family: str) -> tuple[EmbeddingModel, VisionLanguageCollator]:
     return model, VisionLanguageCollator(processor.tokenizer, COLUMNS, prompts, processor=processor)
 
 
-def whole_batch(model: EmbeddingModel, collate: VisionLanguageCollator, batch: list[dict]) -> dict:
+def whole_batch(model: SentenceTransformer, collate: VisionLanguageCollator, batch: list[dict]) -> dict:
     return {name: model(**features).embeddings for name, features in collate(batch).items() if name != "ids"}
 
 
@@ -78,7 +79,8 @@ def errors(folder: Path, family: str, processes: int, is_mixed: bool) -> dict:
         train_sampling_strategy="sequential", use_cpu=True, gradient_cache_chunk_size=2, remove_unused_columns=False,
     )  # fmt: skip
     trainer = DistTrainer(
-        model, args, data_collator=collate, train_dataset=made, eval_dataset=made, loss=loss, callbacks=[recorder],
+        model=model, args=args,
+        data_collator=collate, train_dataset=made, eval_dataset=made, loss=loss, callbacks=[recorder],
         processing_class=collate.processor,
     )  # fmt: skip
     trainer.train()

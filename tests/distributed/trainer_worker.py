@@ -33,12 +33,11 @@ from transformers import (
 from hf_dist_ext import launched
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
-from tests.tiny_models import WORDS, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, tiny_tokenizer
 
 SMALL = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=60)
 
@@ -129,8 +128,8 @@ def contrastive_trainer(folder: Path, dropout: float = 0.1, **more) -> DistTrain
         use_cpu=True, seed=3, **arguments,
     )  # fmt: skip
     return DistTrainer(
-        EmbeddingModel.from_config(config, projection_dim=16),
-        args,
+        model=embedding_model(config, projection_dim=16),
+        args=args,
         data_collator=ContrastiveCollator(tokenizer, ["query", "positive"]),
         train_dataset=pairs(),
         eval_dataset=pairs(21),

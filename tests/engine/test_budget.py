@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,13 +20,12 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.frozen.encode_once import forward_bytes_per_token
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.meter import memory_used
 from tests.distributed.forked import Run
 from tests.engine.test_gradient_cache import Encoder, gradients_of, naive_score, plain_step, text
-from tests.tiny_models import CHECKPOINTING, model_config
+from tests.tiny_models import CHECKPOINTING, embedding_model, model_config
 from tests.training.test_trainer import trainer
 
 CPU = torch.device("cpu")
@@ -432,9 +432,9 @@ def passes(of) -> dict[bool, list[int]]:
     return found
 
 
-def bert(layers: int = 6) -> EmbeddingModel:
+def bert(layers: int = 6) -> SentenceTransformer:
     config = model_config("bert", num_hidden_layers=layers, vocab_size=64, hidden_dropout_prob=0.0)
-    return EmbeddingModel.from_config(config | {"attention_probs_dropout_prob": 0.0}, projection_dim=16)
+    return embedding_model(config | {"attention_probs_dropout_prob": 0.0}, projection_dim=16)
 
 
 def test_over_a_frozen_backbone_the_pass_that_runs_is_the_one_that_was_measured(tmp_path):

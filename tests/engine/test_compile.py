@@ -10,7 +10,6 @@ from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.ddp import DDP
 from hf_dist_ext.strategies.fsdp import FSDP
@@ -20,6 +19,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity import exactness_worker
 from tests.parity.exactness_worker import Case
+from tests.tiny_models import embedding_model
 
 
 class CompiledGraphs(TrainerCallback):
@@ -221,7 +221,7 @@ def test_compiled_on_cuda_dropout_is_replayed_and_outputs_are_not_overwritten(mo
 def test_inductor_draws_the_same_dropout_masks_with_and_without_a_graph():
     dropout = {"num_hidden_layers": 1, "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(exactness_worker.BERT | dropout).train()
+    model = embedding_model(exactness_worker.BERT | dropout).train()
     compiled = torch.compile(model, backend="inductor", dynamic=True)
     for rows, width in ((4, 16), (3, 8), (4, 24)):
         features = {"input_ids": torch.randint(1, 99, (rows, width)), "attention_mask": torch.ones(rows, width).long()}

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_dist_ext.errors import RunError, UsageError
 from hf_dist_ext.evaluation.encoder import dist_encoder
-from hf_dist_ext.evaluation.evaluators import check_best_metric, named, prefix_in_training, run_evaluators
+from hf_dist_ext.evaluation.evaluators import check_best_metric, named, prefix_once, run_evaluators
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.rows import Rows
@@ -216,10 +216,10 @@ def test_what_cannot_be_shared_is_refused(options, words):
 
 def test_figures_are_named_as_a_trainer_of_sentence_transformers_does():
     assert named({"sts_map": 1, "eval_own": 2}, "eval") == {"eval_sts_map": 1, "eval_own": 2}
-    assert prefix_in_training("eval", None) == prefix_in_training("eval", [1]) == "eval"
+    assert prefix_once("eval", None) == prefix_once("eval", [1]) == "eval"
     several = {"first": [], "second": []}
-    assert [prefix_in_training(f"eval_{name}", several) for name in several] == ["eval", None]
-    assert prefix_in_training("test", several) == "test"
+    assert [prefix_once(f"eval_{name}", several) for name in several] == ["eval", None]
+    assert prefix_once("test", several) == "test"
 
 
 def test_a_best_metric_that_no_evaluator_gives_is_refused():
@@ -228,5 +228,5 @@ def test_a_best_metric_that_no_evaluator_gives_is_refused():
     for best, of in [("eval_sts_x", sts), ("sts_x", both), ("eval_sequential_score", both), ("loss", sts),
                      (None, sts), ("eval_any", unnamed), ("eval_any", None), ("any", lambda: 1)]:  # fmt: skip
         check_best_metric(best, of, ["loss"])
-    with pytest.raises(UsageError, match="begin with eval_sts_. Other figures that are close: loss"):
+    with pytest.raises(UsageError, match="Closest: loss. Others begin with eval_sts_."):
         check_best_metric("eval_los", sts, ["loss"])

@@ -3,6 +3,7 @@
 import datasets
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from hf_dist_ext.data.collator import ContrastiveCollator
@@ -11,11 +12,11 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.models.embedder import embedder_of
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer, tiny_towers
+from tests.sentence_models import OF_DUAL, dual_encoder
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 ROWS = 12
 
@@ -28,9 +29,9 @@ def texts() -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def frozen_model() -> EmbeddingModel:
+def frozen_model() -> SentenceTransformer:
     torch.manual_seed(0)
-    return EmbeddingModel.from_config(model_config("bert"), projection_dim=8).double()
+    return embedding_model(model_config("bert"), projection_dim=8).double()
 
 
 def trained(folder, model, steps: int = 2, **options) -> DistTrainer:
@@ -51,16 +52,16 @@ def trained(folder, model, steps: int = 2, **options) -> DistTrainer:
 def test_a_frozen_backbone_is_encoded_once_and_the_projection_learns_as_without_a_cache(tmp_path, cut):
     plain = trained(tmp_path / "plain", frozen_model(), trainable_modules=["projection"])
     model = frozen_model()
-    before = model.projection.weight.clone()
+    before = model.projection.linear.weight.clone()
     seen = {"rows": 0, "layers": 0}
 
     def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
         seen["rows"] += len(kwargs.get("packed_rows") or kwargs["input_ids"])
 
-    model.backbone.register_forward_pre_hook(count, with_kwargs=True)
+    model.backbone.model.register_forward_pre_hook(count, with_kwargs=True)
     cached = trained(tmp_path / "cached", model, trainable_modules=["projection"], **cut)
-    assert (model.projection.weight - before).abs().max() > 1e-3
-    assert torch.allclose(model.projection.weight, plain.model.projection.weight, rtol=0, atol=1e-12)
+    assert (model.projection.linear.weight - before).abs().max() > 1e-3
+    assert torch.allclose(model.projection.linear.weight, plain.model.projection.linear.weight, rtol=0, atol=1e-12)
     assert seen["rows"] == 2 * 2 * ROWS  # steps x columns x rows: no row twice
     losses = [[line["loss"] for line in t.state.log_history if "loss" in line] for t in (plain, cached)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
@@ -68,7 +69,7 @@ def test_a_frozen_backbone_is_encoded_once_and_the_projection_learns_as_without_
 
 def test_the_backbone_is_encoded_twice_again_when_it_trains(tmp_path):
     model, rows = frozen_model(), []
-    model.backbone.register_forward_pre_hook(
+    model.backbone.model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs.get("packed_rows") or kwargs["input_ids"])),
         with_kwargs=True,
     )
@@ -86,15 +87,15 @@ def test_no_memory_is_left_for_graphs_that_a_frozen_backbone_does_not_make(tmp_p
     assert of_given.chunk_budget is None and of_given.step.layout.num_kept == 0
 
 
-def locked_towers(frozen: str) -> tuple[TowerModel, dict]:
+def locked(frozen: str) -> tuple[SentenceTransformer, dict]:
     torch.manual_seed(0)
-    model = TowerModel(tiny_towers(), {"query": "text", "positive": "image"}).double()
-    model.towers[frozen].requires_grad_(False)
+    model = dual_encoder().double()
+    for part in embedder_of(model).parts[frozen]:
+        part.requires_grad_(False)
     words = torch.randint(4, 20, (7, 9))
-    size = model.towers["image"].config.image_size
     batch = {
         "query": {"input_ids": words, "attention_mask": torch.ones_like(words)},
-        "positive": {"pixel_values": torch.randn(7, 3, size, size).double()},
+        "positive": {"pixel_values": torch.randn(7, 3, 16, 16).double()},
     }
     return model, batch
 
@@ -107,21 +108,22 @@ def score(embeddings: dict[str, torch.Tensor]):
 @pytest.mark.parametrize("frozen", ["image", "text"])
 @pytest.mark.parametrize("keep_graph", [0, 1, 100])
 def test_a_frozen_tower_leaves_pass_three_and_gradients_stay_exact(frozen, keep_graph):
-    model, batch = locked_towers(frozen)
-    score({name: model(column=name, **features).embeddings for name, features in batch.items()})[0].backward()
+    model, batch = locked(frozen)
+    embedder = embedder_of(model)
+    encode = lambda column, features: embedder.call(model, features, column, OF_DUAL[column])  # noqa: E731
+    score({name: encode(name, features) for name, features in batch.items()})[0].backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     assert wanted and max(gradient.abs().max() for gradient in wanted.values()) > 1e-3
     model.zero_grad()
     calls = {"text": 0, "image": 0}
-    for name, tower in model.towers.items():
+    for name, (tower, *_) in embedder.parts.items():
         tower.register_forward_pre_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
-    chunked = lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False)
     step = cached_step(
-        chunked,
-        lambda chunk: model(column=chunk.column, **chunk.features).embeddings,
+        lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False),
+        lambda chunk: encode(chunk.column, chunk.features),
         score,
         keep_graph=keep_graph,
-        is_frozen=lambda chunk: model.column_to_tower[chunk.column] == frozen,
+        is_frozen=lambda chunk: chunk.column in embedder.frozen_columns(batch, OF_DUAL),
     )
     other = {"text": "image", "image": "text"}[frozen]
     assert calls[frozen] == 3 and calls[other] == 6 - min(keep_graph, 3)
@@ -134,12 +136,12 @@ def test_a_frozen_tower_leaves_pass_three_and_gradients_stay_exact(frozen, keep_
 
 
 def test_a_batch_of_frozen_columns_only_is_refused():
-    model, batch = locked_towers("image")
+    model, batch = locked("image")
     model.requires_grad_(False)
     with pytest.raises(UsageError, match="nothing that was encoded requires a gradient"):
         cached_step(
             lay_out(batch, ChunkLimits(max_rows=3), shares_tower=False),
-            lambda chunk: model(column=chunk.column, **chunk.features).embeddings,
+            lambda chunk: embedder_of(model).call(model, chunk.features, chunk.column, OF_DUAL[chunk.column]),
             score,
             is_frozen=lambda chunk: True,
         )

@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from hf_dist_ext.models.towers import TowerModel
 from safetensors.torch import load_file
 
 from hf_dist_ext.data.collator import ContrastiveCollator
@@ -16,12 +17,10 @@ from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen import feature_cache, feature_store
 from hf_dist_ext.frozen.feature_store import FeatureStore, part_digest, row_keys
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import CHECKPOINTING, WORDS, model_config, tiny_tokenizer, tiny_towers
+from tests.tiny_models import CHECKPOINTING, WORDS, embedding_model, model_config, tiny_tokenizer, tiny_towers
 from tests.tiny_vision_language import BlankPictures, Calls, collate, row, tiny_llava
 
 
@@ -98,8 +97,8 @@ class Scaled(torch.nn.Module):
 def small(change) -> TowerModel:
     torch.manual_seed(0)
     towers = {
-        "text": EmbeddingModel.from_config(model_config("bert"), projection_dim=8),
-        "other": EmbeddingModel.from_config(model_config("bert"), dense=DENSE),
+        "text": embedding_model(model_config("bert"), projection_dim=8),
+        "other": embedding_model(model_config("bert"), dense=DENSE),
         "own": Scaled(1.0),
     }
     model = TowerModel(towers, {"query": "text", "positive": "other"})
@@ -241,7 +240,7 @@ TEXTS = datasets.Dataset.from_list(
 
 def text_run(folder, cache: bool, **options) -> DistTrainer:
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(model_config("bert"), projection_dim=8).double()
+    model = embedding_model(model_config("bert"), projection_dim=8).double()
     more = {"frozen_feature_cache": str(folder / "features")} if cache else {}
     args = arguments(folder, trainable_modules=["projection"], **options, **more)
     trainer = DistTrainer(

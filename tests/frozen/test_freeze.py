@@ -130,11 +130,10 @@ def test_the_booleans_people_know_are_short_names(tmp_path):
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_frozen_weights_are_loaded_in_the_precision_of_their_files(tmp_path, bf16):
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
     from hf_dist_ext.tasks.parts import build_parts, make_arguments
-    from tests.tiny_models import model_config, tiny_pairs, tiny_tokenizer
+    from tests.tiny_models import embedding_model, model_config, tiny_pairs, tiny_tokenizer
 
-    EmbeddingModel.from_config(model_config("bert")).bfloat16().save_pretrained(
+    embedding_model(model_config("bert")).bfloat16().save_pretrained(
         tmp_path / "model", tokenizer=tiny_tokenizer(max_length=16)
     )
     path = tmp_path / "run.json"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hf_dist_ext.models.towers import TowerModel
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -15,9 +16,7 @@ from transformers import (
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.groups import module_groups
 from hf_dist_ext.frozen.plan import format_report, plan_freezing, report
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
-from tests.tiny_models import model_config, tiny_towers
+from tests.tiny_models import embedding_model, model_config, tiny_towers
 from tests.tiny_vision_language import tiny_llava
 
 # (vision, projector, language) of every family the guides name: a parameter that must be in the group
@@ -51,7 +50,7 @@ def test_every_parameter_of_a_vision_language_model_is_in_exactly_one_group(fami
 
 
 def test_groups_of_embedding_and_tower_models_are_their_parts():
-    model = EmbeddingModel.from_config(model_config("bert"), projection_dim=8)
+    model = embedding_model(model_config("bert"), projection_dim=8)
     plan = plan_freezing(model, trainable_modules=["projection"])
     assert plan.trainable == {"projection.weight"}
     frozen = plan_freezing(model, frozen_modules=["backbone"])

@@ -1,5 +1,5 @@
-"""What a run file names becomes the model of sentence-transformers that `EmbeddingModel` was for the same words: the
-same draws, embeddings and gradients, the same parameters by the same names."""
+"""What a run file names becomes a model of sentence-transformers: the one that its folder says, or one that embeds as
+five plain lines do; with names by which a run file calls its parts."""
 
 import json
 from pathlib import Path
@@ -8,34 +8,26 @@ import pytest
 import torch
 from peft import LoraConfig
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
-from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModel, BertModel, CLIPModel
 
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.frozen.plan import plan_freezing
-from hf_dist_ext.models.backbones import parse_config
-from hf_dist_ext.models.embedder import embedder_of
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.models.backbones import build_backbone, parse_config
 from hf_dist_ext.models.from_run import build, describe
 from hf_dist_ext.strategies import choose, stages
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from tests.distributed.forked import launch
-from tests.sentence_models import picture_model, routed_model, static_model, text_model
-from tests.tiny_models import OWN_CODE, SMALL, model_config, needs_tensor_parallelism, tiny_tokenizer
+from tests.sentence_models import bert, picture_model, routed_model, static_model, text_model
+from tests.tiny_models import OWN_CODE, SMALL, embed, model_config, needs_tensor_parallelism, tiny_tokenizer
 
 TEXTS = ["read the file into list of lines by key", "parse a date from text", "sort"]
 STATIC = {"model_type": "static_embedding", "vocab_size": 32, "hidden_size": 16}
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
-TANH = "torch.nn.modules.activation.Tanh"
-CHAIN = [
-    {"in_features": 32, "out_features": 12, "bias": True, "activation": TANH, "use_residual": True},
-    {"in_features": 12, "out_features": 8},
-]
-
-
-def features(padding_side: str = "right") -> dict[str, torch.Tensor]:
-    return dict(tiny_tokenizer(padding_side)(TEXTS, padding=True, return_tensors="pt"))
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def drawn(kind, *arguments, **options):
@@ -43,28 +35,24 @@ def drawn(kind, *arguments, **options):
     return kind(*arguments, **options)
 
 
-def vectors_of(model: torch.nn.Module, **given: torch.Tensor) -> torch.Tensor:
-    found = embedder_of(model).call(model, given)
+def vectors_of(model: nn.Module, padding_side: str = "right") -> torch.Tensor:
+    found = embed(model, **tiny_tokenizer(padding_side)(TEXTS, padding=True, return_tensors="pt"))
     return found["vectors"][found["mask"]] if isinstance(found, dict) else found
 
 
-def assert_same(new: torch.nn.Module, old: EmbeddingModel, padding_side: str = "right") -> None:
-    """Embeddings and gradients, in float64."""
-    given, gradients, vectors = features(padding_side), [], []
-    for model in (new.double().eval(), old.double().eval()):
-        made = vectors_of(model, **given)
-        weights = torch.linspace(-1, 2, made.numel(), dtype=torch.float64).view_as(made)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        gradients.append(torch.autograd.grad((made * weights).sum(), parameters))
-        vectors.append(made)
-    torch.testing.assert_close(vectors[0], vectors[1], **EXACT)
-    assert vectors[0].std(0).max() > 1e-4 and sum(one.abs().sum() for one in gradients[1]) > 0.1
-    assert len(gradients[0]) == len(gradients[1])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, **EXACT)
+def rows_of(model: SentenceTransformer) -> torch.Tensor:
+    """What sentence-transformers makes of TEXTS."""
+    return torch.cat([torch.as_tensor(row).view(-1, row.shape[-1]) for row in model.encode(TEXTS)])
 
 
 # ---- random weights ----
+
+POOLED = {
+    "mean": lambda row: row.mean(0),
+    "cls": lambda row: row[0],
+    "last": lambda row: row[-1],
+    "tokens": lambda r: r,
+}
 
 
 @pytest.mark.parametrize(
@@ -73,24 +61,37 @@ def assert_same(new: torch.nn.Module, old: EmbeddingModel, padding_side: str = "
         ("bert", "right", {}),
         ("bert", "left", {"pooling": "cls", "projection_dim": 8, "projection_bias": True}),
         ("xlm-roberta", "right", {"projection_dim": 8, "normalize": False}),
-        ("modernbert", "right", {"pooling": "mean"}),
         ("qwen3", "left", {"pooling": "last", "projection_dim": 8}),
         ("bert", "right", {"pooling": "tokens", "projection_dim": 8}),
         ("qwen3", "left", {"pooling": "tokens"}),
     ],
 )  # fmt: skip
-def test_one_seed_draws_the_weights_that_embedding_model_draws(model_type, padding_side, options):
-    new = drawn(build, model_config=model_config(model_type), tokenizer=tiny_tokenizer(padding_side), **options)
-    old = drawn(EmbeddingModel.from_config, model_config(model_type), **options)
-    assert isinstance(new, MultiVectorEncoder if options.get("pooling") == "tokens" else SentenceTransformer)
-    assert new[0].processor.padding_side == padding_side
-    assert_same(new, old, padding_side)
+def test_a_configuration_embeds_as_plain_lines_do(model_type, padding_side, options):
+    tokenizer, pooling = tiny_tokenizer(padding_side), options.get("pooling", "mean")
+    model = drawn(build, model_config=model_config(model_type), tokenizer=tokenizer, **options).double().eval()
+    assert isinstance(model, MultiVectorEncoder if pooling == "tokens" else SentenceTransformer)
+    assert model[0].processor.padding_side == padding_side
+
+    given = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    expected = []
+    for states, mask in zip(model[0].model(**given).last_hidden_state, given["attention_mask"].bool(), strict=True):
+        row = POOLED[pooling](states[mask])
+        row = model.projection.linear(row) if "projection_dim" in options else row
+        row = row if options.get("normalize") is False else row / row.norm(dim=-1, keepdim=True)
+        expected.append(row.view(-1, row.shape[-1]))
+    torch.testing.assert_close(vectors_of(model, padding_side), torch.cat(expected), rtol=1e-12, atol=1e-12)
+    assert torch.cat(expected).std(0).max() > 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"projection_dim": 4, "dtype": "bfloat16"}])
-def test_a_static_model_is_drawn_alike(options):
-    new = drawn(build, model_config=STATIC, tokenizer=tiny_tokenizer(), **options)
-    assert_same(new, drawn(EmbeddingModel.from_config, STATIC, **options))
+@pytest.mark.parametrize("config", [model_config("bert"), STATIC], ids=["bert", "static"])
+def test_one_seed_draws_one_model(config):
+    models = [drawn(build, model_config=config, projection_dim=4, dtype="bfloat16").state_dict() for _ in range(2)]
+    assert all(
+        value.dtype == torch.bfloat16 and torch.equal(value, models[1][key]) for key, value in models[0].items()
+    )
+    if config != STATIC:
+        backbone = drawn(build_backbone, config, "bfloat16").state_dict()
+        assert all(torch.equal(value, models[0][f"backbone.model.{key}"]) for key, value in backbone.items())
 
 
 def test_pictures_and_words_have_one_transformer(tmp_path):
@@ -116,62 +117,76 @@ def test_a_model_without_bytes_has_the_names_and_shapes_of_one_with(config, cont
 # ---- folders ----
 
 
-def written(folder: Path, name: str, **options) -> EmbeddingModel:
-    """A folder, and the model that it was written from."""
-    model = drawn(EmbeddingModel.from_config, model_config(name) if name != "static" else STATIC, **options)
-    model.save_pretrained(folder, tokenizer=tiny_tokenizer("left" if name == "qwen3" else "right"))
+def written(folder: Path, *following: nn.Module, kind: type = SentenceTransformer, **options) -> SentenceTransformer:
+    """A model of sentence-transformers, and its folder."""
+    first = bert(folder / "first", **options)
+    model = kind(
+        modules=[first, *(following or (Pooling(32, "mean"), Dense(32, 8, bias=False), Normalize()))], device="cpu"
+    )
+    model.save_pretrained(str(folder / "model"))
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("bert", {"dense": CHAIN, "normalize": False}),
-        ("xlm-roberta", {"projection_dim": 8, "projection_bias": True}),
-        ("modernbert", {"pooling": "cls"}),
-        ("qwen3", {"pooling": "last"}),
-        ("bert", {"pooling": "tokens", "projection_dim": 8}),
-        ("static", {"projection_dim": 8}),
+CHAINS = {
+    "several Dense modules": lambda: [
+        Pooling(32, "cls"),
+        Dense(32, 12, activation_function=nn.Tanh(), use_residual=True),
+        Dense(12, 8, bias=False, activation_function=nn.Identity()),
     ],
-)
-def test_a_folder_is_read_as_embedding_model_reads_it_and_opens_again(tmp_path, name, options):
-    old = written(tmp_path, name, **options)
-    new = build(tmp_path, dtype="float32")
-    assert not any("pooler" in key for key in new.state_dict())
-    assert [type(module).__module__.partition(".")[0] for module in new] == ["sentence_transformers"] * len(new)
-    assert_same(new, old, "left" if name == "qwen3" else "right")
-    new.save_pretrained(str(tmp_path / "again"))
+    "normalized": lambda: [Pooling(32, "lasttoken"), Normalize()],
+    "a mode that no run file names": lambda: [Pooling(32, ("mean", "max"))],
+}
+
+
+@pytest.mark.parametrize("name", [*CHAINS, "token vectors", "static"])
+def test_a_folder_is_the_model_that_sentence_transformers_opens(tmp_path, name):
+    torch.manual_seed(0)
+    if name == "static":
+        kind, modules = SentenceTransformer, [StaticEmbedding(tiny_tokenizer(), embedding_dim=16), Dense(16, 8)]
+        SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path / "model"))
+    elif name == "token vectors":
+        tokens = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+        kind, modules = MultiVectorEncoder, [Dense(32, 8, **tokens), MultiVectorMask(), Normalize("token_embeddings")]
+        written(tmp_path, *modules, kind=kind)
+    else:
+        kind, modules = SentenceTransformer, CHAINS[name]()
+        written(tmp_path, *modules)
+    theirs, model = kind(str(tmp_path / "model"), device="cpu"), build(tmp_path / "model")
+    assert type(model) is kind and not model.training
+    assert not any("pooler" in key for key in model.state_dict())
+    expected = rows_of(theirs)
+    assert expected.std(0).max() > 1e-3
+    torch.testing.assert_close(rows_of(model), expected, **CLOSE)
+    if name != "static":  # whose texts get no special tokens
+        torch.testing.assert_close(vectors_of(model).detach(), expected, **CLOSE)
+    model.save_pretrained(str(tmp_path / "again"))
     again = build(tmp_path / "again")
-    assert [*again._modules] == [*new._modules] and not again.training
-    assert all(map(torch.equal, again.state_dict().values(), new.state_dict().values()))
-    opened = type(new)(str(tmp_path / "again"), device="cpu")
-    assert all(map(torch.equal, _list(opened.encode(TEXTS)), _list(again.encode(TEXTS))))
-
-
-def _list(vectors) -> list[torch.Tensor]:
-    return [torch.as_tensor(row) for row in vectors]
+    assert [*again._modules] == [*model._modules]
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+    torch.testing.assert_close(rows_of(kind(str(tmp_path / "again"), device="cpu")), expected, **CLOSE)
 
 
 def test_what_is_given_wins_over_the_folder(tmp_path):
-    old = written(tmp_path, "bert", pooling="cls", normalize=False)
-    new = drawn(
-        build, tmp_path, pooling="mean", projection_dim=8, normalize=True, tokenizer=tiny_tokenizer(max_length=9)
+    theirs = written(tmp_path, Pooling(32, "cls"))
+    model = build(
+        tmp_path / "model", pooling="mean", projection_dim=8, normalize=True, tokenizer=tiny_tokenizer(max_length=9)
     )
-    assert [*new._modules] == ["backbone", "pooling", "projection", "normalize"]
-    assert new.similarity_fn_name == "cosine" and new.max_seq_length == 9
-    options = {"pooling": "mean", "projection_dim": 8, "normalize": True}
-    assert_same(new, drawn(EmbeddingModel.from_backbone, tmp_path, **options))
-    assert_same(build(tmp_path, pooling="tokens"), EmbeddingModel.from_pretrained(tmp_path, pooling="tokens"))
-    assert_same(build(tmp_path), old)
+    assert [*model._modules] == ["backbone", "pooling", "projection", "normalize"]
+    assert model.similarity_fn_name == "cosine" and model.max_seq_length == 9
+    assert (model.pooling.pooling_mode, model.get_embedding_dimension()) == ("mean", 8)
+    torch.testing.assert_close(rows_of(model).norm(dim=1), torch.ones(3))
+    of_tokens = build(tmp_path / "model", pooling="tokens")
+    states = theirs.encode(TEXTS, output_value="token_embeddings")
+    assert isinstance(of_tokens, MultiVectorEncoder)
+    torch.testing.assert_close(rows_of(of_tokens), torch.cat(states), **CLOSE)
 
 
 def test_a_plain_folder_means_what_it_means_there(tmp_path):
-    old = drawn(EmbeddingModel.from_config, model_config("bert"), normalize=False)
-    old.backbone.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    new = build(str(tmp_path), attn_implementation="eager")
-    assert [*new._modules] == ["backbone", "pooling"] and new[0].config._attn_implementation == "eager"
-    assert_same(new, old)
+    bert(tmp_path)
+    model = build(str(tmp_path), attn_implementation="eager")
+    assert [*model._modules] == ["backbone", "pooling"] and model[0].config._attn_implementation == "eager"
+    torch.testing.assert_close(rows_of(model), rows_of(SentenceTransformer(str(tmp_path), device="cpu")), **CLOSE)
+    assert {p.dtype for p in build(tmp_path, dtype="bfloat16").parameters()} == {torch.bfloat16}
 
 
 def test_a_pooler_that_has_to_be_built_is_not_kept(tmp_path):
@@ -179,17 +194,17 @@ def test_a_pooler_that_has_to_be_built_is_not_kept(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     model = build(tmp_path)
     assert not any("pooler" in name for name, _ in model.named_parameters())
-    assert vectors_of(model, **features()).isfinite().all()
+    assert vectors_of(model).isfinite().all()
 
 
 def test_static_vectors_are_kept_in_the_precision_that_is_given(tmp_path):
-    written(tmp_path, "static")
+    static_model().save_pretrained(str(tmp_path))
     assert {p.dtype for p in build(tmp_path, dtype="bfloat16").parameters()} == {torch.bfloat16}
 
 
 def test_adapters_are_merged_and_all_of_the_model_trains(tmp_path):
-    written(tmp_path / "base", "bert", projection_dim=8)
-    model = build(tmp_path / "base")
+    written(tmp_path)
+    model = build(tmp_path / "model")
     model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
     for name, factor in model.named_parameters():
         if ".lora_" in name:
@@ -198,7 +213,7 @@ def test_adapters_are_merged_and_all_of_the_model_trains(tmp_path):
     assert not (tmp_path / "adapters" / "model.safetensors").exists()
     merged = build(tmp_path / "adapters")
     assert all(p.requires_grad and ".lora_" not in name for name, p in merged.named_parameters())
-    torch.testing.assert_close(vectors_of(merged, **features()), vectors_of(model.eval(), **features()))
+    torch.testing.assert_close(vectors_of(merged), vectors_of(model.eval()))
 
 
 def test_code_of_a_folder_runs_only_where_it_is_trusted(tmp_path):
@@ -214,10 +229,10 @@ def test_code_of_a_folder_runs_only_where_it_is_trusted(tmp_path):
 
 
 def test_a_folder_on_the_meta_device_is_not_read(tmp_path):
-    written(tmp_path, "bert", projection_dim=8)
-    (tmp_path / "model.safetensors").unlink()
+    written(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
     with torch.device("meta"):
-        model = build(tmp_path)
+        model = build(tmp_path / "model")
     assert [*model._modules] == ["backbone", "pooling", "projection", "normalize"]
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
@@ -237,52 +252,51 @@ def test_models_of_other_modules_load_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "patterns", [["projection"], ["backbone"], ["encoder.layer.1", "projection"], ["attention.self.query"]]
+    ("patterns", "start", "count"),
+    [
+        (["projection"], ("projection.",), 1),
+        (["backbone"], ("backbone.",), 37),
+        (["encoder.layer.1", "projection"], ("backbone.model.encoder.layer.1.", "projection."), 17),
+    ],
 )
-def test_trainable_modules_select_the_same_parameters(tmp_path, patterns):
-    old = written(tmp_path, "bert", projection_dim=8)
-    counts = []
-    for model in (old, build(tmp_path), build(model_config=model_config("bert"), projection_dim=8)):
+def test_trainable_modules_select_what_they_name(tmp_path, patterns, start, count):
+    written(tmp_path)
+    for model in (build(tmp_path / "model"), build(model_config=model_config("bert"), projection_dim=8)):
         plan = plan_freezing(model, patterns)
-        counts.append(sum(p.numel() for name, p in model.named_parameters() if name in plan.trainable))
-    assert counts[0] == counts[1] == counts[2] > 0
+        assert {*plan.trainable} == {name for name, _ in model.named_parameters() if name.startswith(start)}
+        assert len(plan.trainable) == count
 
 
 # ---- spread over processes ----
 
 
 def test_a_stage_of_a_pipeline_is_read_alone(tmp_path):
-    old = written(tmp_path, "bert", projection_dim=8)
+    written(tmp_path)
+    whole = build(tmp_path / "model")
     for own in ([0], [1]):
-        model = build(tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None))
-        assert (
-            type(model[0]) is Transformer and type(model[0].model) is BertModel and type(model) is SentenceTransformer
-        )
+        model = build(tmp_path / "model", in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None))
+        kinds = type(model), type(model[0]), type(model[0].model)
+        assert kinds == (SentenceTransformer, Transformer, BertModel)
         here = {name: p for name, p in model.named_parameters() if p.device.type != "meta"}
         assert any("layer.0" in name for name in here) == (own == [0])
         assert "projection.linear.weight" in here
-        for name, value in here.items():
-            assert torch.equal(
-                value, old.get_parameter(name.replace("backbone.model", "backbone").replace("linear.", ""))
-            )
-        assert [name for name, _ in model.named_parameters()] == [
-            name for name, _ in build(tmp_path).named_parameters()
-        ]
+        assert all(torch.equal(value, whole.get_parameter(name)) for name, value in here.items())
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
         stages.StagedModel(model, own, stages.firsts_of(model, range(2), None))
 
 
 @needs_tensor_parallelism
-def test_a_folder_is_split_over_processes(tmp_path):
-    old = written(tmp_path / "model", "bert", projection_dim=8)
-    expected = vectors_of(old.double().eval(), **features())
+def test_a_model_is_split_over_processes(tmp_path):
+    written(tmp_path)
+    sources = {"model_name_or_path": tmp_path / "model"}, {"model_config": model_config("bert"), "projection_dim": 8}
+    expected = [vectors_of(drawn(build, **given).double().eval()) for given in sources]
 
     def main() -> None:
         split = choose.launched_split(DistTrainingArguments(tmp_path / "out", use_cpu=True))
-        for given in ({"model_name_or_path": tmp_path / "model"}, {"model_config": model_config("bert")}):
-            model = drawn(build, **given, projection_dim=8, distributed_config=split).eval()
-            found = vectors_of(model.double(), **features())
+        for given, whole in zip(sources, expected, strict=True):
+            model = drawn(build, **given, distributed_config=split).eval()
             assert type(model[0].model.encoder.layer[0].attention.self.query.weight).__name__ == "DTensor"
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(vectors_of(model.double()), whole, rtol=1e-10, atol=1e-10)
 
     launch("multi_gpu_tp", 2, main)
 
@@ -322,9 +336,9 @@ def test_the_folder_says_what_was_trained(tmp_path):
     ],
 )
 def test_what_does_not_go_with_a_folder_is_refused(tmp_path, options, words):
-    written(tmp_path, "bert", projection_dim=8)
+    written(tmp_path)
     with pytest.raises(UsageError, match=words):
-        build(tmp_path, **options)
+        build(tmp_path / "model", **options)
 
 
 def normalized_first(folder: Path) -> SentenceTransformer:
@@ -350,14 +364,14 @@ def test_what_does_not_go_with_a_kind_of_model_is_refused(tmp_path, given, optio
 
 
 def test_an_incomplete_folder_is_refused(tmp_path):
-    old = written(tmp_path, "bert", projection_dim=8)
-    weights = {name: value for name, value in old.backbone.state_dict().items() if "layer.1" not in name}
-    old.backbone.save_pretrained(tmp_path, state_dict=weights)
+    backbone, folder = written(tmp_path)[0].model, tmp_path / "model"
+    weights = {name: value for name, value in backbone.state_dict().items() if "layer.1" not in name}
+    backbone.save_pretrained(folder, state_dict=weights)
     with pytest.raises(UsageError, match="lacks 16 weights of BertModel"):
-        build(tmp_path)
-    (tmp_path / "modules.json").unlink()
+        build(folder)
+    (folder / "modules.json").unlink()
     with pytest.raises(UsageError, match="holds 1_Pooling, 2_Dense, 3_Normalize but no modules.json"):
-        build(tmp_path)
-    (tmp_path / "adapter_config.json").write_text("{}")
+        build(folder)
+    (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(UsageError, match="hf-dist merge"):
-        build(tmp_path)
+        build(folder)

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import is_flash_attn_2_available
 
@@ -16,8 +17,8 @@ from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.packing import RowBounds
 from hf_dist_ext.models import packing
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from tests.tiny_models import SMALL, SPECIAL_IDS
+from hf_dist_ext.models.embedder import embedder_of
+from tests.tiny_models import SMALL, SPECIAL_IDS, embed, embedding_model
 
 DECODER = SMALL | SPECIAL_IDS | {"num_key_value_heads": 1, "head_dim": 16}
 WINDOWS = {"sliding_window": 6, "num_hidden_layers": 3}
@@ -38,19 +39,21 @@ SENTINELS = {"bert", "xlm-roberta", "modernbert", "qwen3"}
 EVERY = [pytest.param(name, marks=[] if name in SENTINELS else pytest.mark.slow) for name in sorted(CONFIGS)]
 
 
-def build(name: str, dropout: float = 0.0, pooling: str = "mean", **options) -> EmbeddingModel:
+def build(name: str, dropout: float = 0.0, pooling: str = "mean", **options) -> SentenceTransformer:
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config({"model_type": name, **CONFIGS[name]}, pooling=pooling, **options).train()
+    model = embedding_model({"model_type": name, **CONFIGS[name]}, pooling=pooling, **options).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
     return model
 
 
-def batch_of(model: EmbeddingModel, on_left: bool = False, device: str = "cpu") -> dict[str, dict[str, torch.Tensor]]:
+def batch_of(
+    model: SentenceTransformer, on_left: bool = False, device: str = "cpu"
+) -> dict[str, dict[str, torch.Tensor]]:
     """Two columns of 9 rows, two of them as long; a row holds the padding token among others."""
     generator, batch = torch.Generator().manual_seed(1), {}
-    padding = model.config.pad_token_id or 0
+    padding = model.transformers_model.config.pad_token_id or 0
     for name, width in (("query", 14), ("positive", 30)):
         lengths = [width, *torch.randint(1, width + 1, (6,), generator=generator).tolist(), 6, 6]
         ids = torch.full((len(lengths), width), padding)
@@ -64,14 +67,16 @@ def batch_of(model: EmbeddingModel, on_left: bool = False, device: str = "cpu") 
     return batch
 
 
-def step(model: EmbeddingModel, batch, packs: bool, limits: ChunkLimits = ChunkLimits(4)):  # noqa: B008, frozen
+def step(model: SentenceTransformer, batch, packs: bool, limits: ChunkLimits = ChunkLimits(4)):  # noqa: B008, frozen
     """(loss, gradients, tokens that went through the backbone's forwards)."""
     model.zero_grad()
     seen, loss = [], InfoNCELoss(0.05)
-    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
-    can_shift = getattr(model.config, "rope_parameters", None) is not None
+    handle = model.transformers_model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].numel())
+    )
+    can_shift = getattr(model.transformers_model.config, "rope_parameters", None) is not None
     chunked = lay_out(batch, ChunkLimits(limits.max_rows, limits.max_tokens, packs=packs), can_shift=can_shift)
-    done = cached_step(chunked, lambda chunk: model(**chunk.features).embeddings, loss)
+    done = cached_step(chunked, lambda chunk: embed(model, **chunk.features), loss)
     handle.remove()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert gradients.abs().max() > 0, "a comparison of zeros proves nothing"
@@ -82,7 +87,7 @@ def step(model: EmbeddingModel, batch, packs: bool, limits: ChunkLimits = ChunkL
 @pytest.mark.parametrize("on_left", [False, True])
 def test_packed_gradients_are_those_of_padded_rows_and_only_real_tokens_are_computed(name, on_left):
     model = build(name, dtype=torch.float64)
-    assert model.why_padded is None
+    assert embedder_of(model).why_padded is None
     batch = batch_of(model, on_left)
     _, wanted, padded_tokens = step(model, batch, packs=False)
     _, found, tokens = step(model, batch, packs=True)
@@ -104,7 +109,7 @@ def test_a_decoder_whose_config_says_not_causal_sees_both_ways_padded_and_packed
     model = build(name, dtype=torch.float64)
     batch = batch_of(model)
     causal, _, _ = step(model, batch, packs=False)
-    model.backbone.config.is_causal = False
+    model.transformers_model.config.is_causal = False
     loss, wanted, _ = step(model, batch, packs=False)
     assert abs(loss - causal) > 1e-4
     packed, found, _ = step(model, batch, packs=True)
@@ -142,14 +147,14 @@ def test_rotary_tables_that_follow_the_longest_row_are_those_of_the_batch(rope, 
     pass."""
     config = DECODER | {"model_type": "llama", "max_position_embeddings": 20, "rope_parameters": ROPES[rope]}
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config, dtype=torch.float64)
+    model = embedding_model(config, dtype=torch.float64)
     batch, loss = batch_of(model), InfoNCELoss(0.05)
-    loss({name: model(**features).embeddings for name, features in batch.items()})[0].backward()
+    loss({name: embed(model, **features) for name, features in batch.items()})[0].backward()
     wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert wanted.abs().max() > 0, "a comparison of zeros proves nothing"
     model.zero_grad()
-    chunked = lay_out(batch, ChunkLimits(2, packs=packs), can_shift=True, model_config=model.config)
-    done = cached_step(chunked, lambda c: model(**c.features).embeddings, loss, wide=widened(chunked, 3))
+    chunked = lay_out(batch, ChunkLimits(2, packs=packs), can_shift=True, model_config=model.transformers_model.config)
+    done = cached_step(chunked, lambda c: embed(model, **c.features), loss, wide=widened(chunked, 3))
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert (found - wanted).norm() <= 1e-10 * wanted.norm() and done.replay_error.largest < 1e-12
     widths = {name: {c.width for c in chunked.chunks() if name in c.columns} for name in batch}
@@ -170,14 +175,14 @@ def test_rows_of_models_that_read_their_padding_keep_it(name):
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = {"model_type": name, **SMALL, **SPECIAL_IDS, **no_dropout, **READ_PADDING[name]}
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config, dtype=torch.float64)
+    model = embedding_model(config, dtype=torch.float64)
     batch, loss = batch_of(model), InfoNCELoss(0.05)
-    loss({column: model(**features).embeddings for column, features in batch.items()})[0].backward()
+    loss({column: embed(model, **features) for column, features in batch.items()})[0].backward()
     wanted = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert wanted.abs().max() > 0, "a comparison of zeros proves nothing"
     model.zero_grad()
-    chunked = lay_out(batch, ChunkLimits(2), model_config=model.config)
-    cached_step(chunked, lambda c: model(**c.features).embeddings, loss, wide=widened(chunked, 3))
+    chunked = lay_out(batch, ChunkLimits(2), model_config=model.transformers_model.config)
+    cached_step(chunked, lambda c: embed(model, **c.features), loss, wide=widened(chunked, 3))
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert (found - wanted).norm() <= (1e-6 if name == "fnet" else 1e-10) * wanted.norm()
 
@@ -187,13 +192,13 @@ def test_every_pooling_finds_its_tokens_in_packed_rows(pooling):
     model = build("qwen3", pooling=pooling, projection_dim=8, dtype=torch.float64)
     batch = batch_of(model)
     packed = lay_out(batch, ChunkLimits(5, packs=True), sort=False)
-    outputs = [model(**chunk.features).embeddings for chunk in packed.chunks()]
+    outputs = [embed(model, **chunk.features) for chunk in packed.chunks()]
     if pooling == "tokens":
         outputs = [row[mask] for one in outputs for row, mask in zip(one["vectors"], one["mask"], strict=True)]
-        wanted = [model(**features).embeddings for features in batch.values()]
+        wanted = [embed(model, **features) for features in batch.values()]
         wanted = [row[mask] for one in wanted for row, mask in zip(one["vectors"], one["mask"], strict=True)]
     else:
-        wanted = [model(**features).embeddings for features in batch.values()]
+        wanted = [embed(model, **features) for features in batch.values()]
     torch.testing.assert_close(torch.cat(outputs), torch.cat(wanted), rtol=1e-10, atol=1e-12)
 
 
@@ -211,23 +216,23 @@ def test_a_packed_chunk_runs_on_tensors_without_values():
             features |= {key: mode.from_tensor(features[key]) for key in ("input_ids", "offsets")}
         chunks = lay_out(batch, ChunkLimits(4, packs=True)).chunks()
         for chunk in chunks:
-            model(**chunk.features).embeddings.sum().backward()
+            embed(model, **chunk.features).sum().backward()
         assert len(chunks) == 3 and all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_dropout_is_replayed_bit_for_bit_in_packed_chunks(is_checkpointed):
     model = build("modernbert", attn_implementation="sdpa")
-    model.config.attention_dropout = 0.3
-    for layer in model.backbone.layers:
+    model.transformers_model.config.attention_dropout = 0.3
+    for layer in model.transformers_model.layers:
         layer.attn.attention_dropout = layer.attn.out_drop.p = 0.3
     if is_checkpointed:
-        model.activation_checkpointing_enable()
+        model.transformers_model.activation_checkpointing_enable()
     chunked = lay_out(batch_of(model), ChunkLimits(4, packs=True))
     passes: dict[bool, dict[int, torch.Tensor]] = {False: {}, True: {}}
 
     def encode(chunk):
-        embeddings = model(**chunk.features).embeddings
+        embeddings = embed(model, **chunk.features)
         passes[embeddings.requires_grad][chunk.start] = embeddings.detach().clone()
         return embeddings
 
@@ -235,7 +240,7 @@ def test_dropout_is_replayed_bit_for_bit_in_packed_chunks(is_checkpointed):
     assert again.drew_randomness and passes[False].keys() == passes[True].keys()
     for start, first in passes[False].items():
         assert torch.equal(first, passes[True][start])
-    other = model(**chunked.chunks()[0].features).embeddings
+    other = embed(model, **chunked.chunks()[0].features)
     assert not torch.equal(other, passes[True][0]), "no dropout"
 
 
@@ -243,7 +248,7 @@ def test_checkpointed_layers_give_the_gradients_of_others():
     """Layers run again in the backward, when the forward that told them of rows is long over."""
     plain = build("bert", dtype=torch.float64)
     checkpointed = copy.deepcopy(plain)
-    checkpointed.activation_checkpointing_enable()
+    checkpointed.transformers_model.activation_checkpointing_enable()
     _, wanted, tokens = step(plain, batch_of(plain), packs=True)
     _, found, _ = step(checkpointed, batch_of(plain), packs=True)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -252,10 +257,10 @@ def test_checkpointed_layers_give_the_gradients_of_others():
 def test_padded_rows_and_the_config_are_as_before_once_rows_were_packed():
     model = build("bert").eval()
     features = batch_of(model)["positive"]
-    config, before = model.config.to_dict(), model(**features).embeddings
+    config, before = model.transformers_model.config.to_dict(), embed(model, **features)
     step(model, batch_of(model), packs=True)
-    assert torch.equal(model(**features).embeddings, before) and model.config.to_dict() == config
-    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(embed(model, **features), before) and model.transformers_model.config.to_dict() == config
+    assert model.transformers_model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("config, words", [
@@ -264,7 +269,7 @@ def test_padded_rows_and_the_config_are_as_before_once_rows_were_packed():
 ])  # fmt: skip
 def test_a_backbone_that_can_not_says_why(config, words):
     implementation = config.pop("attn_implementation", None)
-    assert words in EmbeddingModel.from_config(config, attn_implementation=implementation).why_padded
+    assert words in embedder_of(embedding_model(config, attn_implementation=implementation)).why_padded
 
 
 @pytest.mark.parametrize("change, kernel", [
@@ -368,9 +373,9 @@ def test_on_cuda_packed_gradients_are_those_of_padded_rows(name, implementation,
 def test_on_cuda_the_host_never_waits_for_a_packed_chunk():
     model = build("qwen3", dtype=torch.bfloat16).cuda()
     chunk = lay_out(batch_of(model, device="cuda"), ChunkLimits(8, packs=True)).chunks()[0]
-    model(**chunk.features)  # kernels are loaded
+    embed(model, **chunk.features)  # kernels are loaded
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model(**chunk.features).embeddings.sum().backward()
+        embed(model, **chunk.features).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

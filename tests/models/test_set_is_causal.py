@@ -10,8 +10,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from hf_dist_ext import set_is_causal
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import build_backbone
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, model_config, tiny_tokenizer
 
 STABLELM = {"model_type": "stablelm", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 4, "intermediate_size": 48, "vocab_size": 64}  # fmt: skip
@@ -47,10 +46,10 @@ def test_a_decoder_sees_both_ways_and_so_does_its_folder(tmp_path):
     (model_config("bert"), True, "is_causal=true, and BertModel .* sees the tokens after"),  # with padding
 ])  # fmt: skip
 def test_a_family_that_does_not_heed_it_is_refused(config, is_causal, words):
-    model = EmbeddingModel.from_config(config)
-    before = json.loads(model.backbone.config.to_json_string())
+    model = embedding_model(config)
+    before = json.loads(model.backbone.model.config.to_json_string())
     with pytest.raises(UsageError, match=words):
         set_is_causal(model, is_causal)
-    assert getattr(model.backbone.config, "is_causal", None) == before.get("is_causal")
+    assert getattr(model.backbone.model.config, "is_causal", None) == before.get("is_causal")
     with pytest.raises(UsageError, match="this one has none inside"):
         set_is_causal(torch.nn.Linear(1, 1), is_causal)

@@ -35,7 +35,7 @@ PIPELINE_CASES = [
     "three columns, 3 hard negatives", "64 tokens per chunk", "gradient checkpointing", "LoRA", "max_grad_norm",
     "symmetric", "accumulation 2, short last window", "bf16 autocast", "dropout",
     "accumulation, temperature", "decoder, LoRA", "XLM-R, three columns", "ModernBERT, accumulation, clipped",
-    "SentenceTransformer, three columns", "SentenceTransformer, frozen layers", "SentenceTransformer, decoder",
+    "frozen layers",
 ]  # fmt: skip
 DECODERS = [
     "decoder, last token, left padding", "decoder without norms in attention", "decoder, accumulation, temperature",

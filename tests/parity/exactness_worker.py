@@ -12,19 +12,16 @@ r"""One process of the exactness table: what DistTrainer hands to the optimizer,
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from peft import LoraConfig
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.base.modules import Dense, Router
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from torch import nn
 from transformers import AutoConfig, AutoModel, TrainerCallback
 
@@ -32,10 +29,6 @@ from hf_dist_ext import launched
 from hf_dist_ext.checkpoints.trainable import named
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.frozen.plan import plan_freezing
-from hf_dist_ext.models.dense import DenseLayer
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
-from hf_dist_ext.strategies import adapters
 from hf_dist_ext.strategies.collectives import rank
 from hf_dist_ext.strategies.splitting import launched_config, split, split_adapters
 from hf_dist_ext.strategies.stages import StagedModel
@@ -44,9 +37,8 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.launching import leave_together
-from tests.tiny_models import CHECKPOINTING, tiny_tokenizer
+from tests.tiny_models import CHECKPOINTING, around, embedding_model
 
-SENTENCE = "sentence "  # before the kind of a model: it is a SentenceTransformer
 BATCH = 6  # rows per rank and micro-batch
 WIDTHS = {"query": 9, "positive": 30, "negative": 17, "other": 12}
 BERT = dict(model_type="bert", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
@@ -54,16 +46,13 @@ BERT |= dict(intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_drop
 QWEN = dict(model_type="qwen3", vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
 QWEN |= dict(num_key_value_heads=2, intermediate_size=48)
 STATIC = dict(model_type="static_embedding", vocab_size=99, hidden_size=24)
-DENSE = [
-    DenseLayer(32, 20, bias=True, activation="torch.nn.modules.activation.Tanh", use_residual=True),
-    DenseLayer(20, 20, activation="torch.nn.modules.activation.GELU", use_residual=True),
-    DenseLayer(20, 8),
-]
 LLAMA = QWEN | {"model_type": "llama"}
+ROUTED = ("two alike", "two texts", "table and text")  # a way for queries and one for documents
 DECODERS = {"qwen3": QWEN, "llama": LLAMA}
 XLM_R = BERT | {"model_type": "xlm-roberta", "pad_token_id": 0, "max_position_embeddings": 64}
 MODERN = {name: value for name, value in BERT.items() if "dropout" not in name} | {"model_type": "modernbert"}
 MODERN |= {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2}
+TASKS = {"query": "query", "positive": "document"}  # of columns, where a Router asks
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]  # of LoRA in decoders: layers of both ways of splitting
 
 
@@ -148,7 +137,6 @@ CASES = [
          "gradient_cache_chunk_size": "auto", "gradient_cache_memory_gib": 2e-4}),
     Case("packed chunks, frozen backbone, temperature", loss={"learnable_temperature": True},
          arguments=PACKED | {"trainable_modules": ["projection"]}, worlds=(1, 2)),
-    Case("packed chunks, routes of queries and documents", model="towers of two", arguments=PACKED, worlds=(1, 2)),
     Case("2 graphs kept", arguments={"gradient_cache_keep_graph": 2}),
     Case("all graphs kept", arguments={"gradient_cache_keep_graph": 99}),
     Case("4 layers: a wider first pass", model="deep"),
@@ -179,10 +167,10 @@ CASES = [
          arguments={"trainable_modules": ["projection"], "gradient_accumulation_steps": 2}, worlds=(1, 2)),
     Case("frozen backbone, sharded", worlds=(),
          arguments={"trainable_modules": ["projection"], "frozen_parts_fsdp": "shard"}),
-    Case("frozen tower, encoded once", model="named towers", arguments={"frozen_modules": ["positive"]}),
+    Case("frozen tower, encoded once", model="two alike", arguments={"frozen_modules": ["document"]}),
     Case("two Dense modules, activation and residual", model="dense"),
     Case("static embeddings", model="static"),
-    Case("routes of queries and documents", model="towers of routes"),
+    Case("routes of queries and documents", model="table and text"),
     Case("decoder, last token, left padding", model="qwen3"),
     Case("decoder, no cache", model="qwen3", arguments={"gradient_cache_chunk_size": None}, worlds=(1, 2)),
     Case("decoder without norms in attention", model="llama", worlds=(1, 2)),
@@ -239,17 +227,7 @@ CASES = [
          "gradient_accumulation_steps": 2}, steps=2, rows=4, worlds=()),
     Case("float32", dtype="float32", tolerance=2e-5, worlds=(1, 2)),
     Case("bf16 autocast", dtype="float32", arguments={"bf16": True}, tolerance=3e-2, worlds=(1, 2)),
-    Case("SentenceTransformer, three columns", "sentence bert", columns=THREE),
-    Case("SentenceTransformer, packed chunks, accumulation, temperature", "sentence bert", arguments=PACKED | {
-         "gradient_accumulation_steps": 2}, steps=2, rows=4, loss={"learnable_temperature": True}),
-    Case("SentenceTransformer, packed chunks, XLM-R", "sentence xlm-roberta", arguments=PACKED, shorter_on_rank=1),
-    Case("SentenceTransformer, frozen modules, encoded once", "sentence base", arguments={"trainable_modules": ["2"]}),
-    Case("SentenceTransformer, frozen layers", "sentence base", arguments={"frozen_modules": ["layer.0"]}),
-    Case("SentenceTransformer, adapters", "sentence lora", worlds=(1, 2)),
-    Case("SentenceTransformer, dropout, gradient checkpointing", "sentence dropout", same_masks=True,
-         arguments={CHECKPOINTING: True}),
-    Case("SentenceTransformer, decoder", "sentence qwen3:16"),
-    Case("SentenceTransformer, CoSENT", "sentence bert", named="CoSENTLoss", worlds=(1, 2)),
+    Case("frozen layers", "base", arguments={"frozen_modules": ["layer.0"]}),
     *[rounding(num_chunks) for num_chunks in (1, 8, 64)],
     *[rounding(num_chunks, "llama") for num_chunks in (1, 8)],
 ]  # fmt: skip
@@ -262,149 +240,137 @@ HSDP_CASES = {
     "accumulation, temperature", "ranks with different row counts",
     "FSDP, every chunk reduced", "bf16 against float32, chunks: 8",
     "in a ring, ranks with different row counts", "in a ring, symmetric, temperature, accumulation",
-    "SentenceTransformer, three columns", "SentenceTransformer, frozen modules, encoded once",
 }  # fmt: skip
 
 
 # Tensor parallelism takes all of an encoder's cases; these have each kind of layer, and adapters.
 SPLIT_ENCODERS = {
     "LoRA and a trained projection", "XLM-R, three columns", "ModernBERT, accumulation, clipped",
-    "SentenceTransformer, three columns", "SentenceTransformer, decoder",
+    "three columns, 3 hard negatives",
 }  # fmt: skip
 
 
-class Scarce(EmbeddingModel):
-    """Runs out of memory on the last rank when a graph holds more than 40 tokens."""
+class Scarce:
+    """Memory runs out on the last rank when a graph holds more than 40 tokens."""
 
-    failures = 0
+    failures, is_on = 0, False
 
-    def forward(self, input_ids, **features):
+    @classmethod
+    def look(cls, model: nn.Module, inputs: tuple) -> None:
         is_last = rank() == launched.processes() - 1
-        if is_last and torch.is_grad_enabled() and input_ids.numel() > 40 and type(self).memory_is_scarce:
-            type(self).failures += 1
+        if cls.is_on and is_last and torch.is_grad_enabled() and inputs[0]["input_ids"].numel() > 40:
+            cls.failures += 1
             raise torch.OutOfMemoryError("a chunk too large for this test's memory")
-        return super().forward(input_ids=input_ids, **features)
-
-    memory_is_scarce = False
 
 
 class Towers(nn.Module):
-    """One tower per column: takes the column's name."""
+    """A model of no package that has a tower per column: it takes the column's name."""
 
     def __init__(self, frozen: str | None):
         super().__init__()
-        self.towers = nn.ModuleDict({name: EmbeddingModel.from_config(BERT) for name in ("query", "positive")})
+        self.towers = nn.ModuleDict({name: embedding_model(BERT) for name in ("query", "positive")})
         if frozen:
             self.towers[frozen].requires_grad_(False)
 
     def forward(self, column: str, **features):
-        return self.towers[column](**features)
-
-    def gradient_checkpointing_enable(self, **options):
-        for tower in self.towers.values():
-            tower.gradient_checkpointing_enable(**options)
+        return self.towers[column](features)["sentence_embedding"]
 
 
 def build_model(kind: str, distributed_config=None, dtype: torch.dtype = torch.float64) -> nn.Module:
     """`dtype`: of a decoder, which has its own before it is split."""
     torch.manual_seed(0)
-    if kind.startswith(SENTENCE):
-        return as_sentence(kind.removeprefix(SENTENCE), distributed_config, dtype)
     kind, _, option = kind.partition(":")
     if distributed_config is not None:
-        return split_embedder(build_model(f"{kind}:{option}", dtype=dtype).to(dtype), distributed_config)
+        return split_embedder(f"{kind}:{option}", distributed_config, dtype)
     if kind == "towers":
         return Towers(option or None)
-    if kind == "named towers":
-        towers = {name: EmbeddingModel.from_config(BERT) for name in ("query", "positive")}
-        return TowerModel(towers, {name: name for name in towers}).double()
+    if kind == "two alike":
+        return routed(embedding_model(BERT), embedding_model(BERT))
+    if kind == "two texts":
+        return routed(build_model("xlm-roberta"), build_model("modernbert"))
+    if kind == "table and text":
+        return routed(build_model("static"), embedding_model(BERT, projection_dim=16))
     if kind == "dense":
-        return EmbeddingModel.from_config(BERT, dense=DENSE)
+        first, pooling, normalize = embedding_model(BERT)
+        dense = [
+            Dense(32, 20, activation_function=nn.Tanh(), use_residual=True),
+            Dense(20, 20, bias=False, activation_function=nn.GELU(), use_residual=True),
+            Dense(20, 8, bias=False, activation_function=nn.Identity()),
+        ]
+        return SentenceTransformer(modules=[first, pooling, *dense, normalize], device="cpu")
     if kind == "static":
-        return EmbeddingModel.from_config(STATIC, projection_dim=16)
-    if kind == "towers of two":
-        towers = {"query": build_model("xlm-roberta"), "document": build_model("modernbert")}
-        return TowerModel(towers, {"query": "query", "positive": "document"}).double()
-    if kind == "towers of routes":
-        towers = {"query": build_model("static"), "document": EmbeddingModel.from_config(BERT, projection_dim=16)}
-        return TowerModel(towers, {"query": "query", "positive": "document"}).double()
+        return embedding_model(STATIC, projection_dim=16)
     if kind in DECODERS:
-        backbone, (width, _, lora) = build_decoder(kind, dtype), option.partition(":")
-        model = EmbeddingModel(backbone, pooling="last", projection_dim=int(width) if width else None)
+        width, _, lora = option.partition(":")
+        model = around(build_decoder(kind, dtype), pooling="last", projection_dim=int(width) if width else None)
         return with_lora(model, TARGETS) if lora else model
     if kind in ("xlm-roberta", "modernbert"):
         config = XLM_R if kind == "xlm-roberta" else MODERN
-        return EmbeddingModel.from_config(config | {"num_hidden_layers": BERT["num_hidden_layers"]})
+        return embedding_model(config | {"num_hidden_layers": BERT["num_hidden_layers"]})
     if kind == "scarce":
-        Scarce.failures = 0
-        return Scarce.from_config(BERT)
+        Scarce.failures, model = 0, embedding_model(BERT)
+        model.register_forward_pre_hook(Scarce.look)
+        return model
     if kind == "deep":
-        return EmbeddingModel.from_config(BERT | {"num_hidden_layers": 4, "hidden_dropout_prob": float(option or 0)})
+        return embedding_model(BERT | {"num_hidden_layers": 4, "hidden_dropout_prob": float(option or 0)})
     if kind == "dropout":
-        return EmbeddingModel.from_config(BERT | {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2})
+        return embedding_model(BERT | {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2})
     if kind == "half frozen":
         model = build_model("qwen3:16")
-        layers = model.backbone.layers
-        for module in (model.backbone.embed_tokens, *layers[: len(layers) // 2]):
+        backbone = model.transformers_model
+        for module in (backbone.embed_tokens, *backbone.layers[: len(backbone.layers) // 2]):
             module.requires_grad_(False)
         return model
-    model = EmbeddingModel.from_config(BERT, projection_dim=16)
+    model = embedding_model(BERT, projection_dim=16)
     if kind == "lora":
         return with_lora(model, ["query", "value"], dropout=float(option or 0))
     return model
 
 
-def as_sentence(kind: str, distributed_config, dtype: torch.dtype) -> SentenceTransformer:
-    made = build_model("base" if kind == "lora" else kind, distributed_config, dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        config = copy.deepcopy(made.backbone.config)
-        config.distributed_config = None
-        config.save_pretrained(folder)
-        weights = AutoModel.from_config(config).state_dict()  # their save_pretrained writes on the first rank alone
-        save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
-        tiny_tokenizer().save_pretrained(folder)
-        first = Transformer(folder)
-    first.model, width = made.backbone, made.backbone.config.hidden_size
-    modules = [first, Pooling(width, {"last": "lasttoken"}.get(made.pooling, made.pooling))]
-    if made.projection is not None:
-        modules += [Dense(width, made.embedding_dim, bias=False, activation_function=nn.Identity())]
-        modules[-1].linear = made.projection
-    model = SentenceTransformer(modules=[*modules, Normalize()], device="cpu").to(dtype)
-    if kind == "lora":
-        model.add_adapter(LoraConfig(r=4, target_modules=["query", "value"], lora_dropout=0.0))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter)
-        model.to(dtype)
-    return model
+def routed(*models: SentenceTransformer) -> SentenceTransformer:
+    """The modules of one for queries and those of another for documents."""
+    return SentenceTransformer(modules=[Router.for_query_document(*map(list, models))], device="cpu")
 
 
-def embeddings_of(model: nn.Module, features: dict, **more) -> torch.Tensor:
-    is_theirs = isinstance(model, SentenceTransformer)
-    return model(dict(features))["sentence_embedding"] if is_theirs else model(**features, **more).embeddings
+def embeddings_of(model: nn.Module, features: dict, column: str) -> torch.Tensor:
+    if isinstance(model, Towers):
+        return model(column, **features)
+    is_routed = isinstance(model[0], Router)
+    first = model[0].sub_modules[TASKS[column]][0] if is_routed else model[0]
+    if isinstance(first, StaticEmbedding):
+        is_real = features["attention_mask"].bool()
+        ends = is_real.sum(1).cumsum(0)
+        features = {"input_ids": features["input_ids"][is_real], "offsets": ends - is_real.sum(1)}
+    return model(dict(features), **({"task": TASKS[column]} if is_routed else {}))["sentence_embedding"]
 
 
-def with_lora(model: nn.Module, targets: list[str], dropout: float = 0.0) -> nn.Module:
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=dropout))
+def with_lora(model: SentenceTransformer, targets: list[str], dropout: float = 0.0) -> SentenceTransformer:
+    add_lora(model, targets, dropout)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)  # zero at init would make the gradient of lora_A vanish
     return model
 
 
-def split_embedder(whole: nn.Module, distributed_config) -> nn.Module:
+def add_lora(model: SentenceTransformer, targets: list[str], dropout: float = 0.0) -> None:
+    model.requires_grad_(False)
+    model.transformers_model.add_adapter(LoraConfig(r=4, target_modules=targets, lora_dropout=dropout))
+
+
+def split_embedder(kind: str, distributed_config, dtype: torch.dtype) -> nn.Module:
     """The model with its backbone split, with the same weights; adapters are put in when it is."""
-    has_adapters = hasattr(whole, "peft_config")
-    if has_adapters:
-        config, weights = whole.peft_config["default"], adapters.held_here(whole)
-        whole = whole.unload()
-    model = EmbeddingModel(split(whole.backbone, distributed_config), whole.pooling, whole.embedding_dim)
-    model.projection = whole.projection
-    if has_adapters:
-        backbone, model = model.backbone, get_peft_model(model, config)
+    factors = {}
+    if "lora" in kind:
+        whole = build_model(kind, dtype=dtype).to(dtype)
+        factors = {name: parameter for name, parameter in whole.named_parameters() if ".lora_" in name}
+    model = build_model(kind.removesuffix(":lora").replace("lora:", "base:"), dtype=dtype).to(dtype)
+    model[0].model = backbone = split(model[0].model, distributed_config)
+    if factors:
+        add_lora(model, ["query", "value"] if kind.startswith("lora") else TARGETS)
         split_adapters(model, backbone, backbone._mesh_manager.get_mesh("tp"))
-        for name, factor in adapters.held_here(model).items():
-            put(factor, weights[name])
+        model.to(dtype)
+        for name, factor in factors.items():
+            put(model.get_parameter(name), factor)
     return model
 
 
@@ -450,6 +416,8 @@ def collate(case: Case, rows: list[int], of_rank: int) -> dict[str, dict[str, to
         vectors = [torch.randn(width, generator=draw) for draw in draws] if width else []
         label = torch.stack(vectors) if width else torch.tensor([row * 7 % 5 / 4 for row in rows])
         batch["targets"] = {"label": label}
+    if case.model in ROUTED:
+        batch["constants"] = {name: {"task": TASKS[name]} for name in case.columns}
     return batch
 
 
@@ -500,10 +468,7 @@ def reference_gradients(case: Case, model: nn.Module, loss: nn.Module, num_rows:
             encoded = []
             for part in parts:
                 with autocast:
-                    takes = "column" if "towers" in case.model else None
-                    columns = {c: f for c, f in part.items() if c != "targets"}
-                    outputs = {c: embeddings_of(model, f, **({takes: c} if takes else {})) for c, f in columns.items()}
-                encoded.append(outputs)
+                    encoded.append({c: embeddings_of(model, part[c], c) for c in case.columns})
             anchors = sum(len(e["query"]) for e in encoded)
             groups = [{c: torch.cat([e[c] for e in encoded]) for c in case.columns}]
             if not case.loss.get("cross_device_negatives", True):
@@ -583,7 +548,9 @@ def measure(case: Case) -> float:
         model = build_model(case.model, config, dtype)
         model = model.to(dtype) if config is None else model
         if case.named:
-            return model.train(), SentenceTransformersLoss(case.named, dimension_of(model), **case.loss).to(dtype)
+            return model.train(), SentenceTransformersLoss(
+                case.named, model.get_embedding_dimension(), **case.loss
+            ).to(dtype)
         return model.train(), InfoNCELoss(temperature=0.1, **case.loss).to(dtype)
 
     if case.same_masks and "pipeline_parallel_size" in case.arguments:
@@ -596,9 +563,9 @@ def measure(case: Case) -> float:
         if plan := plan_freezing(model, *(case.arguments.get(f"{kind}_modules") for kind in ("trainable", "frozen"))):
             plan.apply(model)
         expected = reference_gradients(case, model, loss, num_rows)
-    Scarce.memory_is_scarce = True  # the reference has all the memory it wants
+    Scarce.is_on = True  # the reference has all the memory it wants
     found = trained_gradients(case, *build(is_split=True), num_rows)
-    Scarce.memory_is_scarce = False
+    Scarce.is_on = False
     if case.model == "scarce" and rank() == launched.processes() - 1:
         assert Scarce.failures >= 2, "memory was never scarce"
     assert len(found) == len(expected) == case.steps, (len(found), len(expected))
@@ -611,10 +578,6 @@ def measure(case: Case) -> float:
         difference = torch.cat([*parts, scale.new_zeros(0)]).norm()
         worst = max(worst, float(difference / scale))
     return worst
-
-
-def dimension_of(model: nn.Module) -> int:
-    return model.get_embedding_dimension() if isinstance(model, SentenceTransformer) else model.embedding_dim
 
 
 def largest_difference_of_passes(case: Case, model: nn.Module, loss: nn.Module, num_rows: int) -> float:

@@ -44,6 +44,7 @@ from transformers.trainer_utils import SaveStrategy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+
 from hf_dist_ext import launched  # noqa: E402
 from hf_dist_ext.data import epoch_order
 from hf_dist_ext.data.collator import ContrastiveCollator, content_id  # noqa: E402
@@ -52,7 +53,6 @@ from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.mixture import MixedStream, Mixture, MixtureCollator, Tagged, tagged_stream
 from hf_dist_ext.engine import chunks
 from hf_dist_ext.engine.losses import InfoNCELoss  # noqa: E402
-from hf_dist_ext.models.embedding_model import EmbeddingModel  # noqa: E402
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.strategies.collectives import rank  # noqa: E402
 from hf_dist_ext.training import metrics  # noqa: E402
@@ -60,7 +60,7 @@ from hf_dist_ext.training.arguments import DistTrainingArguments  # noqa: E402
 from hf_dist_ext.training.metrics import TIE_TOLERANCE  # noqa: E402
 from hf_dist_ext.training.trainer import DistTrainer  # noqa: E402
 from tests.distributed.forked import Run  # noqa: E402
-from tests.tiny_models import SPECIAL, WORDS, tiny_tokenizer  # noqa: E402
+from tests.tiny_models import SPECIAL, WORDS, around, tiny_tokenizer
 
 LAYERS = 4  # with four or more, the pass without a graph may use wider chunks
 GRADIENT_TOLERANCE = 1e-10
@@ -336,9 +336,7 @@ class Model(nn.Module):
     def __init__(self, draw: Draw, attention: str = "sdpa"):
         super().__init__()
         self.noise = draw.noise
-        self.text = EmbeddingModel(
-            build_backbone(draw, attention), pooling="mean" if draw.backbone == "bert" else "last"
-        )
+        self.text = around(build_backbone(draw, attention), pooling="mean" if draw.backbone == "bert" else "last")
         self.numbers = nn.Sequential(nn.Linear(VALUES, 24), nn.Tanh(), nn.Dropout(draw.dropout), nn.Linear(24, 16))
         self.config = self.text.config
 

@@ -169,7 +169,6 @@ def predict(case: dict, run, strategy: str, world: int) -> dict[str, float]:
 
 def measure(case: dict, run, folder: str) -> dict[str, float]:
     from hf_dist_ext.engine.losses import InfoNCELoss
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
     from hf_dist_ext.training.arguments import DistTrainingArguments
     from hf_dist_ext.training.trainer import DistTrainer
 
@@ -293,7 +292,6 @@ def with_pictures(config: dict, ids: torch.Tensor) -> dict:
 
 def two_towers(config: dict):
     import transformers
-
     from hf_dist_ext.models.towers import TowerModel
 
     kind = config["model_type"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_dist_ext.data.code_search import load_code_search, train_tokenizer
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.distributed.forked import run_python, train_hf
 from tests.launching import ROOT
+from tests.tiny_models import embedding_model
 
 pytest.importorskip("sentence_transformers")
 
@@ -44,7 +44,7 @@ def write_inputs(folder: Path) -> None:
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
     }  # fmt: skip
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config)
+    model = embedding_model(config)
     model.save_pretrained(folder / "models" / "base", tokenizer=tokenizer, max_length=128)
 
 

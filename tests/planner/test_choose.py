@@ -10,7 +10,6 @@ import pytest
 
 from hf_dist_ext import cli, launch
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import auto, devices
 from hf_dist_ext.planner.catalog import GIB, MARGIN, STRATEGIES, Hardware
 from hf_dist_ext.planner.choose import LORA, make_plan, plan_workload
@@ -27,7 +26,7 @@ from hf_dist_ext.run.presets import presets
 from hf_dist_ext.run.read import load_run
 from tests.tasks.test_folders import write_run
 from tests.tasks.test_stages import main as train
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, model_config, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 BASE = {"model_type": "bert"}  # 109M parameters
@@ -752,7 +751,7 @@ def test_a_checkpoint_is_as_large_as_planned(tmp_path, fields):
 def folder_of(path):
     """A model whose weights outweigh the headers of files."""
     config = model_config("bert", hidden_size=128, intermediate_size=512)
-    EmbeddingModel.from_config(config).save_pretrained(path / "model", tokenizer=tiny_tokenizer())
+    embedding_model(config).save_pretrained(path / "model", tokenizer=tiny_tokenizer())
     return str(path / "model")
 
 

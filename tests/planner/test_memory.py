@@ -12,7 +12,6 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.peak import peak_bytes
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import choose
 from hf_dist_ext.planner import traced as tracing
 from hf_dist_ext.planner.catalog import GIB, STRATEGIES, Hardware
@@ -39,6 +38,7 @@ from tests.parity.memory_table import (
     rows_of,
 )
 from tests.parity.memory_worker import PARTS, PICTURE, with_pictures
+from tests.tiny_models import embedding_model
 
 SENTINELS = (
     "bert", "bert, no cache", "bert, LoRA", "bert, last layer and projection",
@@ -90,7 +90,7 @@ def test_a_packed_chunk_holds_what_was_predicted(small_run, config):
     fields = {"max_length": 100, "gradient_cache_chunk_tokens": 300}
     run = small_run(config, **fields, gradient_cache_packing=True, per_device_train_batch_size=32)
     work = traced(run)
-    model, lengths = EmbeddingModel.from_config(config), torch.tensor([100, 100, 60, 40])
+    model, lengths = embedding_model(config), torch.tensor([100, 100, 60, 40])
     mask = (torch.arange(100) < lengths[:, None]).long()
     rows = {"input_ids": torch.randint(3, 60, (4, 100)), "attention_mask": mask}
     (chunk,) = lay_out({"query": rows}, ChunkLimits(max_tokens=300, packs=True)).chunks()
@@ -172,7 +172,7 @@ def test_parameters_that_no_gradient_reaches_are_those_of_a_real_backward(small_
     fields = {"image_columns": ["positive"], "max_length": {"query": 16, "positive": 32}}
     run = small_run(config, gradient_cache_chunk_size=8, **fields)
     work = traced(run)
-    model, ids = EmbeddingModel.from_config(config), torch.randint(3, 60, (2, 32))
+    model, ids = embedding_model(config), torch.randint(3, 60, (2, 32))
     pixels = with_pictures(config, ids)["pixel_values"]
     model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).embeddings.sum().backward()
     without = {name for name, one in model.named_parameters() if one.grad is None}

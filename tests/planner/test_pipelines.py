@@ -11,7 +11,6 @@ import torch
 
 from hf_dist_ext import cli, policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner import auto, pipelines
 from hf_dist_ext.planner.catalog import GIB, PIPELINE_PRESETS, Hardware, PipelineShape
 from hf_dist_ext.planner.choose import make_plan
@@ -21,7 +20,7 @@ from hf_dist_ext.run.read import load_run
 from hf_dist_ext.strategies import plans, schedules, stages
 from hf_dist_ext.strategies.own_loss_stages import StagedModelWithLoss
 from tests.planner.test_choose import DECODER, filled, make_run, on_machine, workload  # noqa: F401, a fixture
-from tests.tiny_models import model_config
+from tests.tiny_models import embedding_model, model_config
 
 LARGE = {"per_device_train_batch_size": 256, "gradient_cache_chunk_size": 4, "bf16": True, "projection_dim": 64}
 NO_DROPOUT = {
@@ -57,7 +56,7 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # n
     dtype = "bfloat16" if how == "bfloat16" else "float32"
     run = make_run(config, max_length=16, projection_dim=8, bf16=half, dtype=dtype)
     work = workload(run)
-    model = EmbeddingModel.from_config(config, pooling="mean", projection_dim=8).train().to(getattr(torch, dtype))
+    model = embedding_model(config, pooling="mean", projection_dim=8).train().to(getattr(torch, dtype))
     if checkpointed:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     whole = stages.StagedModel(model, [0, 1], [0, 1])

@@ -15,7 +15,7 @@ from hf_dist_ext.planner.plan import _without
 from hf_dist_ext.planner.traffic import arithmetic, traffic
 from hf_dist_ext.run.presets import find_preset, load_preset
 from tests.planner.test_choose import BASE, DECODER, bytes_of, filled, make_run, option, strategy, workload  # noqa: F401, a fixture
-from tests.tiny_models import model_config
+from tests.tiny_models import embedding_model, model_config
 
 LARGE = {"per_device_train_batch_size": 64, "gradient_cache_chunk_size": 4, "bf16": True}
 FOUR = Hardware(4, 80 * GIB)
@@ -184,12 +184,11 @@ def test_adapters_without_targets_are_where_peft_puts_them(kind, make_run):  # n
     import torch
     from transformers import AutoConfig
 
-    from hf_dist_ext.models.embedding_model import EmbeddingModel
     from hf_dist_ext.tasks.adapters import add_adapters
 
     run = make_run({"model_type": kind, "num_hidden_layers": 2}, use_lora=True)
     with torch.device("meta"):
-        model = add_adapters(EmbeddingModel.from_config(AutoConfig.for_model(kind, num_hidden_layers=2)), run.options)
+        model = add_adapters(embedding_model(AutoConfig.for_model(kind, num_hidden_layers=2)), run.options)
     theirs = {name for name, one in model.named_parameters() if one.requires_grad}
     theirs = {name.removeprefix("base_model.model.").replace(".default", "") for name in theirs}
     ours = {name for name, one in workload(run).parameters().items() if one.trains}

@@ -31,6 +31,8 @@ MODEL = {"model_config": {"model_type": "bert"}, "dataset_name": "code-search"}
     ({"type": "sts", "path": "a/b", "columns": {"text": "x"}}, 'columns has "text"; type "sts" reads sentence1, sent'),
     ({"type": "reranking", "path": "a/b", "similarity_fn_names": ["cosine", "dot"]}, "compares in one way"),
     ({"type": "triplet", "path": "a/b", "margin": -0.5}, "margin=-0.5 must be at least 0"),
+    ({"type": "reranking", "path": "a/b", "precisions": ["int8"]}, 'takes no precisions: .* Remove precisions; "sts"'),
+    ({"type": "nanobeir", "name": "nano"}, "takes no name: its figures have the names of the data sets"),
     ({"type": "retrieval", "path": "other/first"}, r'is called "first", and so is evaluations\[0\]'),
 ])  # fmt: skip
 def test_an_entry_that_cannot_be_is_refused(entry, words, tmp_path):

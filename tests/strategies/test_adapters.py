@@ -8,9 +8,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import adapters, splitting
-from tests.tiny_models import model_config, needs_tensor_parallelism
+from tests.tiny_models import embedding_model, model_config, needs_tensor_parallelism
 
 pytestmark = needs_tensor_parallelism
 ARGS = SimpleNamespace(bf16=False, optim="adamw_torch")
@@ -49,7 +48,7 @@ def test_other_kinds_of_adapters_are_refused():
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 def test_plain_adapters_pass_beside_what_is_not_split(kind):
-    model = EmbeddingModel.from_config(model_config(kind), projection_dim=8)
+    model = embedding_model(model_config(kind), projection_dim=8)
     splitting.check_what_trains(get_peft_model(model, LoraConfig(target_modules="all-linear", r=2)), ARGS)
 
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import ParallelismConfig
+from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import BertConfig, DistilBertConfig, LlamaConfig, LlamaModel, MixtralConfig, ModernBertConfig
 from transformers.distributed import DistributedConfig
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.strategies.base import WHOLE, Strategy
 from hf_dist_ext.strategies.choose import of_accelerator, of_model
@@ -21,15 +21,15 @@ from hf_dist_ext.strategies.splitting import check_can_be_split, launched_config
 from hf_dist_ext.strategies.zero import ZeRO
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
-from tests.tiny_models import needs_tensor_parallelism
+from tests.tiny_models import around, needs_tensor_parallelism
 
 
-def embedder() -> EmbeddingModel:
+def embedder() -> SentenceTransformer:
     config = LlamaConfig(
         vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1,
     )  # fmt: skip
-    return EmbeddingModel(LlamaModel(config), pooling="last")
+    return around(LlamaModel(config), pooling="last")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_other_splits_are_refused(tmp_path, by_init, sizes, is_inside, words):
     backbone = embedder().backbone
     backbone._is_distributed_loading_by_transformers = True  # what from_pretrained(distributed_config=) sets
     backbone.config.distributed_config = DistributedConfig(**sizes)
-    model = EmbeddingModel(backbone, pooling="last")
+    model = around(backbone, pooling="last")
     model = nn.Sequential(backbone) if is_inside else model
     given = {"model_init": lambda: model} if by_init else {"model": model}
     with pytest.raises(UsageError, match=words):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
+from hf_dist_ext.models.towers import TowerModel
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -21,14 +22,12 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.fsdp import replicate_frozen_parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import model_config, tiny_towers
+from tests.tiny_models import embedding_model, model_config, tiny_towers
 
 DEVICE = torch.device("meta")
 
@@ -40,7 +39,7 @@ class LossWithState(InfoNCELoss):
 
 
 def embedder(name: str) -> nn.Module:
-    return EmbeddingModel.from_config(model_config(name), projection_dim=8)
+    return embedding_model(model_config(name), projection_dim=8)
 
 
 def towers() -> nn.Module:

@@ -3,25 +3,25 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext import policy
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import stages
 from hf_dist_ext.strategies.mesh import Shape
 from hf_dist_ext.strategies.pipeline import Pipeline
-from tests.tiny_models import TEXT_CONFIGS
+from tests.tiny_models import TEXT_CONFIGS, embedding_model, loaded
 
 LAYERS = 5
 # Of float64: weights that lie elsewhere in memory may be multiplied in another order.
 ROUNDING = {"rtol": 0.0, "atol": 1e-14}
 
 
-def build(name: str, **options) -> EmbeddingModel:
+def build(name: str, **options) -> SentenceTransformer:
     torch.manual_seed(0)
     config = TEXT_CONFIGS.get(name, TEXT_CONFIGS["llama"]) | {"model_type": name, "num_hidden_layers": LAYERS}
     options = {"pooling": "last" if name in stages.DECODERS else "mean", "projection_dim": 16} | options
-    return EmbeddingModel.from_config(config, **options).double().eval()
+    return embedding_model(config, **options).double().eval()
 
 
 def rows() -> dict[str, torch.Tensor]:
@@ -107,9 +107,7 @@ def test_weights_are_read_stage_by_stage(name, tmp_path, monkeypatch):
     cuts = []
     for own in ([0], [1]):
         made.clear()
-        model = EmbeddingModel.from_pretrained(
-            tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None)
-        )
+        model = loaded(tmp_path, in_stages=lambda kind, own=own: stages.staged(kind, own, range(2), None))
         read = sum(p.numel() for p in model.backbone.parameters() if p.device.type != "meta")
         assert all(p.device.type == "meta" for module in made for p in module.parameters())  # never had memory
         cuts.append(stages.StagedModel(model, own, stages.firsts_of(model, range(2), None)))

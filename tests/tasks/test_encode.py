@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hf_dist_ext.tasks.tower_pair import TowerPair
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util.quantization import quantize_embeddings
 
@@ -17,15 +18,13 @@ from hf_dist_ext import cli
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.tasks import encode
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.search_files import texts_of as texts_of_file
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.tasks.test_folders import write_run
 from tests.tasks.test_search_files import pairs, pictures  # noqa: F401, fixtures
 from tests.tasks.test_stages import main as train
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, loaded, model_config, tiny_tokenizer
 
 COUNT = 23
 PROMPTS = {"query": "search : ", "document": "text ", "STS": "key by "}
@@ -36,7 +35,7 @@ def folder(tmp_path) -> Path:
     """A model with prompts and two lengths, and a file of texts beside it."""
     torch.manual_seed(0)
     options = {"prompts": PROMPTS, "max_length": {"query": 6, "positive": 11}, "projection_dim": 16}
-    model = EmbeddingModel.from_config(model_config("bert"), **options)
+    model = embedding_model(model_config("bert"), **options)
     model.save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
     draw = np.random.default_rng(0)
     rows = [{"_id": f"d{i}", "text": " ".join(draw.choice(WORDS, draw.integers(1, 14))), "n": i} for i in range(COUNT)]
@@ -58,7 +57,7 @@ def as_trained(folder: Path, column: str, texts: list[str]) -> np.ndarray:
     prompts, lengths = {"query": PROMPTS["query"], "positive": PROMPTS["document"]}, {"query": 6, "positive": 11}
     features = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], prompts, lengths).features(column, texts)
     with torch.no_grad():
-        return EmbeddingModel.from_pretrained(folder / "model")(**features).embeddings.numpy()
+        return loaded(folder / "model")(**features).embeddings.numpy()
 
 
 def test_embeddings_are_those_of_training_and_of_sentence_transformers(folder, monkeypatch):
@@ -136,7 +135,7 @@ def test_the_default_prompt_of_a_folder_is_put_before_texts(folder):
 
 def test_a_text_is_cut_where_positions_end_of_a_tokenizer_without_a_limit(tmp_path):
     torch.manual_seed(0)
-    EmbeddingModel.from_config(model_config("bert")).backbone.save_pretrained(tmp_path / "model")
+    embedding_model(model_config("bert")).backbone.save_pretrained(tmp_path / "model")
     tiny_tokenizer(max_length=int(1e30)).save_pretrained(tmp_path / "model")  # 40 positions
     (tmp_path / "rows.txt").write_text("sort the\n" + "parse a date " * 60)
     expected = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(["sort the", "parse a date " * 60])

@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 from torch import nn
 
 from hf_dist_ext.checkpoints.merge import merge
-from hf_dist_ext.models.backbones import load_tokenizer
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
-from tests.models.test_model_folder import TEXTS, embed, tiny
-from tests.models.test_router_folder import PROMPTS, asymmetric
 from tests.tasks.test_stages import main
-from tests.tiny_models import tiny_pairs, tiny_tokenizer
+from tests.tiny_models import embedding_model, loaded, model_config, tiny_pairs, tiny_tokenizer
+
+TEXTS = ["parse a date", "read text file into list of lines"]
+PROMPTS = {"query": "search : ", "document": "file : "}
 
 
 def write_run(folder: Path, **more) -> Path:
@@ -33,73 +31,76 @@ def write_run(folder: Path, **more) -> Path:
     return folder / "run.json"
 
 
-def resumed(path: Path, folder: Path, kind: type) -> dict[str, torch.Tensor]:
+def resumed(path: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run that goes on from its second step."""
     shutil.rmtree(folder / "out" / "checkpoint-4")
     main(path, "--resume_from_checkpoint", "true")
-    return kind.from_pretrained(folder / "out").state_dict()
+    return loaded(folder / "out").state_dict()
+
+
+def served(folder: Path, texts: list[str] = TEXTS) -> torch.Tensor:
+    return SentenceTransformer(str(folder), device="cpu").encode(texts, convert_to_tensor=True)
+
+
+def said(model, texts: list[str] = TEXTS) -> torch.Tensor:
+    return model.eval().encode(texts, convert_to_tensor=True)
+
+
+def asymmetric(folder: Path) -> None:
+    """A Router, whose queries and documents have a model each."""
+    routes = {}
+    for task in ("query", "document"):
+        embedding_model(model_config("bert")).save_pretrained(str(folder / task))
+        routes[task] = [Transformer(str(folder / task)), Pooling(32, "mean")]
+    router = Router.for_query_document(query_modules=routes["query"], document_modules=routes["document"])
+    model = SentenceTransformer(modules=[router], device="cpu", prompts=PROMPTS, default_prompt_name="query")
+    model.save_pretrained(str(folder / "model"))
 
 
 def test_all_dense_modules_of_a_folder_train_are_saved_and_resumed(tmp_path):
-    tiny().backbone.save_pretrained(tmp_path / "backbone")
-    tiny_tokenizer().save_pretrained(tmp_path / "backbone")
+    embedding_model(model_config("bert"))[0].save(str(tmp_path / "backbone"))
     dense = [Dense(32, 24, bias=False, activation_function=nn.Tanh()), Dense(24, 16, bias=False)]
     modules = [Transformer(str(tmp_path / "backbone")), Pooling(32, "mean"), *dense, Normalize()]
     SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "model"))
-    before = EmbeddingModel.from_pretrained(tmp_path / "model").state_dict()
+    before = loaded(tmp_path / "model").state_dict()
     path = write_run(tmp_path, model_name_or_path=str(tmp_path / "model"))
     main(path)
-    model = EmbeddingModel.from_pretrained(tmp_path / "out")
-    after = model.state_dict()
-    assert {"projection.0.weight", "projection.1.weight"} < after.keys()
-    assert all(not torch.equal(after[name], before[name]) for name in after if name.startswith("projection"))
-    served = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(TEXTS, convert_to_tensor=True)
-    assert (served - embed(model, load_tokenizer(tmp_path / "out"))).abs().max() <= 1e-6
-    again = resumed(path, tmp_path, EmbeddingModel)
+    after = loaded(tmp_path / "out").state_dict()
+    projections = [name for name in after if "linear" in name]
+    assert len(projections) == 2 and all(not torch.equal(after[name], before[name]) for name in projections)
+    again = resumed(path, tmp_path)
     assert after.keys() == again.keys() and all(torch.equal(again[name], value) for name, value in after.items())
 
 
 @pytest.mark.parametrize("part", [{"trainable_modules": ["projection"]}, {"frozen_modules": ["embeddings"]}])
 def test_a_run_that_trains_a_part_of_a_folder_ends_with_a_whole_one(tmp_path, capsys, part):
     """Its checkpoints hold what trains, and merging one gives the same model."""
-    tiny(projection_dim=16).save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    embedding_model(model_config("bert"), projection_dim=16).save_pretrained(str(tmp_path / "model"))
     main(write_run(tmp_path, model_name_or_path=str(tmp_path / "model"), **part))
-    out, said = tmp_path / "out", capsys.readouterr().out
-    assert "merge it:" not in said and f'SentenceTransformer("{out}")' in said
-    texts, tokenizer = [*TEXTS, "sort the numbers by key"], load_tokenizer(out)
-    served = SentenceTransformer(str(out), device="cpu").encode(texts, convert_to_tensor=True)
-    assert (served - embed(EmbeddingModel.from_pretrained(out), tokenizer, texts)).abs().max() <= 1e-6
-    before = embed(EmbeddingModel.from_pretrained(tmp_path / "model"), tokenizer, texts)
-    assert (served - before).abs().max() > 1e-3, "something trained"
+    out, printed = tmp_path / "out", capsys.readouterr().out
+    assert "merge it:" not in printed and f'SentenceTransformer("{out}")' in printed
+    assert (served(out) - served(tmp_path / "model")).abs().max() > 1e-3, "something trained"
     assert (out / "checkpoint-4" / "trainable.safetensors").is_file()
     merge(out / "checkpoint-4", tmp_path / "merged")
-    assert torch.equal(
-        embed(EmbeddingModel.from_pretrained(tmp_path / "merged"), tokenizer, texts),
-        embed(EmbeddingModel.from_pretrained(out), tokenizer, texts),
-    )
+    assert torch.equal(served(tmp_path / "merged"), served(out))
 
 
 @pytest.mark.parametrize("start", ["a folder", "a configuration"])
 def test_static_embeddings_train_are_served_and_resumed(tmp_path, start):
-    SentenceTransformer(modules=[StaticEmbedding(tiny_tokenizer(), embedding_dim=16)], device="cpu").save(
-        str(tmp_path / "model")
-    )
+    static = StaticEmbedding(tiny_tokenizer(), embedding_dim=16)
+    SentenceTransformer(modules=[static], device="cpu").save(str(tmp_path / "model"))
     given = {"model_name_or_path": str(tmp_path / "model")}
     if start == "a configuration":
         given = {"model_config": {"model_type": "static_embedding", "hidden_size": 16}}
         given["tokenizer_name"] = str(tmp_path / "tokenizer")
     path = write_run(tmp_path, **given)
     main(path)
-    model = EmbeddingModel.from_pretrained(tmp_path / "out")
-    after, served = model.state_dict(), SentenceTransformer(str(tmp_path / "out"), device="cpu")
-    assert [type(module).__name__ for module in served] == ["StaticEmbedding", "Normalize"]
-    texts = [*TEXTS, " ".join(["sort the numbers by key"] * 9)]
-    theirs = served.encode(texts, convert_to_tensor=True)
-    assert (theirs - embed(model, load_tokenizer(tmp_path / "out"), texts)).abs().max() <= 1e-6
-    first = EmbeddingModel.from_pretrained(tmp_path / "out" / "checkpoint-2").state_dict()
+    model = loaded(tmp_path / "out")
+    assert [type(module).__name__ for module in model] == ["StaticEmbedding", "Normalize"]
+    after, first = model.state_dict(), loaded(tmp_path / "out" / "checkpoint-2").state_dict()
     assert after.keys() == first.keys() and all(not torch.equal(first[name], value) for name, value in after.items())
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["num_chunks"] > 3
-    again = resumed(path, tmp_path, EmbeddingModel)
+    again = resumed(path, tmp_path)
     assert all(torch.equal(again[name], value) for name, value in after.items())
 
 
@@ -109,53 +110,38 @@ def router_run(tmp_path):
     return write_run(tmp_path, model_name_or_path=str(tmp_path / "model"))
 
 
+def weights_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
+    return loaded(folder)[0].sub_modules[task].state_dict()
+
+
+def has_moved(folder: Path, other: Path, task: str) -> bool:
+    after, before = weights_of(folder, task), weights_of(other, task)
+    return any(not torch.equal(after[name], before[name]) for name in before)
+
+
 def test_queries_and_documents_train_their_own_route(router_run, tmp_path):
     main(router_run)
-    model = TowerModel.from_pretrained(tmp_path / "out")
-    assert model.column_to_tower == {"query": "query", "positive": "document"}
-    served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
-    before = SentenceTransformer(str(tmp_path / "model"), device="cpu")
-    assert served.default_prompt_name == before.default_prompt_name == "query"
-    for task, encode, old in (
-        ("query", served.encode_query, before.encode_query),
-        ("document", served.encode_document, before.encode_document),
-    ):
-        column = {"query": "query", "document": "positive"}[task]
-        tokenizer = load_tokenizer(tmp_path / "out" / task)
-        features = tokenizer([PROMPTS[task] + text for text in TEXTS], padding=True, return_tensors="pt")
-        with torch.no_grad():
-            ours = model(column=column, **features).embeddings
-        theirs = encode(TEXTS, convert_to_tensor=True)
-        assert (ours - theirs).abs().max() <= 1e-6
-        assert (theirs - old(TEXTS, convert_to_tensor=True, normalize_embeddings=True)).abs().max() > 1e-3
-    after = model.state_dict()
-    again = resumed(router_run, tmp_path, TowerModel)
-    assert all(torch.equal(again[name], value) for name, value in after.items())
+    out, base = tmp_path / "out", tmp_path / "model"
+    assert has_moved(out, base, "query") and has_moved(out, base, "document")
+    model = SentenceTransformer(str(out), device="cpu")
+    assert model.default_prompt_name == "query" and {name: model.prompts[name] for name in PROMPTS} == PROMPTS
+    after = loaded(out).state_dict()
+    assert all(torch.equal(resumed(router_run, tmp_path)[name], value) for name, value in after.items())
 
 
 def test_a_frozen_document_route_stays_and_a_checkpoint_is_merged(router_run, tmp_path):
     main(router_run, "--trainable_modules", '["query"]')
-    after, merged = TowerModel.from_pretrained(tmp_path / "out"), tmp_path / "merged"
-    before = EmbeddingModel.from_pretrained(tmp_path / "model" / "document_0_Transformer").backbone.state_dict()
-    backbone = after.towers["document"].backbone.state_dict()
-    assert all(torch.equal(backbone[name], value) for name, value in before.items())
-    merge(tmp_path / "out" / "checkpoint-4", merged)
-    weights = TowerModel.from_pretrained(merged).state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in after.state_dict().items())
-    served = [SentenceTransformer(str(folder), device="cpu") for folder in (tmp_path / "out", merged)]
-    assert [model.default_prompt_name for model in served] == ["query", "query"]
-    one, other = (model.encode_document(TEXTS, convert_to_tensor=True) for model in served)
-    assert torch.equal(one, other)
-    main(router_run, "--model_name_or_path", str(merged), "--output_dir", str(tmp_path / "second"), "--max_steps", "1")
-    second = TowerModel.from_pretrained(tmp_path / "second").state_dict()
-    moved = {name.split(".")[1] for name, value in second.items() if not torch.equal(value, weights[name])}
-    assert moved == {"query", "document"}
+    out, base, merged = tmp_path / "out", tmp_path / "model", tmp_path / "merged"
+    assert has_moved(out, base, "query") and not has_moved(out, base, "document")
+    merge(out / "checkpoint-4", merged)
+    assert all(torch.equal(loaded(merged).state_dict()[name], one) for name, one in loaded(out).state_dict().items())
+    assert torch.equal(said(loaded(merged)), said(loaded(out)))
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--pooling", "cls"), 'pooling="cls", but'),
+        (("--pooling", "cls"), "pooling, projection_dim and normalize say what follows one backbone"),
         (("--max_length", '{"third": 4}'), 'max_length has "third"'),
     ],
 )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.tasks.tower_pair import TowerPair
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -23,9 +25,7 @@ from transformers import (
 
 from hf_dist_ext.checkpoints.merge import merge
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.tasks.search_files import pictures_below
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.tasks.test_stages import main
 from tests.tiny_models import SPECIAL_IDS, WORDS, tiny_tokenizer
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from transformers import AutoConfig, AutoModel
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.tasks.lengths import lengths_of, positions_of
+from tests.tiny_models import embedding_model, tiny_tokenizer
 
 COLUMNS, POSITIONS, OF_TOKENIZER = ["query", "positive", "negative"], 20, 512
 SIZES = {
@@ -42,40 +43,36 @@ def test_a_row_of_the_most_tokens_is_embedded_and_no_longer_one(family):
             assert fits
 
 
-def a_model(**options) -> EmbeddingModel:
-    return EmbeddingModel.from_config({"model_type": "bert", "max_position_embeddings": POSITIONS, **SIZES}, **options)
+def a_model(kind: str = "bert", max_length: int | None = None) -> SentenceTransformer:
+    tokenizer = tiny_tokenizer(max_length=max_length or OF_TOKENIZER)
+    config = {"model_type": kind, "max_position_embeddings": POSITIONS, **SIZES}
+    return embedding_model(config, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("given, lengths", [
-    (None, POSITIONS),
-    (8, 8),
-    ({"query": 8, "positive": 16}, {"query": 8, "positive": 16, "negative": POSITIONS}),
-])  # fmt: skip
-def test_columns_without_a_length_have_the_models(given, lengths):
-    assert lengths_of(a_model(), given, COLUMNS, OF_TOKENIZER) == lengths
+def test_columns_without_a_length_have_the_models():
+    all_alike = dict.fromkeys(COLUMNS, 8)
+    assert lengths_of(a_model(), None, COLUMNS) is None
+    assert lengths_of(a_model(), 8, COLUMNS) == all_alike
+    some = {"query": 8, "positive": 16}
+    assert lengths_of(a_model(), some, COLUMNS) == some | {"negative": None}
+    model = a_model()
+    model[0].query_length, model[0].document_length = 6, 14
+    assert lengths_of(model, {"positive": 16}, COLUMNS) == {"query": 6, "positive": 16, "negative": 14}
+    assert lengths_of(model, None, COLUMNS) == {"query": 6, "positive": 14, "negative": 14}
 
 
-def test_columns_without_a_length_have_the_folders_where_others_are_given_one():
-    given, folders = {"positive": 16}, a_model(max_length=12)
-    assert lengths_of(folders, given, COLUMNS, OF_TOKENIZER) == {"query": 12, "positive": 16, "negative": 12}
-    folders.lengths = {"query": 6, "document": 14}
-    assert lengths_of(folders, given, COLUMNS, OF_TOKENIZER) == {"query": 6, "positive": 16, "negative": 14}
-    assert lengths_of(folders, {"query": 8}, COLUMNS, OF_TOKENIZER) == {"query": 8, "positive": 14, "negative": 14}
-
-
-def test_a_folders_length_that_is_too_long_is_cut():
-    assert lengths_of(a_model(max_length=OF_TOKENIZER), None, COLUMNS, OF_TOKENIZER) == POSITIONS
-    assert lengths_of(a_model(max_length=12), None, COLUMNS, OF_TOKENIZER) == 12
-    assert lengths_of(a_model(), None, COLUMNS, 16) is None  # the tokenizer's own
+@pytest.mark.parametrize("max_length, expected", [(OF_TOKENIZER, POSITIONS), (12, 12)])
+def test_a_folders_length_that_is_too_long_is_cut(max_length, expected):
+    model = a_model(max_length=max_length)
+    lengths_of(model, None, COLUMNS)
+    assert model.max_seq_length == expected
 
 
 def test_a_model_without_a_table_of_positions_has_no_limit():
-    config = {**SIZES, "model_type": "llama", "max_position_embeddings": POSITIONS}
-    assert lengths_of(EmbeddingModel.from_config(config), None, COLUMNS, OF_TOKENIZER) is None
-    assert lengths_of(EmbeddingModel.from_config(config), 100, COLUMNS, OF_TOKENIZER) == 100
+    assert lengths_of(a_model("llama"), 100, COLUMNS) == dict.fromkeys(COLUMNS, 100)
 
 
 @pytest.mark.parametrize("given", [POSITIONS + 1, {"negative": POSITIONS + 1}])
 def test_a_length_that_the_model_cannot_take_is_refused(given):
     with pytest.raises(UsageError, match="max_length=21: the model has positions for 20 tokens"):
-        lengths_of(a_model(), given, COLUMNS, OF_TOKENIZER)
+        lengths_of(a_model(), given, COLUMNS)

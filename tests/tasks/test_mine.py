@@ -15,16 +15,15 @@ from sentence_transformers.util import mine_hard_negatives
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dist_ext import cli
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.tasks import mine as mining
 from hf_dist_ext.tasks.mine import WRITERS
 from tests.test_train_script import main  # noqa: F401, a fixture
-from tests.tiny_models import SMALL, WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import SMALL, WORDS, embedding_model, model_config, tiny_tokenizer
 
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    EmbeddingModel.from_config(model_config("bert")).save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    embedding_model(model_config("bert")).save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
     return str(tmp_path / "model")
 
 
@@ -148,7 +147,7 @@ def test_documents_of_a_corpus_are_negatives_too(tmp_path, model, data):
 def test_kept_embeddings_are_those_of_one_model(tmp_path, model, data):
     first = mine(data, tmp_path / "first.jsonl", model, "--cache_folder", str(tmp_path / "cache"))
     torch.manual_seed(1)
-    EmbeddingModel.from_config(model_config("bert")).save_pretrained(model, tokenizer=tiny_tokenizer())
+    embedding_model(model_config("bert")).save_pretrained(model, tokenizer=tiny_tokenizer())
     alone, kept = (
         mine(data, tmp_path / f"{len(more)}.jsonl", model, *more)
         for more in ([], ["--cache_folder", str(tmp_path / "cache")])

@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers.utils.hub
+from hf_dist_ext.models.towers import TowerModel
 from huggingface_hub import HfApi, ModelCard, snapshot_download
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
@@ -18,15 +19,13 @@ from transformers import AutoModel
 from hf_dist_ext import cli
 from hf_dist_ext.checkpoints.hub import files_of_model
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.training import model_card
 from hf_dist_ext.training.trainer import DistTrainer
 from tests import hub_server
 from tests.checkpoints import test_trainable
 from tests.launching import ROOT, environment
 from tests.test_train_script import TEXTS, main, run_file  # noqa: F401, fixtures
-from tests.tiny_models import model_config, tiny_tokenizer, tiny_towers
+from tests.tiny_models import embedding_model, model_config, tiny_tokenizer, tiny_towers
 
 TOKEN, REPO = "hf_SECRET", "someone/model"
 LEFT_OUT = [
@@ -61,7 +60,7 @@ def folder(tmp_path) -> Path:
     """A model's folder as a run leaves it, with what goes on with the run."""
     torch.manual_seed(0)
     path = tmp_path / "out"
-    model = EmbeddingModel.from_config(model_config("bert"), projection_dim=16, prompts={"query": "search : "})
+    model = embedding_model(model_config("bert"), projection_dim=16, prompts={"query": "search : "})
     model.save_pretrained(path, tokenizer=tiny_tokenizer())
     (path / "README.md").write_text(f'---\nlicense: mit\n---\n{model_card.MARK}\nSentenceTransformer("{path}")\n')
     for name in LEFT_OUT:

@@ -1,7 +1,6 @@
 """QLoRA: adapters over a base in 4 bits. What needs bitsandbytes is skipped where it is not installed."""
 
 import importlib.util
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,18 +11,15 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.engine.peak import peak_bytes
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings, held, model_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
-from hf_dist_ext.tasks.adapters import add_adapters, quantization_of
-from hf_dist_ext.tasks.embedding import build_model
+from hf_dist_ext.tasks.adapters import adapt, quantization_of
 from hf_dist_ext.tasks.parts import make_arguments
-from tests.models.test_model_folder import TEXTS, embed
-from tests.tasks.test_folders import resumed, write_run
+from tests.tasks.test_folders import TEXTS, resumed, served, write_run
 from tests.tasks.test_stages import main
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embed, embedding_model, loaded, model_config, tiny_tokenizer
 
 needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
 
@@ -32,7 +28,7 @@ needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbyt
 def run_file(tmp_path):
     torch.manual_seed(0)
     config = model_config("qwen3", hidden_size=64, intermediate_size=128, head_dim=32)
-    EmbeddingModel.from_config(config, pooling="last").save_pretrained(tmp_path / "model", tokenizer=tiny_tokenizer())
+    embedding_model(config, pooling="last").save_pretrained(str(tmp_path / "model"))
     return write_run(tmp_path, model_name_or_path=str(tmp_path / "model"), use_lora=True, load_in_4bit=True)
 
 
@@ -50,20 +46,25 @@ def test_what_can_not_be_is_refused_before_a_weight_is_read(run_file, more, word
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name)
     )
-    monkeypatch.setattr(EmbeddingModel, "from_pretrained", None)
+    monkeypatch.setattr("hf_dist_ext.models.from_run._load", None)
     with pytest.raises(SystemExit):
         main(run_file, *more)
     assert words in capsys.readouterr().err
 
 
+def adapted(run):
+    quantized = quantization_of(run, make_arguments(run))
+    model = loaded(run.options.model_name_or_path, dtype="float32", quantization_config=quantized)
+    adapt(model, run.options)
+    return model.train()
+
+
 @needs_bitsandbytes
 def test_adapters_train_on_a_base_in_4_bits_and_the_run_is_resumed(run_file, tmp_path):
     main(run_file)
-    base = EmbeddingModel.from_pretrained(tmp_path / "model")
-    after = EmbeddingModel.from_pretrained(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config_sentence_transformers.json").read_text())["dtype"] == "float32"
-    assert (embed(after, tiny_tokenizer(), TEXTS) - embed(base, tiny_tokenizer(), TEXTS)).abs().max() > 1e-3
-    again = resumed(run_file, tmp_path, EmbeddingModel)
+    after = loaded(tmp_path / "out")
+    assert (served(tmp_path / "out") - served(tmp_path / "model")).abs().max() > 1e-3
+    again = resumed(run_file, tmp_path)
     for name, value in after.state_dict().items():
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6)
 
@@ -74,8 +75,7 @@ def test_a_plan_counts_what_is_stored_and_kept(run_file):
     work = replace(workload_of(run, trace.complete_config(run.options)), mask_bytes=0)
     found = trace.shape(run, work)
     work = replace(work, found=found, embedding_dim=found["embedding_dim"], columns=work.columns[:1])
-    model = build_model(run, None, quantization_config=quantization_of(run, make_arguments(run)))
-    model = add_adapters(model, run.options).train()
+    model = adapted(run)
     weights = list(model.parameters())
     states = [one.quant_state for one in weights if hasattr(one, "quant_state")]
     scales = [one for state in states for one in (state.absmax, state.code, state.offset, state.state2.absmax)]
@@ -84,7 +84,7 @@ def test_a_plan_counts_what_is_stored_and_kept(run_file):
     ids = torch.randint(3, 10, (work.batch, work.columns[0].length))
     features = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) > 0).long().expand(ids.shape)}
     with peak_bytes(torch.device("cpu"), [*weights, *model.buffers(), *features.values()]) as peak:
-        (model(**features).embeddings * torch.ones(())).sum()
+        (embed(model, **features) * torch.ones(())).sum()
     needed = held(work, Settings(chunk_rows=work.batch))
     assert needed.total == pytest.approx(peak(), rel=0.01) and peak() > 2**18
 
@@ -94,8 +94,7 @@ def test_cached_gradients_are_those_of_the_whole_batch(run_file):
     from bitsandbytes.nn import Linear4bit
 
     run = load_run(["--config", str(run_file)])
-    model = build_model(run, None, quantization_config=quantization_of(run, make_arguments(run)))
-    model = add_adapters(model, run.options).train()
+    model = adapted(run)
     assert sum(isinstance(module, Linear4bit) for module in model.modules()) == 14
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     for name, one in trained.items():
@@ -104,8 +103,8 @@ def test_cached_gradients_are_those_of_the_whole_batch(run_file):
     texts = {"query": TEXTS * 2, "positive": [text + " sort" for text in TEXTS * 2]}
     batch = {name: dict(tiny_tokenizer()(of, padding=True, return_tensors="pt")) for name, of in texts.items()}
     with torch.no_grad():  # as evaluations do, after which training goes on
-        evaluated = {name: model.eval()(**features).embeddings for name, features in batch.items()}
-    embeddings = {name: model.train()(**features).embeddings for name, features in batch.items()}
+        evaluated = {name: embed(model.eval(), **features) for name, features in batch.items()}
+    embeddings = {name: embed(model.train(), **features) for name, features in batch.items()}
     for name, value in evaluated.items():
         torch.testing.assert_close(value, embeddings[name], rtol=0, atol=1e-5)
     loss = InfoNCELoss(temperature=0.1)
@@ -113,7 +112,7 @@ def test_cached_gradients_are_those_of_the_whole_batch(run_file):
     plain = {name: one.grad.clone() for name, one in trained.items()}
     model.zero_grad()
     chunked = lay_out(batch, ChunkLimits(max_rows=2))
-    cached_step(chunked, encode=lambda chunk: model(**chunk.features).embeddings, score=loss)
+    cached_step(chunked, encode=lambda chunk: embed(model, **chunk.features), score=loss)
     for name, one in trained.items():
         assert plain[name].abs().max() > 0
         torch.testing.assert_close(one.grad, plain[name], rtol=1e-4, atol=1e-6)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from hf_dist_ext.models.towers import TowerModel
+from hf_dist_ext.tasks.tower_pair import TowerPair
 from PIL import Image
 from sentence_transformers import SentenceTransformer
 from transformers import (
@@ -24,14 +26,11 @@ from hf_dist_ext import cli
 from hf_dist_ext.checkpoints import merge
 from hf_dist_ext.data.code_search import train_tokenizer
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks import search_files
 from hf_dist_ext.tasks.adapters import add_adapters
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from tests.tasks.test_image_pairs import TEXT, VISION
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, loaded, model_config, tiny_tokenizer
 
 CAPTIONS = ["parse a date", "read text file", "sort the numbers by key"]
 
@@ -164,7 +163,7 @@ def test_a_text_model_searches_the_rows_of_a_file(tmp_path):
     tokenizer = train_tokenizer(CAPTIONS * 5, vocab_size=400)
     config = {"model_type": "bert", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
-    model = EmbeddingModel.from_config(config, max_length=60, prompts={"query": "search ", "document": "text "})
+    model = embedding_model(config, max_length=60, prompts={"query": "search ", "document": "text "})
     model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
     rows = [{"text": text, "number": number} for number, text in enumerate(CAPTIONS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -199,7 +198,7 @@ def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     for folder in ("empty", "broken"):
         Path(folder).mkdir()
-    text_model = EmbeddingModel.from_config(model_config("bert"))
+    text_model = embedding_model(model_config("bert"))
     text_model.save_pretrained("text_model", tokenizer=tiny_tokenizer())
     Path("broken", "a.png").write_text("no picture")
     Path("empty.txt").write_text("\n \n")
@@ -214,9 +213,9 @@ def test_what_does_not_fit_is_one_line(pairs, pictures, tmp_path, monkeypatch, c
 
 def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     torch.manual_seed(0)
-    base = EmbeddingModel.from_config(model_config("bert", hidden_dropout_prob=0.0))
+    base = embedding_model(model_config("bert", hidden_dropout_prob=0.0))
     base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
-    adapted = add_adapters(EmbeddingModel.from_pretrained(tmp_path / "base"), RunConfig(use_lora=True))
+    adapted = add_adapters(loaded(tmp_path / "base"), RunConfig(use_lora=True))
     files = [tmp_path / "model" / name for name in merge.ADAPTER_FILES]
     adapted.save_pretrained(tmp_path / "model")
     merge.complete_adapters(adapted, None, tmp_path / "model", tiny_tokenizer(), "float32", keep=True)
@@ -240,7 +239,7 @@ def test_the_index_beside_adapters_knows_when_their_base_has_changed(tmp_path):
     expected = served.similarity(question, vectors)[0].tolist()
     assert scores() == pytest.approx(expected, abs=1e-6) and expected != pytest.approx(first, abs=1e-3)
 
-    base = EmbeddingModel.from_config(model_config("bert", num_hidden_layers=1))
+    base = embedding_model(model_config("bert", num_hidden_layers=1))
     base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
     with pytest.raises(UsageError, match="of its adapters do not fit the base model"):
         scores()

@@ -10,7 +10,6 @@ import torch
 from hf_dist_ext.data.collator import CUTS
 from hf_dist_ext.data.mixture import source_of
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.run.read import load_run
@@ -19,7 +18,7 @@ from hf_dist_ext.tasks import embedding, parts
 from hf_dist_ext.tasks.parts import make_arguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main  # noqa: F401, a fixture
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, loaded, model_config, tiny_tokenizer
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def test_each_dataset_brings_its_columns_prompts_and_evaluation(main, run_file, 
     assert {name for line in lines for name in line if name.startswith("loss_")} == {
         "loss_pairs", "loss_triplets", "loss_code",
     }  # fmt: skip
-    saved = EmbeddingModel.from_pretrained(tmp_path / "out").prompts
+    saved = loaded(tmp_path / "out").prompts
     assert saved["query"] == "parse " and saved["triplets_query"] == "search : "
     assert "triplets.jsonl" in (tmp_path / "out" / "README.md").read_text()
 

@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from hf_dist_ext.tasks.vision_language import messages_of
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import transformer
@@ -18,15 +19,13 @@ from transformers import AutoProcessor
 from hf_dist_ext.data.load import load_datasets
 from hf_dist_ext.data.vision_language_collator import VisionLanguageCollator
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.tasks.encode import Encode
 from hf_dist_ext.tasks.encode import main as encode
 from hf_dist_ext.tasks.search_files import find
 from hf_dist_ext.tasks.serving import load_for_serving
-from hf_dist_ext.tasks.vision_language import messages_of
 from tests.tasks.test_stages import main
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, loaded, model_config, tiny_tokenizer
 from tests.tiny_processors import FAMILIES, WORDS, picture, tiny_vision_language
 
 COLUMNS = {"query": {"image": "photo", "text": "question"}, "positive": "answer", "negative": "wrong"}
@@ -36,7 +35,7 @@ def folder_of(family: str, path: Path) -> None:
     """A model folder as the hub has them."""
     processor, config = tiny_vision_language(family)
     torch.manual_seed(0)
-    model = EmbeddingModel.from_config(config)
+    model = embedding_model(config)
     model.backbone.save_pretrained(path)
     processor.save_pretrained(path)
 
@@ -88,7 +87,7 @@ VALUES = [
 
 def assert_same_elsewhere(folder: Path, values: list = VALUES) -> None:
     """sentence-transformers answers as our model does, with the prompts of the folder and without."""
-    ours, theirs = EmbeddingModel.from_pretrained(folder), SentenceTransformer(str(folder), device="cpu")
+    ours, theirs = loaded(folder), SentenceTransformer(str(folder), device="cpu")
     assert theirs[0].model.training is False
     collate = VisionLanguageCollator(
         theirs.tokenizer, ["query", "positive"], {"query": "find it", "positive": ""}, processor=theirs[0].processor,
@@ -122,7 +121,7 @@ def folder_for_others(family: str, folder: Path, **options) -> tuple[Path, objec
     processor, config = tiny_vision_language(family)
     torch.manual_seed(0)
     options = {"pooling": "last", "prompts": {"query": "find it", "document": ""}} | options
-    model = EmbeddingModel.from_config(config, **options)
+    model = embedding_model(config, **options)
     for parameter in model.parameters():
         if not parameter.any() and parameter.dim() > 1:
             torch.nn.init.normal_(parameter.data, std=0.2)  # Gemma's projection would hide the pictures
@@ -142,7 +141,7 @@ def test_a_folder_of_every_family_answers_elsewhere(family, tmp_path, monkeypatc
 
 def assert_same_vectors_elsewhere(folder: Path) -> None:
     """MultiVectorEncoder gives every token of words and pictures the vector that our model does."""
-    ours, theirs = EmbeddingModel.from_pretrained(folder), MultiVectorEncoder(str(folder), device="cpu")
+    ours, theirs = loaded(folder), MultiVectorEncoder(str(folder), device="cpu")
     collate = VisionLanguageCollator(
         theirs.tokenizer, ["query", "positive"], {"query": "find it", "positive": ""}, processor=theirs[0].processor
     )
@@ -174,7 +173,7 @@ def test_late_interaction_trains_adapters_and_projection_and_its_folder_answers_
 
 def test_long_texts_are_cut_as_elsewhere(tmp_path):
     folder, _ = folder_for_others("llava", tmp_path)
-    model = EmbeddingModel.from_pretrained(folder)
+    model = loaded(folder)
     model.save_pretrained(folder, max_length=14)
     assert_same_elsewhere(folder, ["a red green small round boat tree house which digit", "a boat"])
 
@@ -183,7 +182,7 @@ def test_words_and_pictures_find_both_in_a_folder_of_pictures_and_in_texts(untra
     for digit in range(4):
         picture(digit).save(tmp_path / f"{digit}.png")
     (tmp_path / "texts.txt").write_text("a red boat\na small tree\nwhich digit")
-    model, processor = EmbeddingModel.from_pretrained(untrained), AutoProcessor.from_pretrained(untrained)
+    model, processor = loaded(untrained), AutoProcessor.from_pretrained(untrained)
     paths = [str(tmp_path / f"{digit}.png") for digit in range(4)]
     served = load_for_serving(str(untrained))
     documents = served.encode_document([picture(digit) for digit in range(4)])

@@ -12,7 +12,6 @@ from transformers.integrations import liger
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import splitting
 from hf_dist_ext.training import compiling
 from hf_dist_ext.training.arguments import DistTrainingArguments
@@ -20,6 +19,7 @@ from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity import exactness_worker
 from tests.parity.exactness_worker import BERT, Case
 from tests.sentence_models import text_model
+from tests.tiny_models import embed, embedding_model
 
 
 @pytest.mark.parametrize("loss", [InfoNCELoss(), None])
@@ -28,8 +28,8 @@ def test_an_accelerate_yaml_compiles_as_the_run_file_does(loss, tmp_path, monkey
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "False")  # what the launcher sets when nobody asked
     options = {} if loss is None else {"gradient_cache_chunk_size": 4}
     args = DistTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, **options)
-    trainer = DistTrainer(EmbeddingModel.from_config(BERT), args, loss=loss)
     has_loss = loss is not None
+    trainer = DistTrainer(model=embedding_model(BERT) if has_loss else torch.nn.Linear(2, 2), args=args, loss=loss)
     assert trainer.accelerator.state.dynamo_plugin.dynamic is has_loss
     assert trainer.args.torch_compile is has_loss  # so that chunks are padded, in buckets, and embeddings are copied
     if has_loss:
@@ -40,7 +40,7 @@ def test_a_yaml_that_compiles_is_refused_where_the_run_file_is(tmp_path, monkeyp
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     args = DistTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
     with pytest.raises(UsageError, match="tensor parallelism does not go with dynamo in the accelerate configuration"):
-        splitting.check_rest(EmbeddingModel.from_config(BERT), args)
+        splitting.check_rest(embedding_model(BERT), args)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="a pipeline does not go with dynamo in the accelerate configuration"):
         DistTrainingArguments(
@@ -67,7 +67,7 @@ class Watched(InfoNCELoss):
 @pytest.mark.parametrize("tf32, precision", [(None, "ieee"), (True, "tf32")])
 def test_a_loss_keeps_float32_where_compiling_turned_tf32_on_for_the_model(tf32, precision, tmp_path, in_tf32):
     rows, seen = [{"text": [i]} for i in range(8)], []
-    model, loss = EmbeddingModel.from_config(BERT), Watched()
+    model, loss = embedding_model(BERT), Watched()
     loss.seen = []
     model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.matmul.fp32_precision))
     args = DistTrainingArguments(
@@ -77,7 +77,7 @@ def test_a_loss_keeps_float32_where_compiling_turned_tf32_on_for_the_model(tf32,
     args.tf32 = tf32  # True is refused where there is no such GPU
     case = Case("in TF32")
     DistTrainer(
-        model, args, loss=loss, train_dataset=rows, eval_dataset=rows,
+        model=model, args=args, loss=loss, train_dataset=rows, eval_dataset=rows,
         data_collator=lambda rows: exactness_worker.collate(case, [row["text"][0] for row in rows], 0),
     ).train()  # fmt: skip
     assert set(seen) == {"tf32"} and set(loss.seen) == {precision} and len(loss.seen) > 2
@@ -105,7 +105,7 @@ class Replayed(torch.nn.Module):
 
     def forward(self, **features):
         weight = self.weight if self.memory is None else Replay.apply(self.weight, self.memory)
-        return self.model(**features).embeddings @ weight
+        return embed(self.model, **features) @ weight
 
 
 def test_gradients_of_chunks_are_not_written_over_by_the_replay_for_the_next_one(tmp_path, monkeypatch):
@@ -113,14 +113,14 @@ def test_gradients_of_chunks_are_not_written_over_by_the_replay_for_the_next_one
     found = []
     for is_replayed in (False, True):
         torch.manual_seed(0)
-        model = Replayed(EmbeddingModel.from_config(BERT, projection_dim=16), is_replayed)
+        model = Replayed(embedding_model(BERT, projection_dim=16), is_replayed)
         args = DistTrainingArguments(
             str(tmp_path), report_to=[], use_cpu=True, torch_compile=True, gradient_cache_chunk_size=3, max_steps=1,
             save_strategy="no", optim="sgd", learning_rate=1.0,
         )  # fmt: skip
         case = Case("replayed")
         DistTrainer(
-            model, args, loss=InfoNCELoss(), train_dataset=list(range(8)),
+            model=model, args=args, loss=InfoNCELoss(), train_dataset=list(range(8)),
             data_collator=lambda rows, case=case: exactness_worker.collate(case, rows, 0),
         ).train()  # fmt: skip
         found.append(model.weight.detach().clone())
@@ -164,7 +164,7 @@ def test_a_run_says_once_that_its_first_steps_compile(tmp_path, monkeypatch, cap
     )  # fmt: skip
     case = Case("compiled")
     DistTrainer(
-        EmbeddingModel.from_config(BERT), args, loss=InfoNCELoss(), train_dataset=list(range(8)),
+        model=embedding_model(BERT), args=args, loss=InfoNCELoss(), train_dataset=list(range(8)),
         data_collator=lambda rows: exactness_worker.collate(case, rows, 0),
     ).train()  # fmt: skip
     said = [text for text in caplog.messages if text.startswith("torch_compile: the first steps compile")]

@@ -34,14 +34,13 @@ from hf_dist_ext.engine.replay import ReplayError
 from hf_dist_ext.engine.rows import order_of_chunks
 from hf_dist_ext.engine.tables import Table
 from hf_dist_ext.failures import set_collective_timeout
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.health import Health
 from hf_dist_ext.training.sizes import StepSizes
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 from tests.training.test_trainer import Tiny
 
 COLUMNS = ("query", "positive", "negative")
@@ -173,7 +172,8 @@ def counted_in_a_step(
     )  # fmt: skip
     torch.manual_seed(0)
     trainer = DistTrainer(
-        model(), args, loss=InfoNCELoss(learnable_temperature=True), data_collator=collator or collator_of(False),
+        model=model(), args=args,
+        loss=InfoNCELoss(learnable_temperature=True), data_collator=collator or collator_of(False),
         train_dataset=datasets.Dataset.from_list(data(3 * batch)),
     )  # fmt: skip
     run, counted = trainer.get_batch_samples, []
@@ -227,7 +227,7 @@ OF_ALL_ROWS |= {PackedRows._of_column.__name__}
 
 
 def small_encoder() -> nn.Module:
-    return EmbeddingModel.from_config(model_config("bert"), projection_dim=8)
+    return embedding_model(model_config("bert"), projection_dim=8)
 
 
 @pytest.mark.parametrize("model, packs", [(Pictured, False), (small_encoder, True)], ids=["padded", "packed"])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from sklearn.metrics import ndcg_score
 
+from hf_dist_ext.evaluation.retrieval_metrics.retrieval_metrics import RetrievalMetrics
 from hf_dist_ext.training.metrics import retrieval_metrics, retrieval_ranks
-from hf_dist_ext.training.retrieval_metrics.retrieval_metrics import RetrievalMetrics
 
 
 def unit_vectors(rows, dim=8, seed=0):

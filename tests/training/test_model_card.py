@@ -18,12 +18,18 @@ from hf_dist_ext.training import model_card
 from hf_dist_ext.training.card_metadata import metadata
 from hf_dist_ext.training.citations import citations_of, names_of
 from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss
-from tests.tasks import test_image_pairs
-from tests.tasks.test_adapters import run_file as adapters_file  # noqa: F401, a fixture
-from tests.tasks.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
+from tests.sentence_models import picture_model, pictures
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
+from tests.tiny_models import WORDS, embedding_model, model_config
 
 LORA = {"use_lora": True, "lora_r": 4, "lora_target_modules": ["query"], "learnable_temperature": False}
+
+
+def of_adapters(folder: Path) -> dict:
+    """Fields of a run that ends with adapters on a base that lies there."""
+    embedding_model(model_config("bert")).save_pretrained(str(folder / "base"))
+    without = dict.fromkeys(("model_config", "tokenizer_name", "projection_dim"), ...)
+    return LORA | without | {"model_name_or_path": str(folder / "base"), "save_full_model": False}
 
 
 def run_examples(card: str, capsys) -> str:
@@ -55,7 +61,7 @@ def test_a_run_ends_with_a_card_that_says_what_was_made(
     assert "Model Card for Model ID" not in card and "More Information Needed" not in card
     assert f"{report['trained_share']:.2%}" in card and (out / "run.json").exists()
     assert 0 < report["trained_parameters"] <= report["parameters"]
-    words = ["# out", "`bert`, not pretrained", "rows.jsonl", "run.json", "EmbeddingModel.from_pretrained"]
+    words = ["# out", "`bert`, not pretrained", "rows.jsonl", "run.json", "import SentenceTransformer"]
     words += [
         "Training data: 32 rows.",
         "| query | texts of",
@@ -81,27 +87,35 @@ def test_a_run_ends_with_a_card_that_says_what_was_made(
         assert "tensor([[" in run_examples(card, capsys)
 
 
-def test_the_card_of_adapters_loads_them_on_their_base(main, adapters_file, tmp_path, capsys):  # noqa: F811
-    main(["--config", str(adapters_file())])
+def test_the_card_of_adapters_loads_them_on_their_base(main, run_file, tmp_path, capsys):  # noqa: F811
+    main(["--config", run_file(**of_adapters(tmp_path))])
     card = (tmp_path / "out" / "README.md").read_text()
     data = ModelCard.load(tmp_path / "out" / "README.md").data
     assert data.library_name == "sentence-transformers" and "lora" in data.tags and data.base_model is None
     assert "tensor([[" in run_examples(card, capsys) and f"Made from `{tmp_path / 'base'}`" in card
 
 
-def test_the_card_of_a_pair_of_towers_embeds_words_and_pictures(pairs_file, tmp_path, capsys):  # noqa: F811
-    test_image_pairs.main(pairs_file(logging_steps=1))
+def test_the_card_of_a_dual_encoder_embeds_words_and_pictures(main, run_file, tmp_path, capsys):  # noqa: F811
+    picture_model(tmp_path / "parts").save_pretrained(str(tmp_path / "model"))
+    for number, picture in enumerate(pictures(16)):
+        picture.save(tmp_path / f"{number}.png")
+    rows = [{"caption": f"{WORDS[n % 12]} {n}", "file": f"{n}.png"} for n in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "pairs.jsonl")}
+    given |= {"columns": {"query": "caption", "positive": "file"}, "image_columns": ["positive"], "batch_size": 4}
+    given |= dict.fromkeys(("model_config", "tokenizer_name", "projection_dim", "prompts"), ...)
+    main(["--config", run_file(**given, image_folder=str(tmp_path))])
     card = (tmp_path / "out" / "README.md").read_text()
     data = ModelCard.load(tmp_path / "out" / "README.md").data
     assert (data.library_name, data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
-    assert "| positive | pictures, 20 x 20 pixels |" in card and "a picture of 20 x 20 pixels" in card
+    assert "| positive | pictures, 16 x 16 pixels |" in card and "a picture of 16 x 16 pixels" in card
     assert "tensor([[" in run_examples(card, capsys)
 
 
 @pytest.mark.parametrize("encoding, adapts", [("utf-8", False), ("latin-1", False), ("utf-8", True)])
 def test_a_card_that_somebody_wrote_stays_and_the_run_says_so(
     main,  # noqa: F811
-    request,
+    run_file,  # noqa: F811
     tmp_path,
     caplog,
     encoding,
@@ -111,8 +125,7 @@ def test_a_card_that_somebody_wrote_stays_and_the_run_says_so(
     card = tmp_path / "out" / "README.md"
     card.parent.mkdir()
     card.write_text("Mine, naïve.", encoding=encoding)
-    write_run = request.getfixturevalue("adapters_file" if adapts else "run_file")
-    main(["--config", str(write_run())])
+    main(["--config", run_file(**(of_adapters(tmp_path) if adapts else {}))])
     assert (card.parent / "adapter_config.json").exists() is adapts
     assert card.read_text(encoding=encoding) == "Mine, naïve."
     assert not Path(tmp_path, "out", "loss.png").exists()
@@ -139,7 +152,7 @@ def test_the_head_names_what_is_on_the_hub_and_no_path(run_file, tmp_path):  # n
 
 def test_another_name_takes_the_folders_place_where_the_model_is_loaded(tmp_path):
     card = tmp_path / "README.md"
-    loads = 'SentenceTransformer("{0}") EmbeddingModel.from_pretrained("{0}")\nhf-dist search --model {0} "words"\n'
+    loads = 'SentenceTransformer("{0}") AutoModel.from_pretrained("{0}")\nhf-dist search --model {0} "words"\n'
     text = loads + '"output_dir": "outputs/x"'
     card.write_text(f"{model_card.MARK}\n{text.format('outputs/x')}")
     model_card.named(tmp_path, "someone/model")

@@ -4,14 +4,15 @@ import optuna
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
 from torch import nn
 from transformers import BertConfig, TrainingArguments
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
+from tests.tiny_models import embedding_model
 from tests.training.test_trainer import Tiny, collate
 
 
@@ -31,12 +32,11 @@ def one_after_another(*models):
     return lambda: next(made)
 
 
-def tiny_bert(attention: str = "sdpa") -> EmbeddingModel:
+def tiny_bert(attention: str = "sdpa") -> SentenceTransformer:
     config = BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-        attn_implementation=attention,
     )  # fmt: skip
-    return EmbeddingModel.from_config(config, pooling="mean")
+    return embedding_model(config, attn_implementation=attention)
 
 
 def test_a_later_model_with_a_batch_norm_is_refused(tmp_path):

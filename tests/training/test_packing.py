@@ -8,12 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
-from peft import PromptTuningConfig, get_peft_model
+from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
-from hf_dist_ext.models.towers import TowerModel
 from hf_dist_ext.strategies import collectives
 from hf_dist_ext.strategies.base import Strategy
 from hf_dist_ext.strategies.pipeline import Pipeline
@@ -22,7 +20,8 @@ from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.packing import may_pack
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.tiny_models import model_config, tiny_towers
+from tests.sentence_models import picture_model, routed_model
+from tests.tiny_models import embedding_model, loaded, model_config
 from tests.training.test_trainer import Tiny
 
 RAGGED, EQUAL = [3, 20, 7, 11, 14, 5, 17, 9], [8] * 8
@@ -43,9 +42,11 @@ def trainer(folder, model=None, lengths=RAGGED, **more) -> DistTrainer:
     arguments = {"per_device_train_batch_size": 8, "max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
     arguments |= {"gradient_cache_chunk_size": 3, "use_cpu": True, "report_to": [], "disable_tqdm": True} | more
     args = DistTrainingArguments(output_dir=str(folder), **arguments)
-    model = EmbeddingModel.from_config(model_config("bert"), projection_dim=8) if model is None else model
+    model = embedding_model(model_config("bert"), projection_dim=8) if model is None else model
     collator = lengths if callable(lengths) else texts(lengths)
-    return DistTrainer(model, args, data_collator=collator, train_dataset=list(range(16)), loss=InfoNCELoss())
+    return DistTrainer(
+        model=model, args=args, data_collator=collator, train_dataset=list(range(16)), loss=InfoNCELoss()
+    )
 
 
 @pytest.mark.parametrize("packing, lengths, is_packed", [
@@ -67,33 +68,36 @@ def test_what_is_saved_does_not_tell_that_chunks_were_packed(tmp_path):
         run.train()
         run.save_model()
         configs.append(json.loads((tmp_path / str(packing) / "config.json").read_text()))
-        assert EmbeddingModel.from_pretrained(tmp_path / str(packing)).config._attn_implementation == "sdpa"
-        assert run.model.config._attn_implementation == "sdpa"
+        for model in (loaded(tmp_path / str(packing)), run.model):
+            assert model.transformers_model.config._attn_implementation == "sdpa"
     assert configs[0] == configs[1]
 
 
-def bert(implementation=None) -> EmbeddingModel:
-    return EmbeddingModel.from_config(model_config("bert"), attn_implementation=implementation)
+def bert(implementation=None) -> SentenceTransformer:
+    return embedding_model(model_config("bert"), attn_implementation=implementation)
 
 
-def with_prompt() -> torch.nn.Module:
-    return get_peft_model(bert(), PromptTuningConfig(num_virtual_tokens=2, task_type="FEATURE_EXTRACTION"))
+def with_prompt() -> SentenceTransformer:
+    model = bert()
+    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=True)}
+    return model
 
 
 @pytest.mark.parametrize("build, more, words", [
-    (Tiny, {}, "Tiny does not say that it takes rows so"),
-    (lambda: EmbeddingModel.from_config(model_config("mpnet")), {}, 'model type "mpnet"'),
-    (lambda: bert("eager"), {}, 'attn_implementation="eager"'),
-    (bert, {"torch_compile": True}, "compile again"),
-    (with_prompt, {}, "tokens of their own"),
-    (lambda: TowerModel(tiny_towers(), {"a": "text", "b": "image"}), {}, 'tower "text", CLIPTextModelWithProjection'),
+    (lambda path: Tiny(), {}, "Tiny does not say that it takes rows so"),
+    (lambda path: embedding_model(model_config("mpnet")), {}, 'model type "mpnet"'),
+    (lambda path: bert("eager"), {}, 'attn_implementation="eager"'),
+    (lambda path: bert(), {"torch_compile": True}, "compile again"),
+    (lambda path: with_prompt(), {}, "tokens of their own"),
+    (picture_model, {}, "its modules are not a Transformer, a Pooling"),
+    (routed_model, {}, "its modules are not a Transformer, a Pooling"),
 ])  # fmt: skip
 def test_a_run_that_can_not_pack_is_refused_and_pads_by_default(tmp_path, caplog, build, more, words):
     with pytest.raises(UsageError, match="gradient_cache_packing=true: .*" + words):
-        trainer(tmp_path, build(), gradient_cache_packing=True, **more)
+        trainer(tmp_path, build(tmp_path), gradient_cache_packing=True, **more)
     caplog.set_level(logging.DEBUG)
     logging.getLogger("hf_dist_ext").setLevel(logging.DEBUG)
-    run = trainer(tmp_path, build(), **more)
+    run = trainer(tmp_path, build(tmp_path), **more)
     assert not run.step.sizes.may_pack
     (line,) = [line for line in caplog.records if "not packed" in line.getMessage()]
     assert words in line.getMessage() and line.levelno == logging.DEBUG, "by default nobody asked for it"
@@ -127,19 +131,17 @@ def test_neftune_whose_noise_follows_the_length_of_a_row_is_padded(tmp_path):
         run(gradient_cache_packing=True)
 
 
-def qwen(**changes) -> EmbeddingModel:
-    return EmbeddingModel.from_config(model_config("qwen3", **changes))
+def qwen(**changes) -> SentenceTransformer:
+    return embedding_model(model_config("qwen3", **changes))
 
 
 @pytest.mark.parametrize("build, more, major, words", [
     (qwen, {"bf16": True}, 8, None),
     (qwen, {"fp16": True}, 9, None),
     (lambda: qwen().bfloat16(), {}, 8, None),
-    (lambda: TowerModel({"a": qwen(), "b": qwen()}, {"query": "a", "positive": "b"}), {"bf16": True}, 8, None),
     (qwen, {}, 8, 'half precision ."bf16": true'),
     (qwen, {"fp16": True}, 7, "Ampere and later"),
     (bert, {"bf16": True}, 8, "no attention dropout, and the model's is 0.1"),
-    (lambda: TowerModel({"a": qwen(), "b": bert()}, {"query": "a", "positive": "b"}), {"bf16": True}, 8, "is 0.1"),
     (lambda: qwen(head_dim=20), {"bf16": True}, 8, "no heads of 20 dimensions"),
 ])  # fmt: skip
 def test_on_a_gpu_rows_are_packed_where_one_call_takes_all_lengths(monkeypatch, build, more, major, words):
@@ -153,8 +155,7 @@ def test_on_a_gpu_rows_are_packed_where_one_call_takes_all_lengths(monkeypatch, 
         assert may_pack(arguments(True, "cuda", process_index=process, **more), model, Strategy())
     assert len(said) == bool(words) and (not words or re.search(f"{words}.*flash_attention_2", said[0]))
     assert may_pack(arguments(True, **more), model, Strategy()) and len(said) == bool(words), "on a CPU it is as quick"
-    for tower in getattr(model, "towers", {"": model}).values():
-        tower.backbone.config._attn_implementation = "flash_attention_2"
+    model.transformers_model.config._attn_implementation = "flash_attention_2"
     assert may_pack(arguments("auto", "cuda"), model, Strategy())
 
 

@@ -10,13 +10,13 @@ import torch
 
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training import scaling
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.measured import MeasurementCallback
 from hf_dist_ext.training.scaling import read_baseline
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
+from tests.tiny_models import embedding_model
 from tests.training.test_timing import Clock
 
 LOADING, BATCH = 2.0, 4
@@ -39,7 +39,7 @@ def trained(folder, steps=5, **arguments):
         use_cpu=True, save_strategy="no", report_to=[], disable_tqdm=True, **arguments,
     )  # fmt: skip
     trainer = DistTrainer(
-        EmbeddingModel.from_config(BERT), args, data_collator=load, train_dataset=list(range(80)),
+        model=embedding_model(BERT), args=args, data_collator=load, train_dataset=list(range(80)),
         eval_dataset=list(range(8)), loss=InfoNCELoss(), callbacks=[clock],
     )  # fmt: skip
     with mock.patch.object(scaling, "time", clock):

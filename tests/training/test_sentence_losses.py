@@ -28,7 +28,6 @@ from hf_dist_ext.engine.layout import lay_out
 from hf_dist_ext.engine.limits import ChunkLimits
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.run import losses as by_name
 from hf_dist_ext.run.config import RunConfig
 from hf_dist_ext.training import metrics
@@ -37,7 +36,7 @@ from hf_dist_ext.training.sentence_losses import SentenceTransformersLoss, as_lo
 from hf_dist_ext.training.step import split
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
-from tests.tiny_models import WORDS, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 COLUMNS = ("query", "positive", "negative")
@@ -479,7 +478,7 @@ def test_negatives_of_one_row_are_never_those_of_another(tmp_path, is_sum):
         {"query": "read file", "positive": "read", "negative": ["list"]},
         {"query": "sort by key", "positive": "sort", "negative": ["date", "text", "lines"]},
     ]
-    embeddings = EmbeddingModel.from_config(model_config("bert", **NO_DROPOUT))
+    embeddings = embedding_model(model_config("bert", **NO_DROPOUT))
     args = DistTrainingArguments(
         output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=1, report_to=[], disable_tqdm=True,
         use_cpu=True, save_strategy="no", no_duplicates_in_batch=False,

@@ -9,13 +9,13 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dist_ext.engine.losses import InfoNCELoss
-from hf_dist_ext.models.embedding_model import EmbeddingModel
 from hf_dist_ext.training import timing
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.meter import memory_used
 from hf_dist_ext.training.timing import PARTS, StepClock
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.parity.exactness_worker import BERT, Case, collate
+from tests.tiny_models import embedding_model
 
 
 class Clock(TrainerCallback):
@@ -43,7 +43,7 @@ def trained(folder, **arguments) -> tuple[DistTrainer, Clock]:
         return collate(Case("timing"), rows, 0)
 
     torch.manual_seed(0)
-    model, loss = EmbeddingModel.from_config(BERT), InfoNCELoss()
+    model, loss = embedding_model(BERT), InfoNCELoss()
     model.register_forward_hook(lambda *_: clock.pass_(4.0))
     loss.register_forward_hook(lambda *_: clock.pass_(2.0))
     next(model.parameters()).register_hook(lambda gradient: clock.pass_(1.0))
@@ -51,7 +51,9 @@ def trained(folder, **arguments) -> tuple[DistTrainer, Clock]:
         output_dir=str(folder), per_device_train_batch_size=6, max_steps=6, logging_steps=2, use_cpu=True,
         save_strategy="no", report_to=[], disable_tqdm=True, **arguments,
     )  # fmt: skip
-    trainer = DistTrainer(model, args, data_collator=load, train_dataset=list(range(60)), loss=loss, callbacks=[clock])
+    trainer = DistTrainer(
+        model=model, args=args, data_collator=load, train_dataset=list(range(60)), loss=loss, callbacks=[clock]
+    )
     trainer.create_optimizer().register_step_pre_hook(lambda *_: clock.pass_(8.0))
     with mock.patch.object(timing, "time", clock):
         trainer.train()

@@ -1,7 +1,6 @@
 """Evaluations of token vectors: MaxSim as sentence-transformers computes it, from a run file to the saved folder."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,19 +16,18 @@ from hf_dist_ext.data import read_evaluations
 from hf_dist_ext.engine.late_interaction import LateInteractionLoss
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.evaluation import token_vectors
+from hf_dist_ext.evaluation.token_vectors import TokenVectors
 from hf_dist_ext.planner.choose import make_plan
 from hf_dist_ext.planner.devices import hardware_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks.serving import load_for_serving
-from hf_dist_ext.training import token_vectors
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.metrics import retrieval_metrics
-from hf_dist_ext.training.token_vectors import TokenVectors
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.retrieval_data import corpus, write_beir, write_rows
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
-from tests.tiny_models import model_config, tiny_tokenizer
+from tests.tiny_models import embedding_model, model_config, tiny_tokenizer
 from tests.training.test_trainer import collate
 
 
@@ -45,9 +43,9 @@ def listed(rows: TokenVectors) -> list[torch.Tensor]:
     return [vectors[mask] for vectors, mask in zip(rows.vectors, rows.mask, strict=True)]
 
 
-class Marked(EmbeddingModel):
-    def forward(self, **features):
-        return super().forward(**features)
+class Marked(MultiVectorEncoder):
+    def forward(self, *features, **more):
+        return super().forward(*features, **more)
 
 
 def test_the_host_knows_how_many_vectors_a_row_has_where_the_model_gives_one_per_token(tmp_path):
@@ -56,16 +54,16 @@ def test_the_host_knows_how_many_vectors_a_row_has_where_the_model_gives_one_per
     batch = {name: {"input_ids": ids, "attention_mask": mask} for name in ("query", "positive")}
     args = DistTrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
 
-    def lengths(model: EmbeddingModel) -> list[int] | None:
-        step = DistTrainer(model, args, loss=LateInteractionLoss()).step
+    def lengths(model: MultiVectorEncoder) -> list[int] | None:
+        step = DistTrainer(model=model, args=args, loss=LateInteractionLoss(), data_collator=collate).step
         found = step._lengths(step.sizes.cut(batch, is_first=True), "positive", 2)
         return None if found is None else found.tolist()
 
-    model = EmbeddingModel.from_config(config, pooling="tokens")
+    model = embedding_model(config, pooling="tokens")
     assert lengths(model) == [2, 4], "of a rank's first rows"
-    model.peft_config = {"default": SimpleNamespace(is_prompt_learning=True, base_model_name_or_path=None)}
-    assert lengths(model) is None, "vectors of tokens that are no row's"
-    assert lengths(Marked.from_config(config, pooling="tokens")) is None, "code that may leave some out"
+    assert lengths(Marked(modules=list(model))) is None, "code that may leave some out"
+    model.mask.keep_only_token_ids = [1]
+    assert lengths(model) is None, "a model that does"
 
 
 @pytest.mark.parametrize("tile", [1, 70, 2**22])
@@ -162,10 +160,10 @@ def test_an_option_that_the_loss_does_not_take_is_refused(main, run_file, capsys
     assert "late_interaction has no option scale. It has temperature" in capsys.readouterr().err
 
 
-def trainer(folder, pooling: str, loss, evaluations=()) -> DistTrainer:
-    model = EmbeddingModel.from_config(model_config("bert"), pooling=pooling)
+def trainer(folder, pooling: str, loss) -> DistTrainer:
+    model = embedding_model(model_config("bert"), pooling=pooling)
     args = DistTrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[])
-    return DistTrainer(model, args, data_collator=collate, train_dataset=[0], loss=loss, evaluations=evaluations)
+    return DistTrainer(model=model, args=args, data_collator=collate, train_dataset=[0], loss=loss)
 
 
 def test_model_and_loss_must_agree_on_what_a_row_is(tmp_path):

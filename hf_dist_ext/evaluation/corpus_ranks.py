@@ -19,8 +19,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hf_dist_ext.training.metrics import TIE_TOLERANCE
-from hf_dist_ext.training.token_vectors import Compared, scores_of, scores_of_pairs
+from hf_dist_ext.evaluation.token_vectors import TIE_TOLERANCE, Compared, scores_of, scores_of_pairs
 
 TILE = 2**22  # scores at a time
 LOWEST = -1e30  # the score of a right document that has none

@@ -14,27 +14,20 @@ import torch
 from torch.nn.functional import normalize
 
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.evaluation.token_vectors import Compared
 from hf_dist_ext.run.evaluations import Evaluation
-from hf_dist_ext.training.token_vectors import Compared, scores_of_pairs
 
 
 class View:
     """
     Args:
-        similarity: "cosine", "dot", "euclidean" or "manhattan"; of token vectors "maxsim".
+        similarity: "cosine" or "dot"; of token vectors "maxsim".
         dim: d; None: D.
-        precision: "int8", "binary" or None.
-        signs: what two values of a bit are. (-1, 1): the cosine of two rows falls as their Hamming distance grows.
+        precision: "int8", "binary" or None. The cosine of two rows of signs falls as their Hamming distance grows.
     """
 
-    def __init__(
-        self,
-        similarity: str,
-        dim: int | None = None,
-        precision: str | None = None,
-        signs: tuple[float, float] = (-1.0, 1.0),
-    ):
-        self.similarity, self.dim, self.precision, self.signs = similarity, dim, precision, signs
+    def __init__(self, similarity: str, dim: int | None = None, precision: str | None = None):
+        self.similarity, self.dim, self.precision = similarity, dim, precision
         self._ranges: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -54,15 +47,15 @@ class View:
             self._ranges = low, torch.where(step == 0, 1.0, step)
 
     def of(self, embeddings: Compared) -> Compared:
-        """(n, D) -> (n, d) in float32; for "cosine" of length 1. Token vectors stay what they are."""
+        """(n, D) -> (n, d) in float32; for "cosine" of length 1. Token vectors keep their dimensions."""
         if self.similarity == "maxsim":
-            return embeddings
+            return embeddings.float()
         rows = self._cut(embeddings)
         if self.precision == "int8":
             low, step = self._ranges
             rows = (((rows - low) / step).floor().clamp(0, 255) - 128) / 128
         elif self.precision == "binary":
-            rows = torch.where(rows > 0, self.signs[1], self.signs[0])
+            rows = torch.where(rows > 0, 1.0, -1.0)
         return normalize(rows, dim=-1) if self.similarity == "cosine" else rows
 
     def _cut(self, embeddings: torch.Tensor) -> torch.Tensor:
@@ -72,15 +65,8 @@ class View:
         return normalize(rows, dim=-1) if self.precision else rows
 
 
-def views_of(options: Evaluation, similarity: str, **more: tuple[float, float]) -> list[View]:
+def views_of(options: Evaluation, similarity: str) -> list[View]:
     """All that `options` ask for, the whole embeddings first. `similarity`: of the loss."""
     asked = [options.similarity_fn_names or [similarity], [None, *(options.dims or ())]]
     asked = [*asked, [None, *(options.precisions or ())]]
-    return [View(name, dim, precision, **more) for dim, precision, name in product(asked[1], asked[2], asked[0])]
-
-
-def pairwise(first: Compared, second: Compared, similarity: str) -> torch.Tensor:
-    """(n, d), (n, d) as a view gives them -> (n,), larger for pairs that are alike."""
-    if similarity in ("cosine", "dot", "maxsim"):
-        return scores_of_pairs(first, second)
-    return -torch.linalg.vector_norm(first - second, ord=2 if similarity == "euclidean" else 1, dim=-1)
+    return [View(name, dim, precision) for dim, precision, name in product(asked[1], asked[2], asked[0])]

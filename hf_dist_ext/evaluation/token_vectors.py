@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import normalize
 
 from hf_dist_ext.engine.real_tokens import RealTokens, best_matches
 from hf_dist_ext.strategies.ragged import MASK
-from hf_dist_ext.strategies.rows import Rows
 
 VECTORS = "vectors"
+# float32 rounds scores of unit vectors to about 1e-7, in another way for every tile shape.
+TIE_TOLERANCE = 1e-6
 TILE = 2**22  # products of tokens at a time
 DOCUMENTS = 64  # of about one length at a time
 
@@ -95,25 +96,6 @@ def scores_of_pairs(queries: Compared, documents: Compared) -> torch.Tensor:
     if isinstance(queries, torch.Tensor):
         return (queries * documents).sum(dim=-1)
     return queries.scores_of_pairs(documents)
-
-
-def together(parts: Sequence[Compared]) -> Compared:
-    """All rows, one part after another."""
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(list(parts))
-    width = max(part.mask.shape[1] for part in parts)
-    vectors = [pad(part.vectors, (0, 0, 0, width - part.mask.shape[1])) for part in parts]
-    return TokenVectors(torch.cat(vectors), torch.cat([pad(p.mask, (0, width - p.mask.shape[1])) for p in parts]))
-
-
-def gathered(rows: Rows, own: Compared, counts: Sequence[int]) -> Compared:
-    """Those of all ranks, in rank order."""
-    if isinstance(own, torch.Tensor):
-        return rows.gather(own, counts)
-    if rows.size == 1:
-        return own
-    everyone = rows.gather_output({VECTORS: own.vectors, MASK: own.mask}, counts)
-    return TokenVectors(everyone[VECTORS], everyone[MASK])
 
 
 # ---- on the way through Trainer's evaluation, which pads what differs in width with -100 ----

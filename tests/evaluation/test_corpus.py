@@ -1,38 +1,31 @@
-"""Evaluations of a run beside its held-out rows: the figures are those of sentence-transformers' evaluators on the
-same data, whatever the processes, the chunks and the batches."""
+"""A corpus that a run is judged by: the figures are those of sentence-transformers on the same data, whatever the
+processes, the chunks and the batches."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.evaluation import (
-    EmbeddingSimilarityEvaluator,
-    InformationRetrievalEvaluator,
-    RerankingEvaluator,
-    TripletEvaluator,
-)
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from torch.distributed.tensor import distribute_tensor
 from transformers import TrainerCallback
 
 from hf_dist_ext.data import read_evaluations
-from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.models.embedding_model import EmbeddingModel
+from hf_dist_ext.evaluation.corpus_ranks import CorpusRanks
+from hf_dist_ext.evaluation.encoder import SharedEncoder
+from hf_dist_ext.evaluation.evaluators import each_of
+from hf_dist_ext.evaluation.from_files import evaluators_of
+from hf_dist_ext.models import from_run
 from hf_dist_ext.strategies import choose, collectives
 from hf_dist_ext.training.arguments import DistTrainingArguments
-from hf_dist_ext.training.corpus_ranks import CorpusRanks
-from hf_dist_ext.training.embedder import ItemsEmbedder
 from hf_dist_ext.training.health import LeaveEvaluation
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.distributed.forked import Run
-from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir, write_rows
-from tests.tiny_models import tiny_tokenizer
+from tests.retrieval_data import PROMPTS, corpus, save_model, texts, write_beir
 
 KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10], ndcg_at_k=[5, 10], map_at_k=[7, 100])
 
@@ -40,17 +33,24 @@ KS = dict(accuracy_at_k=[1, 5], precision_recall_at_k=[3, 10], mrr_at_k=[3, 10],
 def trainer(folder: Path, evaluations: list[dict], model: Path, rows=None, callbacks=(), **more) -> DistTrainer:
     args = DistTrainingArguments(
         output_dir=str(folder), report_to=[], disable_tqdm=True, use_cpu=True, per_device_train_batch_size=4,
+        prompts=PROMPTS,
         **{"per_device_eval_batch_size": 8, "gradient_cache_chunk_size": 3, "seed": 3} | more,
     )  # fmt: skip
     pairs = [{"query": a, "positive": b} for a, b in zip(texts(16, 5), texts(16, 6), strict=True)]
     ways = {"in_stages": choose.in_stages(args), "distributed_config": choose.launched_split(args)}
-    model = EmbeddingModel.from_pretrained(model, **ways)
+    similarity = model.name if model.name in ("cosine", "dot") else "cosine"
+    model = load(model, **ways)
+    given = read_evaluations(evaluations), model, list(PROMPTS), PROMPTS
     return DistTrainer(
-        model, args, loss=InfoNCELoss(0.05, normalize=model.normalize), evaluations=read_evaluations(evaluations),
-        train_dataset=Dataset.from_list(pairs), eval_dataset=rows, processing_class=tiny_tokenizer(max_length=40),
-        data_collator=ContrastiveCollator(tiny_tokenizer(max_length=40), ["query", "positive"], PROMPTS),
-        callbacks=list(callbacks),
+        model, args, loss=InfoNCELoss(0.05, normalize=similarity == "cosine"), train_dataset=Dataset.from_list(pairs),
+        evaluator=evaluators_of(*given, batch_size=args.per_device_eval_batch_size, similarity=similarity),
+        eval_dataset=rows, callbacks=list(callbacks),
     )  # fmt: skip
+
+
+def load(folder: Path, **ways) -> SentenceTransformer:
+    is_cut = any(way is not None for way in ways.values())
+    return from_run.build(folder, **ways) if is_cut else SentenceTransformer(str(folder), device="cpu")
 
 
 def figures(evaluation: dict, name: str) -> dict[str, float]:
@@ -68,22 +68,7 @@ def made(tmp_path_factory) -> Path:
     save_model(folder / "deep", num_hidden_layers=3)
     save_model(folder / "decoder", "qwen3", num_attention_heads=2, num_key_value_heads=2)
     write_beir(folder / "corpus", *corpus())
-    write_rows(folder)
     return folder
-
-
-def columns(*names: str) -> dict[str, str]:
-    return {name: f"my_{name}" for name in names}
-
-
-def entry(made: Path, kind: str, **more) -> dict:
-    """Of rows of `made`."""
-    names = {
-        "sts": columns("sentence1", "sentence2", "score"),
-        "triplet": columns("anchor", "positive", "negative"),
-        "reranking": columns("query", "positive", "negative"),
-    }[kind]
-    return {"type": kind, "path": str(made / f"{kind}.jsonl"), "columns": names} | more
 
 
 # ---- a corpus ----
@@ -91,29 +76,34 @@ def entry(made: Path, kind: str, **more) -> dict:
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 def test_retrieval_equals_that_of_sentence_transformers(similarity, made, tmp_path, monkeypatch):
-    """No more embeddings of documents are held than asked for; workers of a loader may read the texts."""
+    """No more embeddings of documents are held than asked for."""
     queries, documents, right = corpus()
-    held, own = [], ItemsEmbedder.own
+    held, encode = [], SharedEncoder.encode_apart
 
     def watched(*arguments):
-        numbers, embeddings = own(*arguments)
+        embeddings = encode(*arguments)
         held.append(len(embeddings))
-        return numbers, embeddings
+        return embeddings
 
-    monkeypatch.setattr(ItemsEmbedder, "own", watched)
+    monkeypatch.setattr(SharedEncoder, "encode_apart", watched)
     options = KS | {"name": "c", "path": str(made / "corpus"), "corpus_chunk_size": 64}
-    workers = {"dataloader_num_workers": 1} if similarity == "dot" else {}
-    of = trainer(tmp_path, [{"type": "retrieval", **options}], made / similarity, **workers)
+    of = trainer(tmp_path, [{"type": "retrieval", **options}], made / similarity)
     found = figures(of.evaluate(), "c")
-    assert held == [len(right), 64, 101 - 64]
+    assert held == [64, 101 - 64]
     evaluator = InformationRetrievalEvaluator(
         queries, documents, {query: set(of_query) for query, of_query in right.items()}, write_csv=False, **KS
     )
-    theirs = evaluator(SentenceTransformer(str(made / similarity), device="cpu"))
+    model = SentenceTransformer(str(made / similarity), device="cpu")
+    model.similarity_fn_name = similarity
+    theirs = evaluator(model)
     assert found.keys() == theirs.keys() and len(found) == 12
     assert 0.02 < found[f"{similarity}_ndcg@10"] < 0.98 and len(set(found.values())) > 8
     assert found == pytest.approx(theirs, abs=1e-9)
-    assert [f"c_{name}" for name in found] == of.evaluations.names
+    (part,) = each_of(of.evaluator)
+    assert [f"c_{name}" for name in found] == part.figure_names
+    assert figures({f"eval_{name}": value for name, value in part(model).items()}, "c") == pytest.approx(
+        found, abs=1e-9
+    )
 
 
 def processes(mode: str, folder: Path, evaluations: list[dict], model: Path, **more) -> tuple[int, dict]:
@@ -146,13 +136,12 @@ def test_figures_are_those_of_one_process(mode, model, more, made, tmp_path):
     evaluations = [
         {"type": "retrieval", "path": str(made / "corpus"), "name": "c", "corpus_chunk_size": 40, "dims": [5],
          "precisions": ["int8", "binary"]},
-        *[entry(made, kind, name=f"c_{kind}", dims=[5]) for kind in ("sts", "triplet", "reranking")],
     ]  # fmt: skip
     alone = figures(trainer(tmp_path / "alone", evaluations, made / model).evaluate(), "c")
     size = 13 if mode.endswith("3") else 10
     number, found = processes(mode, tmp_path, evaluations, made / model, per_device_eval_batch_size=size, **more)
     assert number == (int(mode[-1]) if mode[-2:] in ("-3", "@3", "@4") else 4 if "hsdp" in mode else 2)
-    assert len(alone) == 15 + 5 * 4 + 2 * (2 + 1 + 3) and len(set(alone.values())) > 20
+    assert len(alone) == 15 + 5 * 4 and len(set(alone.values())) > 20
     assert figures(found, "c") == pytest.approx(alone, abs=1e-6)
 
 
@@ -225,9 +214,9 @@ def test_a_querys_own_document_may_be_left_out(made, tmp_path):
         options = {"path": str(tmp_path / "own"), "ignore_identical_ids": is_left_out, "corpus_chunk_size": 30}
         of = trainer(tmp_path, [{"type": "retrieval", "name": "c", **options}], made / "cosine")
         found[is_left_out] = of.evaluate()["eval_c_cosine_mrr@10"]
-    rows = {name: EmbeddingsOf(made / "cosine", column) for name, column in (("q", "query"), ("d", "positive"))}
     asked = list(right)
-    scores = rows["q"]([queries[name] for name in asked]) @ rows["d"](list((documents | own).values())).T
+    rows = encoded(made / "cosine", [queries[name] for name in asked], [*documents.values(), *own.values()])
+    scores = rows[0] @ rows[1].T
     names = [*documents, *own]
     expected = 0.0
     for i, query in enumerate(asked):
@@ -237,16 +226,10 @@ def test_a_querys_own_document_may_be_left_out(made, tmp_path):
     assert found[True] == pytest.approx(expected, abs=1e-9) and found[False] < found[True]
 
 
-class EmbeddingsOf:
-    """A model's folder as a function of texts."""
-
-    def __init__(self, folder: Path, column: str):
-        self.model, self.column = EmbeddingModel.from_pretrained(folder), column
-        self.collator = ContrastiveCollator(tiny_tokenizer(max_length=40), ["query", "positive"], PROMPTS)
-
-    @torch.no_grad()
-    def __call__(self, rows: list[str]) -> torch.Tensor:
-        return self.model(**self.collator.features(self.column, rows)).embeddings
+def encoded(folder: Path, queries: list[str], documents: list[str]) -> list[torch.Tensor]:
+    model = SentenceTransformer(str(folder), device="cpu")
+    both = zip((queries, documents), PROMPTS.values(), strict=True)
+    return [model.encode(rows, prompt=prompt, convert_to_tensor=True) for rows, prompt in both]
 
 
 def test_grades_are_gains_of_ndcg(made, tmp_path):
@@ -258,8 +241,8 @@ def test_grades_are_gains_of_ndcg(made, tmp_path):
     lines = [f"{q}\t{d}\t{grade}" for (q, d), grade in grades.items()]
     (folder / "qrels" / "test.tsv").write_text("\n".join(lines))
     of = trainer(tmp_path, [{"type": "retrieval", "name": "c", "path": str(folder)}], made / "cosine")
-    encode = {column: EmbeddingsOf(made / "cosine", column) for column in ("query", "positive")}
-    scores = encode["query"]([queries[q] for q in right]) @ encode["positive"](list(documents.values())).T
+    rows = encoded(made / "cosine", [queries[q] for q in right], list(documents.values()))
+    scores = rows[0] @ rows[1].T
     worth = [[grades.get((q, d), 0) for d in documents] for q in right]
     assert of.evaluate()["eval_c_cosine_ndcg@10"] == pytest.approx(ndcg_score(worth, scores.numpy(), k=10), abs=1e-6)
 
@@ -274,99 +257,6 @@ def test_prompts_and_columns_can_be_chosen(made, tmp_path):
     ], made / "cosine").evaluate()  # fmt: skip
     assert figures(found, "swapped") == pytest.approx(figures(found, "given"), abs=1e-9)
     assert figures(found, "swapped") != pytest.approx(figures(found, "as-is"), abs=1e-3)
-
-
-# ---- rows ----
-
-
-def by_column(rows: list[dict]) -> dict[str, list]:
-    return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-ALL = ["cosine", "dot", "euclidean", "manhattan"]
-
-
-@pytest.mark.parametrize("similarity", ["cosine", pytest.param("dot", marks=pytest.mark.slow)])
-def test_correlations_equal_those_of_sentence_transformers(similarity, made, tmp_path):
-    """Also of leading dimensions and of quantised values, with all similarities and the prompt of queries."""
-    data = by_column(write_rows(tmp_path)["sts"])
-    options = {"dims": [5], "precisions": ["int8", "binary"]}
-    of = trainer(tmp_path, [
-        entry(made, "sts", name="s", similarity_fn_names=ALL, **options),
-        entry(made, "sts", name="own"),
-        entry(made, "sts", name="prompted", prompt=None),
-    ], made / similarity)  # fmt: skip
-    found, model = of.evaluate(), SentenceTransformer(str(made / similarity), device="cpu")
-    expected = {}
-    for dim in (None, 5):
-        for precision in (None, "int8", "binary"):
-            evaluator = EmbeddingSimilarityEvaluator(
-                data["sentence1"], data["sentence2"], data["score"], similarity_fn_names=ALL, precision=precision,
-                truncate_dim=dim, write_csv=False,
-            )  # fmt: skip
-            prefix = (f"dim{dim}_" if dim else "") + (f"{precision}_" if precision else "")
-            expected |= {prefix + name: value for name, value in evaluator(model).items()}
-            if precision == "binary":  # theirs ranks by what float32 rounds, where many cosines are equal
-                expected[f"{prefix}spearman_cosine"] = of_bits(model, data, truncate_dim=dim)
-                best = max(expected[f"{prefix}spearman_{name}"] for name in ALL)
-                expected[f"{prefix}spearman_max"] = best
-    assert len(expected) == 6 * 10 and abs(expected["spearman_cosine"]) > 0.2 and len(set(expected.values())) > 40
-    assert figures(found, "s") == pytest.approx(expected, abs=1e-6)
-    assert figures(found, "own").keys() == {f"pearson_{similarity}", f"spearman_{similarity}"}
-    prompted = [[PROMPTS["query"] + text for text in data[name]] for name in ("sentence1", "sentence2")]
-    theirs = EmbeddingSimilarityEvaluator(*prompted, data["score"], write_csv=False)(model)
-    assert figures(found, "prompted") == pytest.approx(theirs, abs=1e-6)
-    assert figures(found, "prompted") != pytest.approx(figures(found, "own"), abs=1e-3)
-
-
-def of_bits(model: SentenceTransformer, data: dict[str, list], **options) -> float:
-    """Spearman's correlation of the scores with cosines of bits in float64."""
-    packed = [model.encode(data[name], precision="ubinary", **options) for name in ("sentence1", "sentence2")]
-    width = options["truncate_dim"] or 16
-    first, second = (np.unpackbits(rows, axis=1)[:, :width].astype(float) for rows in packed)
-    cosines = (first * second).sum(axis=1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
-    return spearmanr(data["score"], cosines.round(12)).statistic
-
-
-@pytest.mark.parametrize("similarity", ["cosine", pytest.param("dot", marks=pytest.mark.slow)])
-def test_triplets_equal_those_of_sentence_transformers(similarity, made, tmp_path):
-    data = by_column(write_rows(tmp_path)["triplet"])
-    of = trainer(tmp_path, [
-        entry(made, "triplet", name="t", similarity_fn_names=ALL, dims=[5]),
-        entry(made, "triplet", name="m", margin=0.05),
-    ], made / similarity)  # fmt: skip
-    found, model = of.evaluate(), SentenceTransformer(str(made / similarity), device="cpu")
-    expected = {}
-    for dim in (None, 5):
-        evaluator = TripletEvaluator(*data.values(), similarity_fn_names=ALL, truncate_dim=dim, write_csv=False)
-        expected |= {(f"dim{dim}_" if dim else "") + name: value for name, value in evaluator(model).items()}
-    assert len(expected) == 10 and 0.5 < expected["cosine_accuracy"] < 1
-    assert figures(found, "t") == pytest.approx(expected, abs=1e-6)
-    theirs = TripletEvaluator(*data.values(), margin=0.05, write_csv=False)(model)
-    assert figures(found, "m") == pytest.approx(theirs, abs=1e-6)
-
-
-def test_reranking_equals_that_of_sentence_transformers(made, tmp_path):
-    rows = write_rows(tmp_path)["reranking"]
-    of = trainer(tmp_path, [entry(made, "reranking", name="r", at_k=3, dims=[5])], made / "cosine")
-    found, model = of.evaluate(), SentenceTransformer(str(made / "cosine"), device="cpu")
-    expected = {}
-    for dim in (None, 5):
-        theirs = RerankingEvaluator(rows, at_k=3, truncate_dim=dim, write_csv=False)(model)
-        expected |= {(f"dim{dim}_" if dim else "") + name: value for name, value in theirs.items()}
-    assert len(expected) == 6 and all(0.3 < value < 1 for value in expected.values())
-    assert figures(found, "r") == pytest.approx(expected, abs=1e-6)
-
-
-def test_names_of_figures_are_known_before(made, tmp_path):
-    kinds = [entry(made, kind, name=kind, dims=[5], precisions=["binary"]) for kind in ("sts", "triplet", "reranking")]
-    kinds.append({"type": "retrieval", "name": "c", "path": str(made / "corpus"), "dims": [3]})
-    kinds.append(entry(made, "sts", name="more", similarity_fn_names=ALL))
-    of = trainer(tmp_path, kinds, made / "cosine")
-    starts = ("eval_sts_", "eval_triplet_", "eval_reranking_", "eval_c_", "eval_more_")
-    assert [f"eval_{name}" for name in of.evaluations.names] == [n for n in of.evaluate() if n.startswith(starts)]
-    assert set(of.evaluations.headlines) < set(of.evaluations.names)
-    assert "sts_spearman_cosine" in of.evaluations.headlines and "c_cosine_mrr@10" in of.evaluations.headlines
 
 
 # ---- in a run ----
@@ -384,8 +274,6 @@ def test_evaluations_change_nothing_in_training(made, tmp_path):
         lines = [line for line in of.state.log_history if "eval_mrr@10" in line]
         assert len(lines) == 4 and all("eval_loss" in line for line in lines)
         assert all(("eval_corpus_cosine_ndcg@10" in line) == bool(evaluations) for line in lines)
-        other = of.evaluate(rows, metric_key_prefix="other")
-        assert "other_mrr@10" in other and not [key for key in other if "corpus" in key], "only what is asked for"
     assert len(set(losses[0])) == 4 and losses[0] == losses[1]
 
 
@@ -398,7 +286,7 @@ class Steps(TrainerCallback):
     @torch.no_grad()
     def on_step_end(self, args, state, control, model, **others):
         for name, tensor in model.state_dict().items():
-            is_good = state.global_step == 2 or "projection" not in name
+            is_good = state.global_step == 2 or "linear" not in name
             whole = self.good[name] if is_good else torch.zeros_like(self.good[name])
             to = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             if to is not tensor:
@@ -408,7 +296,7 @@ class Steps(TrainerCallback):
 
 def best(folder: Path, made: Path) -> dict:
     """A run that evaluates and saves after every step, and stops when two evaluations were no better."""
-    good = EmbeddingModel.from_pretrained(made / "cosine").state_dict()
+    good = load(made / "cosine").state_dict()
     more = dict(max_steps=9, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, logging_steps=1)
     more |= dict(load_best_model_at_end=True, metric_for_best_model="c_cosine_ndcg@10", save_total_limit=2)
     evaluations = [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}]
@@ -448,25 +336,11 @@ def test_a_run_that_is_asked_to_stop_leaves_an_evaluation(made, tmp_path):
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"metric_for_best_model": "c_cosine_ndcg@11"}, "metric_for_best_model=.*none of the 15 .* c_cosine_ndcg@10"),
-    ({"load_best_model_at_end": True, "eval_strategy": "steps"}, 'metric_for_best_model="loss" is none'),
+    ({"metric_for_best_model": "c_cosine_ndcg@11"}, "ndcg@11. is no figure of this run. Closest: c_cosine_ndcg@10"),
+    ({"load_best_model_at_end": True, "eval_strategy": "steps"}, 'metric_for_best_model="loss" is no figure'),
 ])  # fmt: skip
 def test_a_best_metric_that_nobody_gives_is_refused(options, words, made, tmp_path):
     with pytest.raises(UsageError, match=words):
         trainer(
             tmp_path, [{"type": "retrieval", "name": "c", "path": str(made / "corpus")}], made / "cosine", **options
         )
-
-
-@pytest.mark.parametrize("entry, words", [
-    ({"dims": [4, 17]}, "dims has 17, but embeddings have 16"),
-    ({"query_column": "question"}, 'query_column="question" is no column of this run: query, positive'),
-])  # fmt: skip
-def test_what_does_not_fit_the_model_is_refused(entry, words, made, tmp_path):
-    with pytest.raises(UsageError, match=words):
-        trainer(tmp_path, [{"type": "retrieval", "path": str(made / "corpus"), **entry}], made / "cosine")
-
-
-def test_evaluations_need_a_loss_over_embeddings(made, tmp_path):
-    with pytest.raises(UsageError, match="evaluations compare embeddings"):
-        DistTrainer(EmbeddingModel.from_pretrained(made / "cosine"), evaluations=[object()])

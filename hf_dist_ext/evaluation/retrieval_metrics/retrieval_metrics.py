@@ -1,6 +1,6 @@
 """MRR, nDCG and recall from the ranks of the right documents, as an `evaluate` module that needs no hub.
 
-    metric = evaluate.load("hf_dist_ext/training/retrieval_metrics")     # or RetrievalMetrics()
+    metric = evaluate.load("hf_dist_ext/evaluation/retrieval_metrics")   # or RetrievalMetrics()
     metric.add_batch(ranks=[0, 3])
     metric.add_batch(ranks=[12])
     metric.compute(k=10)                                        # {"mrr@10": ..., "ndcg@10": ..., ...}

@@ -1,0 +1,105 @@
+"""Adapters of peft: which a model has, those of a folder, and their weights made a part of the base's.
+
+A model of transformers is wrapped by peft. A SentenceTransformer has them inside, put there by its `add_adapter`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_dist_ext.errors import UsageError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # what peft puts before the names of the model it wraps
+
+
+def adapters_of(model: Any) -> Mapping[str, Any]:
+    """Name -> configuration. `model`: the bare one."""
+    inside = getattr(model, "transformers_model", None)  # of a SentenceTransformer
+    holder = model if inside is None else inside
+    return getattr(holder, "peft_config", None) or {}
+
+
+def base_of(folder: Path) -> tuple[str, str | None]:
+    """The base that adapters were trained on, and its revision."""
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if not config.get("base_model_name_or_path"):
+        raise UsageError(f"{folder / CONFIG} names no base model, so its adapters have nothing to be put into.")
+    return config["base_model_name_or_path"], config.get("revision")
+
+
+def with_adapters(model: nn.Module, folder: Path, weights: dict[str, torch.Tensor] | None = None) -> Any:
+    """The model of transformers with the adapters of `folder`, as peft has written it, not merged; all of them or an
+    error. `weights`: those of a folder that holds them in another form."""
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    weights = load_file(folder / WEIGHTS) if weights is None else weights
+    try:
+        adapted = get_peft_model(model, PeftConfig.from_pretrained(folder))
+    except ValueError as error:
+        raise UsageError(f"{folder}: its adapters do not fit {type(model).__name__}: {error}") from error
+    _check_fit(get_peft_model_state_dict(adapted), weights, folder)
+    set_peft_model_state_dict(adapted, weights)
+    return adapted.eval()
+
+
+def put_inside(backbone: Any, folder: Path) -> None:
+    """The adapters of `folder` into a model of transformers, as its `add_adapter` does, not merged; all of them or an
+    error."""
+    from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+
+    weights = {name.removeprefix(PREFIX): value for name, value in load_file(folder / WEIGHTS).items()}
+    try:
+        backbone.add_adapter(PeftConfig.from_pretrained(folder))
+    except ValueError as error:
+        raise UsageError(f"{folder}: its adapters do not fit {type(backbone).__name__}: {error}") from error
+    _check_fit(get_peft_model_state_dict(backbone), weights, folder)
+    keep_wide(backbone)
+    set_peft_model_state_dict(backbone, weights)
+
+
+def keep_wide(backbone: Any) -> None:
+    """Adapters that `add_adapter` has put in are float32 also over a base in half precision, as those of peft are:
+    small updates would be rounded away."""
+    for _, layer in _adapted(backbone):
+        for name, parameter in layer.named_parameters():
+            if "base_layer" not in name and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+
+
+def _check_fit(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], folder: Path) -> None:
+    wanted, found = ({(name, value.shape) for name, value in of.items()} for of in (own, given))
+    if differing := sorted({name for name, _ in wanted ^ found}):
+        raise UsageError(
+            f"{folder}: {len(differing)} of its adapters do not fit the base model, such as {differing[0]}. Use the "
+            "base that adapter_config.json names, as it was when the adapters were trained."
+        )
+
+
+def merge_inside(backbone: Any) -> None:
+    """Adapters that `add_adapter` has put into a model of transformers become a part of its weights, in place."""
+    for _, layer in _adapted(backbone):
+        layer.merge(safe_merge=True)
+    remove_from(backbone)
+
+
+def remove_from(backbone: Any) -> None:
+    """The same model without them."""
+    for name, layer in _adapted(backbone):
+        backbone.set_submodule(name, layer.get_base_layer())
+    if getattr(backbone, "peft_config", None):
+        del backbone.peft_config
+        backbone._hf_peft_config_loaded = False  # transformers' own mark (5.23, integrations/peft.py)
+
+
+def _adapted(backbone: Any) -> list[tuple[str, Any]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, module) for name, module in backbone.named_modules() if isinstance(module, BaseTunerLayer)]
