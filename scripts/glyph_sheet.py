@@ -15,8 +15,8 @@ import random
 from pathlib import Path
 
 import matplotlib
-from hf_dist_ext.tasks.tower_pair import TowerPair
 from PIL import Image, ImageDraw, ImageFont
+from sentence_transformers import SentenceTransformer
 
 from hf_dist_ext.data.glyphs import FONTS, SIDE, load_glyphs
 from hf_dist_ext.failures import exit_on_usage_error
@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> None:
         rows = load_glyphs()["test"]
         names, pictures = rows["query"], rows["positive"][:]
         queries = arguments.query or random.Random(arguments.seed).sample(names[:], 10)
-        pair = TowerPair.load(arguments.model)
-        scores = pair.embed(queries) @ pair.embed(pictures).T  # (queries, 500)
+        model = SentenceTransformer(arguments.model)
+        scores = model.similarity(model.encode(queries), model.encode(pictures))  # (queries, 500)
         best = scores.topk(PICTURES).indices.tolist()
         found = [
             [(pictures[row], names[row] == query.lower()) for row in line]

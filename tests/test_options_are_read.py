@@ -10,13 +10,12 @@ from transformers.training_args import OptimizerNames
 from hf_dist_ext.data.collator import ContrastiveCollator
 from hf_dist_ext.engine.losses import InfoNCELoss
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import from_run
 from hf_dist_ext.run import optimizers
 from hf_dist_ext.tasks.parts import Parts
 from hf_dist_ext.training.arguments import DistTrainingArguments
 from hf_dist_ext.training.trainer import DistTrainer
 from tests.run.test_stages import plan  # noqa: F401, a fixture
-from tests.tasks.test_image_pairs import run_file as pairs_file  # noqa: F401, a fixture
-from tests.tasks.test_stages import main as run_main
 from tests.test_train_script import main, run_file  # noqa: F401, fixtures
 from tests.tiny_models import embedding_model, model_config, tiny_tokenizer
 from tests.training.test_trainer import Tiny, collate, trainer
@@ -165,7 +164,7 @@ def test_the_hub_is_asked_once_for_a_name_that_it_does_not_have(main, run_file, 
     def refuse(*asked, **options):
         raise AssertionError("a loader that asks again for minutes")
 
-    for place in ("models.backbones.cached_file", "models.backbones.AutoTokenizer.from_pretrained"):
+    for place in ("models.from_run.cached_file", "models.from_run.AutoProcessor.from_pretrained"):
         monkeypatch.setattr(f"hf_dist_ext.{place}", refuse)
     with pytest.raises(SystemExit):
         main(["--config", run_file(model_name_or_path="tests/task", model_config=..., tokenizer_name=...)])
@@ -216,35 +215,17 @@ def test_pushing_a_staged_run_is_refused(plan, monkeypatch):  # noqa: F811
         plan(push_to_hub=True)
 
 
-def test_a_folder_of_towers_is_normalised_and_run_as_the_file_says(pairs_file, tmp_path, monkeypatch):  # noqa: F811
-    run_main(pairs_file(trainable_modules=None, max_steps=1, save_strategy="no"))
-    folder = tmp_path / "out"
-    seen = {}
-
-    def watched(self, *arguments, **options):
-        seen["normalize"] = self.model.normalize
-        seen["attention"] = {tower.config._attn_implementation for tower in self.model.towers.values()}
-        return train(self, *arguments, **options)
-
-    train = DistTrainer.train
-    monkeypatch.setattr(DistTrainer, "train", watched)
-    again = {"model_name_or_path": str(folder), "output_dir": str(tmp_path / "again"), "trainable_modules": None}
-    run_main(pairs_file(**again, normalize=False, attn_implementation="eager", max_steps=1, save_strategy="no"))
-    assert seen == {"normalize": False, "attention": {"eager"}}
-    assert json.loads((tmp_path / "again" / "towers.json").read_text())["normalize"] is False
-
-
 def test_what_is_not_given_is_as_the_models_folder_says(main, run_file, tmp_path, monkeypatch):  # noqa: F811
     """Prompts and length, that is."""
     prompts = {"query": "search : ", "passage": "list of "}
-    embedding_model(model_config("bert"), prompts=prompts, max_length=7).save_pretrained(
-        tmp_path / "model", tokenizer=tiny_tokenizer()
-    )
+    model = embedding_model(model_config("bert"))
+    from_run.describe(model, 7, prompts)
+    model.save_pretrained(str(tmp_path / "model"))
     seen, make = {}, Parts.make_trainer
 
     def watched(parts, args):
         collator = parts.data_collator
-        seen["prompts"], seen["length"] = collator.prompts, collator.max_length
+        seen["prompts"], seen["length"] = collator.prompts, parts.model.max_seq_length
         return make(parts, args)
 
     monkeypatch.setattr(Parts, "make_trainer", watched)
@@ -274,12 +255,12 @@ def test_scores_are_of_one_kind_everywhere(main, run_file, tmp_path, monkeypatch
     normalisation, whether the run has one."""
     given, folder_says, is_normalised = case
     folder, seen, make = tmp_path / "model", {}, Parts.make_trainer
-    embedding_model(model_config("bert"), normalize=False).save_pretrained(folder, tokenizer=tiny_tokenizer())
+    embedding_model(model_config("bert"), normalize=False).save_pretrained(str(folder))
     path = folder / "config_sentence_transformers.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"similarity_fn_name": folder_says}))
 
     def watched(parts, args):
-        seen["loss"], seen["model"] = parts.loss.normalize, parts.model.normalize
+        seen["loss"], seen["model"] = parts.loss.normalize, from_run.normalizes(parts.model)
         return make(parts, args)
 
     monkeypatch.setattr(Parts, "make_trainer", watched)

@@ -21,9 +21,10 @@ from hf_dist_ext import cli, train
 from hf_dist_ext.checkpoints import manifest
 from hf_dist_ext.checkpoints.folder import missing_from_checkpoint
 from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.models import from_run
 from hf_dist_ext.run import lease
 from tests.distributed.forked import Run, run_python
-from tests.tiny_models import WORDS, embedding_model, loaded, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embed, embedding_model, loaded, model_config, tiny_tokenizer
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "train_hf.py"
 
@@ -67,7 +68,7 @@ def writes_runs_in(tmp_path: Path):
 def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_path, capsys):
     main(["--config", run_file(), "--learning_rate", "1e-3"])
     printed = capsys.readouterr().out
-    assert "per_device_train_batch_size" in printed and "EmbeddingModel.from_pretrained" in printed
+    assert "per_device_train_batch_size" in printed and "import SentenceTransformer" in printed
     report = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert report["world_size"] == 1 and report["contrastive_batch_size"] == 16 and report["num_chunks"] == 13
     assert set(report["before"]) == set(report["after"]) == {"mrr@10", "ndcg@10", "recall@1", "recall@10"}
@@ -77,7 +78,7 @@ def test_a_run_on_local_files_ends_with_a_model_others_load(main, run_file, tmp_
     served = SentenceTransformer(str(tmp_path / "out"), device="cpu")
     features = tiny_tokenizer()(["search : parse a date"], return_tensors="pt")
     with torch.no_grad():
-        ours = model(input_ids=features["input_ids"], attention_mask=features["attention_mask"]).embeddings
+        ours = embed(model, **features)
     theirs = served.encode(["parse a date"], prompt_name="query", convert_to_tensor=True)
     assert ours.shape == (1, 16) and torch.allclose(ours, theirs, atol=1e-6)
 
@@ -87,7 +88,7 @@ def as_trained(folder: Path, column: str, texts: list[str], **options) -> torch.
     model = loaded(folder)
     features = ContrastiveCollator(tiny_tokenizer(), ["query", "positive"], **options).features(column, texts)
     with torch.no_grad():
-        return model(**features).embeddings
+        return embed(model, **features)
 
 
 SHORT = {"max_steps": 1, "save_strategy": "no", "eval_holdout": ...}
@@ -98,9 +99,9 @@ TEXTS = ["parse a date from text read file into list of lines", "sort the number
 def test_fine_tuning_keeps_the_prompt_names_of_the_folder(main, run_file, tmp_path, given):
     """They mean what was trained: no name serves a prompt that this run's queries or documents did not have."""
     own = {"query": "search : ", "passage": "file : ", "STS": "key : "}
-    base = embedding_model(model_config("bert"), prompts=own)
-    base.default_prompt_name = "STS"
-    base.save_pretrained(tmp_path / "base", tokenizer=tiny_tokenizer())
+    base = embedding_model(model_config("bert"))
+    from_run.describe(base, prompts=own, default_prompt_name="STS")
+    base.save_pretrained(str(tmp_path / "base"))
     assert SentenceTransformer(str(tmp_path / "base"), device="cpu").default_prompt_name == "STS"
     start = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(tmp_path / "base")} | SHORT
     main(["--config", run_file(**start, prompts=given)])
@@ -135,7 +136,9 @@ def test_texts_are_served_at_the_length_at_which_their_column_was_trained(main, 
 
     more = {"model_config": ..., "projection_dim": ..., "model_name_or_path": str(out), "tokenizer_name": ...} | SHORT
     main(["--config", run_file(**more, prompts=..., output_dir=str(tmp_path / "again"))])
-    assert loaded(tmp_path / "again").lengths == loaded(out).lengths
+    first, second = (loaded(folder)[0] for folder in (out, tmp_path / "again"))
+    for name in ("query_length", "document_length", "max_seq_length"):
+        assert getattr(second, name) == getattr(first, name)
 
 
 def test_a_finished_run_that_is_started_again_keeps_the_figures_of_its_training(main, run_file, tmp_path):
@@ -145,17 +148,6 @@ def test_a_finished_run_that_is_started_again_keeps_the_figures_of_its_training(
     first = json.loads(metrics.read_text())
     main(["--config", config, "--resume_from_checkpoint", "auto"])
     assert json.loads(metrics.read_text()) == first and first["num_chunks"] > 0
-
-
-def test_what_is_printed_of_a_plain_backbone_is_what_runs(main, run_file, tmp_path, caplog):
-    embedding_model(model_config("bert")).backbone.save_pretrained(tmp_path / "plain")
-    start = {"model_config": ..., "model_name_or_path": str(tmp_path / "plain")} | SHORT
-    with caplog.at_level("INFO", logger="hf_dist_ext"):
-        main(["--config", run_file(**start, pooling="last", projection_dim=16)])
-        main(["--config", run_file(**start, projection_dim=..., output_dir=str(tmp_path / "other"))])
-    said = [line for line in caplog.messages if "plain transformers model" in line]
-    assert ["last pooling, a projection to 16, normalized" in said[0], "mean" in said[0]] == [True, False]
-    assert "mean pooling, no projection, normalized" in said[1] and len(said) == 2
 
 
 def test_a_run_is_resumed_from_its_newest_checkpoint(main, run_file, tmp_path):
@@ -296,7 +288,7 @@ def test_a_model_that_does_not_fit_on_its_disk_goes_where_there_is_room(run_file
     assert f"the disk of {tmp_path / 'out'} is full, so the trained model was written to {tmp_path}/out-" in line
     (folder,) = tmp_path.glob("out-*")
     model = loaded(folder)
-    assert model(torch.ones(1, 3, dtype=torch.long)).embeddings.isfinite().all()
+    assert embed(model, input_ids=torch.ones(1, 3, dtype=torch.long)).isfinite().all()
     assert not list((tmp_path / "back").glob("*.safetensors")), "what was cut short is removed"
 
 

@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 
 from hf_dist_ext.data.code_search import load_code_search, one_row_per_query, read_functions, train_tokenizer
 from hf_dist_ext.errors import UsageError
+from hf_dist_ext.models import from_run
 from hf_dist_ext.tasks.search import search, show
+from tests.tiny_models import embedding_model
 
 MODULE = '''
 import functools
-from tests.tiny_models import embedding_model
 
 def greet(name):
     """Say hello
@@ -164,8 +165,9 @@ def test_search_ranks_the_functions_of_a_saved_model(tmp_path, library, capsys):
     config = {"model_type": "bert", "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
     torch.manual_seed(0)
-    model = embedding_model(config, max_length=60, prompts={"query": "def "})
-    model.save_pretrained(tmp_path / "model", tokenizer=tokenizer)
+    model = embedding_model(config, tokenizer=tokenizer)
+    from_run.describe(model, 60, {"query": "def "})
+    model.save_pretrained(str(tmp_path / "model"))
     wanted = {row["name"]: row for row in read_functions(library)}["a.Box.Lid.lift"]
     question = wanted["positive"].removeprefix("def ")
     results = search(str(tmp_path / "model"), question, top_k=3, root=library)

@@ -22,7 +22,8 @@ TOWERS = ("clip", "siglip")
 
 class Towers(torch.nn.ModuleDict):
     def forward(self, **features):
-        return self["image" if "pixel_values" in features else "text"](**features)[0]
+        output = self["image" if "pixel_values" in features else "text"](**features)
+        return next(output[name] for name in ("text_embeds", "image_embeds", "pooler_output") if name in output)
 
 
 class Projected(torch.nn.Module):

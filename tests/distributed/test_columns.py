@@ -74,7 +74,9 @@ def bert() -> SentenceTransformer:
 
 
 class LastToken(nn.Module):
-    """A vector of the last token of text; a pad is number 0."""
+    """A vector of the last token of text."""
+
+    pooling = "last"
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
