@@ -36,7 +36,7 @@ from hf_dist_ext.data.load import loading_errors, open_splits, opened, path_of, 
 from hf_dist_ext.data.row_check import first_of_node
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.run.config import RunConfig
-from hf_dist_ext.run.evaluations import COLUMNS, Evaluation, Retrieval, Rows, parse_evaluations
+from hf_dist_ext.run.evaluations import COLUMNS, Evaluation, Retrieval, RowsEvaluation, parse_evaluations
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class RetrievalData:
 class RowsData:
     """`columns`: by the names of `COLUMNS`; texts, lists of texts of a reranking, numbers."""
 
-    options: Rows
+    options: RowsEvaluation
     columns: dict[str, list]
 
 
@@ -94,7 +94,7 @@ def _named(options: Evaluation) -> Any:
     try:
         if isinstance(options, Retrieval):
             return read_retrieval(options)
-        return read_rows(options) if isinstance(options, Rows) else OfOthers(options)
+        return read_rows(options) if isinstance(options, RowsEvaluation) else OfOthers(options)
     except UsageError as error:
         raise UsageError(f'evaluation "{options.name}": {error}') from None
 
@@ -300,7 +300,7 @@ def _refuse_empty_queries(queries: Any, ids: pa.Array) -> None:
 # (4) ---------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(options: Rows) -> RowsData:
+def read_rows(options: RowsEvaluation) -> RowsData:
     names = {name: (options.columns or {}).get(name, name) for name in COLUMNS[type(options)]}
     numbers = names.get("score") or names.get("label")
     config = RunConfig(dataset_name=options.path, dataset_config_name=options.config, label_column=numbers)
@@ -324,7 +324,7 @@ def read_rows(options: Rows) -> RowsData:
     return RowsData(options, rows)
 
 
-def _lists(options: Rows, rows: Mapping[str, list]) -> dict[str, list]:
+def _lists(options: RowsEvaluation, rows: Mapping[str, list]) -> dict[str, list]:
     """Of rows with right and with wrong documents, lists of both."""
     filled = {name: [[t for t in as_list(value) if isinstance(t, str) and t.strip()] for value in rows[name]]
               for name in ("positive", "negative")}  # fmt: skip

@@ -296,14 +296,14 @@ def _without_values(has_padding: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _embeddings(model: Any, column: Column, inputs: dict[str, Any]) -> list[Any]:
+def _embeddings(model: Any, column: BatchColumn, inputs: dict[str, Any]) -> list[Any]:
     kinds = getattr(model[0], "modality_config", {})
     pictured = "image" if column.tower == "image" else "message" if column.images and "message" in kinds else "text"
     return tree_leaves(embedder_of(model).call(model, inputs, column.name, {"modality": pictured}))
 
 
 def _recorded(
-    model: nn.Module, column: Column, inputs: dict[str, Any], kernels: Accelerator, work: Workload
+    model: nn.Module, column: BatchColumn, inputs: dict[str, Any], kernels: Accelerator, work: Workload
 ) -> tuple[Recorder, list[torch.Tensor]]:
     """And what the loss reads."""
     recorder = Recorder(model, [one for one in inputs.values() if isinstance(one, torch.Tensor)])
