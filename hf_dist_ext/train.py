@@ -88,7 +88,7 @@ def train(run: Run) -> None:
 
     is_main = launched.rank() == 0
     logging.basicConfig(level=logging.INFO if is_main else logging.ERROR, format="%(message)s")
-    for name in ("httpx", "mteb"):
+    for name in ("httpx", "mteb", "sentence_transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
     transformers_logging.disable_progress_bar()  # of files that are read and written: the run has a bar of its own
     for line in run.echo if is_main else ():

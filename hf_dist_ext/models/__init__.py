@@ -1,9 +1,7 @@
-"""What encodes: a transformers model with pooling and a projection, or one tower for each column.
+"""What encodes: models of sentence-transformers, and what a trainer asks of any model that embeds.
 
-`embedding_model.py` and `towers.py` are the two models, `backbones.py` builds or loads what stands inside them,
-`static_backbone.py` is a table of vectors in a backbone's place, `multi_vector.py` keeps a vector of every token,
-`dense.py` holds the maps that follow. `packing.py` has a backbone read rows that stand end to end, `masks.py` tells it
-whether rows are padded. `causal_lm.py` loads causal language models, also in stages, `weights.py` compares and loads
-state dicts. `model_folder.py` and `adapter_folder.py` write the folders that sentence-transformers and servers read,
-`router_folder.py` and `dual_encoders.py` those of two towers.
+`from_run.py` builds or loads the model of a run file, `backbones.py` the transformers model inside of one that is built.
+`embedder.py` asks a model how its chunks run, `packing.py` has a backbone read rows that stand end to end, `masks.py`
+tells it whether rows are padded. `adapters.py` puts LoRA in and merges it, `folders.py` finds a model's folder here or
+on the hub. `causal_lm.py` loads causal language models, also in stages, `weights.py` compares and loads state dicts.
 """

@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 
 def in_stages(args: Any, staged: Callable[..., type] = stages.staged) -> Callable[[type], type] | None:
-    """For `EmbeddingModel.from_pretrained`: this rank reads its stages only. None without a pipeline."""
+    """For whoever reads the model: this rank reads its stages only. None without a pipeline."""
     if size(args) == 1:
         return None
     return _in_stages(args, mesh.make(args) if mesh.shape_of(args).parts > 1 else None, staged)

@@ -1,6 +1,6 @@
 """A model cut into the stages of a pipeline: what lies where, and one stage run alone.
 
-A model that can be cut is an `EmbeddingModel` (or LoRA in it): a `backbone` with one stack of layers, what comes
+A model that can be cut embeds (a SentenceTransformer, adapters in it too): it has one stack of layers, what comes
 before them (word embeddings) and what comes after. The first stage has what comes before the stack, the last one all
 that comes after it: the norm, pooling, projection. A stage is run by the model's own forward with hidden states in
 place of word embeddings (`inputs_embeds`), where everything that is not this stage's gives back what comes in. So

@@ -24,7 +24,6 @@ from transformers.utils import logging
 from hf_dist_ext.data.statistics import PICTURES, Described, describe
 from hf_dist_ext.evaluation import evaluators
 from hf_dist_ext.models.embedder import embedder_of, is_of_sentence_transformers
-from hf_dist_ext.models.from_run import normalizes
 from hf_dist_ext.training import curves, final_model
 from hf_dist_ext.training.card_metadata import class_of, kind_of, metadata
 from hf_dist_ext.training.citations import citations_of, names_of
@@ -107,6 +106,8 @@ def life_of(trainer: Any, data: list[Described], figures: Sequence[str]) -> Life
 def _embeddings(model: Any) -> str | None:
     if not is_of_sentence_transformers(model):
         return None
+    from hf_dist_ext.models.from_run import normalizes  # it imports sentence-transformers
+
     first, *others = model
     words = [f"{one.pooling_mode} pooling" for one in others if hasattr(one, "pooling_mode")]
     words += ["one vector per token"] if embedder_of(model).has_token_vectors else []
