@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from hf_dist_ext.errors import UsageError
-from hf_dist_ext.frozen.groups import image_arguments, match_depths, module_groups
+from hf_dist_ext.frozen.groups import backbone_of, below_adapters, image_arguments, match_depths, module_groups
 from hf_dist_ext.frozen.image_stand_in import ImageStandIn
 from hf_dist_ext.frozen.plan import FreezePlan, GroupReport, format_report, plan_freezing, report
 from hf_dist_ext.frozen.run_mode import release, set_frozen_mode
@@ -56,8 +56,8 @@ def stand_in_for_images(
     A loss over embeddings needs it where forwards are collectives, or where nothing but the image part trains;
     elsewhere zero gradients do for DDP (`Strategy.reaching_all`). `model`: without its wrappers.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model = getattr(base, "transformers_model", None) or model
+    if (backbone := backbone_of(model)) is not below_adapters(model):  # PEFT calls that one without its hooks
+        model = backbone
     groups, makes_pictures = module_groups(model), getattr(processor, "image_processor", None)
     if makes_pictures is None or "vision" not in groups or not hasattr(model, "get_image_features"):
         return None

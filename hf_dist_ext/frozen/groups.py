@@ -54,7 +54,7 @@ TOWERS = {"vision": "image", "language": "text"}
 
 def module_groups(model: nn.Module) -> dict[str, Group]:
     """Group name -> group, the innermost part last; empty for a model whose structure says nothing."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = below_adapters(model)
     names: dict[int, str] = {}
     for name, module in model.named_modules():
         names.setdefault(id(module), name)
@@ -68,13 +68,28 @@ def module_groups(model: nn.Module) -> dict[str, Group]:
                 if found := [one for one in rest if own_class(one).__name__ == kind]:
                     parts[name] = found
         groups = {name: Group(name, tuple(names[id(one)] for one in modules)) for name, modules in parts.items()}
-        inner = getattr(inner, "transformers_model", None) or inner
-    elif isinstance(getattr(inner, "backbone", None), nn.Module) and hasattr(inner, "pooling"):
+    elif _has_backbone(inner):
         for name in ("backbone", "pooling", "projection"):
             part = getattr(inner, name, None)
             groups[name] = Group(name, (names[id(part)],) if isinstance(part, nn.Module) else ())
-        inner = inner.backbone
-    return groups | _vision_language_groups(model, inner, names)
+    return groups | _vision_language_groups(model, backbone_of(model), names)
+
+
+def backbone_of(model: nn.Module) -> nn.Module:
+    """The model of transformers inside a model that embeds, or the model itself."""
+    inner = below_adapters(model)
+    if is_of_sentence_transformers(inner):
+        return getattr(inner, "transformers_model", None) or inner
+    return inner.backbone if _has_backbone(inner) else inner
+
+
+def below_adapters(model: nn.Module) -> nn.Module:
+    """Of a model that PEFT has wrapped the one inside."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _has_backbone(model: nn.Module) -> bool:
+    return isinstance(getattr(model, "backbone", None), nn.Module) and hasattr(model, "pooling")
 
 
 def image_arguments(model: nn.Module) -> set[str]:
