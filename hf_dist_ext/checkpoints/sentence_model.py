@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,11 +147,12 @@ def _write(path: Path, content: Any) -> None:
 def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
     """The weights of a folder that `save` wrote, under the model's own names. Its modules' classes read it, so code
     that lies in the folder is not run."""
-    # A private method, which their own trainer resumes with (sentence-transformers 6.2, base/trainer.py).
     kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in map(own_class, model.modules())}
-    loaded = own_class(model)._load_with_module_classes(
-        folder, kinds, device="cpu", trust_remote_code=model.trust_remote_code
-    )
+    with _keeps_float64(model):
+        # A private method, which their own trainer resumes with (sentence-transformers 6.2, base/trainer.py).
+        loaded = own_class(model)._load_with_module_classes(
+            folder, kinds, device="cpu", trust_remote_code=model.trust_remote_code
+        )
     own, found = model.state_dict(), loaded.state_dict()
     for path in Path(folder).glob(f"**/{WEIGHTS}"):  # transformers rounds adapters to the precision of their base
         for name, value in load_file(path).items():
@@ -159,6 +161,17 @@ def state_dict_of(model: Any, folder: str) -> dict[str, torch.Tensor]:
             found |= {} if full is None else {full: value}
     # a model of a run file lacks a pooler that no embedding depends on (models/from_run.py)
     return {name: value for name, value in found.items() if name in own or ".pooler." not in name}
+
+
+@contextmanager
+def _keeps_float64(model: nn.Module) -> Iterator[None]:
+    """A Dense module is made in torch's default precision before it reads its file, whose float64 it would round."""
+    before, has_float64 = torch.get_default_dtype(), any(p.dtype == torch.float64 for p in model.parameters())
+    torch.set_default_dtype(torch.float64 if has_float64 else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @torch.no_grad()
