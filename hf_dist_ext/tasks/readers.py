@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from hf_dist_ext.data import glyphs
 from hf_dist_ext.data.code_search import train_tokenizer
+from hf_dist_ext.data.image_files import require_pillow
 from hf_dist_ext.errors import UsageError
 from hf_dist_ext.models.backbones import one_line
 from hf_dist_ext.run.config import RunConfig
@@ -44,11 +45,17 @@ def reader_of(config: RunConfig, has_pictures: bool, texts: Iterable[str]) -> An
     raise UsageError(f"a model built from model_config needs a {kind}: set tokenizer_name to a folder or hub id.")
 
 
-def stand_in(config: RunConfig) -> Any:
-    """For a model of model_config that reads no row, but is counted: a reader of the right kind. None: of texts."""
-    if "vision_config" not in config.model_config:
+def stand_in(model_config: dict[str, Any]) -> Any:
+    """For a model of model_config that reads no row, but is counted: a reader of the right kind. None: of texts.
+
+    It makes none of what the model itself needs, such as the tokens of a picture, and so serves every family.
+    """
+    if "vision_config" not in model_config:
         return None
-    return load_processor(config) if config.tokenizer_name else _of_glyphs(config.model_config, ("a",))
+    require_pillow()
+    if model_config["model_type"] in VISION_LANGUAGE:
+        return glyphs.build_chat_processor(("a",), patch_size=1)
+    return glyphs.build_processor(("a",))
 
 
 def _of_glyphs(model_config: dict[str, Any], texts: Iterable[str]) -> Any:

@@ -146,7 +146,7 @@ def _embedding_model(config: Any, fields: Any, given: dict[str, Any], work: Work
     if fields.model_config is None:
         model = from_run.build(fields.model_name_or_path, revision=fields.model_revision, **options)
     else:
-        model = from_run.build(model_config=config, tokenizer=stand_in(fields), **options)
+        model = from_run.build(model_config=config, tokenizer=stand_in(fields.model_config), **options)
     if work.is_in_4_bits:
         half = torch.bfloat16 if work.autocast_bytes else torch.float32
         model[0].model = trace_4bit.in_4_bits(model[0].model, half)
@@ -298,8 +298,8 @@ def _without_values(has_padding: bool) -> Iterator[None]:
 
 def _embeddings(model: Any, column: BatchColumn, inputs: dict[str, Any]) -> list[Any]:
     kinds = getattr(model[0], "modality_config", {})
-    pictured = "image" if column.tower == "image" else "message" if column.images and "message" in kinds else "text"
-    return tree_leaves(embedder_of(model).call(model, inputs, column.name, {"modality": pictured}))
+    modality = "image" if column.tower == "image" else "message" if "message" in kinds else "text"
+    return tree_leaves(embedder_of(model).call(model, inputs, column.name, {"modality": modality}))
 
 
 def _recorded(

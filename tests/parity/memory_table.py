@@ -155,7 +155,7 @@ CASES = [
     case("gemma3", GEMMA),
     case("mixtral", EXPERTS),
     case("clip", CLIP),
-    case("clip, image tower frozen", CLIP, ["towers.text"], trainable_modules=["text"]),
+    case("clip, image tower frozen", CLIP, ["text_model", "text_projection"], trainable_modules=["text"]),
     case("siglip", SIGLIP),
     case("mixtral, bf16 weights", EXPERTS, dtype="bfloat16"),
     case("electra", {"model_type": "electra", **SMALL, **NO_DROPOUT, "embedding_size": 32}),

@@ -25,11 +25,15 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from hf_dist_ext.data.collator import CONSTANTS
+from hf_dist_ext.models import from_run
 from hf_dist_ext.planner import catalog, memory
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace
 from hf_dist_ext.tasks import trace_pictures as pictures
+from hf_dist_ext.tasks.readers import stand_in
+from tests.tiny_models import tiny_tokenizer
 
 WHO_TRAINS = ("trainable_modules", "frozen_modules", "use_lora", "lora_r", "lora_target_modules")
 PICTURE = 64  # pixels of a side, where a model takes any size
@@ -129,7 +133,7 @@ def run_of(case: dict, folder: str):
 
 
 def own_code(folder: Path, case: dict) -> str:
-    """A folder with a model's code and weights."""
+    """A folder with a model's code and weights, and a tokenizer, which reads no text here."""
     import transformers
 
     folder.mkdir()
@@ -139,6 +143,7 @@ def own_code(folder: Path, case: dict) -> str:
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
     transformers.AutoModel.from_config(config, trust_remote_code=True).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
@@ -177,7 +182,7 @@ def measure(case: dict, run, folder: str) -> dict[str, float]:
         **run.training, use_cpu=True, max_steps=1, report_to="none", save_strategy="no", dataloader_pin_memory=False,
         remove_unused_columns=False, overwrite_output_dir=True, logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    model, collate = build(case, run, EmbeddingModel)
+    model, collate = build(case, run)
     found: dict[str, float] = {}
 
     class Measured(DistTrainer):
@@ -185,7 +190,7 @@ def measure(case: dict, run, folder: str) -> dict[str, float]:
             saved = SavedBytes(model)
             found["parameters"] = local_bytes(model.parameters())
             columns = self._prepare_inputs(inputs)
-            values = [one for column in columns.values() for one in column.values()]
+            values = [one for name, column in columns.items() if name != CONSTANTS for one in column.values()]
             saved.inputs = {storage_of(one) for one in values if isinstance(one, torch.Tensor)}
             with saved.measured():
                 loss = super().training_step(model, columns, *more)
@@ -214,7 +219,7 @@ class Rows(torch.utils.data.Dataset):
         return index
 
 
-def build(case: dict, run, embedding_model):
+def build(case: dict, run):
     """Model and collator. Every text row has one padding token, so that attention takes a mask."""
     config = run.options
     lengths = config.max_length
@@ -225,36 +230,34 @@ def build(case: dict, run, embedding_model):
         mask[:, -1] = 0
         return {"input_ids": torch.randint(5, 60, (len(rows), length)), "attention_mask": mask}
 
-    kind = (config.model_config or {}).get("model_type")
-    if kind in ("clip", "siglip"):
-        model, size = two_towers(config.model_config)
-
-        def collate(rows: list[int]) -> dict:
-            return {
-                "query": texts(rows, "query"),
-                "positive": {"pixel_values": torch.randn(len(rows), 3, size, size)},
-            }
+    options = {"projection_dim": config.projection_dim, "dtype": config.dtype or "float32"}
+    options["attn_implementation"] = config.attn_implementation
+    if config.model_config is None:
+        options |= {"trust_remote_code": config.trust_remote_code, "pooling": "mean", "normalize": True}
+        model = from_run.build(config.model_name_or_path, **options)
     else:
-        options = {"projection_dim": config.projection_dim, "dtype": config.dtype}
-        options["attn_implementation"] = config.attn_implementation
-        if kind is None:
-            options["trust_remote_code"] = config.trust_remote_code
-            model = embedding_model.from_backbone(config.model_name_or_path, **options).train()
-        else:
-            model = embedding_model.from_config(config.model_config, **options)
-        shape = shape_of(case, run)
+        model = from_run.build(model_config=config.model_config, tokenizer=stand_in(config.model_config), **options)
+    model.train()
+    kind, shape = (config.model_config or {}).get("model_type"), shape_of(case, run)
 
-        def collate(rows: list[int]) -> dict:
-            features = {name: texts(rows, name) for name in ("query", "positive")}
-            for name in config.image_columns or ():
-                features[name] |= with_pictures(shape, features[name]["input_ids"])
-            return features
+    def collate(rows: list[int]) -> dict:
+        features, modality = {"query": texts(rows, "query")}, "message"
+        if kind in ("clip", "siglip"):
+            size, modality = shape["vision_config"]["image_size"], "image"
+            features["positive"] = {"pixel_values": torch.randn(len(rows), 3, size, size)}
+        else:
+            features["positive"] = texts(rows, "positive")
+        for name in config.image_columns or ():
+            features[name] |= with_pictures(shape, features[name]["input_ids"])
+        seeing = {} if "pixel_values" not in features["positive"] else {"positive": {"modality": modality}}
+        return {**features, CONSTANTS: seeing} if seeing else features
 
     given = run.given
     if given.get("use_lora"):
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
 
-        model = get_peft_model(model, LoraConfig(r=given["lora_r"], target_modules=given["lora_target_modules"]))
+        of_backbone = LoraConfig(r=given["lora_r"], target_modules=given["lora_target_modules"])
+        model.requires_grad_(False).transformers_model.add_adapter(of_backbone)
     elif case.get("trains"):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(part in name for part in case["trains"]))
@@ -288,22 +291,6 @@ def with_pictures(config: dict, ids: torch.Tensor) -> dict:
     if "mm_token_type_ids" in more:
         more["mm_token_type_ids"] = (ids == IMAGE).int()
     return {"pixel_values": torch.randn(shape), **more, **counts}
-
-
-def two_towers(config: dict):
-    import transformers
-    from hf_dist_ext.models.towers import TowerModel
-
-    kind = config["model_type"]
-    projection = {"projection_dim": config["projection_dim"]} if kind == "clip" else {}
-    prefix, ending = ("CLIP", "ModelWithProjection") if kind == "clip" else ("Siglip", "Model")
-
-    def make(part: str, values: dict):
-        made = getattr(transformers, f"{prefix}{part}Config")(**values, **projection)
-        return getattr(transformers, f"{prefix}{part}{ending}")(made)
-
-    towers = {"text": make("Text", config["text_config"]), "image": make("Vision", config["vision_config"])}
-    return TowerModel(towers, {"query": "text", "positive": "image"}), config["vision_config"]["image_size"]
 
 
 def main() -> None:

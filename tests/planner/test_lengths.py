@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sentence_transformers import SentenceTransformer
 
-from hf_dist_ext.data.collator import ContrastiveCollator
+from hf_dist_ext.data.sentence_collator import SentenceCollator
 from hf_dist_ext.planner import lengths, local_files
 from hf_dist_ext.planner.from_run import workload_of
 from hf_dist_ext.planner.memory import Settings
 from hf_dist_ext.planner.traced import config_of, traced
 from hf_dist_ext.planner.traffic import arithmetic
-from hf_dist_ext.tasks.lengths import lengths_of
 from tests.planner.test_choose import make_run  # noqa: F401, a fixture
-from tests.tiny_models import WORDS, embedding_model, loaded, model_config, tiny_tokenizer
+from tests.tiny_models import WORDS, embedding_model, model_config, tiny_tokenizer
 
 TEXT = WORDS * 4
 ROWS = [{"query": " ".join(TEXT[: 1 + i % 7]), "positive": " ".join(TEXT[: 3 + i % 40])} for i in range(120)]
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
     """A model that cuts at 24 tokens."""
     path = tmp_path_factory.mktemp("model")
     config = model_config("bert", max_position_embeddings=64)
-    embedding_model(config, max_length=24).save_pretrained(path, tokenizer=tiny_tokenizer())
+    embedding_model(config, tokenizer=tiny_tokenizer(max_length=24)).save_pretrained(str(path))
     return str(path)
 
 
@@ -66,10 +66,8 @@ def test_rows_are_as_long_as_the_collator_makes_them(make_run, folder, tmp_path,
     data = write(tmp_path / f"rows{ending}", ROWS)
     run = make_run(None, model_name_or_path=folder, dataset_name=data, max_length=None, prompts=PROMPTS)
     found, work = columns(run)
-    model, tokenizer = loaded(folder), tiny_tokenizer()
-    limit = lengths_of(model, None, ["query", "positive"], tokenizer.model_max_length)
-    assert limit == 24
-    batch = ContrastiveCollator(tokenizer, ["query", "positive"], max_length=limit, prompts=PROMPTS)(ROWS)
+    preprocess = SentenceTransformer(folder, device="cpu").preprocess
+    batch = SentenceCollator(preprocess, ["query", "positive"], PROMPTS, is_of_run=True)(ROWS)
     for name, column in found.items():
         counts = batch[name]["attention_mask"].sum(1)
         assert column.tokens == pytest.approx(counts.float().mean().item())

@@ -21,6 +21,7 @@ from hf_dist_ext.planner.traced import traced
 from hf_dist_ext.run.read import load_run
 from hf_dist_ext.tasks import trace, trace_record
 from hf_dist_ext.tasks import trace_pictures as pictures
+from hf_dist_ext.tasks.readers import stand_in
 from tests.distributed.forked import run_python
 from tests.parity.memory_table import (
     BERT,
@@ -38,7 +39,7 @@ from tests.parity.memory_table import (
     rows_of,
 )
 from tests.parity.memory_worker import PARTS, PICTURE, with_pictures
-from tests.tiny_models import embedding_model
+from tests.tiny_models import embed, embedding_model
 
 SENTINELS = (
     "bert", "bert, no cache", "bert, LoRA", "bert, last layer and projection",
@@ -96,7 +97,7 @@ def test_a_packed_chunk_holds_what_was_predicted(small_run, config):
     (chunk,) = lay_out({"query": rows}, ChunkLimits(max_tokens=300, packs=True)).chunks()
     features = chunk.features
     with peak_bytes(torch.device("cpu"), [*model.parameters(), *model.buffers(), *rows.values()]) as peak:
-        model(**features).embeddings.sum().backward()
+        embed(model, **features).sum().backward()
     joined = 4 * 300 * 64 * 4  # of each layer: a CPU attends length by length, and lays the results end to end
     found, packed, padded = peak() - joined, held(work.packed, Settings()), held(work, Settings())
     assert chunk.num_tokens == 300 and found > 2**20
@@ -172,9 +173,9 @@ def test_parameters_that_no_gradient_reaches_are_those_of_a_real_backward(small_
     fields = {"image_columns": ["positive"], "max_length": {"query": 16, "positive": 32}}
     run = small_run(config, gradient_cache_chunk_size=8, **fields)
     work = traced(run)
-    model, ids = embedding_model(config), torch.randint(3, 60, (2, 32))
+    model, ids = embedding_model(config, tokenizer=stand_in(config)), torch.randint(3, 60, (2, 32))
     pixels = with_pictures(config, ids)["pixel_values"]
-    model(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).embeddings.sum().backward()
+    embed(model, input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels).sum().backward()
     without = {name for name, one in model.named_parameters() if one.grad is None}
     assert without == {name for name, one in work.parameters().items() if not one.gets_gradient}
     assert any(f"layers.{depth - 1}." in name for name in without) == (read == -2)

@@ -58,7 +58,7 @@ def test_a_chunk_leaves_on_a_stage_what_was_predicted(make_run, kind, how):  # n
     work = workload(run)
     model = embedding_model(config, pooling="mean", projection_dim=8).train().to(getattr(torch, dtype))
     if checkpointed:
-        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        model[0].model.gradient_checkpointing_enable({"use_reentrant": False})
     whole = stages.StagedModel(model, [0, 1], [0, 1])
     ids = torch.randint(4, 32, (4, 16))
     mask = torch.ones_like(ids)
@@ -327,7 +327,7 @@ def test_encoders_are_split_in_a_plan_as_in_a_run(make_run):  # noqa: F811
         for part in (("weight", "bias") if style == "colwise" else ("weight",))
     }
     words = "embeddings.word_embeddings.weight"  # its gradient is whole, so a plan counts it so
-    names = {name.removeprefix("backbone."): name for name in whole if "layer.0." in name or words in name}
+    names = {name.removeprefix("backbone.model."): name for name in whole if "layer.0." in name or words in name}
     assert divided <= names.keys() and len(names) > len(divided)
     for name, full in names.items():
         times = 2 if name in divided - {words} else 1
